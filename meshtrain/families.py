@@ -10,6 +10,14 @@
     gemma3   likewise             rotary               likewise                no       the embedding Gemma Team 2025, section 2
     vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU     yes      its own       Dosovitskiy et al. 2021
 
+With experts (model.moe), of which a router chooses a few for each token, in the place of the MLP; their numbers are of the largest or
+only model:
+
+    mixtral    as llama; 8 experts, 2 chosen                                                          Jiang et al. 2024
+    qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
+    olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8        Muennighoff et al. 2024
+               chosen, whose weights are not divided by their sum
+
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window) alternate with ones
 that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each head's q and k,
 and another rotary base where it sees the window.
@@ -54,6 +62,11 @@ class Family:
     logit_cap: float = 0.0
     global_every: int = 0
     rope_theta_local: float = 0.0
+    experts: int = 0  # this and the next three of model.moe
+    top_k: int = 2
+    router: str = "softmax"
+    normalize: bool = True
+    joint_qk_norm: bool = False  # qk_norm is over all heads together, not over each
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
     causal: bool = True
@@ -87,6 +100,9 @@ FAMILIES = Registry(
     replace(LLAMA, name="mistral"),
     replace(LLAMA, name="qwen2", biased_qkv=True),
     replace(LLAMA, name="qwen3", qk_norm=True),
+    replace(LLAMA, name="mixtral", experts=8),
+    replace(LLAMA, name="qwen3_moe", qk_norm=True, experts=128, top_k=8),
+    replace(LLAMA, name="olmoe", qk_norm=True, joint_qk_norm=True, experts=64, top_k=8, normalize=False),
     GPT2,
     GEMMA2,
     replace(

@@ -57,6 +57,10 @@ def models() -> Iterator[tuple[str, Any]]:
     caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
     yield "gemma2", hf.Gemma2ForCausalLM(hf.Gemma2Config(**gemma, **caps))
     yield "gemma3", hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**gemma, sliding_window_pattern=2, rope_parameters=ropes))
+    yield "mixtral", hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
+    qwen3 = dict(head_dim=8, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    yield "qwen3_moe", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **qwen3))
+    yield "olmoe", hf.OlmoeForCausalLM(hf.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None))
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ def write(directory: Path, dtype: str) -> None:
         file, held = f"model-{layer}.safetensors", {}
         for mapping in mappings(model).values():
             if mapping.weight.stacked == (layer is not None):
-                held[mapping.tensor(layer)] = draw.standard_normal(mapping.shape(), np.float32).astype(kind)
+                for name in mapping.tensors(layer):
+                    held[name] = draw.standard_normal(mapping.shape(), np.float32).astype(kind)
         save_file(held, directory / file)
         index |= dict.fromkeys(held, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

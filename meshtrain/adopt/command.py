@@ -1,7 +1,6 @@
 """Brings weights, adapters and configs in and out: what `python -m meshtrain.adopt` does once its words are read."""
 
 import argparse
-import math
 from collections import Counter
 
 import yaml
@@ -29,7 +28,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     counts = Counter[str]()
     for mapping in mappings(config.model).values():
         for layer in layers(mapping.weight):
-            counts[files.dtype(mapping.tensor(layer))] += math.prod(n for _, n in mapping.weight.dims)
+            for name in mapping.tensors(layer):
+                counts[files.dtype(name)] += mapping.numbers
     dtypes = ", ".join(f"{count:,} in {dtype}" for dtype, count in sorted(counts.items()))
     print(f"# {short(directory)}: {parameters(config.model):,} parameters ({dtypes}), {len(files.names)} tensors")
     print(yaml.safe_dump({"model": section}, sort_keys=False), end="")

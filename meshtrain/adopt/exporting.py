@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.hf import loading, peft
 from meshtrain.hf.hf_directory import ENDING, INDEX, PREPROCESSOR, SINGLE, TensorFiles, config_of, preprocessor_json
 from meshtrain.hf.mapping import Source, TensorMapping, layers, mappings
-from meshtrain.hf_families import CONFIG, check_exportable, config_json, is_hf_directory, read_json
+from meshtrain.hf_families import CONFIG, check_exportable, config_json, hf_family, is_hf_directory, read_json
 from meshtrain.model.weights import Weight
 from meshtrain.parallel.layout import Layout
 from meshtrain.reader import read_model
@@ -35,7 +36,9 @@ from meshtrain.reader import read_model
 Tree = Any
 Step = int | Literal["newest", "best"]
 DtypeOf = Callable[[str], np.dtype]
-Tensor = tuple[int | None, list[TensorMapping]]  # layer, the weights that a tensor holds
+Tensor = tuple[
+    int | None, list[tuple[TensorMapping, int]]
+]  # layer, the weights that a tensor holds, each with its number among theirs
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PART = 5 * 10**9  # bytes of a file, at most, as transformers has it
@@ -149,6 +152,7 @@ def export(
     ConfigError if it is there already, cannot be written, or the model is none of theirs.
     """
     fields = config_json(vars(config.model), config.train.sequence_length, dtype)
+    _check_load(config.model, source)
     extra_files.check_tokenizer(tokenizer or {}, config.model.vocab_size)
     first = jax.process_index() == 0
     with written_aside(to) if first else contextlib.nullcontext() as aside:
@@ -173,17 +177,30 @@ def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: s
         (aside / peft.ADAPTER_CONFIG).write_text(fields)
 
 
+def _check_load(model: ModelConfig, source: Source) -> None:
+    """ConfigError where the scores of a router have a bias, which chooses other experts than their class would."""
+    load = mappings(model).get("blocks.experts.load")
+    if load and model.moe.balance == "bias" and any(source(load.weight, n).any() for n in range(model.layers)):
+        raise ConfigError(
+            f"{hf_family(model.family).architecture} of transformers has no bias of its routers' scores, but model.moe.balance bias has "
+            "trained one; train with balance sequence to export it."
+        )
+
+
 def _write_tensors(model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int) -> None:
     from safetensors.numpy import save_file
 
-    parts = list(_parts(model, dtype_of, part))
+    parts, source = (
+        list(_parts(model, dtype_of, part)),
+        lru_cache(maxsize=1)(source),
+    )  # the experts of a layer come one after the other
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(parts, 1):
         file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         tensors = {}
         for name, (layer, weights) in names.items():
-            arrays = [mapping.converted(source(mapping.weight, layer)) for mapping in weights]
+            arrays = [mapping.converted(source(mapping.weight, layer), number) for mapping, number in weights]
             tensors[name] = _cast(np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0], dtype_of(name), name)
             index[name], total = file, total + tensors[name].nbytes
         if to is not None:
@@ -208,12 +225,12 @@ def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[st
     by_name, tensors = mappings(model), dict[str, Tensor]()
     for layer in (None, *range(model.layers)):
         for mapping in by_name.values():
-            if layer in layers(mapping.weight):
-                tensors.setdefault(mapping.tensor(layer), (layer, []))[1].append(mapping)
+            for number, name in enumerate(mapping.tensors(layer) if layer in layers(mapping.weight) else ()):
+                tensors.setdefault(name, (layer, []))[1].append((mapping, number))
     names: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        nbytes = dtype_of(name).itemsize * sum(math.prod(n for _, n in mapping.weight.dims) for mapping in tensor[1])
+        nbytes = dtype_of(name).itemsize * sum(mapping.numbers for mapping, _ in tensor[1])
         if names and size + nbytes > part:
             yield names
             names, size = {}, 0

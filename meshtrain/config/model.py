@@ -117,15 +117,24 @@ BALANCE = ("none", "sequence", "bias")
 # fmt: off
 @dataclass(frozen=True)
 class MoeConfig:
-    experts: int = key(0, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP", least=0, most=65536, resume=SHAPE)
-    top_k: int = key(2, "experts that a token is computed by", least=1, most=1024, resume=SHAPE)
+    experts: int = key(
+        None, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP; null: as many as the family has",
+        least=0, most=65536, follows=lambda c: FAMILIES[c.model.family].experts, resume=SHAPE
+    )
+    top_k: int = key(
+        None, "experts that a token is computed by; null: as the family has it",
+        least=1, most=1024, follows=lambda c: FAMILIES[c.model.family].top_k, resume=SHAPE
+    )
     d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE)
     shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE)
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
-        "softmax", "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
-        "logits, and a softmax over those chosen", resume=SHAPE
+        None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
+        "logits, and a softmax over those chosen; null: as the family has it", follows=lambda c: FAMILIES[c.model.family].router, resume=SHAPE
     )
-    normalize: bool = key(True, "softmax, sigmoid: the weights of a token's experts are divided by their sum", resume=SHAPE)
+    normalize: bool = key(
+        None, "softmax, sigmoid: the weights of a token's experts are divided by their sum; null: as the family has it",
+        follows=lambda c: FAMILIES[c.model.family].normalize, resume=SHAPE
+    )
     route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE)
     groups: tuple[int, ...] = key(
         (), "[groups, chosen]: a token chooses among the experts of so many groups, those with the highest sums of their two best scores "
@@ -144,8 +153,9 @@ class MoeConfig:
 class ModelConfig:
     family: str = key(
         "llama",
-        "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; gpt2: "
-        "LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both ways; or one registered from outside",
+        "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; mixtral, "
+        "qwen3_moe, olmoe: the same with experts; gpt2: LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both "
+        "ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE
     )
     layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
@@ -156,11 +166,12 @@ class ModelConfig:
         least=1, follows=lambda c: c.model.heads, resume=SHAPE
     )
     head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
+    # before what follows from it
+    moe: MoeConfig = field(default_factory=MoeConfig)
     d_ff: int = key(
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE
     )
-    moe: MoeConfig = field(default_factory=MoeConfig)
     vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
     block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
@@ -174,7 +185,8 @@ class ModelConfig:
         follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
     )
     qk_norm: bool = key(
-        None, "RMSNorm over each head's queries and keys, before they are turned; null: as the family has it",
+        None, "RMSNorm over each head's queries and keys (olmoe: over those of all heads together), before they are turned; null: as the "
+        "family has it",
         follows=lambda c: FAMILIES[c.model.family].qk_norm, resume=SHAPE
     )
     activation: str = key(

@@ -64,7 +64,8 @@ def taken_over(model: Model, layout: Layout, keep: bool) -> Parts:
     for placed, weight, x in zip(theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True):
 
         def cut(x: jax.Array, placed: Placed = placed, weight: Placed = weight) -> list[jax.Array]:
-            whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x)).astype(layout.config.precision.compute)
+            whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x))
+            whole = whole if weight.float32 else whole.astype(layout.config.precision.compute)
             return list(whole) if weight.stacked else [whole]
 
         shardings = [NamedSharding(layout.mesh, spec) for spec in _specs(weight)]  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
 So that neither a model nor a stacked weight is ever in host memory, nor a whole embedding (experiments/adopt/memory.py).
 """
 
+import itertools
 import logging
 import math
 import time
@@ -43,15 +44,15 @@ def check(model: ModelConfig, files: TensorFiles) -> None:
     where, used = short(files.directory), {"lm_head.weight"} if model.tied_head else set()
     for mapping in mappings(model).values():
         for layer in layers(mapping.weight):
-            name = mapping.tensor(layer)
-            used.add(name)
-            shape, dtype = files.shape(name), files.dtype(name)
-            if shape != mapping.shape():
-                raise ConfigError(f"{name} in {where} is {list(shape)}; this model's is {list(mapping.shape())}.")
-            if dtype not in DTYPES:
-                raise ConfigError(f"{name} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}.")
+            for name in mapping.tensors(layer):
+                used.add(name)
+                shape, dtype = files.shape(name), files.dtype(name)
+                if shape != mapping.shape():
+                    raise ConfigError(f"{name} in {where} is {list(shape)}; this model's is {list(mapping.shape())}.")
+                if dtype not in DTYPES:
+                    raise ConfigError(f"{name} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}.")
     if model.tied_head and "lm_head.weight" in files.names:
-        _check_tied(files, mappings(model)["embedding.tokens"].tensor(None))
+        _check_tied(files, *mappings(model)["embedding.tokens"].tensors(None))
     unused = [name for name in files.names if name not in used and not name.endswith(IGNORED)]
     if unused:
         raise ConfigError(f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such).")
@@ -95,8 +96,7 @@ def layer_source(model: ModelConfig, files: TensorFiles) -> Source:
     by_name = mappings(model)
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
-        mapping, box = by_name[weight.name], full_box(weight)
-        return mapping.cut(box, files.read(mapping.tensor(layer), mapping.box(box)))
+        return by_name[weight.name].read(files, layer, full_box(weight))
 
     return read
 
@@ -119,11 +119,10 @@ def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapte
 
     def leaf(placed: Placed, master: jax.ShapeDtypeStruct, initial: jax.Array | None = None) -> jax.Array:
         if (mapping := by_name.get(placed.name)) is not None:
-            read = lambda layer, box: mapping.cut(box, files.read(mapping.tensor(layer), mapping.box(box)))  # noqa: E731
-            return _Leaf(layout, placed, mapping.weight, mapping.outer(), read).on(master)
+            return _Leaf(layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)).on(master)
         if adapters is not None:
             weight = factors[placed.name]
-            return _Leaf(layout, placed, weight, 0, lambda layer, box: adapters.read(weight, layer)[box]).on(master)
+            return _Leaf(layout, placed, weight, (0,), lambda layer, box: adapters.read(weight, layer)[box]).on(master)
         assert initial is not None
         return initial
 
@@ -131,11 +130,12 @@ def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapte
 
 
 class _Leaf:
-    """Reads one weight onto its devices. `read(layer, box)` is fastest where the box is cut `along` that dimension."""
+    """Reads one weight onto its devices. `read(layer, box)` is fastest where the box is cut `along` these dimensions, and of all but the
+    last has one place."""
 
     def __init__(
-        self, layout: Layout, placed: Placed, weight: Weight, along: int, read: Callable[[int | None, Box], np.ndarray]
-    ) -> None:
+        self, layout: Layout, placed: Placed, weight: Weight, along: tuple[int, ...], read: Callable[[int | None, Box], np.ndarray]
+    ) -> None:  # fmt: skip
         self.layout, self.placed, self.weight, self.along, self.read = layout, placed, weight, along, read
 
     def on(self, master: jax.ShapeDtypeStruct) -> jax.Array:
@@ -174,10 +174,15 @@ class _Leaf:
 
     def _pieces(self, box: Box, itemsize: int) -> Iterator[Box]:
         """Yields the box in boxes of at most PIECE bytes, or one place of the dimension that is cut where that is more."""
-        sizes, along = [s.stop - s.start for s in box], self.along
-        length = max(1, PIECE // max(1, itemsize * math.prod(sizes) // max(1, sizes[along])))
-        for start in range(box[along].start, box[along].stop, length):
-            yield (*box[:along], slice(start, min(start + length, box[along].stop)), *box[along + 1 :])
+        *single, along = self.along
+        sizes = [s.stop - s.start for s in box]
+        row = itemsize * math.prod(n for d, n in enumerate(sizes) if d not in self.along)
+        steps = {**dict.fromkeys(single, 1), along: max(1, PIECE // max(1, row))}
+        for starts in itertools.product(*(range(box[d].start, box[d].stop, step) for d, step in steps.items())):
+            piece = list(box)
+            for (d, step), start in zip(steps.items(), starts, strict=True):
+                piece[d] = slice(start, min(start + step, box[d].stop))
+            yield tuple(piece)
 
     def _read_piece(self, layer: int | None, box: Box, dtype: Any) -> np.ndarray:
         """Returns a box of the live weight, padding included."""

@@ -5,6 +5,7 @@
     linear     [out, in] (torch.nn.Linear): transposed          [in, out], the heads' side cut into [H, K]
     third k    [in, 3 out] (GPT-2's Conv1D): the k-th third     [in, H, K]
     patches    [out, channel, row, column] (torch.nn.Conv2d)    [(row, column, channel), out]
+    experts    E tensors [out, in]                              [E, in, out]
 
 RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
 No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.config.model import ModelConfig
+from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import Weight, weights
 
@@ -31,12 +33,22 @@ class TensorMapping:
     weight: Weight
     name: WeightName
 
-    def tensor(self, layer: int | None) -> str:
-        """Returns the tensor's name, of one layer where the weight is stacked."""
-        return self.name.theirs if layer is None else self.name.theirs.format(layer)
+    def tensors(self, layer: int | None) -> list[str]:
+        """Returns the names of the tensors that hold it, of one layer where the weight is stacked."""
+        return [self.name.theirs if layer is None else self.name.theirs.format(layer)]
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        """Returns a box of our weight, of one layer, in its tensor's dtype."""
+        (name,) = self.tensors(layer)
+        return self.cut(box, files.read(name, self.box(box)))
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of our weight, of one layer, in each of its tensors."""
+        return math.prod(n for _, n in self.weight.dims)
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the tensor, of one layer."""
+        """Returns the shape of each of its tensors, of one layer."""
         *inner, last = (math.prod(side) for side in self._sides())
         if self.name.layout == "third":
             last *= 3
@@ -56,9 +68,9 @@ class TensorMapping:
             return tuple(reversed(slices))
         return (slice(0, 1),) * self.name.ones + tuple(slices)
 
-    def outer(self) -> int:
-        """Returns our dimension that is the outer one of theirs: boxes along it are contiguous in their file."""
-        return len(self._sides()[0]) if self.name.layout == "linear" else 0
+    def outer(self) -> tuple[int, ...]:
+        """Returns our dimensions that are the outer ones of theirs: boxes along the last of them are contiguous in their file."""
+        return (len(self._sides()[0]) if self.name.layout == "linear" else 0,)
 
     def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
         """Returns a box of our weight from the slices of the tensor that `self.box(box)` names."""
@@ -70,15 +82,15 @@ class TensorMapping:
             rest += [slice(None), *box[len(rest) + 1 : len(rest) + len(side)]]
         return (tensor.T if self.name.layout == "linear" else tensor).reshape(shape)[tuple(rest)]
 
-    def converted(self, ours: np.ndarray) -> np.ndarray:
-        """Returns the tensor of one layer's full weight; of thirds this one alone."""
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in self._sides()])
         return array.T if self.name.layout == "linear" else array.reshape((1,) * self.name.ones + array.shape)
 
     def _sides(self) -> list[list[int]]:
         """Returns the sizes of our dimensions by the dimension of their tensor that they make up: of a product its inputs, then its outputs."""
         axes, sizes = [axis for axis, _ in self.weight.dims], [n for _, n in self.weight.dims]
-        if axes[-1] == "head" and len(axes) == 2:  # a bias of heads
+        if axes[-1] == "head" and len(axes) == 2:  # a bias of heads, or the scales of a norm over all of them
             return [sizes]
         if len(axes) == 3:
             return [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
@@ -99,26 +111,65 @@ class PatchMapping(TensorMapping):
         """Returns all of each kernel: a box of the numbers of a patch is no box of theirs."""
         return (box[1], *(slice(0, n) for n in self.shape()[1:]))
 
-    def outer(self) -> int:
-        return 1
+    def outer(self) -> tuple[int, ...]:
+        return (1,)
 
     def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
         return tensor.transpose(2, 3, 1, 0).reshape(-1, len(tensor))[box[0]]
 
-    def converted(self, ours: np.ndarray) -> np.ndarray:
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
         width, channels, rows, columns = self.shape()
         return ours.reshape(rows, columns, channels, width).transpose(3, 2, 0, 1)
+
+
+class ExpertMapping(TensorMapping):
+    """The matrices of all experts of a layer, and the tensors that hold one of them each."""
+
+    def tensors(self, layer: int | None) -> list[str]:
+        return [self.name.theirs.format(layer, expert) for expert in range(self.weight.dims[0][1])]
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        experts, inputs, outputs = box
+        return np.stack([files.read(name, (outputs, inputs)).T for name in self.tensors(layer)[experts]])
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape())
+
+    def shape(self) -> tuple[int, ...]:
+        _, (_, inputs), (_, outputs) = self.weight.dims
+        return (outputs, inputs)
+
+    def outer(self) -> tuple[int, ...]:
+        return (0, 2)
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return ours[tensor].T
+
+
+class NoTensor(TensorMapping):
+    """The load of a layer's experts, which their files do not have and which begins with zeros."""
+
+    def tensors(self, layer: int | None) -> list[str]:
+        return []
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        return np.zeros([s.stop - s.start for s in box], np.float32)
 
 
 def mappings(model: ModelConfig) -> dict[str, TensorMapping]:
     """Returns the mapping of each weight by our name, of a resolved config's model."""
     names = {name.ours: name for name in hf_family(model.family).names(vars(model))}
-    return {
-        weight.name: PatchMapping(weight, name, model.patch_size)
-        if (name := names[weight.name]).layout == "patches"
-        else TensorMapping(weight, name)
-        for weight in weights(model)
-    }
+
+    def mapping(weight: Weight) -> TensorMapping:
+        if weight.counts:
+            return NoTensor(weight, WeightName(weight.name, ""))
+        name = names[weight.name]
+        if name.layout == "patches":
+            return PatchMapping(weight, name, model.patch_size)
+        return (ExpertMapping if name.layout == "experts" else TensorMapping)(weight, name)
+
+    return {weight.name: mapping(weight) for weight in weights(model)}
 
 
 def full_box(weight: Weight) -> Box:

@@ -77,7 +77,7 @@ def peft_modules(model: ModelConfig) -> list[PeftModule]:
 def _projection(weight: Weight) -> str:
     """Returns the name that a projection has in lora.targets, "" for any other weight."""
     last = weight.name.rpartition(".")[2]
-    return last if last in PROJECTIONS and weight.stacked else ""
+    return last if last in PROJECTIONS and weight.stacked and "experts" not in weight.axes else ""
 
 
 def merged_delta(model: ModelConfig, lora: LoraConfig, source: Source, weight: Weight, layer: int) -> np.ndarray | None:

@@ -12,12 +12,15 @@ What a class cannot hold of a model's options is refused by name, and not left o
     mistral      no                  no               yes      yes                                   no
     qwen2        yes                 no               yes      yes                                   no
     qwen3        no                  yes              yes      yes                                   no
+    mixtral      no                  no               yes      yes                                   no
+    qwen3_moe    no                  yes              yes      yes                                   no
+    olmoe        no                  all heads'       no       shared keys                           no
     gpt2         yes                 no               no       no                                    no
     gemma2       no                  no               always   yes                                   but another base
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
+The three with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
 scores and logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
 """
@@ -32,12 +35,15 @@ from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
 from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from meshtrain.hf_families.vit import VIT
 
 __all__ = ["CONFIG", "HF_FAMILIES", "HfFamily", "WeightName", "is_hf_directory", "read_json", "section_of"]
 
 CONFIG = "config.json"
-HF_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA2, GEMMA3, VIT)}
+HF_FAMILIES = {
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GPT2, GEMMA2, GEMMA3, VIT)
+}  # fmt: skip
 BY_MODEL_TYPE = {family.model_type or name: family for name, family in HF_FAMILIES.items()}
 MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.items()}
 
@@ -112,10 +118,12 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     if model["window"] and not family.window:
         return flag("window")
     heads, d_model = model["heads"], model["d_model"]
-    if not family.head_shapes and model["kv_heads"] != heads:
+    if not family.shared_heads and model["kv_heads"] != heads:
         return f"model.kv_heads {model['kv_heads']} beside model.heads {heads}"
-    if not family.head_shapes and model["head_dim"] * heads != d_model:
+    if not family.wide_heads and model["head_dim"] * heads != d_model:
         return f"model.head_dim {model['head_dim']} with {heads} heads in model.d_model {d_model}"
+    if (problem := _expert_problem(family, model["moe"])) is not None:
+        return problem
     for name in ("norm_plus_one", "post_norms", "scaled_embedding"):
         if model[name] != family.gemma:
             return flag(name)
@@ -125,3 +133,12 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
     return next((f"model.{name} {model[name]:g}" for name, value in required.items() if model[name] != value), None)
+
+
+def _expert_problem(family: HfFamily, moe: Any) -> str | None:
+    if bool(moe.experts) != bool(family.router):
+        return f"model.moe.experts {moe.experts}"
+    legal = {"router": family.router, "shared_experts": 0, "route_scale": 1.0, "groups": ()}
+    legal |= {} if family.normalize is None else {"normalize": family.normalize}
+    wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
+    return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)

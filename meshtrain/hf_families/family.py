@@ -11,8 +11,8 @@ class WeightName(NamedTuple):
     """A weight of ours, the tensor in their files, and how its numbers lie there (see `meshtrain.hf.mapping`)."""
 
     ours: str
-    theirs: str  # {} stands for the number of the layer
-    layout: Literal["plain", "linear", "third", "patches"] = "plain"
+    theirs: str  # {} stands for the number of the layer, a second one for that of the expert
+    layout: Literal["plain", "linear", "third", "patches", "experts"] = "plain"
     third: int = 0
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
 
@@ -34,7 +34,10 @@ class HfFamily:
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool = False
     window: bool = True  # there may be one
-    head_shapes: bool = True  # heads may be wider than d_model / heads, and share keys and values
+    shared_heads: bool = True  # query heads may share keys and values
+    wide_heads: bool = True  # heads may be wider than d_model / heads
+    router: str = ""  # model.moe.router of its experts; "": it has none
+    normalize: bool | None = True  # model.moe.normalize; None: either
     gemma: bool = False
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one

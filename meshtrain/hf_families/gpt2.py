@@ -54,4 +54,6 @@ def names(model: Json) -> Iterator[WeightName]:
     yield WeightName("head.weight", "lm_head.weight", "linear")
 
 
-GPT2 = HfFamily("gpt2", "GPT2LMHeadModel", section, config, names, qkv_bias=True, window=False, head_shapes=False)
+GPT2 = HfFamily(
+    "gpt2", "GPT2LMHeadModel", section, config, names, qkv_bias=True, window=False, shared_heads=False, wide_heads=False
+)

@@ -17,13 +17,14 @@ FIELDS: dict[type, tuple[str, ...]] = {
         "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "head_dim",
         "sliding_window", "max_window_layers", "sliding_window_pattern", "max_position_embeddings", "original_max_position_embeddings",
         "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "num_channels", "num_labels",
+        "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
     ),
     float: (
         "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
         "final_logit_softcapping", "factor", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
         "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob",
     ),
-    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias"),
+    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias", "norm_topk_prob"),
     str: ("model_type", "hidden_act", "hidden_activation", "activation_function", "rope_type", "type"),
     list: ("layer_types",),
     # rope_parameters holds full_attention and sliding_attention where the layers differ

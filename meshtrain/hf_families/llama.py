@@ -1,4 +1,5 @@
-"""LlamaForCausalLM, and the classes whose weights have its names: Mistral, Qwen2 and Qwen3; Gemma stands in `gemma`.
+"""LlamaForCausalLM, and the classes whose weights have its names: Mistral, Qwen2 and Qwen3; Gemma stands in `gemma`, those with experts in
+`mixture`.
 
 transformers 4 writes `rope_theta` and `rope_scaling`, which 5 reads as `rope_parameters`: both are read, and both are written. What a
 config.json leaves out is as its class has it (transformers 5.23, models/*/configuration_*.py).
@@ -14,9 +15,11 @@ from meshtrain.hf_families.json_fields import HF_FUNCTIONS, Json, activation, nu
 
 ROPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 LAYER_TYPES = SLIDING, FULL = ("sliding_attention", "full_attention")
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # the others: as many as heads
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}  # the others: as many as heads
 WINDOW, MAX_WINDOW_LAYERS = 4096, 28
 THETA = 10_000.0
+THETAS = {"mixtral": 1_000_000.0}  # the others: THETA
+EPSILONS = {"mixtral": 1e-5, "olmoe": 1e-5}  # the others: 1e-6
 
 
 def sizes_section(config: Json, where: str, kv_heads: int, tied: bool) -> dict[str, Any]:
@@ -40,13 +43,14 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     heads = positive(config, "num_attention_heads", where)
     kv_heads = config.get("num_key_value_heads", KV_HEADS.get(family)) or heads
     model = sizes_section(config, where, kv_heads, tied=False)
+    model["norm_eps"] = config.get("rms_norm_eps", EPSILONS.get(family, 1e-6))
     model["activation"] = activation(config.get("hidden_act", "silu"), where)
     model["window"] = _window(family, config, where)
     if config.get("head_dim"):
         model["head_dim"] = config["head_dim"]
     elif family == "qwen3":
         model["head_dim"] = 128
-    return model | rope_section(config, where)
+    return model | rope_section(config, where, THETAS.get(family, THETA))
 
 
 def _window(family: str, config: Json, where: str) -> int:
@@ -55,8 +59,12 @@ def _window(family: str, config: Json, where: str) -> int:
     if family.startswith("qwen"):
         window = window if config.get("use_sliding_window") else 0
         first = MAX_WINDOW_LAYERS if config.get("max_window_layers") is None else config["max_window_layers"]
-    elif family == "llama":  # its class reads none
+    elif family == "mixtral":
+        window = config.get("sliding_window") or 0
+    elif family in ("llama", "olmoe"):  # their classes read none
         window = 0
+    if family in ("mixtral", "qwen3_moe"):  # their classes read no types of layers
+        return window
     types = config.get("layer_types") or [LAYER_TYPES[not window or i < first] for i in range(layers)]
     if not window and SLIDING in types:
         raise ConfigError(f"{where}: layer_types asks for sliding_attention, but sliding_window is not given.")
@@ -170,8 +178,14 @@ def names(model: Json) -> Iterator[WeightName]:
     yield WeightName("blocks.attention.out", f"{layer}self_attn.o_proj.weight", "linear")
     yield WeightName("blocks.attention.q_norm.scale", f"{layer}self_attn.q_norm.weight")
     yield WeightName("blocks.attention.k_norm.scale", f"{layer}self_attn.k_norm.weight")
-    for ours in ("gate", "up", "down"):
-        yield WeightName(f"blocks.mlp.{ours}", f"{layer}mlp.{ours}_proj.weight", "linear")
+    if model["family"] == "mixtral":
+        mlp, experts = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    else:
+        mlp, experts = "mlp", {ours: f"{ours}_proj" for ours in ("gate", "up", "down")}
+    for ours, theirs in experts.items():
+        yield WeightName(f"blocks.mlp.{ours}", f"{layer}{mlp}.{theirs}.weight", "linear")
+        yield WeightName(f"blocks.experts.{ours}", f"{layer}{mlp}.experts.{{}}.{theirs}.weight", "experts")
+    yield WeightName("blocks.experts.router", f"{layer}{mlp}.gate.weight", "linear")
     yield WeightName("head.norm.scale", "model.norm.weight")
     yield WeightName("head.weight", "lm_head.weight", "linear")
 

@@ -52,6 +52,10 @@ class Collectives:
         """A weight that works on the residual stream itself, after `leave`: the same on all ranks that hold the same of the stream."""
         return weight
 
+    def mean_over_heads(self, x: jax.Array) -> jax.Array:
+        """Mean over the tensor ranks, of what each has of its heads; where all have the same heads, it is what it was."""
+        return x
+
     def first_head(self, heads: int) -> jax.Array | int:
         """Global index of this rank's first of `heads` local query heads."""
         return 0

@@ -144,7 +144,7 @@ def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
         here = chosen < experts
         fits = jnp.cumsum(here) <= room
         chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
-    block = min(LARGEST_BLOCK, max(8, 1 << (room // experts).bit_length() - 1))
+    block = min(LARGEST_BLOCK, max(8, 1 << max(1, room // experts).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))

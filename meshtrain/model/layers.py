@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
-from meshtrain.families import EXACT_GELU
+from meshtrain.families import EXACT_GELU, FAMILIES
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
@@ -72,17 +72,24 @@ def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
     return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
-def normalised(eps: float, centred: bool, plus_one: bool, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns x over its root mean square along the last dimension (`centred`: less its mean first), times `scale` (`plus_one`: and 1);
-    float32 but for the result.
+def normalised(
+    eps: float, centred: bool, plus_one: bool, over_ranks: Callable[[jax.Array], jax.Array], x: jax.Array, scale: jax.Array
+) -> jax.Array:  # fmt: skip
+    """Returns x over its root mean square along the dimensions of `scale` (`centred`: less its mean first), times `scale` (`plus_one`:
+    and 1); float32 but for the result. `over_ranks` takes the mean of the squares over the ranks that share these dimensions.
     """
+    axes = tuple(range(-scale.ndim, 0))
     # Here and not where they meet in float32: the gradient is summed over tensor in x's dtype.
     y = vary(x, varying(scale)).astype(jnp.float32)
     if centred:
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+        y = y - jnp.mean(y, axis=axes, keepdims=True)
+    y = y * jax.lax.rsqrt(over_ranks(jnp.mean(y * y, axis=axes, keepdims=True)) + eps)
     scale = scale.astype(jnp.float32)
     return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
+
+
+def unchanged(x: jax.Array) -> jax.Array:
+    return x
 
 
 class Norm(nnx.Module):
@@ -99,9 +106,11 @@ class Norm(nnx.Module):
         self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
         make_parameters(self, name, config, rngs)
 
-    def __call__(self, x: jax.Array, share: Callable[[jax.Array], jax.Array] = lambda weight: weight) -> jax.Array:
-        """`share` is what its weights go through first, where x is in the residual stream."""
-        function = keeping_arguments(partial(normalised, self.eps, self.bias is not None, self.plus_one))
+    def __call__(
+        self, x: jax.Array, share: Callable[[jax.Array], jax.Array] = unchanged, over_ranks: Callable[[jax.Array], jax.Array] = unchanged
+    ) -> jax.Array:  # fmt: skip
+        """`share` is what its weights go through first, where x is in the residual stream; `over_ranks` as in `normalised`."""
+        function = keeping_arguments(partial(normalised, self.eps, self.bias is not None, self.plus_one, over_ranks))
         y = function(x, share(self.scale[...]))
         return y if self.bias is None else y + share(self.bias[...])
 
@@ -129,6 +138,7 @@ class Attention(nnx.Module):
         make_adapters(self, name, config, rngs, lora)
         if config.qk_norm:
             self.q_norm, self.k_norm = (Norm(f"{name}.{which}", config, rngs) for which in ("q_norm", "k_norm"))
+        self.joint_norm = FAMILIES[config.family].joint_qk_norm
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         rows, heads_of = x_BTD.reshape(-1, x_BTD.shape[-1]), []
@@ -140,7 +150,8 @@ class Attention(nnx.Module):
         keep = partial(checkpoint_name, name="qkv")
         if self.q_norm is not None and self.k_norm is not None:
             # Kept as the norms take them: what they give is soon computed again, a product is not.
-            q, k = self.q_norm(keep(q)), self.k_norm(keep(k))
+            over_ranks = collectives.mean_over_heads if self.joint_norm else unchanged
+            q, k = (norm(keep(x), over_ranks=over_ranks) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if sequence.rotary_TK is not None:
             q, k = rotate(q, *sequence.rotary_TK), rotate(k, *sequence.rotary_TK)
         heads, groups = q.shape[2], k.shape[2]

@@ -143,8 +143,9 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.biases:
         add("blocks.attention.out_bias", (embed,))
     if model.qk_norm:
-        add("blocks.attention.q_norm.scale", (head,), fill=one)
-        add("blocks.attention.k_norm.scale", (head,), fill=one)
+        each = not family.joint_qk_norm
+        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
+        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
     if model.post_norms:
         norm("blocks.attention_post_norm")
 

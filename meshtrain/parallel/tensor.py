@@ -66,6 +66,9 @@ class MeshCollectives(VocabularyShards):
         first = lax.axis_index(TENSOR) == 0
         return weight if self.sequence_parallel else lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
 
+    def mean_over_heads(self, x: jax.Array) -> jax.Array:
+        return lax.pmean(x, TENSOR)
+
     def first_head(self, heads: int) -> jax.Array:
         return lax.axis_index(TENSOR) * heads
 

@@ -70,6 +70,17 @@ def test_nothing_is_written_over(tmp_path):
         export(program.config, loading.layer_source(program.config.model, files), Path(tmp_path))
 
 
+def test_a_bias_of_the_routers_is_refused_and_not_left_out(tmp_path):
+    config = config_of(GOLDEN / "mixtral", overrides=["model.moe.balance=bias"])
+    read = loading.layer_source(config.model, TensorFiles(GOLDEN / "mixtral"))
+    export(config, read, tmp_path / "zeros", "float32")
+    with pytest.raises(
+        ConfigError, match=r"MixtralForCausalLM .* has no bias .* model\.moe\.balance bias has trained one"
+    ):
+        export(config, lambda weight, layer: read(weight, layer) + weight.counts * (layer == 2), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["zeros"]
+
+
 def test_what_float16_cannot_hold_is_refused_and_not_infinite(tmp_path):
     _, files = adopted(GOLDEN / "llama3")
     config = config_of(GOLDEN / "llama3")

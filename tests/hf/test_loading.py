@@ -27,9 +27,12 @@ from meshtrain.hf_families import CONFIG, model_section, read_json
 from meshtrain.mesh import make_mesh
 
 NOW = [(family, "one") for family in FAMILIES]
-QUICK = {(family, "one") for family in ("gpt2", "gemma3", "qwen3")}
+QUICK = {(family, "one") for family in ("gpt2", "gemma3", "qwen3", "olmoe")}
 # Where each weight lies on which mesh is asked bit by bit in tests/adopt/test_exporting.py.
-LATER = [("gemma3", "2x2x2"), *zip(FAMILIES, cycle(mesh for mesh in MESHES if mesh != "one"), strict=False)]
+LATER = [
+    *((family, "2x2x2") for family in ("gemma3", "mixtral", "olmoe")),
+    *zip(FAMILIES, cycle(mesh for mesh in MESHES if mesh != "one"), strict=False),
+]
 
 
 @pytest.mark.parametrize("case", thorough_but(dict.fromkeys(NOW + LATER), QUICK.__contains__), ids=str)
@@ -123,9 +126,9 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
         *(
             (
                 {"model_type": kind},
-                f"'{kind}' is no family of ours; there are llama, mistral, qwen2, qwen3, gpt2, gemma2, gemma3_text, vit.",
+                f"'{kind}' is no family of ours; there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt2, gemma2, gemma3_text, vit.",
             )
-            for kind in ("lama", "smollm3", "gpt_oss", "qwen3_moe")
+            for kind in ("lama", "smollm3", "gpt_oss", "qwen2_moe")
         ),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not computed here"),
         (
@@ -152,6 +155,11 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
         ({"rope_parameters": {"full_attention": 1}}, "full_attention is 1; it must be a mapping"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is not there"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),
+        ({"model_type": "mixtral"}, "num_local_experts is None; it must be a whole number above 0"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 is not computed here"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0] is not computed here"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not computed here"),
+        ({"model_type": "olmoe", "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
         ({"model_type": "gemma3"}, "'gemma3' has a vision tower, which is not computed here"),
         (
             {"model_type": "gemma3_text", "layer_types": ["full_attention", "full_attention", "sliding_attention"]},

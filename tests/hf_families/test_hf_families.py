@@ -32,6 +32,13 @@ def model(**keys):
         ({"family": "llama", "post_norms": True}, "post_norms true"),
         ({"family": "qwen3", "query_scalar": 3}, "query_scalar 3"),
         ({"family": "mistral", "window": 8, "global_every": 2}, "global_every 2"),
+        ({"family": "llama", "moe": {"experts": 4}}, r"moe\.experts 4; train it as model\.family mixtral"),
+        ({"family": "mixtral", "moe": {"experts": 0}}, r"moe\.experts 0; train it as model\.family llama"),
+        ({"family": "mixtral", "moe": {"normalize": False}}, r"moe\.normalize False\.$"),
+        ({"family": "qwen3_moe", "moe": {"router": "sigmoid"}}, r"moe\.router sigmoid\.$"),
+        ({"family": "qwen3_moe", "moe": {"shared_experts": 1}}, r"moe\.shared_experts 1\.$"),
+        ({"family": "olmoe", "moe": {"route_scale": 2.5}}, r"moe\.route_scale 2\.5\.$"),
+        ({"family": "olmoe", "head_dim": 16}, "head_dim 16 with 4 heads"),
     ],
 )
 def test_what_a_class_cannot_hold_is_refused_with_the_way_out(keys, says):
@@ -44,7 +51,8 @@ def test_what_a_class_cannot_hold_is_refused_with_the_way_out(keys, says):
     "keys", [{}, {"activation": "relu", "tied_head": True}, {"activation": "gelu_exact", "tied_head": False}]
 )
 def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
-    given = model(family=family, **keys)
+    width = {"moe": {"d_ff": 24}} if FAMILIES[family].experts else {}
+    given = model(family=family, **keys, **width)
     assert load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model == given
 
 
