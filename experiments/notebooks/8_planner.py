@@ -10,7 +10,7 @@ import math
 
 import matplotlib.pyplot as plt
 import numpy as np
-from plan import calibrate, published
+from plan import calibrate, published, sources
 
 import meshtrain as mt
 from meshtrain.plan import advice, failures, scaling, traffic
@@ -210,18 +210,18 @@ assert reached[-1] + 0.2 < each < 1
 
 # %% [markdown]
 # ## A batch that grows
-# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses hardly more
-# than what rings with a step for each rank cost:
+# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses what rings with a step for
+# each rank cost, and what all hosts wait for the slowest of them, by a law of one number (0.6% of a step, times $\sqrt{2 \ln n}$ of $n$
+# hosts) that came of other series:
 
 # %%
 weak = scaling.weak(small, plan.cluster)
 print(f"efficiency at {weak[-1].devices:,} devices: {weak[-1].efficiency:.3f}")
-assert weak[-1].efficiency > 0.98
+assert 0.96 < weak[-1].efficiency < 0.995
 
 # %% [markdown]
-# That is too good to be true, and it is worth knowing by how much. The planner knows no stragglers, no congestion, no jitter. Published
-# weak scaling from 8 to 128 H100s (torchtitan, pure data parallel) says how much that is. (The plan even gains a little: each device
-# updates a smaller share of the weights.)
+# Published weak scaling from 8 to 128 H100s (torchtitan, pure data parallel), which that number did not come of, says how good the law is: some of
+# what is lost it does not know, such as congestion.
 
 # %%
 runs = {run.name: run for run in (*published.FITTED, *published.HELD_OUT) if run.source == "torchtitan"}
@@ -314,34 +314,34 @@ assert (1 - math.exp(-restart / between)) / lost > 0.7 and allowed > restart
 # %% [markdown]
 # ## How far off is it?
 # Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a collective,
-# ...) were *fitted* on twelve published rows. Nine further rows of the same sources were never fitted. Apart, then; and each fitted row once more,
-# predicted by a fit on the others.
+# ...) were *fitted* on published rows, 8 a source at most. By source, all published rows:
 
 # %%
-errors = {}
-for kind, chosen in (("fitted", published.FITTED), ("held out", published.HELD_OUT)):
-    errors[kind] = [run.predicted() / run.seconds - 1 for run in chosen]
-    for run, error in zip(chosen, errors[kind], strict=True):
-        print(
-            f"{kind:9} {run.source:14} {run.name:19} {run.config.mesh.devices:5} devices, {run.reported:16} {error:+6.1%}"
-        )
-left_out = [left for name in ("Ampere", "Hopper") for left in calibrate.leave_one_out(calibrate.family(name))]
-errors["left out"] = [left.error for left in left_out]
-for kind, found_errors in errors.items():
-    print(f"{kind:9} median {np.median(np.abs(found_errors)):.1%}, worst {np.abs(found_errors).max():.1%}")
-assert np.median(np.abs(errors["held out"])) < 0.03 and np.abs(errors["held out"]).max() < 0.08
-assert np.median(np.abs(errors["left out"])) < 0.05
-assert np.abs(errors["left out"]).max() > np.abs(errors["fitted"]).max()
-worst = max(left_out, key=lambda left: abs(left.error))
-print(f"worst of those left out: {worst.run.source} {worst.run.name} {worst.error:+.1%}")
-assert worst.run.config.mesh.pipeline == 1
+rows = sources.shipped()
+for source in dict.fromkeys(row.run.source for row in rows):
+    found_errors = [row.error for row in rows if row.run.source == source]
+    median, _, worst, middle = sources.spread(found_errors)
+    print(f"{source:16} {len(found_errors):4} rows: median {median:>5}, worst {worst:>5}, in the middle {middle}")
+sizes_of_errors = np.abs([row.error for row in rows])
+print(f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_of_errors.max():.1%}")
+assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 
 # %% [markdown]
-# The rows held out come out better than those left out. That is no triumph: they are other sizes from the same papers, the same clusters
-# and code, which the fit knows. A row left out is a harder test; the worst is one of Megatron's on H100s without a pipeline.
-# `python -m experiments.plan` has more than two hundred rows of other frameworks, which no number was fitted on. A whole run from
-# elsewhere is the hardest. Meta's model card of Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over
-# 15 trillion tokens:
+# A fit knows the clusters and the code of its sources. The harder test leaves a whole source out; here MaxText's rows on H100s, which is the one
+# that compiles with XLA, as a run of this package would:
+
+# %%
+maxtext = sources.of_family("Hopper")["MaxText"]
+errors = {"fitted": [run.predicted() / run.seconds - 1 for run in maxtext]}
+without = calibrate.fit(sources.fitted_on("Hopper", without="MaxText"))
+errors["left out"] = [calibrate.predict(run, without) / run.seconds - 1 for run in maxtext]
+for kind, found_errors in errors.items():
+    print(f"{kind:9} {', '.join(f'{error:+.1%}' for error in found_errors)}")
+assert np.abs(errors["fitted"]).max() < np.abs(errors["left out"]).max() < 0.1
+
+# %% [markdown]
+# `python -m experiments.plan.sources` does so with every source in turn: median 4.9%, worst 42%. And that is still of single steps. Meta's model card of
+# Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over 15 trillion tokens:
 
 # %%
 for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):

@@ -170,6 +170,7 @@ def _scheduled(
     """
     usable = spared(cluster)
     costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
+    passing: dict[tuple[int, tuple[bool, ...]], float] = {}
     for schedule, chunks in named_schedules:
         split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
@@ -178,24 +179,26 @@ def _scheduled(
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
         facts = pipeline.facts(scheduled)
         kept = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
-        seconds, passing = math.inf, dict[tuple[bool, ...], float]()
-        fits = False
+        seconds, fits = math.inf, False
         for zero in outside[stage.on_device]:
             # the optimizer's state waits on the host only where it has to: the same stage without comes just before
             if zero.zero.offload and fits:
                 continue
             nbytes = kept + zero.nbytes
             if nbytes <= usable:
-                if zero.passing not in passing:
+                key = stage.on_device, zero.passing
+                if key not in passing:
                     moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.accelerator.platform)
-                    passing[zero.passing] = max(map(memory.total, moments.values()))
-                nbytes += passing[zero.passing]
+                    passing[key] = max(map(memory.total, moments.values()))
+                nbytes += passing[key]
             if nbytes <= usable and seconds == math.inf:
                 if stage.longest not in costs:
                     costs[stage.longest] = microbatch_costs(scheduled, cluster)
                 seconds = pipeline.quick(scheduled, facts, costs[stage.longest])
             fits = nbytes <= usable
-            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if fits else 0.0
+            # with several stages nothing is hidden
+            hides = fits and config.mesh.pipeline == 1
+            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if hides else 0.0
             yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
 
 
