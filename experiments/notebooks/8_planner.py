@@ -160,10 +160,10 @@ axes.set_xscale("log", base=2)
 axes.set_xticks(n * 64, [f"{d:.0f}" for d in n * 64])
 for point, law in zip(points, amdahl, strict=True):
     print(f"{point.devices:4} devices: plan {point.efficiency:.3f}, Amdahl {law:.3f}")
-assert np.allclose(reached[:3], amdahl[:3], rtol=0.005) and reached[3] < 0.75 * amdahl[3]
+assert np.allclose(reached[:3], amdahl[:3], rtol=0.015) and reached[3] < 0.75 * amdahl[3]
 
 # %% [markdown]
-# One number of the first plan foretells two doublings to half a percent. Then the law breaks: something that stood still has begun to
+# One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still has begun to
 # *grow*. Count in device-seconds a step, and useful work is a floor that stays level; all else is lost.
 
 # %%
@@ -291,15 +291,15 @@ for write, style, name in ((copy, "k-", "copied to the host"), (whole, "k--", "w
     share = np.array([failures.goodput(i, write, restart, between) for i in intervals])
     young, best = failures.young(write, between), failures.daly(write, between)
     assert np.isclose(intervals[share.argmax()], best, rtol=0.02)
-    assert all(share.max() - failures.goodput(best * k, write, restart, between) < 0.005 for k in (0.5, 2))
+    assert all(share.max() - failures.goodput(best * k, write, restart, between) < 0.01 for k in (0.5, 2))
     axes.semilogx(intervals, share, style)
     axes.plot(best, share.max(), "ko")
     print(f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}")
 
 # %% [markdown]
-# The curve is flat: twice too often or too seldom hardly matters. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints' at all: it
-# is the restart, $R$ = 300 s, that costs most. So what would make it 90%, the "effective training time" that Llama 3's team reports to
-# exceed?
+# The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest interval that costs half of one:
+# the store is shared. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints' at all: the restart, $R$ = 300 s, costs as much as they
+# do. So what would make it 90%, the "effective training time" that Llama 3's team reports to exceed?
 
 # %%
 allowed = -math.log(0.9) * failures.mean_time_between(rate, 16384)
@@ -309,7 +309,7 @@ print(
 )
 lost = 1 - failures.goodput(failures.daly(copy, between), copy, restart, between)
 print(f"{(1 - math.exp(-restart / between)) / lost:.0%} of what is lost are restarts")
-assert (1 - math.exp(-restart / between)) / lost > 0.7 and allowed > restart
+assert (1 - math.exp(-restart / between)) / lost > 0.4 and allowed > restart
 
 # %% [markdown]
 # ## How far off is it?
@@ -355,12 +355,12 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
 # within a few percent; packed sequences under a pipeline are planned a fifth too high (`experiments/README.md`, "Planner").
 #
 # ## Things to try
-# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is twice
-#   as fast, at a lower MFU.
+# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is
+#   faster, but by less than its peak.
 # - Put a price on it: `dataclasses.replace(plan.cluster, price_per_device_hour=2.0)` as the second argument of `mt.plan`, then `.cost`.
 # - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The serial share is twice as
 #   large from the start, but the bubble no longer grows: on 512 devices this is the better of the two.
 # - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a fifth faster. What did it change?
 # - Give the nodes one network card in place of eight: `links.rail` with bandwidth 6.25, in a copy of `meshtrain/cluster/known/h100.yaml` with
 #   64 nodes, whose path `mt.plan` takes. Tensor 16 now takes more than twice as long, tensor 8 a fifth longer: that is the textbook's rule.
-# - Set `restart_seconds` to 30 in the cluster: the best interval stays, and 99.8% of the time of 8,192 devices counts in place of 98.5%.
+# - Set `restart_seconds` to 30 in the cluster: the best interval stays, and 98.5% of the time of 8,192 devices counts in place of 97.2%.
