@@ -35,6 +35,8 @@ def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any
 
 def slow_but(cases: Iterable[Any], few: Collection[Any]) -> list[Any]:
     """The cases as parameters of a thorough test, all but a few of them marked slow."""
+    cases = list(cases)
+    assert all(case in cases for case in few), "a case that is not there is not run"
     return thorough_but(cases, few.__contains__, [])
 
 
