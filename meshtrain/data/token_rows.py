@@ -54,9 +54,7 @@ class Stretches:
         row, begins = np.divmod(np.cumsum(self.lengths) - self.lengths, self.length)
         low = np.maximum(begins, np.array([[run[0]] for run in runs]))
         high = np.minimum(begins + self.lengths, np.array([[run[-1] + 1] for run in runs]))
-        run, which = np.nonzero(high > low)
-        order = np.lexsort((which, run, row[which]))
-        run, which = run[order], which[order]
+        which, run = np.nonzero((high > low).T)
         skipped = low[run, which] - begins[which]
         first = np.where(self.first[which] == PADDING, PADDING, self.first[which] + skipped)
         edges = np.searchsorted(row[which], np.arange(len(self.edges)))
