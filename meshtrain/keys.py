@@ -35,6 +35,10 @@ class DeclaredKey(NamedTuple):
     key: Key
 
     @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
     def default(self) -> str:
         if self.key.null:
             return "follows from other keys"
@@ -122,8 +126,9 @@ def _table(entries: Sequence[DeclaredKey]) -> str:
 def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
     """Returns tables of all keys, or of `entries`, as Markdown: a section each under a heading of the third level."""
     lines: list[str] = []
-    section = None
-    for entry in entries or list(declared()):
+    section, every = None, list(entries or declared())
+    sections = list(dict.fromkeys(entry.section for entry in every))  # one may stand amid the keys of another
+    for entry in sorted(every, key=lambda entry: sections.index(entry.section)):
         head, _, name = entry.path.rpartition(".")
         if head != section:
             section = head
