@@ -13,7 +13,7 @@ from typing import Any
 from meshtrain.config import images, mesh, model, reduce, telemetry
 from meshtrain.config.follow import padded_batch_size, row_shards
 from meshtrain.config.places import BOTH
-from meshtrain.config.schema import ACTIVATIONS, AUTO, Config
+from meshtrain.config.schema import ACTIVATIONS, AUTO, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import nearest_file
@@ -37,6 +37,7 @@ def check(config: Config) -> None:
         _pipeline_problems(config),
         _data_problems(config),
         _remat_problems(config),
+        float8_problems(config),
         _tuning_problems(config),
         _survive_problems(config),
         telemetry.problems(config.telemetry, _steps(config)),
@@ -278,6 +279,32 @@ def _remat_problems(config: Config) -> Iterator[str]:
             f"parallel.remat_offload is given, but mesh.pipeline is {config.mesh.pipeline}; stages keep what is in flight on the "
             "device, so leave it out, or keep less with parallel.remat_keep."
         )
+
+
+def float8_problems(config: Config) -> Iterator[str]:
+    """Yields a sentence on each thing that products in float8 cannot be made of."""
+    precision, model, skip = config.precision, config.model, config.precision.float8_skip
+    for name, legal in (("matmul", ("compute", "float8")), ("float8_recipe", RECIPES)):
+        value = getattr(precision, name)
+        if value.lower() in ("mxfp8", "nvfp4"):
+            yield f"precision.{name} is {value}, whose products are Blackwell's, and not here; legal are {', '.join(legal)}."
+        elif value not in legal:
+            yield f"precision.{name} is {short(repr(value))}; legal are {', '.join(legal)}{nearest(value, legal) or '.'}"
+    if precision.matmul != "float8":
+        return
+    if len(skip) != 2:
+        yield f"precision.float8_skip is {short(list(skip))}; give two numbers, of the first layers and of the last ones."
+    elif sum(skip) >= model.layers:
+        yield f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are fewer in all."
+    tensor = config.mesh.tensor
+    widths = (
+        ("model.d_model", model.d_model, 1), ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
+        ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1), ("model.d_ff", model.d_ff, tensor),
+    )  # fmt: skip
+    for name, width, ranks in widths if precision.float8_recipe != "blockwise" else ():
+        if width % (16 * ranks):
+            over = f" over mesh.tensor {ranks}" if ranks > 1 else ""
+            yield f"{name} {width}{over} is no multiple of 16, as products in float8 need; widen it, or set precision.matmul to compute."
 
 
 def _tuning_problems(config: Config) -> Iterator[str]:

@@ -83,6 +83,10 @@ class Collectives:
         """The same by `attend`, of all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 
+    def stream_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the residual stream varies besides data and pipeline."""
+        return ()
+
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Sum over the parts of each row."""
         return x

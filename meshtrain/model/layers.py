@@ -20,7 +20,7 @@ from meshtrain.families import EXACT_GELU, FAMILIES
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.products import project
+from meshtrain.model.products import enter, project, rows_of, unrounded
 from meshtrain.model.rope import Sequence, rotate
 from meshtrain.model.weights import Weight, adapters, lora_scale, weights
 
@@ -130,6 +130,7 @@ class Attention(nnx.Module):
     k_norm: Norm | None = None
     lora_scale: float
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
+    float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attend: Callable[..., jax.Array] = partial(attend, **of_attention(config))
@@ -141,10 +142,10 @@ class Attention(nnx.Module):
         self.joint_norm = FAMILIES[config.family].joint_qk_norm
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        rows, heads_of = x_BTD.reshape(-1, x_BTD.shape[-1]), []
+        (shape, rows), heads_of = rows_of(self, x_BTD), []
         for name in "qkv":
             weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
-            y = project(self, name, rows).reshape(len(x_BTD), -1, *weight.shape[-2:])
+            y = project(self, name, rows).reshape(shape[0], -1, *weight.shape[-2:])
             heads_of.append(y if bias is None else y + bias[...])
         q, k, v = heads_of
         keep = partial(checkpoint_name, name="qkv")
@@ -163,7 +164,7 @@ class Attention(nnx.Module):
             q, k = keep(q), keep(k)
         v = keep(v)
         a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local)
-        y = project(self, "out", a).reshape(x_BTD.shape)
+        y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
@@ -179,6 +180,7 @@ class MLP(nnx.Module):
     down_bias: nnx.Param | None = None
     lora_scale: float
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
+    float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.activation = config.activation
@@ -186,13 +188,13 @@ class MLP(nnx.Module):
         make_adapters(self, name, config, rngs, lora)
 
     def __call__(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array:
-        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
+        shape, rows = rows_of(self, x_BTD)
         up = project(self, "up", rows)
         if self.up_bias is not None:
             up = up + self.up_bias[...]
         branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
         h = hidden(self.activation, self.gate is not None)(*(checkpoint_name(b, "mlp_in") for b in branches))
-        y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(x_BTD.shape)
+        y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")
@@ -225,14 +227,16 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
-        a = self.attention(collectives.enter(self.attention_norm(x_BTD)), sequence, collectives, dropout.at(0))
+        a = self.attention(
+            enter(self.attention_norm(x_BTD), collectives, self.attention), sequence, collectives, dropout.at(0)
+        )
         if self.attention_post_norm is not None:
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
-        h = collectives.enter(self.mlp_norm(x_BTD))
+        h = enter(self.mlp_norm(x_BTD), collectives, self.mlp)
         m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
         if self.experts is not None:
-            m = m + self.experts(h, sequence, collectives)
+            m = m + self.experts(unrounded(h), sequence, collectives)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)

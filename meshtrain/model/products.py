@@ -52,12 +52,39 @@ def _linear_backward(residuals: ProductResiduals, g_NF: jax.Array) -> tuple[jax.
 linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
 
 
-def project(module: Any, name: str, x_ND: jax.Array) -> jax.Array:
+def enter(x_BTD: jax.Array, collectives: Collectives, module: Any) -> Any:
+    """Returns what `collectives.enter` makes of x, as the products of a module take it, where there is one."""
+    float8 = module and module.float8
+    return collectives.enter(x_BTD) if float8 is None else float8.enter(x_BTD, collectives)
+
+
+def unrounded(x_BTD: Any) -> jax.Array:
+    """Returns what has entered as it is in the compute dtype."""
+    return x_BTD if isinstance(x_BTD, jax.Array) else x_BTD.x
+
+
+def rows_of(module: Any, x_BTD: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape of what a module is called with, entered or not, and its rows as `project` takes them."""
+    if not isinstance(x_BTD, jax.Array):
+        return x_BTD.x.shape, x_BTD._replace(x=_rows(x_BTD.x))
+    return x_BTD.shape, _rows(x_BTD) if module.float8 is None else module.float8.round(_rows(x_BTD))
+
+
+def _rows(x_BTD: jax.Array) -> jax.Array:
+    return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def project(module: Any, name: str, x_ND: Any) -> jax.Array:
     """x W, [N, everything else of W], of the module's weight `name`; with an adapter scale (x A) B more (Hu et al. 2021, section 4.1).
 
     The two are never multiplied into W: that would be a second W, and for the backward another one.
     """
-    y = linear(x_ND, getattr(module, name)[...])
+    weight, float8 = getattr(module, name)[...], module.float8
+    if float8 is None:
+        y = linear(x_ND, weight)
+    else:
+        rows = float8.round(x_ND) if isinstance(x_ND, jax.Array) else x_ND
+        y, x_ND = float8.linear(name, rows, weight), float8.values(rows)
     if getattr(module, f"{name}_lora_a", None) is None or not module.lora_scale:
         return y
     a, b = (getattr(module, f"{name}_lora_{which}")[...] for which in "ab")

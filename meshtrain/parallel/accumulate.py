@@ -18,7 +18,7 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
 from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
-from meshtrain.parallel.pipeline.stage import Slot, Stage, after, empty
+from meshtrain.parallel.pipeline.stage import Slot, Stage, after
 from meshtrain.parallel.zero import Weights
 
 Tree = Any
@@ -101,7 +101,7 @@ def _to_the_loss(
     takes: the stash, and its slot."""
     here, zero = jnp.array(True), jnp.int32(0)
     slot = Slot(here, microbatch, zero, zero)
-    stash = empty((1, stage.layers), stage.stash_shapes(split=False)[0], zero_fill)
+    stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
     y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
     loss, vjp, measured = jax.vjp(lambda w, y: stage.loss(w, y, microbatch, here), stage.edge, y, has_aux=True)
     edge, cotangent = vjp(vary(seed, varying(loss)))

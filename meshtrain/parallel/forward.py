@@ -24,7 +24,7 @@ from meshtrain.model.hooks import ModelParts
 from meshtrain.model.loss import Mixed, dpo
 from meshtrain.model.products import use_adapters
 from meshtrain.model.rope import Routing, sequences
-from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.layout import Layout, Segment
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
@@ -117,8 +117,10 @@ class Forward:
     def _embedding(self, weights: Weights) -> Any:
         return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
 
-    def layer(self, batch: Batch, key: jax.Array | None, active: jax.Array | None = None) -> Callable[..., jax.Array]:
-        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x.
+    def layer(
+        self, batch: Batch, key: jax.Array | None, active: jax.Array | None = None, products: str = "compute"
+    ) -> Callable[..., jax.Array]:
+        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x, of layers with `products` of a kind.
 
         Where stages have fewer layers than others, index -1 changes nothing. Where not `active`, what x holds is of no microbatch.
         """
@@ -128,7 +130,10 @@ class Forward:
         of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
         def layer(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
-            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", Weights(differentiated, constant)))
+            weights = Weights(differentiated, constant)
+            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
+            if products != "compute":
+                self._use_float8(block, weights, None if products == "float8" else self._skips(index))
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
             of_layer = sequence(index) if routing is None else replace(sequence(index), routing=routing(index))
@@ -146,16 +151,34 @@ class Forward:
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
 
+    def _skips(self, index: jax.Array) -> jax.Array:
+        """Whether a layer is one of those that stay in the compute dtype."""
+        first, last = self.config.precision.float8_skip
+        return (index < first) | (index >= self.config.model.layers - last)
+
+    def _use_float8(self, block: Any, weights: Weights, skip: jax.Array | None) -> None:
+        from meshtrain.model.float8 import Float8Products, Float8Recipe
+
+        precision = self.config.precision
+        how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8")
+        gathered = self.zero.gather_in_float8(how, weights) if skip is None and precision.float8_gather else {}
+        for name, module in (("attention", block.attention), ("mlp", block.mlp)):
+            if module is not None:
+                module.float8 = Float8Products(how, skip, gathered.get(name, {}), precision.float8_gather)
+
     def last_stream(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """The residual stream after the last layer of a microbatch, on a mesh without pipeline stages."""
         x, layer_at = self.embed(weights, batch, key), jnp.asarray(self.layout.layer_at[0, 0])
-        layer = self.layer(batch, key)
+        segments, stacked = self.layout.segments, (weights.part("blocks"), layer_at)
+        for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
+            layer = self.layer(batch, key, products=segment.products)
 
-        def step(x: jax.Array, weights_and_index: tuple[Weights, jax.Array]) -> tuple[jax.Array, None]:
-            weights, index = weights_and_index
-            return layer(weights.differentiated, x, weights.constant, index), None
+            def step(x: jax.Array, part: tuple[Weights, jax.Array], layer: Callable = layer) -> tuple[jax.Array, None]:
+                weights, index = part
+                return layer(weights.differentiated, x, weights.constant, index), None
 
-        return lax.scan(step, x, (weights.part("blocks"), layer_at))[0]
+            x = lax.scan(step, x, part)[0]
+        return x
 
     def logits(self, weights: Weights, x: jax.Array, here: jax.Array) -> jax.Array:
         """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is true)."""
@@ -234,6 +257,15 @@ class Forward:
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
+
+
+def split_layers(stacked: Tree, segments: list[Segment]) -> list[Tree]:
+    """Returns a tree of stacked layers in pieces; the pieces' gradients are joined again."""
+    if len(segments) == 1:
+        return [stacked]
+    leaves, tree = jax.tree.flatten(stacked)
+    pieces = [lax.split(leaf, [s.behind - s.first for s in segments]) for leaf in leaves]
+    return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
 
 
 def added(totals: Tree, more: Tree) -> Tree:

@@ -8,8 +8,9 @@ the layers of one stage side by side, each virtual stage padded to the longest:
     live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or as the schedule's table says
 """
 
+import itertools
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ def shard_spec(placed: Placed) -> PartitionSpec:
 def is_placed(x: Any) -> bool:
     """For trees of Placed, whose leaves JAX does not know."""
     return isinstance(x, Placed)
+
+
+class Segment(NamedTuple):
+    """Neighbouring layers of a chunk whose products are of one kind on all stages."""
+
+    first: int
+    behind: int
+    products: str  # compute, float8, or either: a stage has a layer of the one kind there, and another one of the other
 
 
 class Layout(Shown):
@@ -75,6 +84,19 @@ class Layout(Shown):
         """The live place of each canonical layer."""
         layers = self.layer_at.reshape(-1)
         return np.argsort(np.where(layers < 0, layers.size, layers))[: self.config.model.layers]
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The layers of a chunk, from the first to behind the last."""
+        precision, layer_at = self.config.precision, self.layer_at.reshape(-1, self.layer_at.shape[-1])
+        if precision.matmul == "compute":
+            return [Segment(0, layer_at.shape[-1], "compute")]
+        first, last = precision.float8_skip
+        skipped = (layer_at < first) | (layer_at >= self.config.model.layers - last)
+        rounds = np.any(~skipped & (layer_at >= 0), axis=0)
+        kinds = np.where(rounds, np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"), "compute")
+        starts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1), len(kinds)]
+        return [Segment(int(a), int(b), str(kinds[a])) for a, b in itertools.pairwise(starts)]
 
     @cached_property
     def weights(self) -> Tree:

@@ -16,9 +16,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshtrain.config.schema import ParallelConfig
 from meshtrain.parallel.offload import HOST
+
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def checkpointed(layer: Callable, parallel: ParallelConfig, gathers: bool, rank: int = 0) -> Callable:
@@ -55,6 +58,6 @@ def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
     return [avals[0].shape[d] for d in over] != [rank]
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keeps everything, but gathers again. Nor keeps another view of what was gathered: it would be a copy."""
-    return primitive.name not in ("all_gather", "slice", "reshape")
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keeps everything, but gathers again. Nor keeps another view of what was gathered: it would be a copy. Of float8 it keeps the bytes."""
+    return primitive.name not in ("all_gather", "slice", "reshape") and params.get("new_dtype") not in FLOAT8

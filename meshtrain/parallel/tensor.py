@@ -111,7 +111,6 @@ class MeshCollectives(VocabularyShards):
         return super().vocabulary_max(vary(x, self.vocabulary))
 
     def stream_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the residual stream varies besides data and pipeline."""
         return (TENSOR,) if self.sequence_parallel else ()
 
     def from_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ Between steps every stage from 1 on holds one shard of the fp32 master weights a
 accumulated gradients into shards.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.compat import vary
+from meshtrain.config.model import PROJECTIONS
 from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
 from meshtrain.mesh import ISLAND
 from meshtrain.parallel.layout import Layout, is_placed
@@ -39,6 +41,7 @@ from meshtrain.parallel.reduce.reduction import (
 )
 
 if TYPE_CHECKING:
+    from meshtrain.model.float8 import Float8Recipe, Rounded
     from meshtrain.parallel.reduce.feedback import Feedback, FeedbackState
 
 Tree = Any
@@ -114,6 +117,35 @@ class Zero:
             return None if w is None else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
 
         return vary(self.layout.map(zeros, weights), self.axes)
+
+    def gather_in_float8(self, how: "Float8Recipe", weights: Weights) -> dict[str, dict[str, "Rounded"]]:
+        """The weights of a layer's products as they are rounded, by module and name, where they are gathered at use: bytes, and scales.
+
+        They are rounded before as the product would round them after it. Blocks of 128 would reach over shards.
+        """
+        if not self.gathers_at_use or how.recipe == "blockwise":
+            return {}
+        from meshtrain.model.float8 import E4M3, Rounded, cast, scale_of
+
+        def rounded(weight: Placed, shard: jax.Array) -> Rounded:
+            # the inputs are the first dimension, but for what gathers the heads
+            inputs = range(len(weight.whole) - 2 if weight.axes[-1] == "embed" else 1)
+            dim = None if weight.zero_dim is None else weight.zero_dim - 1
+            of_all = how.recipe == "tensorwise"
+            amax = jnp.max(jnp.abs(shard.astype(jnp.float32)), None if of_all else tuple(inputs), keepdims=True)
+            split = dim is not None and (of_all or dim in inputs)
+            scale = scale_of(lax.pmax(amax, weight.zero_axes) if split else amax, E4M3)
+            code = gather(weight, Rounded(cast(shard, scale, E4M3), scale).packed().values)
+            scale = scale if split else gather(weight, scale)
+            return Rounded(code.reshape(math.prod(code.shape[: len(inputs)]), -1), scale.reshape(1, -1))
+
+        placed, gathered = self.layout.weights["blocks"], dict[str, dict[str, Rounded]]()
+        for module in placed.keys() & {"attention", "mlp"}:
+            trained, frozen = (tree.get(module) or {} for tree in weights)
+            shards = {**frozen, **{name: shard for name, shard in trained.items() if shard is not None}}
+            of = {name: placed[module][name] for name in PROJECTIONS if name in placed[module]}
+            gathered[module] = {name: rounded(weight, lax.stop_gradient(shards[name])) for name, weight in of.items()}
+        return gathered
 
     def reduce_grads(self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array) -> ReducedGradients:
         """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis that the weight lacks.

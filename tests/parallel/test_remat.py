@@ -12,7 +12,7 @@ from meshtrain.compat import residuals
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.model.hooks import Hooks
-from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.step import Program
 
 LENGTH, WIDTH, TENSOR = 12, 16, 2
@@ -43,7 +43,9 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
         batches, _ = program.local.microbatches(batch)
         stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
         zero = jnp.int32(0)
-        vjp = stage._trace(stage._layer(zero), zero, stage.zeros()).vjp
+        vjp = stage._trace(
+            stage._layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0]), zero, stage.zeros()
+        ).vjp
         shapes.extend(r.shape for r in residuals(vjp))
         return jnp.zeros(())
 

@@ -145,8 +145,8 @@ class Execution:
         zero = jnp.zeros((), jnp.int32)
         here, microbatches = jnp.array(True), inputs(stage.batches).shape[0]
         zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))  # noqa: E731
-        stash: Tree = []
-        w_residuals: Tree = []
+        stash: list[Tree] = []
+        w_residuals: list[Tree] = []
         blocks: Tree = None
         edge: Tree = None
         if forward_only:
@@ -163,8 +163,8 @@ class Execution:
             backward_received=empty((depths.b_inbox,), x),
             embedded=self.embed(x, jnp.asarray(self.buffers.enters_first)),
             gx=x,
-            stash=empty((depths.stash, stage.layers), stash),
-            w_residuals=empty((depths.cot, stage.layers), w_residuals),
+            stash=stage.buffers(depths.stash, stash),
+            w_residuals=stage.buffers(depths.cot, w_residuals),
             loss=loss,
             measured=measured,
             blocks=blocks,

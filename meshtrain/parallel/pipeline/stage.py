@@ -24,6 +24,7 @@ from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.inputs import inputs
 from meshtrain.mesh import DATA, PIPELINE
 from meshtrain.parallel.forward import Batch, Forward, LabelLosses, Totals, added
+from meshtrain.parallel.layout import Segment
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
 
@@ -70,7 +71,7 @@ class Stage:
         self.constant = weights.constant
         self.blocks = weights.part("blocks")
         # Of a chunk; its layers lie one after the other in the weights' first axis.
-        self.layers = forward.layout.layer_at.shape[-1]
+        self.layers, self.segments = forward.layout.layer_at.shape[-1], forward.layout.segments
         assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
         layer_at = jnp.asarray(forward.layout.layer_at)
         self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False).reshape(-1)
@@ -98,12 +99,17 @@ class Stage:
         """The same label by label, [b, T] each."""
         return self.model.label_losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
-    # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in the chunk
+    # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in a segment of the chunk
 
     def run(self, x: jax.Array, slot: Slot) -> jax.Array:
         """The chunk's output, with nothing saved."""
-        layer = self._layer(slot)
-        first, indices = self._indices(slot.chunk)
+        for segment in self.segments:
+            x = self._run(segment, x, slot)
+        return x
+
+    def _run(self, segment: Segment, x: jax.Array, slot: Slot) -> jax.Array:
+        layer = self._layer(slot, segment)
+        first, indices = self._indices(slot.chunk, segment)
 
         def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             weights, index = self._weights(first + i)
@@ -115,10 +121,17 @@ class Stage:
         """`forward` that keeps nothing."""
         return self.run(x, slot), stash
 
-    def forward(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+    def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
         """The chunk's output, and the stash with what its backward needs at the slot's place."""
-        layer = self._layer(slot)
-        first, indices = self._indices(slot.chunk)
+        written = []
+        for segment, part in zip(self.segments, stash, strict=True):
+            x, part = self._forward(segment, x, part, slot)
+            written.append(part)
+        return x, written
+
+    def _forward(self, segment: Segment, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+        layer = self._layer(slot, segment)
+        first, indices = self._indices(slot.chunk, segment)
 
         def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             x, stash = carry
@@ -127,10 +140,15 @@ class Stage:
 
         return lax.scan(forward_layer, (x, stash), indices)[0]
 
-    def backward(self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
+    def backward(self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
-        layer = self._layer(slot)
-        first, indices = self._indices(slot.chunk)
+        for segment, part in zip(self.segments[::-1], stash[::-1], strict=True):
+            cotangent, gradients = self._backward(segment, part, cotangent, gradients, slot)
+        return cotangent, gradients
+
+    def _backward(self, segment: Segment, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
+        layer = self._layer(slot, segment)
+        first, indices = self._indices(slot.chunk, segment)
 
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             (cotangent, gradients), at = carry, first + i
@@ -141,21 +159,28 @@ class Stage:
         return lax.scan(backward_layer, (cotangent, gradients), indices, reverse=True)[0]
 
     def backward_sending(
-        self, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
+        self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
     ) -> tuple[jax.Array, Tree]:
         """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
         (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
-        layer = self._layer(slot)
+        layers = [self._layer(slot, segment) for segment in self.segments]
 
-        def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
-            x, saved = read(stash, slot.place, at)
+        def backward_layer(layer: Callable, stash: Tree, skipped: int, cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:  # fmt: skip
+            x, saved = read(stash, slot.place, at - skipped if skipped else at)
             gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
             return gx, gradient
 
-        def backward_bucket(cotangent: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
-            indices = jnp.arange(first, behind, dtype=jnp.int32)
-            gx, bucket = lax.scan(backward_layer, cotangent, indices, reverse=True)
+        def backward_bucket(gx: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
+            parts = []
+            for layer, part, segment in zip(layers[::-1], stash[::-1], self.segments[::-1], strict=True):
+                indices = jnp.arange(max(first, segment.first), min(behind, segment.behind), dtype=jnp.int32)
+                if len(indices):
+                    gx, gradient = lax.scan(
+                        partial(backward_layer, layer, part, segment.first), gx, indices, reverse=True
+                    )
+                    parts.append(gradient)
+            bucket = joined(parts[::-1])
             if gradients is None:
                 return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
             return gx, added(jax.tree.map(lambda total: total[first:behind], gradients), bucket)
@@ -167,14 +192,23 @@ class Stage:
             sent.append(send(after(complete, cotangent)))
             cotangent, complete = backward_bucket(cotangent, first, behind)
             complete = after(complete, sent[-1])
-        return cotangent, jax.tree.map(lambda *x: jnp.concatenate(x), *[*sent, send(complete)][::-1])
+        return cotangent, joined([*sent, send(complete)][::-1])
 
     def input_gradient(
-        self, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
-    ) -> tuple[jax.Array, Tree]:
+        self, stash: list[Tree], cotangent: jax.Array, w_residuals: list[Tree], place: jax.Array, slot: Slot
+    ) -> tuple[jax.Array, list[Tree]]:
         """I: the input gradient, and `w_residuals` with what the weight gradient needs of it at `place`."""
-        layer = self._layer(slot)
-        first, indices = self._indices(slot.chunk)
+        written = []
+        for segment, part, of_w in zip(self.segments[::-1], stash[::-1], w_residuals[::-1], strict=True):
+            cotangent, of_w = self._input_gradient(segment, part, cotangent, of_w, place, slot)
+            written.append(of_w)
+        return cotangent, written[::-1]
+
+    def _input_gradient(
+        self, segment: Segment, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
+    ) -> tuple[jax.Array, Tree]:
+        layer = self._layer(slot, segment)
+        first, indices = self._indices(slot.chunk, segment)
 
         def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             cotangent, w_residuals = carry
@@ -185,10 +219,15 @@ class Stage:
 
         return lax.scan(backward_layer, (cotangent, w_residuals), indices, reverse=True)[0]
 
-    def weight_gradient(self, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:
+    def weight_gradient(self, stash: list[Tree], w_residuals: list[Tree], gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
         """W: `gradients` with the weights' gradient added, from what I left at `place` of `w_residuals`."""
-        layer, tree = self._layer(slot), jax.tree.structure(self.blocks.differentiated)
-        first, indices = self._indices(slot.chunk)
+        for segment, part, of_w in zip(self.segments[::-1], stash[::-1], w_residuals[::-1], strict=True):
+            gradients = self._weight_gradient(segment, part, of_w, gradients, place, slot)
+        return gradients
+
+    def _weight_gradient(self, segment: Segment, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
+        layer, tree = self._layer(slot, segment), jax.tree.structure(self.blocks.differentiated)
+        first, indices = self._indices(slot.chunk, segment)
 
         def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
             at = first + i
@@ -198,29 +237,36 @@ class Stage:
 
         return lax.scan(weight_layer, gradients, indices, reverse=True)[0]
 
-    def stash_shapes(self, split: bool) -> tuple[Tree, Tree]:
-        """Shapes of what a layer has in the stash, and of what I leaves of it for W where the backward is `split`."""
+    def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
+        """Shapes of what a layer of each segment has in the stash, and of what I leaves of it for W where the backward is `split`."""
         zero, x = jnp.zeros((), jnp.int32), self.zeros()
 
-        def first_layer(x: jax.Array) -> tuple[Tree, Tree]:
-            layer = self._layer(Slot(jnp.array(True), zero, zero, zero))
+        def a_layer(segment: Segment, x: jax.Array) -> tuple[Tree, Tree]:
+            layer = self._layer(Slot(jnp.array(True), zero, zero, zero), segment)
             saved = self._trace(layer, zero, x).residuals()
             return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
 
-        return jax.eval_shape(first_layer, x)
+        kept, left = zip(*(jax.eval_shape(partial(a_layer, segment), x) for segment in self.segments), strict=True)
+        return list(kept), list(left)
+
+    def buffers(self, places: int, of_layers: list[Tree], zero: jax.Array | float = 0) -> list[Tree]:
+        """`empty` places for what the layers of each segment have."""
+        sizes = [segment.behind - segment.first for segment in self.segments]
+        return [empty((places, n), like, zero) for n, like in zip(sizes, of_layers, strict=bool(of_layers))]
 
     # --- one layer
 
-    def _indices(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The chunk's first layer in the stacked weights, and its layers' numbers from 0."""
-        return chunk * self.layers, jnp.arange(self.layers, dtype=jnp.int32)
+    def _indices(self, chunk: jax.Array, segment: Segment) -> tuple[jax.Array, jax.Array]:
+        """A segment's first layer in the stacked weights, and its layers' numbers from 0."""
+        first, indices = chunk * self.layers, jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
+        return first + segment.first if segment.first else first, indices
 
     def _batch(self, microbatch: jax.Array) -> Batch:
         index = jnp.maximum(microbatch, 0)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
 
-    def _layer(self, slot: Slot) -> Callable:
-        return self.model.layer(self._batch(slot.microbatch), self.key, slot.active)
+    def _layer(self, slot: Slot, segment: Segment) -> Callable:
+        return self.model.layer(self._batch(slot.microbatch), self.key, slot.active, segment.products)
 
     def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
         """The weights of a layer, and its index in the model."""
@@ -243,6 +289,11 @@ class Stage:
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
         return split_backward(both, (False, False, True), x, saved, x)
+
+
+def joined(parts: list[Tree]) -> Tree:
+    """Stacked layers that follow one another, in one."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x) if len(x) > 1 else x[0], *parts)
 
 
 # --- buffers
