@@ -136,7 +136,9 @@ def _megatron_2024(name: str, shape: tuple[int, int, int], layout: tuple[int, in
     return Run("Megatron 2024", name, config, "h100", MEGATRON_2024, seconds, f"{reported:g} TFLOP/s")
 
 
-def _torchtitan(name: str, devices: int, profile: FrameworkProfile, reported: float) -> Run:
+def _torchtitan(
+    name: str, devices: int, profile: FrameworkProfile, reported: float, precision: dict | None = None
+) -> Run:
     batch, length = 2 * devices, 8192
     config = load(
         {
@@ -145,7 +147,7 @@ def _torchtitan(name: str, devices: int, profile: FrameworkProfile, reported: fl
             },
             "mesh": {"data": devices},
             "parallel": {"zero_stage": 3, "remat": "dots"},
-            "precision": {"compute": "bfloat16"},
+            "precision": {"compute": "bfloat16", **(precision or {})},
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
     )  # fmt: skip
@@ -210,6 +212,10 @@ HELD_OUT = (
     _torchtitan("8B on 128", 128, EAGER, 5605),
     _torchtitan("8B on 128 compiled", 128, COMPILED, 6514),
 )
+
+# Scales a tensor, weights gathered in float8; all layers. No number is fitted on it.
+_TENSORWISE = {"matmul": "float8", "float8_recipe": "tensorwise", "float8_wgrad": "float8", "float8_skip": [0, 0]}
+FLOAT8 = (_torchtitan("8B compiled, float8", 8, COMPILED, 8532, _TENSORWISE),)
 
 _LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}
 _LLAMA_3_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}

@@ -35,7 +35,7 @@ class Peak:
     float32: float = key(0.0, "TFLOP/s in float32 (TF32 where XLA uses it)", **RATE)
     bfloat16: float = key(0.0, "TFLOP/s in bfloat16", **RATE)
     float16: float = key(0.0, "TFLOP/s in float16", **RATE)
-    float8: float = key(0.0, "TFLOP/s in float8 (informative: no compute dtype is float8 yet)", **RATE)
+    float8: float = key(0.0, "TFLOP/s in float8, for precision.matmul", **RATE)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def parser() -> Parser:
     parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file, one of configs/clusters, or an accelerator (default: cpu with run.fake_devices, else h100)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
     parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
+    parser.add_argument("--allow", choices=("float8",), help="with --search, also layouts with precision.matmul: float8, which changes losses a little")  # fmt: skip
     parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for (default: all of the cluster's, else the mesh's)")  # fmt: skip
     parser.add_argument("--write", metavar="FILE", help="where the best layout's config goes (default of --search: CONFIG-best.yaml); without --search nothing is ranked")  # fmt: skip
     parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
@@ -205,7 +206,7 @@ def _not_here(config: Config) -> list[str]:
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranked: bool) -> int:
     own_size = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
     devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
-    result = search(config, cluster, devices)
+    result = search(config, cluster, devices, float8=options.allow == "float8")
     if not result.plans:
         smallest = estimate(result.smallest.config, cluster)
         raise ConfigError(

@@ -11,7 +11,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
-from meshtrain.plan import shapes
+from meshtrain.plan import float8, shapes
 
 FLOAT32 = 4  # bytes
 
@@ -106,12 +106,13 @@ def tuned(config: Config) -> Tuned:
 
 @functools.lru_cache(maxsize=65536)
 def residuals(
-    model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, tuned: Tuned = ALL
+    model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, tuned: Tuned = ALL,
+    given: float = 0.0,
 ) -> float:  # fmt: skip
     """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those that
-    remat: names keeps, `size` is of an element.
+    remat: names keeps, `size` is of an element, `given` of one that is kept for a weight's gradient alone (0: the same).
     """
     w = widths(model, tensor, sequence_parallel)
     if remat == "full":
@@ -122,12 +123,13 @@ def residuals(
         gathered = w.full * (1 + model.post_norms)
         return size * (w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + tuned.ranks)
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather again
-    stream = size * ((2 + tuned.inputs) * w.stream + 2 * w.behind)
+    given = given or size
+    stream = size * (2 * w.stream + 2 * w.behind) + given * tuned.inputs * w.stream
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
     sums = 4 * w.heads
-    products = (tuned.hidden + w.matrices) * w.hidden + 2 * w.query + 2 * w.key + w.normed + tuned.ranks
+    products = (tuned.hidden * given / size + w.matrices) * w.hidden + 2 * w.query + 2 * w.key + w.normed + tuned.ranks
     return stream + size * products + sums + dropped
 
 
@@ -158,7 +160,7 @@ def offloaded(config: Config) -> float:
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    held = residuals(config.model, tensor, split, remat, names, size, tuned(config))
+    held = residuals(config.model, tensor, split, remat, names, size, tuned(config), float8.kept_size(config))
     if config.mesh.context > 1 and config.parallel.context_strategy == "ulysses" and remat == "none":
         # the output in the order of the tokens too
         held += size * widths(config.model, tensor, split).query

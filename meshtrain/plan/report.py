@@ -197,9 +197,11 @@ def settings(config: Config) -> dict[str, object]:
     mesh, parallel = config.mesh, config.parallel
     axes = ("data", "tensor", "pipeline", *["islands"] * (mesh.islands > 1), *["context"] * (mesh.context > 1))
     names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab", *["context_strategy"] * (mesh.context > 1))  # fmt: skip
-    return {f"mesh.{name}": getattr(mesh, name) for name in axes} | {
-        f"parallel.{name}": getattr(parallel, name) for name in names
-    }
+    return (
+        {f"mesh.{name}": getattr(mesh, name) for name in axes}
+        | {f"parallel.{name}": getattr(parallel, name) for name in names}
+        | ({"precision.matmul": "float8"} if config.precision.matmul == "float8" else {})
+    )
 
 
 def layout(config: Config) -> str:
@@ -212,6 +214,7 @@ def layout(config: Config) -> str:
         words.append(f"{parallel.schedule}{chunks}")
         words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")
     words.append(f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch")
+    words += ["float8"] * (config.precision.matmul == "float8")
     words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
     kept = f" ({' + '.join(parallel.remat_keep) or 'none kept'})" if parallel.remat == "names" else ""
     words.append(f"remat {parallel.remat}{kept}")

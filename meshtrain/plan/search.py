@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
+from meshtrain.config.check import float8_problems
 from meshtrain.config.follow import microbatch_rows, put
 from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
@@ -61,16 +62,18 @@ class SearchResult:
     seconds: float  # that the search took
 
 
-def search(config: Config, cluster: Cluster, devices: int, best: int = 10) -> SearchResult:
+def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float8: bool = False) -> SearchResult:
     """The `best` layouts of a config's model and batch on `devices` devices of a cluster.
 
-    Only mesh and parallel keys are changed. Raises ConfigError where no layout is legal.
+    Only mesh and parallel keys are changed; with `float8` also what the products of layers are in. Raises ConfigError where no layout is legal.
     """
     began = clock.perf_counter()
     legal, fitting = 0, []
     smallest: Candidate | None = None
     usable = spared(cluster)
-    for candidate in candidates(config, cluster, devices):
+    matmuls = {config.precision.matmul, *["float8"] * float8}
+    bases = [put(config, precision={"matmul": matmul}) for matmul in sorted(matmuls)]
+    for candidate in itertools.chain.from_iterable(candidates(base, cluster, devices) for base in bases):
         legal += 1
         if smallest is None or candidate.nbytes < smallest.nbytes:
             smallest = candidate
@@ -98,7 +101,13 @@ def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
     seen, chosen = set(), []
     for candidate in ranked:
         parallel = candidate.base.parallel
-        key = (candidate.base.mesh, parallel.schedule, parallel.virtual_stages, parallel.remat)
+        key = (
+            candidate.base.mesh,
+            parallel.schedule,
+            parallel.virtual_stages,
+            parallel.remat,
+            candidate.base.precision,
+        )
         if key not in seen:
             seen.add(key)
             chosen.append(candidate)
@@ -130,6 +139,8 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         # The config's islands, as far as so many data ranks can be cut into them.
         islands = math.gcd(data, config.mesh.islands)
         mesh = put(base, mesh={**sizes, "islands": islands})
+        if any(float8_problems(mesh)):
+            continue
         splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers

@@ -21,7 +21,7 @@ from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, sca
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
-from meshtrain.plan import activations, compute, gradient_traffic, programs, shapes
+from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
 from meshtrain.plan.traffic import (
@@ -144,7 +144,12 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     )  # fmt: skip
     adapters, trained = compute.adapters(config, device), compute.trained_share(config)
     recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
-    weight_grad = layer.forward.matmul * trained + adapters.matmul
+    eights = float8.differences(config, device)
+    again = recompute.matmul / layer.forward.matmul
+    recompute += Seconds(again * eights.forward.matmul, 0.0, (parallel.remat != "none") * eights.forward.memory)
+    weight_grad = (
+        layer.forward.matmul * trained + adapters.matmul + max(0.0, eights.backward.matmul - eights.forward.matmul)
+    )
     forward_sends, backward_sends = _tensor_sends(config, cluster, profile, weight_grad)
     own_program = profile.compiled and device.platform == "gpu"
     copied = _copies(config, device) if own_program else (Seconds(), Seconds())
@@ -157,8 +162,13 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     forward_sends, backward_sends = forward_sends + context[0], backward_sends + context[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     return LayerCost(
-        forward=layer.forward + adapters + copied[0],
-        backward=backward + adapters * 2 + copied[1] + compute.weight_passes(config, device, profile) + recompute,
+        forward=layer.forward + adapters + copied[0] + eights.forward,
+        backward=backward
+        + adapters * 2
+        + copied[1]
+        + compute.weight_passes(config, device, profile)
+        + recompute
+        + eights.backward,
         recompute=recompute,
         weight_grad=weight_grad,
         forward_sends=forward_sends,
@@ -335,7 +345,8 @@ def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = D
         block, outer = elements.block, elements.outer
         # At use the steps of each collective count every time; our program's backward gathers embedding and head no second time.
         if at_use:
-            layer = send(kind, tokens, block.shard * mesh.shards * size, algorithm)
+            size_of_layer = float8.weight_size(config) if kind == ALL_GATHER else size
+            layer = send(kind, tokens, block.shard * mesh.shards * size_of_layer, algorithm)
             around = send(kind, tokens, outer.shard * mesh.shards * size, algorithm)
             seconds += parallel.microbatches * (times * layers * layer + (1 if profile.compiled else times) * around)
         else:

@@ -24,7 +24,7 @@ from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.parallel.placement import stages
 from meshtrain.parallel.sync.when import summed_axes
-from meshtrain.plan import shapes
+from meshtrain.plan import float8, shapes
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
 
@@ -92,11 +92,12 @@ def layer_transfers(config: Config) -> list[Moment]:
     scales = config.model.d_model * shapes.itemsize(config.precision.compute)
     shared = ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
     if parallel.sequence_parallel:
+        entering = stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
         return [
-            over("forward", ALL_GATHER, "layer inputs gathered", 2),
+            over("forward", ALL_GATHER, "layer inputs gathered", 2, nbytes=entering),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
-            over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True),
-            over("backward", ALL_GATHER, "layer inputs gathered again for products", 2 - late),
+            over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering),
+            over("backward", ALL_GATHER, "layer inputs gathered again for products", 2 - late, nbytes=entering),
             over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", 2, hides=True),
@@ -183,7 +184,9 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
     weight, ranks = shapes.itemsize(config.precision.compute), config.mesh.shards
     passes = stages(config).longest * (iterations.forward + iterations.backward)
     over = _over(config)
-    transfers = [Transfer(over, ALL_GATHER, "weights of a layer gathered", layer * weight, passes, ranks)]
+    transfers = [
+        Transfer(over, ALL_GATHER, "weights of a layer gathered", layer * float8.weight_size(config), passes, ranks)
+    ]
     for moment, elements in edge_uses(config):
         what, times = f"weights of the {moment} gathered", iterations.of(moment)
         transfers.append(Transfer(over, ALL_GATHER, what, elements * weight, times, ranks))
