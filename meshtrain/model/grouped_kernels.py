@@ -5,7 +5,7 @@
 
 Nothing of the size of experts x rows meets memory, nor is anything summed by atomics: results are the same every time.
 
-Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10): it is for Hopper alone and for a GPU with 132 multiprocessors,
+Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10 to 0.12): it is for Hopper alone and for a GPU with 132 multiprocessors,
 unrolls a search through all experts in each program, leaves rows that are not in use unwritten, and its kernel for the weight's gradient
 asks for a GPU while it is compiled.
 """
