@@ -211,7 +211,7 @@ assert reached[-1] + 0.2 < each < 1
 # %% [markdown]
 # ## A batch that grows
 # *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses what rings with a step for
-# each rank cost, and what all hosts wait for the slowest of them, by a law of one number (0.6% of a step, times $\sqrt{2 \ln n}$ of $n$
+# each rank cost, and what all hosts wait for the slowest of them, by a law of one number (0.7% of a host's work, times $\sqrt{2 \ln n}$ of $n$
 # hosts) that came of other series:
 
 # %%

@@ -115,9 +115,9 @@ def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float,
 
 # Fitted by `experiments/plan/calibrate.py` on published runs; `python -m experiments.plan.sources` prints the fit, and what it says of each
 # source that it was not fitted on.
-AMPERE = Efficiency(matmul=0.785, half_size=59.2, attention=0.576, memory=0.716, link=0.751, exposed=0.321)
+AMPERE = Efficiency(matmul=0.786, half_size=60.1, attention=0.576, memory=0.717, link=0.75, exposed=0.318)
 CPU = Efficiency(matmul=0.8, half_size=32.0, exposed=1.0)
-HOPPER = Efficiency(matmul=0.711, half_size=155.0, attention=0.673, memory=0.611, link=0.795, exposed=0.381)
+HOPPER = Efficiency(matmul=0.713, half_size=160.0, attention=0.673, memory=0.614, link=0.795, exposed=0.388)
 # Of the sheet's peak a GPU reaches less where its power, and so its clock, is held below it: the share of `matmul` alone was fitted.
 HOPPER_500_W = replace(HOPPER, matmul=0.65)
 BLACKWELL = replace(HOPPER, matmul=0.55)

@@ -157,7 +157,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
         seconds, clocks = timeline.makespan, timeline.table.clocks
         peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
     time = _step_time(config, cluster, costs, seconds, profile)
-    time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.total)
+    time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
     time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
     iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
     return Plan(

@@ -34,9 +34,9 @@ from meshtrain.plan.traffic import (
     layer_transfers,
 )
 
-# Of a host's step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304 (`experiments/plan/dgxc.py`), which
-# lose 0 to 5% beyond what grows with collectives.
-SCATTER = 0.006
+# Of a host's work in a step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304
+# (`experiments/plan/dgxc.py`), which lose 0 to 5% beyond what grows with collectives.
+SCATTER = 0.007
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,11 @@ class StepTime:
         return list(dataclasses.asdict(self).items())
 
     @property
+    def work(self) -> float:
+        """Seconds that the device works, and does not wait."""
+        return self.matmul + self.attention + self.memory + self.recompute + self.head + self.optimizer + self.reference
+
+    @property
     def bound(self) -> str:
         """What takes the largest share: compute, memory, communication or bubble."""
         groups = {
@@ -308,7 +313,7 @@ class StepTime:
 
 
 def straggling(cluster: Cluster, devices: int) -> float:
-    """The share of a step that all hosts wait for the slowest: of n whose times scatter as a normal distribution with deviation `SCATTER`
+    """The share of its work that a host waits for the slowest: of n whose times scatter as a normal distribution with deviation `SCATTER`
     the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6)."""
     return SCATTER * math.sqrt(2 * math.log(math.ceil(devices / cluster.devices_per_node)))
 

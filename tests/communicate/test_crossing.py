@@ -54,7 +54,7 @@ def test_no_more_is_hidden_than_there_is_and_than_the_backward_has_room_for():
         planned = plan(curve("islands").config, crossing.at(gigabits))
         hidden = planned.seconds - crossing.overlapped(planned)
         backward = planned.costs.layers * planned.costs.layer.backward.total
-        assert 0 < hidden <= crossing.across(planned) and hidden <= 1.01 * backward
+        assert 0 < hidden <= crossing.across(planned) * (1 + 1e-9) and hidden <= 1.01 * backward
     assert hidden < 0.1 * crossing.across(planned)
 
 

@@ -160,15 +160,19 @@ def test_collectives_in_pieces_hide_as_far_as_measured_whatever_those_over_data_
     waited, pieces = (plan(config, cluster, FrameworkProfile(overlap_tensor=o)).time for o in (False, True))
     assert pieces.tensor / waited.tensor == pytest.approx(0.57, abs=0.02) and pieces.data == waited.data
     beside = plan(config, cluster, FrameworkProfile(overlap_data=True)).time
-    assert beside.data == pytest.approx(0.381 * waited.data) and beside.tensor == waited.tensor
+    assert (
+        beside.data == pytest.approx(cluster.accelerator.efficiency.exposed * waited.data)
+        and beside.tensor == waited.tensor
+    )
 
 
 def test_more_hosts_wait_longer_for_the_slowest_and_one_for_none(llama_8b):
     config = llama_8b({"tensor": 8}, microbatches=64)
     assert plan(config, "h100").time.stragglers == 0
     times = [plan(replaced(config, mesh={"data": n}, train={"global_batch_size": 64 * n}), "h100").time for n in (2, 8, 64, 256)]  # fmt: skip
-    shares = [time.stragglers / (time.total - time.stragglers - time.checkpoint) for time in times]
-    assert shares == pytest.approx([0.006 * (2 * math.log(n)) ** 0.5 for n in (2, 8, 64, 256)])
+    shares = [time.stragglers / time.work for time in times]
+    assert shares == pytest.approx([0.007 * (2 * math.log(n)) ** 0.5 for n in (2, 8, 64, 256)])
+    assert all(time.work == pytest.approx(times[0].work, rel=0.01) for time in times)  # whatever is waited for
 
 
 def test_what_bounds_a_step_is_named(llama_8b):

@@ -40,7 +40,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 COLLECTIVES: tuple[Kind, ...] = ("data", "island", "tensor", "context", "pipeline")
 
 # What trace and planner both know: a name, the kinds of a trace, and the fields of `plan.seconds.StepTime` that it stands beside. The
-# planner knows forward and backward of a layer only together, sums across islands as data's, and nothing of schedule's upkeep, host, idle and unknown.
+# planner knows forward and backward of a layer only together, sums across islands as data's, and nothing of schedule's upkeep, host and
+# unknown; hosts that wait for the slowest are idle in a trace.
 PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "layers": (("forward", "backward"), ("matmul", "attention", "memory", "reference")),
     "recomputation": (("recomputation",), ("recompute",)),
@@ -54,7 +55,7 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "bubble": (("masked", "bubble"), ("bubble",)),
     "schedule": (("schedule",), ()),
     "host": (("host",), ("host", "checkpoint")),
-    "other": (("idle", "unknown"), ()),
+    "other": (("idle", "unknown"), ("stragglers",)),
 }
 
 
