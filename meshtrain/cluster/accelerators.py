@@ -104,7 +104,7 @@ class Accelerator:
 
 # Fitted by `calibrate` on three rows of `experiments/plan/tpu.py`, whose four others it predicts within 9%.
 TPU_V5P = Efficiency(
-    matmul=0.829, half_size=103.0, attention=0.415, memory=0.737, link=0.74, exposed=0.321, exposed_tensor=0.321
+    matmul=0.844, half_size=102.0, attention=0.441, memory=0.737, link=0.741, exposed=0.319, exposed_tensor=0.319
 )
 
 
