@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from meshtrain.plan import plan as plan
     from meshtrain.reader import Model as Model
     from meshtrain.reader import read_model as read_model
+    from meshtrain.run.hooks import RunHook as RunHook
     from meshtrain.step import Program as Program
     from meshtrain.step import State as State
     from meshtrain.train import train as train
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # Where each name is defined; "" for a module that is also the function of its name.
 _HOMES = {
     "CheckpointError": "checkpoint", "Checkpointer": "checkpoint", "Config": "config", "ConfigError": "config", "Model": "reader",
-    "Program": "step", "State": "step", "fake_devices": "mesh", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "",
+    "Program": "step", "RunHook": "run.hooks", "State": "step", "fake_devices": "mesh", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "",
     "read_model": "reader", "schedule": "", "show": "pictures", "train": "",
 }  # fmt: skip
 __all__ = list(_HOMES)

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
+from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.mesh import PIPELINE
 from meshtrain.model.weights import COUNTED
 from meshtrain.optimizers import OPTIMIZERS
@@ -19,22 +20,18 @@ Tree = Any
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """The rate of an update by the number of those before it: a linear climb to the peak, then down to `final_ratio` of it.
+    """The rate of an update by the number of those before it: a linear climb to the peak, then as `optimizer.schedule` has it.
 
         step           1          2         ...  warmup_steps   ...      steps
         before it      0          1                                    steps - 1
-        rate      peak / warmup  2 peak / warmup      peak     cosine, linear   final_ratio x peak     (constant: peak)
+        rate      peak / warmup  2 peak / warmup      peak     cosine, linear, wsd   final_ratio x peak     (constant: peak)
 
     A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never decays.
     """
     o = config.optimizer
     peak_at = max(1, o.warmup_steps)
     climb, rest = peak_at - 1, max(1, config.train.steps - peak_at)
-    after = {
-        "cosine": optax.cosine_decay_schedule(o.learning_rate, rest, o.final_ratio),
-        "linear": optax.linear_schedule(o.learning_rate, o.learning_rate * o.final_ratio, rest),
-        "constant": optax.constant_schedule(o.learning_rate),
-    }[o.schedule]
+    after = LEARNING_RATES[o.schedule].make(o, rest, config.train.steps)
     if not climb:
         return after
     return optax.join_schedules(

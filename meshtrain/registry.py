@@ -9,6 +9,10 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+PLUGINS = (
+    "meshtrain.plugins"  # the entry points of installed distributions that register some (`config.imports.plugins`)
+)
+
 
 class Named(Protocol):
     @property

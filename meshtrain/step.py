@@ -104,8 +104,10 @@ class Program(Shown):
 
             self.islands = IslandSteps(self)
         if self.hooks.names:
-            # traced, so that what a hook does wrong is told here and now
-            jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
+            try:  # traced, so that what a hook does wrong is told here and now, without a hundred frames of JAX
+                jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
+            except ConfigError as error:
+                raise error.with_traceback(None) from None
 
     # --- state
 

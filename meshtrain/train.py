@@ -46,7 +46,7 @@ from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
-from meshtrain.run.hooks import Batch, Row, RunHook
+from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
 from meshtrain.run.processes import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return DONE
-        return train(config)
+        return train(config).exit_code
     except ConfigError as error:
         note("config", str(error))
         raise
@@ -83,20 +83,24 @@ def train(
     block: BlockHook | None = None,
     attention: AttentionHook | None = None,
     loss: LossHook | None = None,
-) -> int:
-    """Trains a whole run, or the rest of one. Returns 0 if it is done (its steps, or eval.patience), 75 if it stopped on request.
+    callbacks: Sequence[RunHook | Callable[[Row], Any]] = (),
+) -> RunResult:
+    """Trains a whole run, or the rest of one, and returns how it ended.
 
-    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
+    `callbacks` are called around each step: a RunHook at its moments, a function with the metrics of each step. `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
     ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
     not finite.
     """
     a_config(config, "mt.train")
+    after = as_hooks(callbacks)
     supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
         closing.callback(supervision.close)
         directory = run_directory(config)
         try:
-            return _run(config, directory, supervision, stop, closing, block=block, attention=attention, loss=loss)
+            return _run(
+                config, directory, supervision, stop, closing, after, block=block, attention=attention, loss=loss
+            )
         except Exception as error:
             newest = max(committed_in(directory / CHECKPOINTS), default=None)
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
@@ -112,8 +116,14 @@ def train(
 
 
 def _run(
-    config: Config, directory: Path, supervision: Supervision, stop: StopSignals, closing: ExitStack, **parts: Any
-) -> int:
+    config: Config,
+    directory: Path,
+    supervision: Supervision,
+    stop: StopSignals,
+    closing: ExitStack,
+    after: list[RunHook],
+    **parts: Any,
+) -> RunResult:
     """Builds what a run needs in order, takes the steps, and ends the run."""
     heartbeat = supervision.heartbeat
     heartbeat.phase("open")
@@ -151,7 +161,8 @@ def _run(
             hooks.append(tracer)
         if config.parallel.remat_offload:
             hooks.append(OffloadCheck(program, report.write, measures.leave_out))
-        hooks.append(supervision)
+        losses: list[float] = []
+        hooks += [supervision, *as_hooks([lambda row: losses.append(row["loss"])]), *after]
 
         def place(batch: dict[str, np.ndarray]) -> Batch:
             supervision.read(batch)
@@ -168,14 +179,14 @@ def _run(
         # Its rows are a part of a run: it did not end well without.
         if not record.is_written():
             heartbeat.note("error", "rows of metrics.jsonl could not be written.")
-            return FAILED
+            return RunResult(directory, FAILED, last, tuple(losses))
         stopped = last < config.train.steps and not evaluation.ended
         if stopped:
             where = f"after step {last}; its checkpoint is written" if last > start else "before the first step"
             report.write(f"stopped on request {where}, run again to go on.")
-        report.write(_commands(config, directory))
+        report.write(_commands(config))
         heartbeat.phase("end")
-        return STOPPED if stopped else DONE
+        return RunResult(directory, STOPPED if stopped else DONE, last, tuple(losses))
 
 
 @dataclass
@@ -326,9 +337,9 @@ def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> li
     return lines
 
 
-def _commands(config: Config, directory: Path) -> str:
+def _commands(config: Config) -> str:
     """Returns where a run is, and the commands that look at it."""
-    run = shlex.quote(str(directory))
+    run = shlex.quote(config.run.directory)
     use = f"evaluate {run}" if FAMILIES[config.model.family].images else f"generate {run} --prompt TEXT"
     return "\n  meshtrain ".join([f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use])
 

@@ -21,7 +21,7 @@ from meshtrain.plan.estimate import Plan
 ROOT = Path(__file__).parents[1]
 NAMES = {
     "Config", "ConfigError", "CheckpointError", "Checkpointer", "Model", "Program", "State", "fake_devices", "load", "make_mesh",
-    "open_data", "plan", "read_model", "schedule", "show", "train",
+    "RunHook", "open_data", "plan", "read_model", "schedule", "show", "train",
 }  # fmt: skip
 TINY = {
     "run": {"fake_devices": 8},
@@ -100,7 +100,7 @@ except mt.ConfigError as error:
     print(error)
 """
     first, second = python(script).splitlines()
-    assert first == "1 config block attention loss config cluster profile"
+    assert first == "1 config block attention loss callbacks config cluster profile"
     assert "run.directory /proc/nowhere cannot be written" in second
 
 
@@ -171,9 +171,10 @@ def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     plain, twice = ([f"run.directory={tmp_path / name}"] for name in ("plain", "twice"))
     constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-9"]
-    assert mt.train(mt.load(tmp_path / "tiny.yaml", [*plain, *constant])) == 0
+    assert mt.train(mt.load(tmp_path / "tiny.yaml", [*plain, *constant])).exit_code == 0
     for steps in (1, 2):
-        assert mt.train(mt.load(tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"]), loss=doubled) == 0
+        config = mt.load(tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"])
+        assert mt.train(config, loss=doubled).exit_code == 0
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("plain", "twice")
@@ -213,14 +214,30 @@ def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_
 def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = mt.load(TINY, ["run.directory=run", "checkpoint.resume=never"])
-    assert mt.train(config) == 0
+    met: list[str] = []
+
+    class Watching(mt.RunHook):
+        def before_step(self, step, compiled, state, batch):
+            met.append(f"before {step}")
+            return state, batch
+
+        def before_save(self, step, state):
+            met.append(f"save {step}, {int(state.step)}")
+
+    result = mt.train(config, callbacks=[Watching(), lambda row: met.append(f"loss {row['step']}")])
+    assert (result.exit_code, result.steps, result.directory) == (0, 2, tmp_path / "run")
+    assert met == ["before 1", "loss 1", "before 2", "loss 2", "save 2, 2"]
     program, (data, _) = mt.Program(config), mt.open_data(config)
     state, losses = program.init(), []
     for k in range(2):
         state, metrics = program.train_step(state, program.place(data.batch(k)))
         losses.append(float(metrics["loss"]))
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert losses == [row["loss"] for row in rows]
+    assert losses == [row["loss"] for row in rows] == list(result.losses)
+    again = mt.train(mt.load(config, ["checkpoint.resume=auto", "train.steps=3"]))
+    assert (again.steps, len(again.losses)) == (3, 1), "the losses of the steps that this call took"
+    with pytest.raises(mt.ConfigError, match=r"a callback is 'print'; it must be a RunHook .* or a function"):
+        mt.train(config, callbacks=["print"])
 
 
 @pytest.mark.thorough
@@ -231,7 +248,7 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump({**TINY, "mesh": {"pipeline": 2}}))
     monkeypatch.chdir(tmp_path)
-    assert mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])) == 0
+    assert mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])).exit_code == 0
     found: dict = {}
     exec("\n".join(lines), found)
     assert found["logits"].shape == (1, 2, 260) and float(found["metrics"]["loss"]) > 0

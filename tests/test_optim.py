@@ -7,7 +7,8 @@ import pytest
 from covering import slow_but
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import load
+from meshtrain.config import ConfigError, load
+from meshtrain.learning_rates import LEARNING_RATES, LearningRate
 from meshtrain.mesh import make_mesh
 from meshtrain.optim import learning_rate, updates_made
 from meshtrain.step import Program
@@ -102,7 +103,7 @@ def rates(steps: int, **optimizer: object) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
+    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
 )
 def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_asked_at_the_last_step(
     schedule, middle, last
@@ -114,7 +115,7 @@ def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_ask
     assert found[3:] == sorted(found[3:], reverse=True)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(schedule):
     assert rates(5, schedule=schedule, warmup_steps=0) == rates(5, schedule=schedule, warmup_steps=1)
     for steps in (2, 3, 20):
@@ -122,12 +123,31 @@ def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(s
         assert (found[0], found[-1]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", LEARNING_RATES)
 @pytest.mark.parametrize(("steps", "warmup", "expected"), [
     (1, 0, [1.0]), (1, 1, [1.0]), (1, 4, [0.25]), (4, 4, [0.25, 0.5, 0.75, 1.0]), (2, 4, [0.25, 0.5]),
 ])  # fmt: skip
 def test_a_run_no_longer_than_its_warm_up_never_decays(schedule, steps, warmup, expected):
     assert rates(steps, schedule=schedule, warmup_steps=warmup) == expected
+
+
+def test_warmup_stable_decay_falls_in_a_line_over_the_last_share_of_the_steps():
+    found = rates(20, schedule="wsd", warmup_steps=4, decay_ratio=0.25, final_ratio=0.0)
+    np.testing.assert_allclose(found, [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0], rtol=1e-6, atol=1e-7)
+    longer = rates(40, schedule="wsd", warmup_steps=4, decay_ratio=0.125, final_ratio=0.0)
+    assert longer[:15] == found[:15], "a run that is made longer has the same rates until the shorter one falls"
+    assert rates(5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0) == [0.25, 0.5, 0.75, 1.0, 0.0]
+
+
+def test_a_learning_rate_from_outside_is_one_entry():
+    mine = LearningRate("mine", lambda o, rest, steps: lambda k: o.learning_rate * (1 - k / rest) ** 2)
+    LEARNING_RATES.register(mine)
+    try:
+        assert rates(5, schedule="mine", warmup_steps=1) == [1.0, 0.5625, 0.25, 0.0625, 0.0]
+        with pytest.raises(ConfigError, match="one of cosine, linear, constant, wsd, mine; did you mean mine"):
+            rates(5, schedule="mime")
+    finally:
+        LEARNING_RATES.forget("mine")
 
 
 def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_planned():

@@ -126,7 +126,7 @@ def test_a_run_counts_its_own_tokens_alone(tmp_path):
     config = one_device(
         7, mesh={"data": 4}, train=training, run={"directory": str(tmp_path)}, eval={"every": 2, "batches": 1}
     )
-    assert train(config) == 0
+    assert train(config).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in rows] == [7 * 16, 7 * 16]
     assert rows[0]["tokens_per_second"] == pytest.approx(7 * 16 / rows[0]["step_seconds"])
@@ -179,7 +179,7 @@ def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path
     train_in_processes(config, 3, tmp_path / "config.yaml")
     seen = _rows(tmp_path / "run")
     alone = one_device(7, eval={"every": STEPS, "batches": 1}, run={"directory": str(tmp_path / "alone")})
-    assert train(alone) == 0
+    assert train(alone).exit_code == 0
     right = _rows(tmp_path / "alone")
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose([row[name] for row in seen], [row[name] for row in right], rtol=LOSS)

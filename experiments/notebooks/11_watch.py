@@ -55,7 +55,7 @@ settings = {
 def trained(config):
     """Trains; of what it says of itself only the last lines."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert mt.train(config) == 0
+        assert mt.train(config).exit_code == 0
     print(*said.getvalue().splitlines()[-2:], sep="\n")
 
 

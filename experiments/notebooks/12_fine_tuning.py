@@ -39,7 +39,7 @@ def typed(command, *words):
 def trained(config):
     """Trains; of what it says of itself only every fourth row, and the last."""
     with capture_output() as said:
-        assert mt.train(config) == 0
+        assert mt.train(config).exit_code == 0
     rows = [row for row in said.stdout.splitlines() if row.startswith("step ")]
     print(*rows[3:-1:4], rows[-1], sep="\n")
 

@@ -33,7 +33,7 @@ os.environ["XDG_CACHE_HOME"] = "cache"
 def trained(config):
     """Trains; of what it says of itself only the last row."""
     with capture_output() as said:
-        assert mt.train(config) == 0
+        assert mt.train(config).exit_code == 0
     print([row for row in said.stdout.splitlines() if row.startswith("step ")][-1])
 
 

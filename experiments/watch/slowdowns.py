@@ -144,7 +144,7 @@ def child(kind: str, directory: str, number: int) -> int:
     settings = [*BASE, *_settings(KINDS[kind], number), f"run.directory={directory}"]
     if kind == "compiling":
         settings.append(f"data.source={_texts(Path(directory).parent / 'texts')}")
-    return train(load({}, settings))
+    return train(load({}, settings)).exit_code
 
 
 def _settings(kind: Kind, number: int) -> tuple[str, ...]:

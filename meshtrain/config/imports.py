@@ -3,21 +3,29 @@
     run:   {imports: [FILE, team.optimizers]}      imported before anything else of the config is read, in every command
     train: {loss: "team.optimizers:capped"}        what a file (by its name without .py) or a module defines
 
+An installed distribution brings its own without being named: an entry point of the group `meshtrain.plugins` is loaded before a config is.
+
+    [project.entry-points."meshtrain.plugins"]
+    team = "team.plugin"                          a module, or a function in it that is called
+
 A file is told from a module by its `.py`. Of a run it is copied into the directory `imports` beside config.yaml: whoever opens the run later
 takes that copy, so that a file that was edited or moved since does not change what the run is.
 """
 
+import functools
 import hashlib
 import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from meshtrain.errors import ConfigError, nearest, say, short
 from meshtrain.files import read_text, write_atomically
+from meshtrain.registry import PLUGINS
 
 COPIES = "imports"  # in the run directory
 LARGEST = 2**20  # bytes
@@ -30,6 +38,24 @@ class _Taken(NamedTuple):
 
 
 _TAKEN: dict[str, _Taken] = {}  # by the name before `:`
+
+
+@functools.cache
+def plugins() -> tuple[str, ...]:
+    """Loads the plug-ins of installed distributions, once, and returns each as its name and version. ConfigError for one that fails."""
+    loaded = []
+    for entry in metadata.entry_points(group=PLUGINS):
+        of = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+        try:
+            found = entry.load()
+            if not isinstance(found, ModuleType):
+                found()
+        except Exception as error:
+            what = f"{type(error).__name__}: {short(str(error))}"
+            raise ConfigError(f"the plug-in {entry.name} ({entry.value}) of {of} cannot be loaded: {what}; mend or uninstall it.") from error  # fmt: skip
+        _TAKEN.setdefault(entry.module, _Taken(sys.modules[entry.module], None, ""))
+        loaded.append(f"{entry.name} of {of}")
+    return tuple(loaded)
 
 
 def take(entries: Sequence[str], directory: Path) -> tuple[str, ...]:
@@ -84,7 +110,9 @@ def named(key: str, text: str) -> Any:
     name, colon, attribute = text.partition(":")
     if not colon or name not in _TAKEN:
         known = ", ".join(_TAKEN) or "nothing"
-        raise ConfigError(f"{key} is {short(repr(text))}; write MODULE:FUNCTION, of what run.imports names ({known}).")
+        raise ConfigError(
+            f"{key} is {short(repr(text))}; write MODULE:FUNCTION, of what run.imports and plug-ins bring ({known})."
+        )
     module = _TAKEN[name].module
     if not callable(found := getattr(module, attribute, None)):
         functions = [n for n, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
@@ -108,5 +136,5 @@ def keep(entries: Sequence[str], run_directory: Path) -> None:
 
 
 def digest(entries: Sequence[str]) -> str:
-    """Returns a digest of all imported files: what nodes must agree on."""
-    return hashlib.sha256(repr(sorted(files(entries).items())).encode()).hexdigest()
+    """Returns a digest of all imported files and the names of plug-ins: what nodes must agree on."""
+    return hashlib.sha256(repr((sorted(files(entries).items()), sorted(plugins()))).encode()).hexdigest()

@@ -6,9 +6,11 @@ Values are decoded by the type that `schema` declares, since YAML itself reads `
 
 import contextlib
 import dataclasses
+import functools
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.files import read_text
+from meshtrain.registry import PLUGINS
 from meshtrain.schedule.table import Table
 
 IMPORTS = "run.imports"
@@ -44,6 +47,7 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
     if not listed or not all(isinstance(override, str) for override in overrides):
         legal = "a list of texts, such as ['mesh.data=2']"
         raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
+    _plug_in()
     for override in overrides:
         if override.partition("=")[0].strip() == IMPORTS:
             _take(_override(Config(), override).run.imports, Path.cwd())
@@ -162,6 +166,15 @@ def _import_first(config: yaml.Node, source: str, directory: Path) -> None:
     if node is not None:
         hint, where = typing.get_type_hints(RunConfig)["imports"], f"{_at(source, node)}: {IMPORTS}"
         _take(value(hint, keys(RunConfig)["imports"], node, where), directory)
+
+
+@functools.cache
+def _plug_in() -> None:
+    """Loads what installed distributions register, once."""
+    if metadata.entry_points(group=PLUGINS):
+        from meshtrain.config.imports import plugins
+
+        plugins()
 
 
 def _take(entries: tuple[str, ...], directory: Path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig
 from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.families import FAMILIES
+from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.registry import late
 from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
@@ -311,9 +312,13 @@ class TrainConfig:
 class OptimizerConfig:
     name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
-    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "shape of the learning rate after the warm-up")
+    schedule: str = key(
+        "cosine", "shape of the learning rate after the warm-up: cosine and linear fall to final_ratio, constant stays, wsd (warmup-stable-decay) stays, "
+        "then falls over the last decay_ratio of the steps; or one registered from outside", one_of=LEARNING_RATES
+    )
     warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)
-    final_ratio: float = key(0.1, "learning rate at the last step over the peak (cosine, linear)", least=0.0, most=1.0)
+    final_ratio: float = key(0.1, "learning rate at the last step over the peak (cosine, linear, wsd)", least=0.0, most=1.0)
+    decay_ratio: float = key(0.1, "schedule wsd: share of all steps, the last ones, in which the rate falls", above=0.0, most=1.0)
     weight_decay: float = key(0.1, "decoupled weight decay", least=0.0)
     decay_norms: bool = key(False, "also decay norms and biases")
     grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0.0)

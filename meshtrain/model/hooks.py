@@ -38,7 +38,7 @@ from meshtrain.model.rope import Sequence
 
 
 class BlockHook(Protocol):
-    """One layer: the residual stream [B, T, D] (T / tensor of it with sequence parallelism) to the same, in the same dtype.
+    """One layer: the residual stream `[B, T, D]` (`[B, T / tensor, D]` with sequence parallelism) to the same, in the same dtype.
 
     `block` holds the layer's weights, this device's share of each, as modules: attention_norm, attention, mlp_norm, mlp (see
     `model.layers`). What goes into a column-parallel weight passes `collectives.enter` first, what comes out of a row-parallel one
@@ -51,7 +51,7 @@ class BlockHook(Protocol):
 
 
 class AttentionHook(Protocol):
-    """Queries [B, T, H, K] against keys and values [B, T, G, K], of this device's heads, to [B T, H K] in the queries' dtype.
+    """Queries `[B, T, H, K]` against keys and values `[B, T, G, K]`, of this device's heads, to `[B*T, H*K]` in the queries' dtype.
 
     H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT` where that is not None: these are
     the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
@@ -70,9 +70,9 @@ class AttentionHook(Protocol):
 
 
 class LossHook(Protocol):
-    """Loss of each token, float32 [B, T], from this device's share of the logits, float32 [B, T, V share].
+    """Loss of each token, float32 `[B, T]`, from this device's share of the logits, float32 `[B, T, V / shards]`.
 
-    Labels [B, T] are ids of the whole vocabulary. softmax, mean, max and one_hot over the last axis see the share only: what needs
+    Labels `[B, T]` are ids of the whole vocabulary. softmax, mean, max and one_hot over the last axis see the share only: what needs
     more goes through `vocabulary` (sum, max, log_sum_exp, of_label, ids). The tokens' weights and the mean over the batch come
     afterwards. Where the vocabulary is split, the hook is tried once on made-up logits, see `ModelParts`.
     """
@@ -174,6 +174,9 @@ class ModelParts:
         return losses
 
 
+SHAPES = {"block": "[B, T, D]", "attention": "[B*T, H*K]", "loss": "[B, T]"}  # of a device, as the protocols name them
+
+
 def _check_result(
     kind: str, hook: Any, result: Any, wanted: jax.ShapeDtypeStruct, axes: Iterable[str], way_out: str
 ) -> None:
@@ -188,7 +191,9 @@ def _check_result(
         )
     else:
         return
-    raise ConfigError(f"the {kind} hook {name_of(hook)} gave {gave} on a device, and {_array(wanted)} is wanted.")
+    raise ConfigError(
+        f"the {kind} hook {name_of(hook)} gave {gave} on a device, and {_array(wanted)} is wanted, {SHAPES[kind]}."
+    )
 
 
 def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:

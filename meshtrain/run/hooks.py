@@ -4,15 +4,31 @@
                                                        its metrics have come ─► after_metrics      due ─► before_save
 
 `meshtrain.train` calls each hook at each moment, in their order: supervision, tracing, the offload check, rows, what watches the run,
-the check of the numbers. Steps are counted from 1. The metrics of a step come while the next one is under way already.
+the check of the numbers; then those of whoever calls `mt.train(config, callbacks=[...])`. Steps are counted from 1. The metrics of a step come while the next one is under way already.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from meshtrain.errors import ConfigError, short
+
 Row = dict[str, Any]
 Batch = dict[str, jax.Array]
+
+
+def as_hooks(callbacks: Iterable[Any]) -> list["RunHook"]:
+    """Returns callbacks as hooks: a RunHook is one, a function is called with the metrics of each step. ConfigError for what is neither."""
+    hooks = []
+    for callback in callbacks:
+        if not isinstance(callback, RunHook) and (isinstance(callback, type) or not callable(callback)):
+            what = f"a callback is {short(repr(callback))}; it must be a RunHook (meshtrain.run.hooks) or a function of a step's metrics"
+            raise ConfigError(f"{what}.")
+        hooks.append(callback if isinstance(callback, RunHook) else _OfMetrics(callback))
+    return hooks
 
 
 class RunHook:
@@ -33,3 +49,23 @@ class RunHook:
 
     def before_save(self, step: int, state: Any) -> None:
         """Ahead of a save of the state after `step` steps."""
+
+
+class _OfMetrics(RunHook):
+    """A function of each step's metrics, as a hook."""
+
+    def __init__(self, function: Callable[[Row], Any]) -> None:
+        self.function = function
+
+    def after_metrics(self, row: Row, due: bool) -> None:
+        self.function(row)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. `exit_code` is that of the command: 0 done, 75 stopped on request, 1 failed."""
+
+    directory: Path
+    exit_code: int
+    steps: int  # that the run has taken in all
+    losses: tuple[float, ...]  # of the steps that this call has taken, of which the last is `steps`

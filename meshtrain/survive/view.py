@@ -225,7 +225,9 @@ def digests(config: Config) -> dict[str, str]:
     text = hashlib.sha256(config_text(config).encode()).hexdigest()
     # Which meshtrain it is, its source says: a checkout has no version, or that of another installation.
     libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
-    imported = {"run.imports": imports.digest(config.run.imports)[:16]} if config.run.imports else {}
+    imported = (
+        {"run.imports": imports.digest(config.run.imports)[:16]} if config.run.imports or imports.plugins() else {}
+    )
     return {"config": text[:16], "code": source_digest()[:16]} | imported | libraries
 
 

@@ -61,13 +61,13 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
             parallel={"zero_stage": 3, "microbatches": 2},
         )
     )
-    assert mt.train(given) == 0
+    assert mt.train(given).exit_code == 0
     data, _ = mt.open_data(given)
     first = mt.read_model(hf).loss(data.batch(0))
     np.testing.assert_allclose(losses(tmp_path / "run")[0], first, rtol=1e-5)
     # the run's own config says all of it
     shutil.rmtree(hf)
-    assert mt.train(load(tmp_path / "run" / "config.yaml", ["train.steps=3"])) == 0
+    assert mt.train(load(tmp_path / "run" / "config.yaml", ["train.steps=3"])).exit_code == 0
     assert len(losses(tmp_path / "run")) == 3
     assert load(tmp_path / "run" / "config.yaml").model == given.model
     (tmp_path / "again.yaml").write_text(to_yaml(given))

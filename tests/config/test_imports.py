@@ -1,5 +1,6 @@
 """What a config imports is there in every command, is kept with the run, and is refused in a sentence where it cannot be had."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,10 @@ from meshtrain.config import imports, to_yaml
 from meshtrain.config.check import hooks
 from meshtrain.families import FAMILIES
 from meshtrain.launch.__main__ import main as launch
+from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.survive.view import digests
+
+loading = importlib.import_module("meshtrain.config.load")  # the module, of which the package has the function
 
 FILE = '''
 """A family, a block and a loss of our own."""
@@ -23,9 +27,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from meshtrain.families import FAMILIES
+from meshtrain.learning_rates import LEARNING_RATES, LearningRate
 
 if "toy" not in FAMILIES:
     FAMILIES.register(replace(FAMILIES["llama"], name="toy", activation="relu"))
+if "square" not in LEARNING_RATES:
+    LEARNING_RATES.register(LearningRate("square", lambda o, rest, steps: lambda k: o.learning_rate * (1 - k / (rest + 1)) ** 2))
 
 
 def parallel_block(block, x, sequence, collectives, dropout):
@@ -50,6 +57,7 @@ CONFIG = {
     },
     "train": {"steps": 2, "global_batch_size": 8, "sequence_length": 16, "loss": "mine:capped_loss"},
     "data": {"source": "synthetic"},
+    "optimizer": {"schedule": "square", "warmup_steps": 0},
 }
 
 
@@ -62,8 +70,9 @@ def written(tmp_path, monkeypatch):
     path = tmp_path / "configs" / "x.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     yield path
-    if "toy" in FAMILIES:
-        FAMILIES.forget("toy")
+    for registry, name in ((FAMILIES, "toy"), (LEARNING_RATES, "square")):
+        if name in registry:
+            registry.forget(name)
 
 
 def test_a_file_beside_the_config_is_imported_before_the_rest_is_read(written):
@@ -98,7 +107,7 @@ def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
         ("run.imports", "[nope.py]", r"there is no Python file .*nope.py"),
         ("run.imports", "[no.such]", r"run.imports: no.such: ModuleNotFoundError: No module named 'no'"),
         ("train.loss", "mine:caped_loss", r"train.loss: mine has no function caped_loss; did you mean capped_loss\?"),
-        ("train.loss", "other:loss", r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports names \(mine\)"),
+        ("train.loss", "other:loss", r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports and plug-ins bring \(mine\)"),
         ("model.block", "mine", r"model.block is 'mine'; write MODULE:FUNCTION"),
     ],
 )  # fmt: skip
@@ -161,6 +170,63 @@ def test_pods_get_the_file_beside_the_config(written, capsys):
     assert mt.load(pod / "config.yaml").run.imports == (str(pod / "mine.py"),)
 
 
+def installed(directory: Path, value: str) -> None:
+    """Puts a distribution whose plug-in is `value` where Python finds it, as pip would."""
+    info = directory / "team_parts-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: team-parts\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[meshtrain.plugins]\nteam = {value}\n")
+
+
+@pytest.fixture
+def plugged(written, monkeypatch):
+    """Has a distribution's plug-in found and loaded anew by the next config; that it is forgotten again is seen to."""
+    caches = imports.plugins, loading._plug_in
+
+    def plug(value, text=FILE):
+        site = written.parent.parent / "site"
+        installed(site, value)
+        (site / "team_plugin.py").write_text(text)
+        monkeypatch.syspath_prepend(site)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield plug
+    sys.modules.pop("team_plugin", None)
+    for cache in caches:
+        cache.cache_clear()
+
+
+IN_PLUGIN = ["run.imports=[]", "model.block=team_plugin:parallel_block", "train.loss=team_plugin:capped_loss"]
+
+
+@pytest.mark.parametrize("value", ["team_plugin", "team_plugin:register"])
+def test_a_plug_in_of_a_distribution_is_there_without_being_named(value, plugged):
+    plugged(value, FILE + "\n\ndef register():\n    pass\n")
+    config = mt.load({**CONFIG, "run": {}}, IN_PLUGIN)
+    assert (config.model.family, config.optimizer.schedule) == ("toy", "square")
+    assert hooks(config)["loss"].__name__ == "capped_loss"
+    assert imports.plugins() == ("team of team-parts 1.2",) and "run.imports" in digests(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "why"),
+    [
+        ("team_plugin", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("team_plugin:register", "", "AttributeError: module 'team_plugin' has no attribute 'register'"),
+        ("no_such", "", "ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(value, text, why, plugged):
+    plugged(value, text)
+    with pytest.raises(mt.ConfigError) as refused:
+        mt.load(None)
+    assert (
+        str(refused.value)
+        == f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; mend or uninstall it."
+    )
+
+
 @pytest.mark.thorough
 def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_reported_and_survives(written):
     path = f"{Path(__file__).parents[2]}"
@@ -180,6 +246,11 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
     assert "mine.py has changed since" in run("train", *given, "--set", "run.directory=r", "--set", "train.steps=3")
     (written.parent / "mine.py").unlink()
+    installed(at / "site", "team_plugin")
+    (at / "site" / "team_plugin.py").write_text(FILE)
+    environment["PYTHONPATH"] = f"{at / 'site'}:{path}"
+    run("train", *given, *(word for key in IN_PLUGIN for word in ("--set", key)), "--set", "run.directory=p")
+    environment["PYTHONPATH"] = path
     assert "eval loss" in run("evaluate", "r")
     assert "loss mine:capped_loss" in run("report", "r")
     (written.parent / "mine.py").write_text(FILE)
@@ -194,6 +265,6 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
         "checkpoint.every=1",
     )
     losses = {
-        name: [json.loads(line)["loss"] for line in (at / name / "metrics.jsonl").read_text().splitlines()][:2] for name in "rs"
+        name: [json.loads(line)["loss"] for line in (at / name / "metrics.jsonl").read_text().splitlines()][:2] for name in "rsp"
     }  # fmt: skip
-    assert losses["s"] == losses["r"]
+    assert losses["s"] == losses["r"] == losses["p"]

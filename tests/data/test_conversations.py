@@ -303,7 +303,7 @@ def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(folder
         model={"layers": 1, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 257},
     )  # fmt: skip
     steps = -(-3 * open_data(here)[0].batches_per_epoch // 2)
-    assert train_run(here) == 0
+    assert train_run(here).exit_code == 0
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))
     assert load(tmp_path / "run" / "config.yaml").train.steps == steps

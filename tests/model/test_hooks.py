@@ -237,12 +237,12 @@ def without_leave(block, x, sequence, collectives, dropout):
 
 
 WRONG: dict[str, tuple[str, Callable | int, str]] = {
-    "another shape": ("block", lambda block, x, *_: x[:, :-1], "the block hook <lambda> gave float32[8, 15, 24] on a device, and float32[8, 16, 24] is wanted."),
-    "another dtype": ("block", lambda block, x, *_: x.astype("bfloat16"), "gave bfloat16[8, 16, 24] on a device, and float32[8, 16, 24] is wanted."),
+    "another shape": ("block", lambda block, x, *_: x[:, :-1], "the block hook <lambda> gave float32[8, 15, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D]."),
+    "another dtype": ("block", lambda block, x, *_: x.astype("bfloat16"), "gave bfloat16[8, 16, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D]."),
     "nothing": ("block", lambda block, x, *_: None, "the block hook <lambda> gave a NoneType on a device, and"),
     "partial sums": ("block", without_leave, "the block hook without_leave gave a value that differs over tensor, where devices must agree; pass each branch through collectives.leave."),
-    "attention in heads": ("attention", lambda q, *_: q, "the attention hook <lambda> gave float32[8, 16, 6, 4] on a device, and float32[128, 24] is wanted."),
-    "one loss for all tokens": ("loss", lambda z, labels, v: v.log_sum_exp(z).mean(), "the loss hook <lambda> gave float32[] on a device, and float32[8, 16] is wanted."),
+    "attention in heads": ("attention", lambda q, *_: q, "the attention hook <lambda> gave float32[8, 16, 6, 4] on a device, and float32[128, 24] is wanted, [B*T, H*K]."),
+    "one loss for all tokens": ("loss", lambda z, labels, v: v.log_sum_exp(z).mean(), "the loss hook <lambda> gave float32[] on a device, and float32[8, 16] is wanted, [B, T]."),
     "a loss of this share alone": ("loss", lambda z, labels, v: jax.nn.logsumexp(z, axis=-1), "the loss hook <lambda> gave a value that differs over pipeline and tensor, where devices must agree; sum it over the vocabulary with vocabulary.sum."),
     "too few arguments": ("loss", lambda logits, labels: labels, "the loss hook <lambda> takes (logits, labels), but it is called with (logits_BTV, labels_BT, vocabulary)."),
     "no function": ("block", 3, "the block hook is 3; it must be a function, and it is called with (block, x_BTD, sequence, collectives, dropout)."),
@@ -255,6 +255,10 @@ def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
     with pytest.raises(ConfigError, match=re.escape(says)) as told:
         mt.Program(configuration(), **{kind: hook})
     assert "\n" not in str(told.value)
+    frames = [str(frame.path) for frame in told.traceback]
+    assert len(frames) <= 4 and not [path for path in frames if "/jax/" in path], (
+        "nothing of JAX stands above the sentence"
+    )
 
 
 def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
