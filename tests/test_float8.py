@@ -14,6 +14,7 @@ from meshtrain.cluster.cluster import named
 from meshtrain.config import ConfigError, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.plan.estimate import estimate
 from meshtrain.plan.traffic import by_axis
 from meshtrain.step import Program
@@ -45,16 +46,19 @@ def config_of(recipe, model, mesh, parallel, more, precision=None):
     return load({"model": model, "mesh": mesh, "parallel": parallel, "precision": precision, "train": training, **more})
 
 
-def of(*given):
-    """(loss, canonical gradients) of one batch."""
-    return gradients(json.dumps(given))
+def of(*given, overlaps=False):
+    """(loss, canonical gradients) of one batch; `overlaps`: by the step of accelerators, on CPU."""
+    return gradients(json.dumps([*given, overlaps]))
 
 
 @cache
 def gradients(given):
-    config = config_of(*json.loads(given))
+    *keys, overlaps = json.loads(given)
+    config = config_of(*keys)
     program = Program(config, make_mesh(config))
     layout = program.layout
+    if overlaps:
+        program.local = LocalStep(layout, "accelerator", program.hooks)
     calm = lambda w, x: x if w.name.endswith("scale") or not w.stacked else np.float32(0.3) * x  # noqa: E731
     params = place(layout, layout.map(calm, canonical_numbers(layout)))
     tokens, labels = token_batches(config, 1)[0]
@@ -80,6 +84,16 @@ def test_rowwise_without_split_sums_and_blockwise_are_the_same_on_every_mesh(cel
     assert loss == pytest.approx(one, abs=LOSS)
     assert distance(grads, expected) < GRADIENT
     assert distance(without, expected) > WITHOUT
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("more", [{}, {"microbatches": 2}])
+def test_gradients_that_travel_or_are_summed_on_the_way_are_those_of_one_device(more):
+    model, sums = MODEL | {"layers": 10}, {"gradient_sums": "bfloat16"} if more else {}
+    loss, grads = of("rowwise", model, {"data": 4}, more, {}, sums, overlaps=True)
+    one, expected = of("rowwise", model, {}, {}, {})
+    assert loss == pytest.approx(one, abs=LOSS)
+    assert distance(grads, expected) < GRADIENT
 
 
 def dots(precision, parallel=None, mesh=None, more=None):

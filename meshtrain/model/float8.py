@@ -41,9 +41,11 @@ class Rounded(NamedTuple):
 
     @property
     def numbers(self) -> jax.Array:
+        """The values in float8."""
         return lax.bitcast_convert_type(self.values, E4M3) if self.values.dtype == jnp.uint8 else self.values
 
     def packed(self) -> "Rounded":
+        """Returns the same as bytes."""
         return Rounded(lax.bitcast_convert_type(self.values, jnp.uint8), self.scale)
 
 
@@ -130,12 +132,12 @@ class Float8Recipe(NamedTuple):
     def times(self, a: Rounded, b: Rounded, summed: tuple[int, int], dtype: Any) -> jax.Array:
         """Returns the product in `dtype`, summed over one dimension of each."""
         dimensions = (((summed[0],), (summed[1],)), ((), ()))
-        if self.recipe == "blockwise":
-            wide = jnp.bfloat16 if dtype == jnp.float16 else dtype
-            y = lax.dot_general(widened(a, wide), widened(b, wide), dimensions, preferred_element_type=jnp.float32)
-            return y.astype(dtype)
         # float16 would not hold the sums before they are scaled
         inner = jnp.float32 if dtype == jnp.float16 else dtype
+        if self.recipe == "blockwise":
+            wide = jnp.bfloat16 if dtype == jnp.float16 else dtype
+            y = lax.dot_general(widened(a, wide), widened(b, wide), dimensions, preferred_element_type=inner)
+            return y.astype(dtype)
         y = lax.dot_general(a.numbers, b.numbers, dimensions, preferred_element_type=inner)
         return (y * a.scale.reshape(-1, 1).astype(inner) * b.scale.reshape(1, -1).astype(inner)).astype(dtype)
 
@@ -228,6 +230,7 @@ class Float8Products:
         self.how, self.skip, self.weights, self.gathers = how, skip, weights, gathers
 
     def round(self, x_ND: jax.Array) -> Rows:
+        """Rounds what goes into products, for the forward."""
         groups = self.how.groups(1)
         if self.skip is None:
             return Rows(x_ND, rounded(lax.stop_gradient(x_ND), groups).packed())
