@@ -164,21 +164,26 @@ class Stage:
         """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
         (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
-        layers = [self._layer(slot, segment) for segment in self.segments]
 
-        def backward_layer(layer: Callable, stash: Tree, skipped: int, cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:  # fmt: skip
-            x, saved = read(stash, slot.place, at - skipped if skipped else at)
-            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-            return gx, gradient
+        def backward_of(segment: Segment, stash: Tree) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Tree]]:
+            layer = self._layer(slot, segment)
+
+            def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
+                x, saved = read(stash, slot.place, at - segment.first if segment.first else at)
+                gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
+                return gx, gradient
+
+            return backward_layer
+
+        # One function for all buckets of a segment, whose loops the program then shares.
+        last_first = [(s, backward_of(s, part)) for s, part in zip(self.segments, stash, strict=True)][::-1]
 
         def backward_bucket(gx: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
             parts = []
-            for layer, part, segment in zip(layers[::-1], stash[::-1], self.segments[::-1], strict=True):
+            for segment, backward_layer in last_first:
                 indices = jnp.arange(max(first, segment.first), min(behind, segment.behind), dtype=jnp.int32)
                 if len(indices):
-                    gx, gradient = lax.scan(
-                        partial(backward_layer, layer, part, segment.first), gx, indices, reverse=True
-                    )
+                    gx, gradient = lax.scan(backward_layer, gx, indices, reverse=True)
                     parts.append(gradient)
             bucket = joined(parts[::-1])
             if gradients is None:
