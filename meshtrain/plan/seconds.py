@@ -24,15 +24,7 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.traffic import (
-    BOTH,
-    GATHERED_FOR_WEIGHTS,
-    INPUTS_SUMMED,
-    OUTPUTS_SCATTERED_AGAIN,
-    OUTPUTS_SUMMED_AGAIN,
-    edge_transfers,
-    layer_transfers,
-)
+from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
 
 # Of a host's work in a step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304
 # (`experiments/plan/dgxc.py`), which lose 0 to 5% beyond what grows with collectives.
@@ -193,21 +185,10 @@ def _tensor_sends(
     for moment, t in layer_transfers(config):
         count = t.count / stages(config).longest
         if not profile.compiled:
-            count = _as_practised(config, t.what, count, profile)
+            count = as_practised(t.what, count, profile)
         spent = count * best(t.kind, group, t.nbytes).seconds * exposed
         seconds["hideable" if t.hides and hides else moment] += spent
     return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
-
-
-def _as_practised(config: Config, what: str, count: float, profile: FrameworkProfile) -> float:
-    """How often another framework sends what our program sends `count` times a layer."""
-    if what == INPUTS_SUMMED:
-        return profile.input_sums
-    if what == GATHERED_FOR_WEIGHTS and not profile.regathers:
-        return 0.0
-    # What computes a layer again as a whole sums both its outputs again, though no backward reads the second.
-    whole = profile.recomputes is not None and profile.recomputes[0] == 1
-    return 2.0 if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN) else count
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:

@@ -25,10 +25,11 @@ from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.parallel.placement import stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
+from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
 
-# What other frameworks send more or less often than our program (`seconds`).
+# What other frameworks send more or less often than our program, see `as_practised`.
 GATHERED_FOR_WEIGHTS, INPUTS_SUMMED = "layer inputs gathered again for weights", "input cotangents summed"
 OUTPUTS_SCATTERED_AGAIN, OUTPUTS_SUMMED_AGAIN = "layer outputs scattered again", "layer outputs summed again"
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
@@ -108,6 +109,17 @@ def layer_transfers(config: Config) -> list[Moment]:
         over("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales) for moment in shared],
     ]
+
+
+def as_practised(what: str, count: float, profile: FrameworkProfile) -> float:
+    """How often another framework sends what our program sends `count` times a layer."""
+    if what == INPUTS_SUMMED:
+        return profile.input_sums
+    if what == GATHERED_FOR_WEIGHTS and not profile.regathers:
+        return 0.0
+    # What computes a layer again as a whole sums both its outputs again, though no backward reads the second.
+    whole = profile.recomputes is not None and profile.recomputes[0] == 1
+    return 2.0 if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN) else count
 
 
 def edge_transfers(config: Config) -> list[Moment]:
