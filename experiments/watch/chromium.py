@@ -23,6 +23,10 @@ FLAGS = (
     "--remote-debugging-pipe",
     "--no-first-run",
     "--disable-extensions",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
 )
 PLACE = """
 import fcntl, os, sys
@@ -81,8 +85,9 @@ class Chromium:
                     raise RuntimeError(f"{method}: {answer['error'].get('message')}")
                 return answer["result"]
 
-    def open(self, page: Path, width: int) -> None:
-        """A file, in a window of so many CSS pixels; `requests` are those that it makes, itself left out."""
+    def open(self, page: Path, width: int, scheme: str = "light") -> None:
+        """A file, in a window of so many CSS pixels, light or dark; `requests` are those that it makes, itself left out."""
+        self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         self.requests.clear()
         self.do("Page.navigate", url=page.resolve().as_uri())

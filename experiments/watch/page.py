@@ -1,10 +1,10 @@
 """What the report's page costs for 100,000 steps, and how it looks in a real Chromium: on a phone, on a desk, on paper.
 
-    python -m experiments.watch.page [--steps 100000] [--pictures DIR] [RUN...]
+    python -m experiments.watch.page [--steps 100000] [--pictures DIR] [RUN|FILE.html|FILE.svg ...]
 
 Writes a run that never was (rows, samples, alerts), makes its page with `python -m meshtrain.report`, and prints bytes and seconds. Where
-there is a Chromium, opens it at 390 and 1280 px and prints it: fails if it asks for anything or is wider than the window. RUN: pages of
-these runs too.
+there is a Chromium, opens it at 390 and 1400 px, light and dark, and prints it: fails if it asks for anything or is wider than the window.
+RUN: pages of these runs too; or a page or a picture that another command has written.
 """
 
 import argparse
@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from experiments.watch import chromium
 
 MOST_BYTES, MOST_SECONDS = 150_000, 5.0
-WIDTHS = (390, 1280)
+WIDTHS, SCHEMES = (390, 1400), ("light", "dark")
 CONFIG = """
 run:        {directory: runs/synthetic, fake_devices: 8}
 model:      {family: llama, layers: 4, d_model: 128, heads: 4, kv_heads: 2, d_ff: 352, vocab_size: 260}
@@ -98,14 +99,15 @@ def look(page: Path, pictures: Path) -> list[str]:
     program, wrong = chromium.found(), []
     assert program is not None
     with chromium.Chromium(program) as browser:
-        for width in WIDTHS:
-            browser.open(page, width)
+        for width, scheme in product(WIDTHS, SCHEMES):
+            browser.open(page, width, scheme)
             wrong += [f"{page.name} asks for {url}" for url in browser.requests]
             wide = browser.evaluate("document.documentElement.scrollWidth")
             shown = browser.evaluate("window.innerWidth")
-            if shown != width or wide > width:
+            # A picture is fitted to a phone's window by the browser.
+            if page.suffix != ".svg" and (shown != width or wide > width):
                 wrong.append(f"{page.name} is {wide} px wide in a window of {shown}, asked for {width}")
-            browser.picture(pictures / f"{page.stem}-{width}.png")
+            browser.picture(pictures / f"{page.stem}-{width}-{scheme}.png")
         sheets = browser.pdf(pictures / f"{page.stem}.pdf")
         print(f"{page.name}: {sheets} sheets of A4; pictures are in {pictures}")
     return wrong
@@ -123,7 +125,10 @@ def main() -> int:
         pictures.mkdir(parents=True, exist_ok=True)
         first = write_run(Path(name) / "synthetic", options.steps)
         second = write_run(Path(name) / "slower", options.steps, seed=1, slower=1.1)
-        wanted = {"one": [first], "two": [first, second]} | {run.name: [run] for run in options.runs}
+        drawn = [path for path in options.runs if path.is_file()]
+        wanted = {"one": [first], "two": [first, second]} | {
+            run.name: [run] for run in options.runs if run not in drawn
+        }
         for stem, runs in wanted.items():
             page = pictures / f"{stem}.html"
             size, seconds, processor = make(runs, page)
@@ -135,6 +140,8 @@ def main() -> int:
                 wrong.append(f"{page.name} took {processor:.1f} s of a processor, more than {MOST_SECONDS}")
             if chromium.found():
                 wrong += look(page, pictures)
+        for path in drawn if chromium.found() else ():
+            wrong += look(path, pictures)
     print("\n".join(wrong) or ("all as it should be" if chromium.found() else "there is no Chromium to look with"))
     return 1 if wrong else 0
 

@@ -28,19 +28,21 @@ def page(result: Result, reasons: Sequence[str]) -> str:
         (count(packing.tokens_per_second), "tokens a second"),
         (report.when(packing.last_hours), "until all are done"),
     ]
+    waits = "".join(f'<p class="note">{escape(reason)}</p>' for reason in reasons) or "<p>None.</p>"
     # Four columns, which a phone has room for.
     jobs = pages.table(("job", "where", "a step", "time"), [_job(row, device) for row in report.job_rows(result)])
     parts = [
         f"<h1>{escape(title)}</h1>",
         pages.tiles(tiles),
-        *[f'<p class="note">{escape(reason)}</p>' for reason in reasons],
         pages.figures([
             pages.figure("The devices now", "of each node", picture(result)),
-            pages.figure("The strategies", "of which one was asked for (✓)", pages.table(("", *heads), figures)),
+            pages.figure("Jobs that wait", "and for what", waits),
         ]),
         "<h2>The jobs</h2>",
         jobs,
         *[f"<p>{escape(line)}.</p>" for line in report.choices(result)],
+        "<h2>The strategies</h2>",
+        pages.table(("", *heads), figures),
     ]  # fmt: skip
     return pages.page(title, parts)
 
