@@ -5,7 +5,7 @@ Failures of devices are taken to be independent and memoryless, at a constant ra
     work τ        copy C   work τ        copy C   ...        training stands still for the copies
                            write W ┤              write W ┤   what a copy holds counts once it is written
 
-The loss is flat around the best interval, and a store is shared: advised is the longest interval that gives up at most `GIVEN_UP` of the time.
+The loss is flat around the best interval, and a store is shared: advised is the longest interval, up to an hour, that gives up at most `GIVEN_UP` of the time.
 
 A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half written is lost
 with what has been done since: L/2 + min(τ, W) on average, to first order.
@@ -20,7 +20,7 @@ from meshtrain.plan.estimate import Plan
 from meshtrain.plan.seconds import save_seconds
 
 GIVEN_UP = 0.005  # of all time, below the best interval's share
-DAY = 86400.0
+HOUR, DAY = 3600.0, 86400.0
 
 
 def mean_time_between(rate: float, devices: int) -> float:
@@ -51,10 +51,11 @@ def best_interval(copy: float, write: float, between: float) -> float:
 
 
 def advised_interval(copy: float, write: float, restart: float, between: float) -> float:
-    """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more."""
-    interval = best_interval(copy, write, between)
-    least = goodput(interval, copy, restart, between, write) - GIVEN_UP
-    while math.isfinite(between) and goodput(interval * 1.05, copy, restart, between, write) >= least > 0:
+    """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more; beyond the best an hour at
+    most, since few devices fail seldom and nobody likes to lose a day."""
+    best = best_interval(copy, write, between)
+    least, interval = goodput(best, copy, restart, between, write) - GIVEN_UP, best
+    while interval * 1.05 <= max(best, HOUR) and goodput(interval * 1.05, copy, restart, between, write) >= least > 0:
         interval *= 1.05
     return interval
 

@@ -117,6 +117,15 @@ def test_what_is_advised_gives_up_half_a_percent_for_fewer_and_later_saves(llama
     assert found.bytes_a_day == pytest.approx(86400 / (found.interval_steps * step + found.copy) * sum(i.nbytes for i in planned.memory if i.between_steps) * 16384)  # fmt: skip
 
 
+def test_few_devices_save_within_an_hour_however_seldom_they_fail(llama_8b):
+    planned = plan(llama_8b(), "h100")
+    found = faults(planned)
+    assert (
+        found.interval < 3600
+        and 0.9 * 3600 < found.interval_steps * (planned.seconds - planned.time.checkpoint) <= 3600 * 1.01
+    )
+
+
 def test_goodput_without_failures_loses_only_the_writes():
     assert goodput(90, 10, 100, math.inf) == 0.9
     assert goodput(1e9, 1, 1, 1.0) == 0.0
