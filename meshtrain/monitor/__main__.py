@@ -107,7 +107,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 def head(width: int, every: float | None = None) -> Text:
     """Returns the line above all runs: the clock, the keys, and of what the figures are."""
-    keys = "" if every is None else f"  every {every:g} s  q ends, any key looks now"
+    keys = "" if every is None else f"  every {every:g} s  q ends, any key looks"
     words, about = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}", f"of the last {RECENT} rows"
     room = width - len(words) - len(about)
     return Text(words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis")
