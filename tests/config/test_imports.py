@@ -202,10 +202,11 @@ IN_PLUGIN = ["run.imports=[]", "model.block=team_plugin:parallel_block", "train.
 
 @pytest.mark.parametrize("value", ["team_plugin", "team_plugin:register"])
 def test_a_plug_in_of_a_distribution_is_there_without_being_named(value, plugged):
-    plugged(value, FILE + "\n\ndef register():\n    pass\n")
+    plugged(value, FILE + "\nCALLS = []\n\n\ndef register():\n    CALLS.append(1)\n")
     config = mt.load({**CONFIG, "run": {}}, IN_PLUGIN)
     assert (config.model.family, config.optimizer.schedule) == ("toy", "square")
     assert hooks(config)["loss"].__name__ == "capped_loss"
+    assert len(sys.modules["team_plugin"].CALLS) == value.endswith(":register")
     assert imports.plugins() == ("team of team-parts 1.2",) and "run.imports" in digests(config)
 
 
