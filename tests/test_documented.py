@@ -69,6 +69,7 @@ NOT_HERE = {
     "python -m experiments.faults": "takes minutes, and is a stage of CI",
     "python -m experiments.plan": "takes a minute; tests/plan/fit/test_published.py holds what it prints",
     "python -m experiments.plan.sources": "likewise",
+    "python -m experiments.grouped": "likewise",
     "python -m experiments.plan --compile": "takes 15 minutes; tests/plan/test_compiled.py compiles some of them",
     "python -m experiments.plan --compile h100": "likewise",
     "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
@@ -136,6 +137,9 @@ QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in comman
 SAYS = {
     "--help": r"usage: python -m meshtrain",
     "meshtrain.keys": r"(?m)^  takes     a whole number, at least 1$",
+    "--version": r"^meshtrain \d",
+    "--gantt": r"\A\Z",  # only the file's name is said, on stderr
+    "--csv": r"\A\Z",
     "--search": r"legal layouts on 8 devices, (?s:.*)\n 1 +\d",
     "--print-config": r"(?m)^model:\n  family: llama\n",
     "meshtrain.launch local": r"n0: step 2/2  loss",
@@ -159,7 +163,7 @@ SAYS = {
     "--flags": r"(?m)^launch sets nothing\n(?s:.*)left alone, whatever older advice says",
     "evaluate runs/quickstart --text": r"(?m)^documents +3\ntokens +[\d,]+\n(?s:.*)^bits per byte +\d\.\d{6}$",
     "meshtrain.evaluate": r"^stdlib: [\d,]+ held-out tokens\neval loss +\d\.\d{6}\n",
-    "meshtrain.plan": r"a device: fits\n(?s:.*)each device holds",
+    "meshtrain.plan": r"a device: fits *\n(?s:.*)each device holds",
     "meshtrain.data prepare": r"tokens \(uint16\) in 1 shards",
     "meshtrain.data train-tokenizer": r"tokenizer\.json",
     "meshtrain.checkpoint ls": r"step +saved +loss(?s:.*)\n +2  \d{4}-",
@@ -212,7 +216,9 @@ def run(words: list[str], directory: Path) -> None:
     expected = next(said for word, said in SAYS.items() if word in line)
     assert re.search(expected, printed), printed
     for option, target in pairwise(words):
-        assert option not in ("--gantt", "--output", "--svg") or (directory / target).exists(), f"nothing at {target}"
+        assert option not in ("--csv", "--gantt", "--html", "--output", "--svg") or (directory / target).exists(), (
+            f"nothing at {target}"
+        )
 
 
 def furnish(directory: Path) -> Path:

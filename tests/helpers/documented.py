@@ -76,8 +76,15 @@ def commands() -> dict[str, list[str]]:
 
 def _by_module(words: list[str]) -> list[str]:
     """Returns a command by its module, as Python takes it: `meshtrain train` and `python -m meshtrain.train` are the same."""
-    of_meshtrain = words[0] == "meshtrain" and len(words) > 1 and not words[1].startswith("-")
-    return ["python", "-m", f"meshtrain.{MODULES_OF.get(words[1], words[1])}", *words[2:]] if of_meshtrain else words
+    if words[0] != "meshtrain" or len(words) == 1:
+        return words
+    _, name, *rest = words
+    return [
+        "python",
+        "-m",
+        *(["meshtrain", name] if name[0] == "-" else [f"meshtrain.{MODULES_OF.get(name, name)}"]),
+        *rest,
+    ]
 
 
 def paths() -> Iterator[tuple[str, Path]]:
