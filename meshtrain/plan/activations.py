@@ -148,7 +148,8 @@ def named(w: Widths, name: str, size: int) -> float:
 
 def kept(config: Config, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
-    return _bytes(config, remat, config.parallel.names_kept)
+    shards = float8.kept_shards(config) if remat == "none" else 0.0
+    return _bytes(config, remat, config.parallel.names_kept) + shards
 
 
 def offloaded(config: Config) -> float:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config
+from meshtrain.config.reduce import gathers_at_use
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import float8_share, local_kv_heads
 from meshtrain.plan import shapes
@@ -75,6 +76,14 @@ def kept_size(config: Config) -> float:
     """Returns the bytes that the backward keeps of an element which a product takes, on the mean of all layers."""
     size = shapes.itemsize(config.precision.compute)
     return size - float8_share(config) * (size - 1)
+
+
+def kept_shards(config: Config) -> float:
+    """Returns the bytes of a layer's own shards that are kept as they are gathered, to be gathered again."""
+    gathers = (
+        config.precision.float8_gather and config.precision.float8_recipe != "blockwise" and gathers_at_use(config)
+    )
+    return float8_share(config) * shapes.resident(config).block.shard if gathers else 0.0
 
 
 def entering_size(config: Config) -> float:
