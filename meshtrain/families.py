@@ -17,6 +17,8 @@ only model:
     qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
     olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8        Muennighoff et al. 2024
                chosen, whose weights are not divided by their sum
+    gpt_oss    as llama, with biases, a sink for each head, a window in every second layer, beginning     OpenAI 2025
+               with the first; 128 experts, 4 chosen, whose gate and up are clipped
 
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window) alternate with ones
 that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each head's q and k,
@@ -47,7 +49,7 @@ class Family:
     centred_norms: bool  # LayerNorm, with a bias; else RMSNorm
     positions: Literal["rotary", "learned"]
     gated: bool  # the MLP is activation(gate x) * up x; else activation(up x)
-    activation: str  # a function of jax.nn, or EXACT_GELU; where model.activation is null
+    activation: str  # one of ACTIVATIONS; where model.activation is null
     biases: bool  # of the projections; those of q, k and v where model.qkv_bias is null
     tied_head: bool  # where model.tied_head is null
     d_ff: Callable[[int], int]  # of d_model, where model.d_ff is null
@@ -67,6 +69,10 @@ class Family:
     router: str = "softmax"
     normalize: bool = True
     joint_qk_norm: bool = False  # qk_norm is over all heads together, not over each
+    biased_out: bool = False  # the output projection of attention has a bias though nothing else has
+    biased_experts: bool = False  # experts and their router have biases
+    sinks: bool = False  # the softmax of each head has one more score, which is learned and of no key
+    gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
     causal: bool = True
@@ -79,7 +85,9 @@ class Family:
 
 # jax.nn.gelu is the tanh approximation, which GPT-2 was trained with; later models have the function itself.
 EXACT_GELU = "gelu_exact"
-ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, "relu"))
+# x sigmoid(1.702 x) (Hendrycks & Gimpel 2016)
+QUICK_GELU = "gelu_quick"
+ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, QUICK_GELU, "relu"))
 
 four_times = lambda d_model: 4 * d_model  # noqa: E731
 
@@ -103,6 +111,10 @@ FAMILIES = Registry(
     replace(LLAMA, name="mixtral", experts=8),
     replace(LLAMA, name="qwen3_moe", qk_norm=True, experts=128, top_k=8),
     replace(LLAMA, name="olmoe", qk_norm=True, joint_qk_norm=True, experts=64, top_k=8, normalize=False),
+    replace(
+        LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True, activation=QUICK_GELU, gate_limit=7.0,
+        window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
+    ),
     GPT2,
     GEMMA2,
     replace(

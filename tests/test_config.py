@@ -38,7 +38,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a size of zero": ("mesh: {tensor: 0}", [], ["mesh.tensor is 0", "at least 1"]),
     "a probability above one": ("model: {dropout: 1.5}", [], ["model.dropout is 1.5", "at most 0.99"]),
     "a learning rate of zero": ("optimizer: {learning_rate: 0}", [], ["learning_rate is 0.0", "above 0"]),
-    "a mistyped choice": ("model: {family: lama}", [], ["model.family is 'lama'", "olmoe, gpt2", "did you mean llama?"]),
+    "a mistyped choice": ("model: {family: lama}", [], ["model.family is 'lama'", "gpt_oss, gpt2", "did you mean llama?"]),
     "a ZeRO stage that is none": ("parallel: {zero_stage: 4}", [], ["zero_stage is '4'", "one of 0, 1, 2, 3"]),
     "a mistyped schedule": ("parallel: {schedule: 1fb1}", [], ["parallel.schedule", "gpipe", "did you mean 1f1b?"]),
     "a schedule table that is not there": ("parallel: {schedule: mine.csv}", [], ["mine.csv", "no such file"]),

@@ -14,7 +14,7 @@ import transformers as hf
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.models.vit.modeling_vit import ViTPooler
 
-from experiments.adopt.parity import randomise
+from experiments.adopt.parity import randomise, with_large_gates
 
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
 LENGTH = 48
@@ -60,7 +60,12 @@ def models() -> Iterator[tuple[str, Any]]:
     yield "mixtral", hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
     qwen3 = dict(head_dim=8, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
     yield "qwen3_moe", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **qwen3))
+    oss = dict(SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=10, pad_token_id=None)
+    yarn = dict(
+        rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False,
+    )  # fmt: skip
     yield "olmoe", hf.OlmoeForCausalLM(hf.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None))
+    yield "gpt_oss", with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn)))
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from meshtrain.model.decoder import Decoder
 WIDTH, LAYERS, HEADS, GROUPS, HIDDEN, WORDS = 64, 3, 4, 2, 96, 131
 LENGTH = 96
 LOGITS, GRADIENTS = 1e-4, 1e-3  # goals
-ON_MESH = ("ViT", "Mixtral", "Qwen3-MoE", "OLMoE")  # compared on 2 x 2 x 2 devices too
+ON_MESH = ("ViT", "Mixtral", "Qwen3-MoE", "OLMoE", "gpt-oss")  # compared on 2 x 2 x 2 devices too
 COMMON: dict[str, Any] = dict(
     hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS, intermediate_size=HIDDEN,
     vocab_size=WORDS, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
@@ -69,6 +69,8 @@ def models() -> Iterator[tuple[str, Any]]:
     qwen3 = dict(head_dim=32, moe_intermediate_size=48, norm_topk_prob=True)
     yield "Qwen3-MoE", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**COMMON, **experts, **qwen3))
     yield "OLMoE", hf.OlmoeForCausalLM(hf.OlmoeConfig(**COMMON, **experts, pad_token_id=None))
+    oss = dict(num_local_experts=8, num_experts_per_tok=3, head_dim=32, sliding_window=20, pad_token_id=None)
+    yield "gpt-oss, window 20 of 96", with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**COMMON | oss)))
     gpt2 = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=WORDS, n_positions=128, initializer_range=0.2)
     none = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager"))
@@ -83,12 +85,21 @@ def models() -> Iterator[tuple[str, Any]]:
     )
 
 
+def with_large_gates(model: Any) -> Any:
+    """gpt-oss with gates beyond the limit that it keeps them within."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj *= 4
+    return model
+
+
 def randomise(model: Any) -> None:
     """Norms and biases as well."""
     plus_one = "gemma" in model.config.model_type
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            # of experts they are matrices
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 middle = 1.0 if name.endswith("weight") and not plus_one else 0.0
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
 

@@ -201,7 +201,8 @@ def _write_tensors(model: ModelConfig, source: Source, to: Path | None, dtype_of
         tensors = {}
         for name, (layer, weights) in names.items():
             arrays = [mapping.converted(source(mapping.weight, layer), number) for mapping, number in weights]
-            tensors[name] = _cast(np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0], dtype_of(name), name)
+            array = weights[0][0].joined(arrays) if len(arrays) > 1 else arrays[0]
+            tensors[name] = _cast(array, dtype_of(name), name)
             index[name], total = file, total + tensors[name].nbytes
         if to is not None:
             save_file(tensors, str(to / file), metadata={"format": "pt"})

@@ -154,7 +154,7 @@ class ModelConfig:
     family: str = key(
         "llama",
         "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; mixtral, "
-        "qwen3_moe, olmoe: the same with experts; gpt2: LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both "
+        "qwen3_moe, olmoe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both "
         "ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE
     )
@@ -190,7 +190,7 @@ class ModelConfig:
         follows=lambda c: FAMILIES[c.model.family].qk_norm, resume=SHAPE
     )
     activation: str = key(
-        None, "the MLP's function: silu, gelu (by tanh), gelu_exact, relu; null: as the family has it",
+        None, "the MLP's function: silu, gelu (by tanh), gelu_exact, gelu_quick (by sigmoid), relu; null: as the family has it",
         one_of=FUNCTIONS, follows=lambda c: FAMILIES[c.model.family].activation, resume=SHAPE
     )
     window: int = key(

@@ -105,10 +105,10 @@ class PromptAttention:
         self.attend, self.groups = attend, groups
         self.cache: LayerCache
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
         self.cache = LayerCache(self.groups.of(k, first), self.groups.of(v, first))
-        return self.attend(q, k, v, segments, collectives, dropout, local)
+        return self.attend(q, k, v, segments, collectives, dropout, local, sinks)
 
 
 class DecodeAttention:
@@ -117,7 +117,7 @@ class DecodeAttention:
     def __init__(self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array) -> None:
         self.model, self.groups, self.cache, self.positions = model, groups, cache, positions
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None) -> jax.Array:  # fmt: skip
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
         first = collectives.first_head(q.shape[2])
         keys = appended(self.cache.keys, self.groups.of(k, first), self.positions)
         values = appended(self.cache.values, self.groups.of(v, first), self.positions)
@@ -126,7 +126,7 @@ class DecodeAttention:
         if not self.groups.split:
             at = self.groups.at(first)
             keys, values = jnp.take(keys, at, axis=1), jnp.take(values, at, axis=1)
-        return against(q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap)
+        return against(q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap, sinks)
 
 
 def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool | None) -> jax.Array:
@@ -139,7 +139,7 @@ def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool
     return near if local is None else jnp.where(local, near, visible)
 
 
-def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float) -> jax.Array:  # fmt: skip
+def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float, sinks_H: jax.Array | None = None) -> jax.Array:  # fmt: skip
     """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
@@ -152,5 +152,9 @@ def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     p = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(p, axis=-1, keepdims=True)
+    if sinks_H is not None:
+        total = total + jnp.exp(
+            sinks_H.astype(jnp.float32).reshape(groups, -1, 1) - jnp.max(scores, axis=-1, keepdims=True)
+        )
     out = jnp.einsum("sgrp,sgpk->sgrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32) / total
     return out.astype(q_S1HK.dtype).reshape(slots, -1)

@@ -24,6 +24,7 @@ from meshtrain.config import Config, load
 from meshtrain.config.follow import put
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
+from meshtrain.hf import mxfp4
 from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
 
 ENDING = ".safetensors"
@@ -54,24 +55,37 @@ class TensorFiles:
             runs_code = "is a pickle, which runs code when it is opened: save it as safetensors"
             why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
             raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
+        self._mxfp4 = frozenset(
+            name
+            for name in (name.removesuffix(mxfp4.BLOCKS) for name in self._file if name.endswith(mxfp4.BLOCKS))
+            if f"{name}{mxfp4.SCALES}" in self._file
+        )
 
     @property
     def names(self) -> list[str]:
-        return list(self._file)
+        """Their names; of what is in MXFP4 that of the matrices, in the place of its two tensors."""
+        parts = {f"{name}{end}" for name in self._mxfp4 for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        return [*(name for name in self._file if name not in parts), *sorted(self._mxfp4)]
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the first file."""
         return dict(self._opened(min(self._file.values())).metadata() or {}) if self._file else {}
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._mxfp4:
+            return mxfp4.shape(self.shape(f"{name}{mxfp4.BLOCKS}"))
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Returns the name that safetensors has: F32, BF16 ..."""
+        """Returns the name that safetensors has: F32, BF16 ...; of MXFP4 that of the narrowest dtype which holds it exactly."""
+        if name in self._mxfp4:
+            return "BF16"
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """Returns a box of a tensor, in its own dtype."""
+        if name in self._mxfp4:
+            return mxfp4.read(self.read, name, box)
         try:
             return self._slice(name)[box]
         except Exception as error:

@@ -6,6 +6,8 @@
     third k    [in, 3 out] (GPT-2's Conv1D): the k-th third     [in, H, K]
     patches    [out, channel, row, column] (torch.nn.Conv2d)    [(row, column, channel), out]
     experts    E tensors [out, in]                              [E, in, out]
+    merged     as ours, of all experts                          [E, in, out], [E, out]
+    alternating k   [..., 2 out] (gpt-oss): every second one, from the k-th on
 
 RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
 No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
@@ -62,7 +64,7 @@ class TensorMapping:
             slices.append(slice(box[dimension].start * width, box[dimension].stop * width))
             dimension += len(side)
         if self.name.layout == "third":
-            before = self.name.third * math.prod(self._sides()[-1])
+            before = self.name.part * math.prod(self._sides()[-1])
             slices[-1] = slice(before + slices[-1].start, before + slices[-1].stop)
         if self.name.layout == "linear":
             return tuple(reversed(slices))
@@ -86,6 +88,10 @@ class TensorMapping:
         """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in self._sides()])
         return array.T if self.name.layout == "linear" else array.reshape((1,) * self.name.ones + array.shape)
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the tensor that holds what `converted` gave of several weights, of which this is one."""
+        return np.concatenate(arrays, -1)
 
     def _sides(self) -> list[list[int]]:
         """Returns the sizes of our dimensions by the dimension of their tensor that they make up: of a product its inputs, then its outputs."""
@@ -147,6 +153,34 @@ class ExpertMapping(TensorMapping):
         return ours[tensor].T
 
 
+class MergedMapping(TensorMapping):
+    """A weight of all experts of a layer in one tensor, its last dimension alternating with that of another weight or not."""
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.name.layout == "alternating" else 1
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,), last = self.tensors(layer), slice(box[-1].start * self.parts, box[-1].stop * self.parts)
+        return files.read(name, (*box[:-1], last))[..., self.name.part :: self.parts]
+
+    def shape(self) -> tuple[int, ...]:
+        *outer, (_, last) = self.weight.dims
+        return (*(n for _, n in outer), last * self.parts)
+
+    def outer(self) -> tuple[int, ...]:
+        return tuple(range(len(self.weight.dims) - 1))
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return ours
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.stack(arrays, -1).reshape(self.shape())
+
+
+MAPPINGS = {"experts": ExpertMapping, "merged": MergedMapping, "alternating": MergedMapping}
+
+
 class NoTensor(TensorMapping):
     """The load of a layer's experts, which their files do not have and which begins with zeros."""
 
@@ -167,7 +201,7 @@ def mappings(model: ModelConfig) -> dict[str, TensorMapping]:
         name = names[weight.name]
         if name.layout == "patches":
             return PatchMapping(weight, name, model.patch_size)
-        return (ExpertMapping if name.layout == "experts" else TensorMapping)(weight, name)
+        return MAPPINGS.get(name.layout, TensorMapping)(weight, name)
 
     return {weight.name: mapping(weight) for weight in weights(model)}
 

@@ -15,12 +15,13 @@ What a class cannot hold of a model's options is refused by name, and not left o
     mixtral      no                  no               yes      yes                                   no
     qwen3_moe    no                  yes              yes      yes                                   no
     olmoe        no                  all heads'       no       shared keys                           no
+    gpt_oss      yes                 no               by turns yes                                   no
     gpt2         yes                 no               no       no                                    no
     gemma2       no                  no               always   yes                                   but another base
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-The three with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
+Those with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
 scores and logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
 """
@@ -33,6 +34,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
 from meshtrain.hf_families.gpt2 import GPT2
+from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
 from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
 from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
@@ -42,7 +44,7 @@ __all__ = ["CONFIG", "HF_FAMILIES", "HfFamily", "WeightName", "is_hf_directory",
 
 CONFIG = "config.json"
 HF_FAMILIES = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GPT2, GEMMA2, GEMMA3, VIT)
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, GPT2, GEMMA2, GEMMA3, VIT)
 }  # fmt: skip
 BY_MODEL_TYPE = {family.model_type or name: family for name, family in HF_FAMILIES.items()}
 MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.items()}
@@ -71,7 +73,9 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}.")
     family = BY_MODEL_TYPE[model_type]
     section = family.section(config, where)
-    refuse_unless(where, config, "quantization_config", None)
+    quantized = config.get("quantization_config")
+    if not (family is GPT_OSS and isinstance(quantized, dict) and quantized.get("quant_method") == MXFP4):
+        refuse_unless(where, config, "quantization_config", None)
     return {"family": family.name} | section
 
 
@@ -115,6 +119,8 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return flag("pool")
     if model["qk_norm"] != family.qk_norm:
         return flag("qk_norm")
+    if family.activation and model["activation"] != family.activation:
+        return f"model.activation {model['activation']}"
     if model["window"] and not family.window:
         return flag("window")
     heads, d_model = model["heads"], model["d_model"]
@@ -127,9 +133,10 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     for name in ("norm_plus_one", "post_norms", "scaled_embedding"):
         if model[name] != family.gemma:
             return flag(name)
-    if family.gemma and not model["window"] and model["global_every"] != 1:
+    if family.window_by_turns and not model["window"] and model["global_every"] != 1:
         return "model.window 0"
-    required = {} if family.gemma else {"query_scalar": model["head_dim"], "global_every": 0, "logit_cap": 0.0}
+    required = {} if family.gemma else {"query_scalar": model["head_dim"], "logit_cap": 0.0}
+    required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
     return next((f"model.{name} {model[name]:g}" for name, value in required.items() if model[name] != value), None)

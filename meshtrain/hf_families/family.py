@@ -12,8 +12,8 @@ class WeightName(NamedTuple):
 
     ours: str
     theirs: str  # {} stands for the number of the layer, a second one for that of the expert
-    layout: Literal["plain", "linear", "third", "patches", "experts"] = "plain"
-    third: int = 0
+    layout: Literal["plain", "linear", "third", "patches", "experts", "merged", "alternating"] = "plain"
+    part: int = 0  # which third, or which of the two that alternate
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
 
 
@@ -38,6 +38,8 @@ class HfFamily:
     wide_heads: bool = True  # heads may be wider than d_model / heads
     router: str = ""  # model.moe.router of its experts; "": it has none
     normalize: bool | None = True  # model.moe.normalize; None: either
+    activation: str = ""  # the one that it can hold; "": any that has a name there
+    window_by_turns: bool = False  # every n-th layer may see all positions
     gemma: bool = False
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one

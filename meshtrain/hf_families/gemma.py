@@ -22,7 +22,8 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     if family == "gemma3":  # its class reads it and caps nothing
         refuse_unless(where, config, "attn_logit_softcapping", None)
     caps = {"gemma2": (50.0, 30.0), "gemma3": (None, None)}[family]
-    window, global_every = _alternating(family, config, where)
+    default = 2 if family == "gemma2" else config.get("sliding_window_pattern") or 6
+    window, global_every = alternating(config, where, default, WINDOW)
     model = llama.sizes_section(config, where, positive(config, "num_key_value_heads", where), tied=True)
     model |= {
         "head_dim": config.get("head_dim", 256),
@@ -36,24 +37,23 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     return model | (llama.rope_section(config, where) if family == "gemma2" else _two_ropes(config, where))
 
 
-def _alternating(family: str, config: Json, where: str) -> tuple[int, int]:
-    """Returns the window, and of how many layers the last one sees all."""
+def alternating(config: Json, where: str, default: int, default_window: int) -> tuple[int, int]:
+    """Returns the window, and of how many layers the last one sees all; the defaults are for what the config leaves out."""
     layers = positive(config, "num_hidden_layers", where)
-    default = 2 if family == "gemma2" else config.get("sliding_window_pattern") or 6
-    types = config.get("layer_types") or _layer_types(layers, default)
-    every = next((n for n in (default, *range(layers + 1)) if _layer_types(layers, n) == types), None)
+    types = config.get("layer_types") or layer_types(layers, default)
+    every = next((n for n in (default, *range(layers + 1)) if layer_types(layers, n) == types), None)
     if every is None:
         raise ConfigError(
             f"{where}: layer_types {short(types)} is not computed here; every n-th layer may have full_attention, the others "
             "sliding_attention."
         )
-    window = config.get("sliding_window", WINDOW)
+    window = config.get("sliding_window", default_window)
     if not window and every != 1:
         raise ConfigError(f"{where}: layer_types asks for sliding_attention, but sliding_window is not given.")
     return window or 0, every
 
 
-def _layer_types(layers: int, global_every: int) -> list[str]:
+def layer_types(layers: int, global_every: int) -> list[str]:
     return [LAYER_TYPES[global_every > 0 and (i + 1) % global_every == 0] for i in range(layers)]
 
 
@@ -81,7 +81,7 @@ def config(model: Json, length: int) -> dict[str, Any]:
     if model["family"] == "gemma3":
         window["sliding_window_pattern"] = model["global_every"] or model["layers"] + 1
     window |= {
-        "layer_types": _layer_types(model["layers"], model["global_every"]),
+        "layer_types": layer_types(model["layers"], model["global_every"]),
         "query_pre_attn_scalar": model["query_scalar"],
         "attn_logit_softcapping": model["score_cap"] or None,
         "final_logit_softcapping": model["logit_cap"] or None,
@@ -99,7 +99,9 @@ def config(model: Json, length: int) -> dict[str, Any]:
 
 
 def _family(name: str, architecture: str, **options: Any) -> HfFamily:
-    return HfFamily(name, architecture, partial(section, name), config, llama.names, gemma=True, **options)
+    return HfFamily(
+        name, architecture, partial(section, name), config, llama.names, gemma=True, window_by_turns=True, **options
+    )
 
 
 GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", score_cap=True)

@@ -22,9 +22,9 @@ FIELDS: dict[type, tuple[str, ...]] = {
     float: (
         "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
         "final_logit_softcapping", "factor", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
-        "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob",
+        "swiglu_limit", "swiglu_alpha", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob",
     ),
-    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias", "norm_topk_prob"),
+    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias", "norm_topk_prob", "attention_bias"),
     str: ("model_type", "hidden_act", "hidden_activation", "activation_function", "rope_type", "type"),
     list: ("layer_types",),
     # rope_parameters holds full_attention and sliding_attention where the layers differ
@@ -37,7 +37,8 @@ LEGAL = {
 MOST_LAYERS = 65536
 # Their names of activation functions by ours. transformers' gelu is the exact one.
 FUNCTIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu",
+    "silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "quick_gelu": "gelu_quick",
+    "relu": "relu",
 }  # fmt: skip
 HF_FUNCTIONS = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
 

@@ -77,17 +77,19 @@ def attend(
     cap: float = 0.0,
     causal: bool = True,
     local: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax(scale q kᵀ) v per head, causal or both ways, within segments. Heads H are a multiple of groups G (grouped-query attention).
 
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in all layers or
-    where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. Returns
+    where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. `sinks` [H]
+    are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025). Returns
     [B T, H K] in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
     if collectives.context > 1 and collectives.by_heads:
         of_heads = partial(attend, window=window, scale=scale, cap=cap, causal=causal, local=local)
-        return collectives.attend_by_heads(of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout)
+        return collectives.attend_by_heads(of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout, sinks)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
@@ -99,13 +101,36 @@ def attend(
         collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0,
         in_pieces=collectives.context > 1, window=window > 0,
     )  # fmt: skip
+    if sinks is not None:
+        sinks = vary(sinks, varying(q_BTHK))
     if collectives.context > 1:
         shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return collectives.attend_in_zigzag(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared)
+        return collectives.attend_in_zigzag(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared, sinks)
     if kernel == "blocks":
-        return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks)
+        return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)
     shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return by_kernel(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local))
+    return by_kernel(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local), sinks)
+
+
+def with_sinks(out_BTHK: jax.Array, log_sum_BHT: jax.Array, sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns an output and its log of sums with one more score, whose value is zero, in each head's softmax.
+
+    No kernel knows of it: what they make of the backward follows from the output and the log of all that the queries see.
+    """
+    if sinks_H is None:
+        return out_BTHK, log_sum_BHT
+    total = jnp.logaddexp(log_sum_BHT, sinks_H.astype(jnp.float32)[:, None])
+    share = jnp.exp(log_sum_BHT - total).transpose(0, 2, 1)[..., None]
+    return (out_BTHK * share).astype(out_BTHK.dtype), total
+
+
+def sink_gradients(sinks_H: jax.Array | None, out_BTHK: jax.Array, log_sum_BHT: jax.Array, cotangent_BTHK: jax.Array) -> jax.Array | None:  # fmt: skip
+    """Returns the cotangent of sinks from what `with_sinks` gave, and its."""
+    if sinks_H is None:
+        return None
+    p = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - log_sum_BHT)
+    rows = jnp.sum((out_BTHK * cotangent_BTHK).astype(jnp.float32), axis=-1)
+    return vary(-jnp.einsum("bht,bth->h", p, rows, precision="highest").astype(sinks_H.dtype), varying(sinks_H))
 
 
 def within(cap: float, x: jax.Array) -> jax.Array:
@@ -132,28 +157,29 @@ def by_window(scoring: Scoring, local: jax.Array | None, run: Callable[..., Any]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_kernel(
-    kernel: Kernel, scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
-) -> jax.Array:
+    kernel: Kernel, scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None
+) -> jax.Array:  # fmt: skip
     """Attention by one of an accelerator's kernels."""
-    return _kernel_forward(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, masks)[0]
+    return _kernel_forward(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
 
 
 def _kernel_forward(
-    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
+    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:  # fmt: skip
     out, log_sum = by_window(scoring, masks.local, partial(forward, kernel), q, k, v, masks)
+    out, log_sum = with_sinks(out, log_sum, sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (Residuals(q, k, v, rows, log_sum), masks)
+    return rows, (Residuals(q, k, v, rows, log_sum), masks, sinks)
 
 
 def _kernel_backward(
-    kernel: Kernel, scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    (q, k, v, out, log_sum), masks = residuals
-    given = q, k, v, masks, out.reshape(q.shape), log_sum, cotangent.reshape(q.shape)
-    d_q, d_k, d_v = by_window(scoring, masks.local, partial(backward, kernel), *given)
-    return d_q, d_k, d_v, None
+    kernel: Kernel, scoring: Scoring, residuals: tuple[Residuals, MaskArrays, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    (q, k, v, rows, log_sum), masks, sinks = residuals
+    given = rows.reshape(q.shape), log_sum, cotangent.reshape(q.shape)
+    d_q, d_k, d_v = by_window(scoring, masks.local, partial(backward, kernel), q, k, v, masks, *given)
+    return d_q, d_k, d_v, None, sink_gradients(sinks, *given)
 
 
 by_kernel.defvjp(_kernel_forward, _kernel_backward)
@@ -203,8 +229,8 @@ def _module(kernel: str) -> ModuleType:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(
-    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
-) -> jax.Array:
+    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None = None
+) -> jax.Array:  # fmt: skip
     """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
@@ -214,16 +240,20 @@ def blockwise(
     Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
     again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
-    return _forward(scoring, q_BTHK, k_BTGK, v_BTGK, masks)[0]
+    return _forward(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
 
 
 def _forward(
-    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays]]:
+    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:  # fmt: skip
     q, k, v = _by_group(scoring, q_BTHK, k_BTGK, v_BTGK)
     out, log_sum = by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
+    if sinks is not None:
+        batch, length, heads, _ = q_BTHK.shape
+        by_head, of_heads = with_sinks(out.reshape(q_BTHK.shape), log_sum.reshape(batch, heads, length), sinks)
+        out, log_sum = by_head.reshape(out.shape), of_heads.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
-    return out, (Residuals(q, k, v, out, log_sum), masks)
+    return out, (Residuals(q, k, v, out, log_sum), masks, sinks)
 
 
 def _by_group(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -255,11 +285,13 @@ def _forward_blocks(
 
 
 def _backward(
-    scoring: Scoring, residuals: tuple[Residuals, MaskArrays], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    parts, masks = residuals
+    scoring: Scoring, residuals: tuple[Residuals, MaskArrays, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    parts, masks, sinks = residuals
     d_q, d_k, d_v = by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
-    return d_q, d_k, d_v, None
+    batch, groups, repeats, length, _ = parts.q.shape
+    out, d_out = (x.reshape(batch, length, groups * repeats, -1) for x in (parts.out, cotangent))
+    return d_q, d_k, d_v, None, sink_gradients(sinks, out, parts.log_sum.reshape(batch, -1, length), d_out)
 
 
 def _backward_blocks(

@@ -75,11 +75,11 @@ class Collectives:
         """Positions in the sequence of the `length` tokens of a row that are here, before the tensor ranks share them."""
         return jax.numpy.arange(length)
 
-    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any) -> jax.Array:  # fmt: skip
+    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
         """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole row."""
         raise NotImplementedError("all tokens of a row are here")
 
-    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any) -> jax.Array:  # fmt: skip
+    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
         """The same by `attend`, of all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 

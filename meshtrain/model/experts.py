@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.config.model import MoeConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.grouped import grouped
 from meshtrain.model.layers import hidden, make_parameters
@@ -218,9 +219,14 @@ class Experts(nnx.Module):
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    router_bias: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.moe, self.activation = config.moe, config.activation
+        self.moe = config.moe
+        self.hidden = hidden(config.activation, True, FAMILIES[config.family].gate_limit)
         make_parameters(self, name, config, rngs)
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives) -> jax.Array:
@@ -229,30 +235,46 @@ class Experts(nnx.Module):
         routed = jnp.ones(x_BTD.shape[:2], bool) if routing.routed_BT is None else routing.routed_BT
         rows, load = x_BTD.reshape(-1, x_BTD.shape[-1]), self.load[...]
         logits = jnp.matmul(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...].astype(jnp.float32)
         routes = route(moe, logits, lax.stop_gradient(load[: moe.experts]), routed.reshape(-1))
         if routing.seeds_B is not None and (moe.z_loss or moe.balance == "sequence"):
             losses = auxiliary_losses(moe, logits, routes, routed, collectives)
             rows = with_loss(rows, losses, collectives.once(routing.seeds_B))
-        compute = partial(self.compute, collectives.platform)
+        compute = partial(self.compute, collectives)
         y, dropped = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
         y = recorded(y, load, collectives.once(counted(routes, dropped)))
         return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
 
     def compute(
-        self, platform: str, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array, room: int
+        self, collectives: Collectives, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array, room: int
     ) -> tuple[jax.Array, jax.Array]:
         """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and summed over K; and the
         number of pairs that were dropped beyond `room`."""
         slots = slots_of(chosen_NK, len(self.gate[...]), room)
-        block_of = slots.expert_of_block, slots.blocks
+        block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // chosen_NK.shape[1]
         x = checkpoint_name(spread(rows_ND, source, slots.places), "dispatched")
-        branches = (grouped(x, w[...], *block_of, platform) for w in (self.gate, self.up))
-        h = hidden(self.activation, True)(*(checkpoint_name(b, "mlp_in") for b in branches))
+        branches = [grouped(x, w[...], *block_of) for w in (self.gate, self.up)]
+        if self.gate_bias is not None and self.up_bias is not None:
+            branches = [
+                b + of_slots(bias[...], slots) for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
+            ]
+        h = self.hidden(*(checkpoint_name(b, "mlp_in") for b in branches))
         # before the last product, so that its output is not kept for the weights' gradient
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
         h = checkpoint_name((h * weights).astype(h.dtype), "mlp_hidden")
-        return collected(grouped(h, self.down[...], *block_of, platform), source, slots.places), slots.dropped
+        y = grouped(h, self.down[...], *block_of)
+        if self.down_bias is not None:
+            y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)
+        return collected(y, source, slots.places), slots.dropped
+
+
+def of_slots(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
+    """The bias of each slot's expert, [S, F]: by a product, whose transpose scatters no sum."""
+    one_hot = jax.nn.one_hot(slots.expert_of_block, len(bias_EF), dtype=bias_EF.dtype)
+    by_block = jnp.matmul(one_hot, bias_EF, precision="highest")
+    return jnp.repeat(by_block, len(slots.pairs) // len(by_block), axis=0)
 
 
 def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:

@@ -138,6 +138,8 @@ class ModelParts:
         self._loss: Callable[..., jax.Array] = hooks.loss or built_in
         # the built-in one as a hook means no hook
         self._attention_hook = hooks.attention if hooks.attention is not attend else None
+        if self._attention_hook is not None and FAMILIES[config.model.family].sinks:
+            raise ConfigError(f"model.attention takes no sinks, which {config.model.family} has; leave it out.")
         self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
         if hooks.loss is not None:
             from meshtrain.model.hook_checks import check_sharded_loss
@@ -149,10 +151,10 @@ class ModelParts:
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         _check_result("block", self.block, y_BTD, wanted, varying(x_BTD), "pass each branch through collectives.leave")
 
-    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
         hook, arguments = self._attention_hook, (q, k, v, segments, collectives, dropout)
         if hook is None:
-            return self._attend(*arguments, local=local)
+            return self._attend(*arguments, local=local, sinks=sinks)
         out = hook(*arguments)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
         _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")

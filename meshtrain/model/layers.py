@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
-from meshtrain.families import EXACT_GELU, FAMILIES
+from meshtrain.families import EXACT_GELU, FAMILIES, QUICK_GELU
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
@@ -66,9 +66,20 @@ def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.A
 
 
 @cache
-def hidden(activation: str, gated: bool) -> Callable[..., jax.Array]:
-    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up)."""
-    function = partial(jax.nn.gelu, approximate=False) if activation == EXACT_GELU else getattr(jax.nn, activation)
+def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., jax.Array]:
+    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up).
+
+    With a `limit` gate is at most that, and up, to which 1 is added, within it (gpt-oss: OpenAI 2025).
+    """
+    others: dict[str, Callable[[jax.Array], jax.Array]] = {
+        EXACT_GELU: partial(jax.nn.gelu, approximate=False),
+        QUICK_GELU: lambda x: x * jax.nn.sigmoid(1.702 * x),
+    }
+    function = others.get(activation) or getattr(jax.nn, activation)
+    if limit and gated:
+        return keeping_arguments(
+            lambda gate, up: function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+        )
     return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
 
 
@@ -126,6 +137,7 @@ class Attention(nnx.Module):
     k_bias: nnx.Param | None = None
     v_bias: nnx.Param | None = None
     out_bias: nnx.Param | None = None
+    sinks: nnx.Param | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     lora_scale: float
@@ -163,7 +175,8 @@ class Attention(nnx.Module):
         if self.q_norm is None:
             q, k = keep(q), keep(k)
         v = keep(v)
-        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks)
         y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
@@ -183,7 +196,7 @@ class MLP(nnx.Module):
     float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
-        self.activation = config.activation
+        self.activation, self.limit = config.activation, FAMILIES[config.family].gate_limit
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
 
@@ -193,7 +206,9 @@ class MLP(nnx.Module):
         if self.up_bias is not None:
             up = up + self.up_bias[...]
         branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
-        h = hidden(self.activation, self.gate is not None)(*(checkpoint_name(b, "mlp_in") for b in branches))
+        h = hidden(self.activation, self.gate is not None, self.limit)(
+            *(checkpoint_name(b, "mlp_in") for b in branches)
+        )
         y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])

@@ -140,8 +140,10 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("blocks.attention.q_bias", (heads, head))
         add("blocks.attention.k_bias", (groups, head))
         add("blocks.attention.v_bias", (groups, head))
-    if family.biases:
+    if family.biases or family.biased_out:
         add("blocks.attention.out_bias", (embed,))
+    if family.sinks:
+        add("blocks.attention.sinks", (heads,))
     if model.qk_norm:
         each = not family.joint_qk_norm
         add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
@@ -157,6 +159,11 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("blocks.experts.gate", (experts, embed, width), std)
         add("blocks.experts.up", (experts, embed, width), std)
         add("blocks.experts.down", (experts, width, embed), into_stream)
+        if family.biased_experts:
+            add("blocks.experts.router_bias", (("routes", model.moe.experts),), float32=True)
+            add("blocks.experts.gate_bias", (experts, width))
+            add("blocks.experts.up_bias", (experts, width))
+            add("blocks.experts.down_bias", (experts, embed))
     if family.gated and model.d_ff:
         add("blocks.mlp.gate", (embed, mlp), std)
     if model.d_ff:

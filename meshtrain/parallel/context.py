@@ -33,7 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.mesh import CONTEXT
-from meshtrain.model.attention import MaskArrays, Scoring, backward, by_window, forward
+from meshtrain.model.attention import MaskArrays, Scoring, backward, by_window, forward, sink_gradients, with_sinks
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import MASKED, Kernel
@@ -83,18 +83,18 @@ class _Seen(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def zigzag_attention(
-    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-) -> jax.Array:
+    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
+) -> jax.Array:  # fmt: skip
     """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all ranks: [B T/N, H K].
 
     `rings`: keys and values go round; else they are gathered.
     """
-    return _forward(kernel, scoring, rings, q, k, v, masks)[0]
+    return _forward(kernel, scoring, rings, q, k, v, masks, sinks)[0]
 
 
 def _forward(
-    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-) -> tuple[jax.Array, Any]:
+    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
+) -> tuple[jax.Array, Any]:  # fmt: skip
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
@@ -126,15 +126,16 @@ def _forward(
 
     sent = (k, v, masks.segments)
     out, log_sum = by_window(scoring, masks.local, attend, sent if rings else _gathered(sent))
+    out, log_sum = with_sinks(out, log_sum, sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (q, k, v, masks, rows, log_sum)
+    return rows, (q, k, v, masks, sinks, rows, log_sum)
 
 
 def _backward(
     kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, masks, rows, log_sum = residuals
+) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+    q, k, v, masks, sinks, rows, log_sum = residuals
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
     of_rows = q, rows.reshape(q.shape), cotangent.reshape(q.shape), log_sum.transpose(0, 2, 1)
 
@@ -175,7 +176,8 @@ def _backward(
     if not rings:
         d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
     d_k, d_v = (x.astype(k.dtype) for x in d_kv)
-    return d_q, d_k, d_v, None
+    d_sinks = sink_gradients(sinks, rows.reshape(q.shape), log_sum, cotangent.reshape(q.shape))
+    return d_q, d_k, d_v, None, d_sinks
 
 
 zigzag_attention.defvjp(_forward, _backward)
@@ -312,7 +314,7 @@ class _OfHeads(Collectives):
 
 def by_heads(
     attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
-    collectives: Collectives, dropout: Dropout,
+    collectives: Collectives, dropout: Dropout, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns `attend` of all tokens and 1/N of the heads, which must divide by N, swapped for tokens before and back after it. Where N does
     not divide the groups, keys and values are repeated for as many as it does."""
@@ -322,6 +324,8 @@ def by_heads(
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     if segments is not None:
         segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
-    rows = attend(q, k, v, segments, _OfHeads(collectives, heads), dropout)
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS])
+    rows = attend(q, k, v, segments, _OfHeads(collectives, heads), dropout, sinks=sinks)
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     return out.reshape(out.shape[0] * out.shape[1], -1)

@@ -86,15 +86,15 @@ class MeshCollectives(VocabularyShards):
 
         return positions(length, self.context, self.by_heads)
 
-    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any) -> jax.Array:  # fmt: skip
+    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
         from meshtrain.parallel.context import zigzag_attention
 
-        return zigzag_attention(kernel, scoring, self.rings, q, k, v, masks)
+        return zigzag_attention(kernel, scoring, self.rings, q, k, v, masks, sinks)
 
-    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any) -> jax.Array:  # fmt: skip
+    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
         from meshtrain.parallel.context import by_heads
 
-        return by_heads(attend, q, k, v, segments, self, dropout)
+        return by_heads(attend, q, k, v, segments, self, dropout, sinks)
 
     def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         from meshtrain.parallel.experts import dispatched

@@ -9,7 +9,19 @@ from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
-FAMILIES = ("gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe")
+FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+    "gpt_oss",
+)
 MESHES = {
     "one": ((1, 1, 1), {}),
     "2x2x2": ((2, 2, 2), {"zero_stage": 3, "microbatches": 2}),

@@ -30,7 +30,7 @@ NOW = [(family, "one") for family in FAMILIES]
 QUICK = {(family, "one") for family in ("gpt2", "gemma3", "qwen3", "olmoe")}
 # Where each weight lies on which mesh is asked bit by bit in tests/adopt/test_exporting.py.
 LATER = [
-    *((family, "2x2x2") for family in ("gemma3", "mixtral", "olmoe")),
+    *((family, "2x2x2") for family in ("gemma3", "mixtral", "olmoe", "gpt_oss")),
     *zip(FAMILIES, cycle(mesh for mesh in MESHES if mesh != "one"), strict=False),
 ]
 
@@ -126,9 +126,9 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
         *(
             (
                 {"model_type": kind},
-                f"'{kind}' is no family of ours; there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt2, gemma2, gemma3_text, vit.",
+                f"'{kind}' is no family of ours; there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_oss, gpt2, gemma2, gemma3_text, vit.",
             )
-            for kind in ("lama", "smollm3", "gpt_oss", "qwen2_moe")
+            for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")
         ),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not computed here"),
         (
@@ -160,6 +160,12 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0] is not computed here"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not computed here"),
         ({"model_type": "olmoe", "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({"model_type": "gpt_oss"}, "attention_bias False is not computed here"),
+        (
+            {"model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 5.0},
+            "swiglu_limit 5.0 is not computed here",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "'gemma3' has a vision tower, which is not computed here"),
         (
             {"model_type": "gemma3_text", "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
@@ -178,6 +184,43 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
 def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
     changed(copy / CONFIG, lambda config: config.update(change))
     assert says in refused(copy)
+
+
+def four_bits(code: int) -> float:
+    """E2M1 of the Microscaling Formats: a sign, two bits of exponent, one of mantissa."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    return (-1) ** (code >> 3) * ((1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2)
+
+
+def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path):
+    draw = np.random.default_rng(0)
+    blocks, scales = (
+        draw.integers(*bounds, shape, np.uint8) for bounds, shape in (((0, 256), (2, 6, 3, 16)), ((90, 160), (2, 6, 3)))
+    )
+    plain = np.ones((2, 3), np.float32)
+    save_file(
+        {"w_blocks": blocks, "w_scales": scales, "w_bias": plain, "other_blocks": plain}, tmp_path / "model.safetensors"
+    )
+    right = np.zeros((2, 96, 6))
+    for e, row, block, byte in np.ndindex(blocks.shape):
+        for half in range(2):
+            number = four_bits(int(blocks[e, row, block, byte]) >> 4 * half & 15)
+            right[e, 32 * block + 2 * byte + half, row] = number * 2.0 ** (int(scales[e, row, block]) - 127)
+    files = TensorFiles(tmp_path)
+    assert sorted(files.names) == ["other_blocks", "w", "w_bias"]
+    assert files.shape("w") == right.shape and files.dtype("w") == "BF16"
+    for box in (np.s_[0:2, 0:96, 0:6], np.s_[1:2, 31:65, 2:3], np.s_[0:1, 64:96, 0:6]):
+        np.testing.assert_array_equal(files.read("w", box), right[box])
+    np.testing.assert_array_equal(right.astype(ml_dtypes.bfloat16), right)
+
+
+def test_of_gpt_oss_mxfp4_is_no_quantization_that_is_refused():
+    given = read_json(GOLDEN / "gpt_oss" / CONFIG)
+    assert model_section(given | {"quantization_config": {"quant_method": "mxfp4"}}, CONFIG) == model_section(
+        given, CONFIG
+    )
+    with pytest.raises(ConfigError, match="quantization_config"):
+        model_section(given | {"quantization_config": {"quant_method": "fp8"}}, CONFIG)
 
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 32, "intermediate_size": 8, "vocab_size": 9}
