@@ -1,0 +1,108 @@
+"""Experts over the ranks of a mesh give the losses and gradients of a loop over each token's experts, in float64."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import reference_experts
+from covering import thorough_but
+from short_runs import canonical_numbers, packed_batch, place, token_batches
+
+from meshtrain.config import Config, load, replaced
+from meshtrain.step import Program
+
+WITHIN = 1e-6
+ROUTERS: dict[str, dict[str, Any]] = {
+    "losses": {"experts": 8, "d_ff": 24, "z_loss": 0.01, "balance": "sequence", "balance_weight": 0.1},
+    "bias": {"experts": 8, "top_k": 3, "d_ff": 20, "router": "sigmoid", "balance": "bias", "groups": [4, 2], "route_scale": 2.5, "shared_experts": 1},
+    "chosen": {"experts": 4, "top_k": 1, "d_ff": 25, "router": "softmax_top_k", "balance": "sequence", "balance_weight": 0.05},
+    "plain": {"experts": 12, "top_k": 4, "d_ff": 16, "normalize": False},
+}  # fmt: skip
+
+
+def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -> Config:
+    return load(
+        {
+            "model": {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": ROUTERS[router]},
+            "train": {"global_batch_size": 8, "sequence_length": 24, "steps": 4},
+            "parallel": parallel,
+            "mesh": mesh,
+        }
+    )
+
+
+def crowded(config: Config, packed: bool) -> dict[str, np.ndarray]:
+    """A batch in which half of the tokens are one word, so that most choose the same experts."""
+    tokens, labels = token_batches(config, 1)[0]
+    tokens = np.where(np.random.default_rng(5).random(tokens.shape) < 0.5, 7, tokens).astype(np.int32)
+    if not packed:
+        return {"tokens": tokens, "labels": labels}
+    batch = packed_batch(tokens, labels)
+    batch["segments"] = batch["segments"] + 1
+    batch["segments"][:, -5:] = 0
+    batch["weights"][:, -5:] = 0
+    return batch
+
+
+@cache
+def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
+    """Canonical numbers, and what the reference makes of them: loss, gradients, counts."""
+    config = configuration(router, {}, {})
+    layout = Program(config, jax.make_mesh((1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3)).layout
+    numbers = canonical_numbers(layout)
+    numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
+    return numbers, *reference_experts.run(reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed))  # fmt: skip
+
+
+GATHER, SWAP = {"dispatch": "all_gather"}, {"dispatch": "all_to_all"}
+CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
+    "one device": ("losses", {}, {}, False),
+    "2 ranks share": ("losses", {"data": 4, "expert": 2}, {"zero_stage": 2, "microbatches": 2, "experts": GATHER}, False),
+    "swapped": ("bias", {"data": 4, "expert": 4}, {"zero_stage": 3, "experts": SWAP}, False),
+    "all of data": ("bias", {"data": 8, "expert": 8}, {"zero_stage": 1, "experts": GATHER}, False),
+    "swapped by 8": ("losses", {"data": 8, "expert": 8}, {"zero_stage": 2, "experts": SWAP, "remat": "full"}, False),
+    "tensor": ("bias", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "experts": SWAP}, False),
+    "sequences split": ("losses", {"data": 2, "expert": 2, "tensor": 4}, {"zero_stage": 3, "sequence_parallel": True}, False),
+    "stages": ("chosen", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "experts": SWAP}, False),
+    "zero bubble": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2}, False),
+    "zero bubble, all split": (
+        "losses", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "remat": "selective", "sequence_parallel": True, "zero_stage": 3}, False,
+    ),
+    "interleaved": ("plain", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 1, 1]}, False),
+    "rows split": ("losses", {"data": 2, "expert": 2, "context": 2}, {"experts": SWAP, "zero_stage": 3}, False),
+    "rows split over a ring": ("bias", {"data": 2, "expert": 2, "context": 2, "tensor": 2}, {"context_strategy": "ring", "sequence_parallel": True}, False),
+    "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
+    "packed": ("losses", {"data": 4, "expert": 2, "tensor": 2}, {"zero_stage": 1, "experts": SWAP}, True),
+    "packed in stages": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 2, "remat": "dots"}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", thorough_but(CELLS, ("swapped",).__contains__))
+def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
+    router, mesh, parallel, packed = CELLS[cell]
+    config = configuration(router, mesh, parallel)
+    numbers, loss, gradients, counts = one_device(router, packed)
+    program = Program(config)
+    batch = program.place(crowded(config, packed))
+    ours, shards = jax.jit(program.gradients)(place(program.layout, numbers), batch, jnp.int32(0), jnp.float32(1))
+    ours_of = jax.tree.map(np.asarray, program.layout.canonical(shards))
+    assert abs(float(ours) / loss - 1) < WITHIN
+    load = ours_of["blocks"]["experts"].pop("load")
+    experts = config.model.moe.experts
+    assert np.array_equal(load[:, :experts], counts)
+    tokens = counts[0].sum() / config.model.moe.top_k
+    assert counts.max() > tokens / 2, "no expert is crowded"
+    assert (load[:, experts] == 0).all(), "rows were dropped"
+
+    def apart(got: np.ndarray, want: np.ndarray) -> float:
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    gradients = {**gradients, "blocks": {**gradients["blocks"], "experts": dict(gradients["blocks"]["experts"])}}
+    del gradients["blocks"]["experts"]["load"]
+    errors = jax.tree.map(apart, ours_of, gradients)
+    assert max(jax.tree.leaves(errors)) < WITHIN, errors
