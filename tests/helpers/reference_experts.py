@@ -78,7 +78,9 @@ def run(model: reference.Model, moe: Tree, parameters: Tree, batch: Tree) -> tup
         for layer in range(layers):
             p = jax.tree.map(lambda a, i=layer: a[i], parameters["blocks"])
             a = reference.norm(model, p["attention_norm"], x)
-            x = x + reference.attention(model, p["attention"], a, positions, row.get("segments"), drop, jnp.int32(layer))
+            x = x + reference.attention(
+                model, p["attention"], a, positions, row.get("segments"), drop, jnp.int32(layer)
+            )
             h = reference.norm(model, p["mlp_norm"], x)
             bias = p["experts"]["load"][: moe["experts"]] if moe["balance"] == "bias" else 0.0
             chosen = chosen_by(moe, jax.lax.stop_gradient(scores_of(moe, h @ p["experts"]["router"])[0] + bias))

@@ -12,7 +12,7 @@ import reference_experts
 from covering import thorough_but
 from short_runs import canonical_numbers, packed_batch, place, token_batches
 
-from meshtrain.config import Config, load, replaced
+from meshtrain.config import Config, load
 from meshtrain.step import Program
 
 WITHIN = 1e-6
@@ -27,7 +27,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -> Config:
     return load(
         {
-            "model": {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": ROUTERS[router]},
+            "model": {"layers": 2, "d_model": 24, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": ROUTERS[router]},
             "train": {"global_batch_size": 8, "sequence_length": 24, "steps": 4},
             "parallel": parallel,
             "mesh": mesh,
@@ -52,9 +52,13 @@ def crowded(config: Config, packed: bool) -> dict[str, np.ndarray]:
 def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     """Canonical numbers, and what the reference makes of them: loss, gradients, counts."""
     config = configuration(router, {}, {})
-    layout = Program(config, jax.make_mesh((1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3)).layout
+    layout = Program(
+        config, jax.make_mesh((1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    ).layout
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
+    for name in "qk":  # scores that are not sharp, whose gradients float32 would round by 1e-6 by itself
+        numbers["blocks"]["attention"][name] *= np.float32(0.5)
     return numbers, *reference_experts.run(reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed))  # fmt: skip
 
 
@@ -73,7 +77,7 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         "losses", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
         {"microbatches": 4, "schedule": "zb_h1", "remat": "selective", "sequence_parallel": True, "zero_stage": 3}, False,
     ),
-    "interleaved": ("plain", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 1, 1]}, False),
+    "interleaved": ("plain", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 0, 1]}, False),
     "rows split": ("losses", {"data": 2, "expert": 2, "context": 2}, {"experts": SWAP, "zero_stage": 3}, False),
     "rows split over a ring": ("bias", {"data": 2, "expert": 2, "context": 2, "tensor": 2}, {"context_strategy": "ring", "sequence_parallel": True}, False),
     "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
