@@ -16,6 +16,8 @@ from meshtrain.config import Config, load
 from meshtrain.step import Program
 
 WITHIN = 1e-6
+# The gradients of q and k are differences, which float32 rounds by so much on one device too.
+OF_DIFFERENCES = 2e-6
 ROUTERS: dict[str, dict[str, Any]] = {
     "losses": {"experts": 8, "d_ff": 24, "z_loss": 0.01, "balance": "sequence", "balance_weight": 0.1},
     "bias": {"experts": 8, "top_k": 3, "d_ff": 20, "router": "sigmoid", "balance": "bias", "groups": [4, 2], "route_scale": 2.5, "shared_experts": 1},
@@ -57,8 +59,6 @@ def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     ).layout
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
-    for name in "qk":  # scores that are not sharp, whose gradients float32 would round by 1e-6 by itself
-        numbers["blocks"]["attention"][name] *= np.float32(0.5)
     return numbers, *reference_experts.run(reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed))  # fmt: skip
 
 
@@ -109,4 +109,5 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     gradients = {**gradients, "blocks": {**gradients["blocks"], "experts": dict(gradients["blocks"]["experts"])}}
     del gradients["blocks"]["experts"]["load"]
     errors = jax.tree.map(apart, ours_of, gradients)
+    assert max(errors["blocks"]["attention"].pop(name) for name in "qk") < OF_DIFFERENCES
     assert max(jax.tree.leaves(errors)) < WITHIN, errors
