@@ -83,7 +83,7 @@ class RunConfig:
 
 
 # What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.
-ACTIVATIONS = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
+ACTIVATIONS = ("qkv", "attention", "attention_out", "dispatched", "mlp_in", "mlp_hidden", "mlp_out")
 SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in", "mlp_out")
 
 

@@ -11,7 +11,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
-from meshtrain.plan import float8, shapes
+from meshtrain.plan import experts, float8, shapes
 
 FLOAT32 = 4  # bytes
 
@@ -140,6 +140,7 @@ def named(w: Widths, name: str, size: int) -> float:
         "qkv": size * (w.query + (w.own if w.normed else w.key) + w.key),
         "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
+        "dispatched": 0,
         "mlp_in": size * w.matrices * w.hidden,
         "mlp_hidden": size * w.hidden,
         "mlp_out": size * w.behind,
@@ -165,7 +166,8 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     if config.mesh.context > 1 and config.parallel.context_strategy == "ulysses" and remat == "none":
         # the output in the order of the tokens too
         held += size * widths(config.model, tensor, split).query
-    return shapes.tokens(config) * held
+    of_experts = experts.kept(config, remat, names) if config.model.moe.experts else 0.0
+    return shapes.tokens(config) * held + of_experts
 
 
 def weight_grad_residuals(config: Config) -> float:
@@ -212,7 +214,8 @@ def work(config: Config, platform: str) -> float:
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with tensor parallelism these
     # are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
-    return shapes.tokens(config) * (mlp + across if both else max(mlp, across))
+    of_experts = experts.at_hand(config) if config.model.moe.experts else 0.0
+    return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
 
 
 def _across(config: Config, w: Widths, size: int) -> float:

@@ -68,6 +68,7 @@ class FrameworkProfile:
     input_sums: int = (
         2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
     )
+    imbalance: float = 1.1  # rows of the fullest device's experts, over the mean: of a balanced router
     regathers: bool = (
         True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
     )
@@ -146,7 +147,7 @@ def layer(
     gated = family.gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
-        return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots))
+        return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots if all(shape)))
 
     def passes(elements: float) -> Seconds:
         moved = size * n * elements if elements else 0.0
@@ -169,7 +170,8 @@ def layer(
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
         mlp_hidden=passes(activation * f),
-        mlp_out=products((n, f, d)) + passes(3 * stream),
+        mlp_out=products((n, f, d))
+        + passes(3 * stream),  # f is 0 where all that a layer has are experts (`plan.experts`)
     )
 
 
@@ -201,8 +203,8 @@ def trained_share(config: Config) -> float:
     """The share of a layer's products with weights, by FLOPs, whose weights are trained."""
     model, lora, train = config.model, config.lora, config.train
     matrices = [weight for weight in weights(model) if weight.stacked and weight.decayed]
-    trained = sum(weight.size for weight in matrices if is_trained(weight, lora, train.trainable))
-    return trained / sum(weight.size for weight in matrices)
+    trained = sum(shapes.active_size(model, w) for w in matrices if is_trained(w, lora, train.trainable))
+    return trained / sum(shapes.active_size(model, w) for w in matrices)
 
 
 def adapters(config: Config, accelerator: Accelerator) -> Seconds:

@@ -28,7 +28,7 @@ from meshtrain.shown import Shown
 
 PART_NAMES = {
     "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
-    "head": "output head and loss", "tensor": "tensor collectives", "context": "context collectives", "pipeline": "pipeline collectives", "data": "data collectives",
+    "head": "output head and loss", "tensor": "tensor collectives", "context": "context collectives", "expert": "expert collectives", "pipeline": "pipeline collectives", "data": "data collectives",
     "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
     "reference": "reference forward (dpo)", "stragglers": "waits for the slowest host",
 }  # fmt: skip
@@ -94,6 +94,7 @@ class Plan(Shown):
         held = memory.by_kind(self.memory)
         return {
             "parameters": self.parameters,
+            "active_parameters": shapes.active_parameters(self.config.model),
             "devices": self.devices,
             "cluster": self.cluster.name,
             "accelerator": self.cluster.accelerator.name,
@@ -204,8 +205,10 @@ def _step_time(
         memory=layers * useful.memory,
         recompute=layers * layer.recompute.total,
         head=m * edge.head.total,
-        tensor=layers * (layer.forward_sends + layer.backward_sends - layer.context_sends) + m * edge.head_sends,
+        tensor=layers * (layer.forward_sends + layer.backward_sends - layer.context_sends - layer.expert_sends)
+        + m * edge.head_sends,
         context=layers * layer.context_sends,
+        expert=layers * layer.expert_sends,
         pipeline=m * (edge.vocab_sends + 2 * costs.chunks * costs.message.waits),
         data=data,
         host=layers * (layer.forward_copies + layer.backward_copies) + host,

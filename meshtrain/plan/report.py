@@ -13,25 +13,42 @@ from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import axes, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
+from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import PART_NAMES, Plan
+from meshtrain.plan.experts import rows
 from meshtrain.plan.failures import FailureCosts, faults
 from meshtrain.plan.gradient_traffic import Transfer
 from meshtrain.plan.memory import MemoryItem
 from meshtrain.units import count, duration, size
 
 
+def _experts(plan: Plan) -> str:
+    """How a layer's experts lie, and what is assumed of their loads."""
+    config, moe, ranks = plan.config, plan.config.model.moe, plan.config.mesh.expert
+    r = rows(config)
+    return (
+        f"experts {moe.experts // ranks} of {moe.experts} a device, {moe.top_k} a token"
+        + (f", by {config.parallel.experts.dispatch}" if ranks > 1 else "")
+        + f"; room for {r.room / r.here:.3g} x the rows of an even load, of which the fullest device is taken to have {DEFAULT_PROFILE.imbalance:g} x"
+    )
+
+
 def headline(plan: Plan) -> str:
     """The answer in a few lines: fits or not, seconds, what bounds it."""
     config, mesh, device = plan.config, plan.config.mesh, plan.cluster.accelerator
     trained = trained_text(config.model, config.lora, config.train.trainable)
+    moe = config.model.moe
+    active = f", {count(shapes.active_parameters(config.model))} active" if moe.experts else ""
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{count(plan.parameters)} parameters{trained} on {plan.devices} x {device.name}: {mesh}",
+        f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {mesh}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
         f"layers  {layers(plan)}",
         f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
         f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
     ]
+    if moe.experts:
+        lines.append(_experts(plan))
     if (chunks := shapes.loss_chunks(config)) > 1:
         lines.append(f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)")
     if plan.timeline is not None:

@@ -24,6 +24,7 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
+from meshtrain.plan.experts import expert_seconds, with_experts
 from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
 
 # Of a host's work in a step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304
@@ -35,7 +36,7 @@ SCATTER = 0.007
 class LayerCost:
     """Seconds of one microbatch in one layer on one device.
 
-    `*_sends` are its collectives over tensor and context as they delay the device, `*_copies` what it waits for activations on the host: they leave
+    `*_sends` are its collectives over tensor, context and expert as they delay the device, `*_copies` what it waits for activations on the host: they leave
     while the layer goes on, but XLA has them back before its backward begins.
     """
 
@@ -46,6 +47,7 @@ class LayerCost:
     forward_sends: float
     backward_sends: float
     context_sends: float  # of both, what is over context
+    expert_sends: float  # likewise over expert
     forward_copies: float
     backward_copies: float
     residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
@@ -134,6 +136,8 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         model, device, config.precision.compute, shapes.microbatch_rows(config), config.train.sequence_length, config.mesh.tensor,
         parallel.sequence_parallel, profile, config.mesh.context, length,
     )  # fmt: skip
+    if model.moe.experts:
+        layer = with_experts(config, layer, cluster, profile)
     adapters, trained = compute.adapters(config, device), compute.trained_share(config)
     recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
     eights = float8.differences(config, device)
@@ -151,7 +155,8 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     context = 0.0, 0.0
     if config.mesh.context > 1:
         context = context_seconds(config, cluster, layer.forward.attention, backward.attention + recompute.attention)
-    forward_sends, backward_sends = forward_sends + context[0], backward_sends + context[1]
+    expert = expert_seconds(config, cluster)
+    forward_sends, backward_sends = forward_sends + context[0] + expert[0], backward_sends + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     return LayerCost(
         forward=layer.forward + adapters + copied[0] + eights.forward,
@@ -166,6 +171,7 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         forward_sends=forward_sends,
         backward_sends=backward_sends,
         context_sends=sum(context),
+        expert_sends=sum(expert),
         forward_copies=max(0.0, offload - layer.forward.total),
         backward_copies=offload,
         residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
@@ -250,7 +256,7 @@ def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = D
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `pipeline`, `data`, `host`, `bubble` and
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `expert`, `pipeline`, `data`, `host`, `bubble` and
     `stragglers`."""
 
     matmul: float
@@ -260,6 +266,7 @@ class StepTime:
     head: float
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
     host: float
@@ -287,7 +294,13 @@ class StepTime:
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
-            "communication": self.tensor + self.context + self.pipeline + self.data + self.host + self.stragglers,
+            "communication": self.tensor
+            + self.context
+            + self.expert
+            + self.pipeline
+            + self.data
+            + self.host
+            + self.stragglers,
             "bubble": self.bubble,
         }
         return max(groups, key=lambda name: groups[name])
@@ -332,11 +345,11 @@ def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = D
         # At use the steps of each collective count every time; our program's backward gathers embedding and head no second time.
         if at_use:
             size_of_layer = float8.weight_size(config) if kind == ALL_GATHER else size
-            layer = send(kind, tokens, block.shard * mesh.shards * size_of_layer, algorithm)
-            around = send(kind, tokens, outer.shard * mesh.shards * size, algorithm)
+            layer = send(kind, tokens, block.gathered * size_of_layer, algorithm)
+            around = send(kind, tokens, outer.gathered * size, algorithm)
             seconds += parallel.microbatches * (times * layers * layer + (1 if profile.compiled else times) * around)
         else:
-            seconds += send(kind, tokens, (block.shard * layers + outer.shard) * mesh.shards * size, algorithm)
+            seconds += send(kind, tokens, (block.gathered * layers + outer.gathered) * size, algorithm)
     if mesh.islands > 1 and not compressed and not parallel.sync.every:
         seconds += send(ALL_REDUCE, (ISLAND,), (trained.block.shard * layers + trained.outer.shard) * reduce)
     return seconds
@@ -356,7 +369,7 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
         return 0.0
     trained, layers = shapes.trained(config), stages(config).on_device
     gathered = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
-    elements = (gathered.block.shard * layers + gathered.outer.shard) * config.mesh.shards
+    elements = gathered.block.gathered * layers + gathered.outer.gathered
     size = elements * shapes.itemsize(config.precision.compute)
     gathers = programs.seconds("psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size)
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
@@ -376,10 +389,10 @@ def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
         nbytes = elements * shapes.itemsize(dtype)
         return programs.seconds("psum", kind, config.mesh.token_axes(across=False), config.mesh, cluster, nbytes)
 
-    resident, shards = shapes.resident(config), config.mesh.shards
-    forward, backward = 0.0, send(REDUCE_SCATTER, shapes.trained(config).block.shard * shards, config.precision.reduce)
+    resident = shapes.resident(config)
+    forward, backward = 0.0, send(REDUCE_SCATTER, shapes.trained(config).block.gathered, config.precision.reduce)
     if gathers_at_use(config):
-        gathered = send(ALL_GATHER, resident.block.shard * shards, config.precision.compute)
+        gathered = send(ALL_GATHER, resident.block.gathered, config.precision.compute)
         forward = max(0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute))
         backward += max(0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute))
     hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)

@@ -12,7 +12,7 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.families import FAMILIES
-from meshtrain.model.weights import Weight, all_weights, is_trained
+from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits
 
@@ -27,16 +27,20 @@ class Elements:
     full: int = 0
     shard: int = 0
     largest: int = 0  # full elements of the largest weight
+    # What a gather over all token ranks makes of the shards; of experts, which fewer ranks gather, what sends as many bytes.
+    gathered: float = 0.0
 
     def __add__(self, other: "Elements") -> "Elements":
-        return Elements(self.full + other.full, self.shard + other.shard, max(self.largest, other.largest))
+        largest = max(self.largest, other.largest)
+        return Elements(self.full + other.full, self.shard + other.shard, largest, self.gathered + other.gathered)
 
     def __sub__(self, other: "Elements") -> "Elements":
         """Without a part of it."""
-        return Elements(self.full - other.full, self.shard - other.shard, self.largest)
+        gathered = self.gathered - other.gathered
+        return Elements(self.full - other.full, self.shard - other.shard, self.largest, gathered)
 
     def __mul__(self, count: int) -> "Elements":
-        return Elements(self.full * count, self.shard * count, self.largest)
+        return Elements(self.full * count, self.shard * count, self.largest, self.gathered * count)
 
 
 class WeightParts(NamedTuple):
@@ -86,10 +90,16 @@ def _resident(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora:
 
     def under(name: str | tuple[str, ...]) -> Elements:
         chosen = [p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)]
-        return _sum(Elements(p.on_device(), p.on_rank(), p.on_device()) for p in chosen)
+        return _sum(Elements(p.on_device(), p.on_rank(), p.on_device(), _gathered(p, mesh.shards)) for p in chosen)
 
     names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
     return WeightParts(*(under(name) for name in names))
+
+
+def _gathered(weight: Placed, ranks: int) -> float:
+    if weight.zero_degree == ranks:
+        return weight.on_rank() * ranks
+    return weight.on_rank() * (weight.zero_degree - 1) * ranks / (ranks - 1)
 
 
 def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
@@ -193,6 +203,16 @@ def itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
+def active_size(model: ModelConfig, weight: Weight) -> float:
+    """Elements of a weight that one token is computed with: of experts the share that it chooses."""
+    return weight.size * (model.moe.top_k / model.moe.experts if "experts" in weight.axes else 1)
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters of the model that one token is computed with."""
+    return round(sum(active_size(model, weight) for weight in weights(model)))
+
+
 def model_flops(config: Config) -> float:
     """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
     (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference has a forward
@@ -201,9 +221,9 @@ def model_flops(config: Config) -> float:
     length = train.sequence_length
     reference = 2 if train.objective == "dpo" else 0
 
-    def of(weight: Weight) -> int:
+    def of(weight: Weight) -> float:
         passes = 6 if is_trained(weight, config.lora, train.trainable) else 4
-        return (passes + (0 if weight.adapter else reference)) * weight.size
+        return (passes + (0 if weight.adapter else reference)) * active_size(model, weight)
 
     every = all_weights(model, config.lora)
     matrices = sum(of(weight) for weight in every if weight.stacked and weight.decayed)

@@ -27,6 +27,7 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
+from meshtrain.plan.experts import expert_transfers
 from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
 
 # What other frameworks send more or less often than our program, see `as_practised`.
@@ -49,7 +50,7 @@ def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers += _messages(config, iterations)
     stages, base = config.mesh.pipeline, shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
-        transfers += _gathers(config, iterations, base.shard * config.mesh.shards)
+        transfers += _gathers(config, iterations, base.gathered)
     if config.parallel.vocab == "edge":
         losses = 4 * shapes.tokens(config) * config.parallel.microbatches
         transfers.append(Transfer("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages))
@@ -63,7 +64,12 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def _in_microbatches(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = [*layer_transfers(config), *context_transfers(config), *edge_transfers(config)]
+    transfers = [
+        *layer_transfers(config),
+        *context_transfers(config),
+        *expert_transfers(config),
+        *edge_transfers(config),
+    ]
     return [replace(t, count=t.count * iterations.of(moment)) for moment, t in transfers]
 
 
@@ -174,9 +180,9 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
     # What is frozen is whole everywhere but in stage 3.
     gathered = shapes.resident(config) if zero == 3 else shapes.trained(config)
     if gathers_at_use(config):
-        transfers += _gathers(config, iterations, gathered.block.shard * ranks)
+        transfers += _gathers(config, iterations, gathered.block.gathered)
     elif zero:
-        everything = (gathered.block.shard * stages(config).on_device + gathered.outer.shard) * ranks
+        everything = gathered.block.gathered * stages(config).on_device + gathered.outer.gathered
         weight = shapes.itemsize(config.precision.compute)
         transfers.append(Transfer(_over(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
@@ -208,10 +214,10 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
 def edge_uses(config: Config) -> list[tuple[str, float]]:
     """(embedding or head, elements) that are gathered where they are used. A tied weight is used twice: without stages it is gathered
     once for both uses."""
-    resident, ranks = shapes.resident(config), config.mesh.shards
-    embedding, head = resident.embedding.shard * ranks, resident.head.shard * ranks
+    resident = shapes.resident(config)
+    embedding, head = resident.embedding.gathered, resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
-        head += resident.tokens.shard * ranks
+        head += resident.tokens.gathered
     return [("embedding", embedding), ("head", head)]
 
 

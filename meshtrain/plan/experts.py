@@ -1,0 +1,149 @@
+"""What a layer's experts take: rows and slots, bytes of activations, messages over the axis `expert`, seconds.
+
+    dispatch      forward                                     backward
+    all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
+    all_to_all    rows sent to their experts, and back        likewise
+
+Nothing hides them: a layer's messages stand between its products.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, best
+from meshtrain.cluster.cluster import Cluster
+from meshtrain.config import Config
+from meshtrain.config.mesh import EXPERT
+from meshtrain.parallel.placement import stages
+from meshtrain.plan import shapes
+from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
+from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+
+BLOCK = 128  # rows of a block of slots, see `model.experts`
+CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of one microbatch in one layer on one device."""
+
+    here: int  # that this device's tokens send: one for each expert of each
+    sent: int  # of the arrays that travel: of all_gather one for each token, of all ranks
+    room: int  # for which there is room, of all ranks
+    slots: int  # with the zeros that fill blocks up
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(tokens: int, experts: int, top_k: int, ranks: int, dispatch: str, capacity: float | None) -> Rows:
+    here, local = tokens * top_k, experts // ranks
+    most = tokens * min(top_k, local)
+    sent = ranks * tokens
+    if ranks > 1 and dispatch == "all_to_all":
+        sent = ranks * (most if capacity is None else min(most, math.ceil(capacity * here / ranks)))
+        room = sent
+    else:
+        room = ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * here))
+    return Rows(here, sent, room, -(-(room + local * (BLOCK - 1)) // BLOCK) * BLOCK)
+
+
+def rows(config: Config) -> Rows:
+    """Returns the rows of a config with experts."""
+    moe, experts = config.model.moe, config.parallel.experts
+    return _rows(shapes.tokens(config), moe.experts, moe.top_k, config.mesh.expert, experts.dispatch, experts.capacity)
+
+
+def width(config: Config) -> int:
+    """Returns the columns of an expert on one device."""
+    return math.ceil(config.model.expert_width / config.mesh.tensor)
+
+
+def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile) -> Layer:
+    """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than the mean the fullest
+    device has."""
+    moe, device, dtype = config.model.moe, cluster.accelerator, config.precision.compute
+    tokens, d, f, size = shapes.tokens(config), config.model.d_model, width(config), shapes.itemsize(dtype)
+    local, r = moe.experts // config.mesh.expert, rows(config)
+    used = min(r.room, r.here * profile.imbalance) + local * BLOCK / 2
+    each = used / local
+
+    def passes(elements: float) -> Seconds:
+        return Seconds(memory=size * elements / device.memory_rate)
+
+    router = Seconds(matmul=product(device, "float32", tokens, d, moe.experts))
+    # rows are read and written into slots, and each slot of a token read once more
+    return dataclasses.replace(
+        layer,
+        mlp_in=layer.mlp_in
+        + router
+        + Seconds(matmul=local * 2 * product(device, dtype, each, d, f))
+        + passes(2 * used * d),
+        mlp_hidden=layer.mlp_hidden + passes(4 * used * f),
+        mlp_out=layer.mlp_out
+        + Seconds(matmul=local * product(device, dtype, each, f, d))
+        + passes((used + tokens) * d),
+    )
+
+
+def kept(config: Config, remat: str, names: tuple[str, ...]) -> float:
+    """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the products into the experts
+    give, the hidden activations before and after their weights, and the router's logits."""
+    d, f, slots, size = (
+        config.model.d_model,
+        width(config),
+        rows(config).slots,
+        shapes.itemsize(config.precision.compute),
+    )
+    by_name = {"dispatched": slots * d, "mlp_in": 2 * slots * f, "mlp_hidden": slots * f}
+    if remat == "full":
+        return 0.0
+    if remat in ("names", "selective"):
+        return float(size * sum(by_name.get(name, 0) for name in names))
+    router = FLOAT32 * shapes.tokens(config) * (d + 3 * config.model.moe.experts)
+    return float(size * (slots * (d + 4 * f)) + router)
+
+
+def at_hand(config: Config) -> float:
+    """Returns the bytes that one layer's backward has at hand in its experts: cotangents in slots, and rows as they travel; and what is
+    computed again."""
+    d, f, r, size = config.model.d_model, width(config), rows(config), shapes.itemsize(config.precision.compute)
+    again = config.parallel.remat != "none"
+    travelling = 2 * r.sent * d if config.mesh.expert > 1 else 0
+    return float(size * (r.slots * (2 * d + 4 * f + again * (d + 4 * f)) + travelling))
+
+
+def expert_transfers(config: Config) -> list[tuple[str, Transfer]]:
+    """Collectives over the axis `expert` of a chunk's layers, in one pass."""
+    return list(_transfers(config, config.mesh.expert)) if config.mesh.expert > 1 else []
+
+
+def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
+    layers, r = stages(config).longest, rows(config)
+    swaps = config.parallel.experts.dispatch == "all_to_all"
+    data = r.sent * config.model.d_model * shapes.itemsize(config.precision.compute)
+    choices = r.sent * (1 if swaps else config.model.moe.top_k)
+    out, back = (ALL_TO_ALL, ALL_TO_ALL) if swaps else (ALL_GATHER, REDUCE_SCATTER)
+
+    def over(moment: str, kind: str, what: str, nbytes: float) -> tuple[str, Transfer]:
+        return moment, Transfer(EXPERT, kind, what, nbytes, layers, ranks)
+
+    yield over("forward", out, "rows to their experts", data)
+    yield over("forward", out, "choices and weights to them", choices * CHOICE)
+    yield over("forward", back, "experts' outputs back", data)
+    if config.parallel.remat != "none":
+        yield over("backward", out, "rows to their experts again", data)
+        yield over("backward", out, "choices and weights again", choices * CHOICE)
+    yield over("backward", out, "cotangents of outputs to the experts", data)
+    yield over("backward", back, "cotangents of rows back", data)
+    yield over("backward", back, "cotangents of weights back", choices * FLOAT32)
+
+
+def expert_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """Returns the seconds, forward and backward, that one layer waits for its messages over `expert`."""
+    waits = {"forward": 0.0, "backward": 0.0}
+    if config.mesh.expert > 1:
+        group = cluster.axis(EXPERT, config.mesh)
+        for moment, t in expert_transfers(config):
+            waits[moment] += t.count / stages(config).longest * best(t.kind, group, t.nbytes).seconds
+    return waits["forward"], waits["backward"]
