@@ -35,7 +35,14 @@ def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
             data = devices // context // tensor // stages
             # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at.
             if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
-                yield {"data": data, "tensor": tensor, "pipeline": stages, "context": context}
+                for expert in expert_ranks(config, data):
+                    yield {"data": data, "tensor": tensor, "pipeline": stages, "context": context, "expert": expert}
+
+
+def expert_ranks(config: Config, data: int) -> list[int]:
+    """Data ranks that may share the experts between them."""
+    experts, of_island = config.model.moe.experts, data // math.gcd(data, config.mesh.islands)
+    return [n for n in divisors(of_island) if experts % n == 0] if experts else [1]
 
 
 def contexts(config: Config, devices: int) -> list[int]:
@@ -135,9 +142,10 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
     bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
     """
-    # what the MLP gives is only read again by a norm behind it
+    # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
     names, selective = (
-        tuple(n for n in given if n != "mlp_out" or config.model.post_norms) for given in (ACTIVATIONS, SELECTIVE)
+        tuple(n for n in given if (n != "mlp_out" or config.model.post_norms) and (n != "dispatched" or config.model.moe.experts))
+        for given in (ACTIVATIONS, SELECTIVE)
     )
     options: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
     for count in range(1, len(names) + 1):
