@@ -81,7 +81,7 @@ def _expert_problems(model: "ModelConfig") -> Iterator[str]:
     moe, family = model.moe, FAMILIES[model.family]
     if moe.balance not in BALANCE:
         why = (
-            ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step"
+            ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step."
             if moe.balance == "batch"
             else nearest(moe.balance, BALANCE) or "."
         )

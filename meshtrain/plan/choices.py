@@ -144,7 +144,11 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     """
     # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
     names, selective = (
-        tuple(n for n in given if (n != "mlp_out" or config.model.post_norms) and (n != "dispatched" or config.model.moe.experts))
+        tuple(
+            n
+            for n in given
+            if (n != "mlp_out" or config.model.post_norms) and (n != "dispatched" or config.model.moe.experts)
+        )
         for given in (ACTIVATIONS, SELECTIVE)
     )
     options: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]

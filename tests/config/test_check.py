@@ -55,6 +55,32 @@ def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
     ]
 
 
+EXPERTS = {"layers": 2, "d_model": 24, "heads": 4}
+
+
+@pytest.mark.parametrize(
+    "sections, says",
+    [
+        ({"model": {**EXPERTS, "moe": {"experts": 8, "balance": "batch"}}}, "a loss over a batch changes with its microbatches and the mesh"),
+        ({"model": {**EXPERTS, "moe": {"experts": 8, "balance": "bais"}}}, "did you mean bias?"),
+        ({"model": {**EXPERTS, "moe": {"experts": 12}}, "mesh": {"data": 4, "expert": 3}}, "legal are 1, 2, 4."),
+        ({"model": {**EXPERTS, "moe": {"experts": 6}}, "mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
+        ({"model": EXPERTS, "mesh": {"data": 2, "expert": 2}}, "the model has no experts"),
+        ({"model": EXPERTS, "parallel": {"experts": {"capacity": 1.0}}}, "the model has no experts"),
+        ({"model": {**EXPERTS, "family": "gpt2", "moe": {"experts": 8}}}, "not gated, or has biases"),
+        ({"model": {**EXPERTS, "moe": {"experts": 8, "top_k": 9}}}, "legal are at most so many"),
+        ({"model": {**EXPERTS, "d_ff": 99, "moe": {"experts": 8}}}, "leave model.d_ff out"),
+        ({"model": {**EXPERTS, "moe": {"experts": 8, "groups": [3, 1], "router": "sigmoid"}}}, "groups that divide the 8 experts"),
+        ({"model": {**EXPERTS, "moe": {"experts": 8}}, "mesh": {"data": 4, "expert": 2}, "parallel": {"reduce": {"compression": "int8"}}}, "a residual of each"),
+        ({"model": {**EXPERTS, "moe": {"experts": 8}}, "lora": {"rank": 2, "targets": ["up"]}}, "projections of llama are q, k, v, out."),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_be_is_refused_in_a_sentence(sections, says):
+    with pytest.raises(ConfigError) as refused:
+        load(sections)
+    assert says in str(refused.value) and str(refused.value)[-1] in ".?"
+
+
 def test_every_size_offered_as_legal_is_legal():
     """The numbers in the sentences can be taken at their word."""
     for bad, key in (({"mesh": {"tensor": 4}}, "tensor"), ({"mesh": {"data": 5}}, "data")):

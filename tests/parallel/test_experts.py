@@ -1,5 +1,7 @@
 """Experts over the ranks of a mesh give the losses and gradients of a loop over each token's experts, in float64."""
 
+import json
+import math
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,9 @@ import reference_experts
 from covering import thorough_but
 from short_runs import canonical_numbers, packed_batch, place, token_batches
 
+import meshtrain as mt
 from meshtrain.config import Config, load
+from meshtrain.model.experts import route, slots_of
 from meshtrain.step import Program
 
 WITHIN = 1e-6
@@ -60,6 +64,64 @@ def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
     return numbers, *reference_experts.run(reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed))  # fmt: skip
+
+
+def dropped(counts: np.ndarray, config: Config, room: float) -> int:
+    """Rows that ranks have no room for, where all of data shares the experts."""
+    by_rank = counts.reshape(len(counts), config.mesh.expert, -1).sum(-1)
+    return int(np.maximum(by_rank - room, 0).sum())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_rows_beyond_the_capacity_are_dropped_and_counted_exactly(dispatch):
+    mesh = {"data": 2, "expert": 2}
+    config = configuration("plain", mesh, {"experts": {"dispatch": dispatch, "capacity": 1.1}})
+    program = Program(config)
+    batch = crowded(config, packed=False)
+    # Both ranks have the same rows, and so send as much to each.
+    batch = {name: np.concatenate([x[: len(x) // 2]] * 2) for name, x in batch.items()}
+    numbers = place(program.layout, one_device("plain", False)[0])
+    _, shards = jax.jit(program.gradients)(numbers, program.place(batch), jnp.int32(0), jnp.float32(1))
+    load = np.asarray(program.layout.canonical(shards)["blocks"]["experts"]["load"])
+    counts, pairs = load[:, : config.model.moe.experts], batch["tokens"].size * config.model.moe.top_k
+    if dispatch == "all_gather":
+        want = dropped(counts, config, math.ceil(1.1 * pairs / 2))
+    else:
+        want = 2 * dropped(counts / 2, config, math.ceil(1.1 * pairs / 4))
+    assert want > 0, "nothing is too much"
+    assert load[:, config.model.moe.experts].sum() == want
+
+
+def test_what_is_routed_nowhere_takes_no_slot_and_no_block():
+    """An idle stage's zeros tie between all experts, and would all go to the first ones."""
+    moe = configuration("plain", {}, {}).model.moe
+    tied = route(moe, jnp.zeros((96, 12)), jnp.zeros(12), jnp.zeros(96, bool))
+    slots = slots_of(tied.chosen, 12, tied.chosen.size)
+    assert slots.blocks == 0 and slots.dropped == 0
+    assert (slots.pairs == tied.chosen.size).all() and (slots.places == len(slots.pairs)).all()
+    routed = route(moe, jnp.zeros((96, 12)), jnp.zeros(12), None)
+    assert slots_of(routed.chosen, 12, routed.chosen.size).blocks > 0
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
+    def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
+        model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
+        return {
+            "run": {"directory": str(tmp_path / name)}, "model": model, "mesh": mesh, "data": {"source": "synthetic"},
+            "train": {"steps": steps, "global_batch_size": 8, "sequence_length": 24},
+            "optimizer": {"schedule": "constant"},
+        }  # fmt: skip
+
+    mt.train(load(sections("moved", {"data": 4, "expert": 4}, 4)))
+    mt.train(load(sections("moved", {}, 6)))
+    mt.train(load(sections("alone", {}, 6)))
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("moved", "alone")
+    ]
+    assert len(losses[0]) == 6 and np.allclose(*losses, rtol=2e-5)
 
 
 GATHER, SWAP = {"dispatch": "all_gather"}, {"dispatch": "all_to_all"}
