@@ -12,15 +12,14 @@ from meshtrain.parallel.placement import stages
 from meshtrain.plan import compute, memory, pipeline, shapes, traffic
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Transfer
+from meshtrain.plan.hosts import checkpoint_seconds, straggling
 from meshtrain.plan.memory import MemoryItem
 from meshtrain.plan.seconds import (
     MicrobatchCosts,
     StepTime,
-    checkpoint_seconds,
     data_seconds,
     hidden_seconds,
     microbatch_costs,
-    straggling,
 )
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulate import Timeline

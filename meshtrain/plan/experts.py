@@ -26,7 +26,7 @@ CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """Rows of one microbatch in one layer on one device."""
 
     here: int  # that this device's tokens send: one for each expert of each
@@ -36,7 +36,7 @@ class Rows:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows(tokens: int, experts: int, top_k: int, ranks: int, dispatch: str, capacity: float | None) -> Rows:
+def _rows(tokens: int, experts: int, top_k: int, ranks: int, dispatch: str, capacity: float | None) -> ExpertRows:
     here, local = tokens * top_k, experts // ranks
     most = tokens * min(top_k, local)
     sent = ranks * tokens
@@ -45,10 +45,10 @@ def _rows(tokens: int, experts: int, top_k: int, ranks: int, dispatch: str, capa
         room = sent
     else:
         room = ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * here))
-    return Rows(here, sent, room, -(-(room + local * (BLOCK - 1)) // BLOCK) * BLOCK)
+    return ExpertRows(here, sent, room, -(-(room + local * (BLOCK - 1)) // BLOCK) * BLOCK)
 
 
-def rows(config: Config) -> Rows:
+def rows(config: Config) -> ExpertRows:
     """Returns the rows of a config with experts."""
     moe, experts = config.model.moe, config.parallel.experts
     return _rows(shapes.tokens(config), moe.experts, moe.top_k, config.mesh.expert, experts.dispatch, experts.capacity)

@@ -4,12 +4,11 @@
     edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──► StepTime
     message_cost ┘
 
-data_seconds, hidden_seconds, checkpoint_seconds: outside the microbatches
+data_seconds, hidden_seconds, and those of `hosts`: outside the microbatches
 """
 
 import dataclasses
 import itertools
-import math
 from dataclasses import dataclass
 
 from meshtrain.cluster.accelerators import Accelerator
@@ -26,10 +25,6 @@ from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
 from meshtrain.plan.experts import expert_seconds, with_experts
 from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
-
-# Of a host's work in a step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304
-# (`experiments/plan/dgxc.py`), which lose 0 to 5% beyond what grows with collectives.
-SCATTER = 0.007
 
 
 @dataclass(frozen=True)
@@ -306,12 +301,6 @@ class StepTime:
         return max(groups, key=lambda name: groups[name])
 
 
-def straggling(cluster: Cluster, devices: int) -> float:
-    """The share of its work that a host waits for the slowest: of n whose times scatter as a normal distribution with deviation `SCATTER`
-    the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6)."""
-    return SCATTER * math.sqrt(2 * math.log(math.ceil(devices / cluster.devices_per_node)))
-
-
 def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
     mesh, parallel, layers = config.mesh, config.parallel, stages(config).on_device
@@ -397,23 +386,3 @@ def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
         backward += max(0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute))
     hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)
     return config.parallel.microbatches * stages(config).on_device * hidden
-
-
-def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for all hosts to agree and the copy to the host, and the write
-    beside it, by the slower of a node's way to the store and the store."""
-    hosts = math.ceil(devices / cluster.devices_per_node)
-    node = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
-    store = nbytes * devices / (cluster.storage_bandwidth_total * 1e9)
-    stop = cluster.save_seconds + cluster.save_seconds_per_host * hosts
-    return stop + nbytes / (cluster.host_bandwidth * 1e9), max(node, store)
-
-
-def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: float) -> float:
-    """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not done when the
-    next one is due (`step` seconds a step)."""
-    every = config.checkpoint.every
-    if not every:
-        return 0.0
-    copy, write = save_seconds(cluster, config.mesh.devices, nbytes)
-    return (copy + max(0.0, write - every * step)) / every
