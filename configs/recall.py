@@ -13,7 +13,7 @@ from meshtrain.config import Config
 from meshtrain.data.permutation import key_of
 from meshtrain.sources import SOURCES, SourceKind
 
-VALUES, KEYS = 8, 64  # ids: the values, a question for each key, then the items of the table
+VALUES, KEYS = 8, 16  # ids: the values, a question for each key, then the items of the table
 
 
 class RecallRows:
