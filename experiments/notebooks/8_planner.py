@@ -340,7 +340,7 @@ for kind, found_errors in errors.items():
 assert np.abs(errors["fitted"]).max() < np.abs(errors["left out"]).max() < 0.1
 
 # %% [markdown]
-# `python -m experiments.plan.sources` does so with every source in turn: median 4.9%, worst 42%. And that is still of single steps. Meta's model card of
+# `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of single steps. Meta's model card of
 # Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over 15 trillion tokens:
 
 # %%
