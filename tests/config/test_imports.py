@@ -250,7 +250,9 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     installed(at / "site", "team_plugin")
     (at / "site" / "team_plugin.py").write_text(FILE)
     environment["PYTHONPATH"] = f"{at / 'site'}:{path}"
-    run("train", *given, *(word for key in IN_PLUGIN for word in ("--set", key)), "--set", "run.directory=p")
+    (written.parent / "p.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {}}))
+    plugged = (word for key in IN_PLUGIN for word in ("--set", key))
+    run("train", "--config", "configs/p.yaml", *given[2:], *plugged, "--set", "run.directory=p")
     environment["PYTHONPATH"] = path
     assert "eval loss" in run("evaluate", "r")
     assert "loss mine:capped_loss" in run("report", "r")
