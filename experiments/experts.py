@@ -30,11 +30,13 @@ def configuration(moe: dict[str, Any], mesh: dict[str, int], length: int = 64, *
 
 
 def batch(random: np.random.Generator, config: mt.Config) -> dict[str, np.ndarray]:
-    """A batch of a corpus in which three words of four are one of four, and follow one another in a fixed order."""
-    train, shape = config.train, (config.train.global_batch_size, config.train.sequence_length + 1)
-    common = (np.arange(shape[1]) + random.integers(0, 4, (train.global_batch_size, 1))) % 4
-    rare = random.integers(4, config.model.vocab_size, shape)
-    text = np.where(random.random(shape) < 0.75, common, rare).astype(np.int32)
+    """A batch of a corpus in which a word is as frequent as its rank says (Zipf), and often follows the same one."""
+    shape, words = (config.train.global_batch_size, config.train.sequence_length + 1), config.model.vocab_size
+    frequency = 1 / np.arange(1, words + 1)
+    text = random.choice(words, shape, p=frequency / frequency.sum())
+    follows = random.random(shape) < 0.3
+    text[:, 1:] = np.where(follows[:, 1:], (7 * text[:, :-1] + 3) % words, text[:, 1:])
+    text = text.astype(np.int32)
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
