@@ -115,7 +115,7 @@ def bounds_of(planned: Plan) -> Bounds:
     return Bounds(
         compute=planned.mfu * planned.seconds,
         memory=(parts["memory"] + parts["optimizer"]) * device.efficiency.memory,
-        links=parts["tensor"] + parts["context"] + parts["pipeline"] + parts["data"],
+        links=parts["tensor"] + parts["context"] + parts["expert"] + parts["pipeline"] + parts["data"],
         planned=planned.seconds,
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Kind = Literal[
-    "forward", "backward", "recomputation", "head", "embedding", "optimizer", "data", "island", "tensor", "context", "pipeline", "masked",
+    "forward", "backward", "recomputation", "head", "embedding", "optimizer", "data", "island", "tensor", "context", "expert", "pipeline", "masked",
     "bubble",
     "schedule", "host", "idle", "unknown",
 ]  # fmt: skip
@@ -27,6 +27,7 @@ MEANING: dict[Kind, str] = {
     "island": "sums of gradients across islands, over the slow links, that no compute hides",
     "tensor": "collectives over tensor that no compute hides",
     "context": "keys, values and their gradients over context that no compute hides",
+    "expert": "rows on their way to their experts and back that no compute hides",
     "pipeline": "messages between stages, and sums over the stages that share the vocabulary, that no compute hides",
     "masked": "slots that are idle in the schedule's table and computed all the same, since every device runs one program",
     "bubble": "a stage without work waits for another",
@@ -37,7 +38,7 @@ MEANING: dict[Kind, str] = {
 }
 NO_BUFFERS = "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: the empty list of what may go into one
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COLLECTIVES: tuple[Kind, ...] = ("data", "island", "tensor", "context", "pipeline")
+COLLECTIVES: tuple[Kind, ...] = ("data", "island", "tensor", "context", "expert", "pipeline")
 
 # What trace and planner both know: a name, the kinds of a trace, and the fields of `plan.seconds.StepTime` that it stands beside. The
 # planner knows forward and backward of a layer only together, sums across islands as data's, and nothing of schedule's upkeep, host and
@@ -51,6 +52,7 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "across islands": (("island",), ()),
     "tensor": (("tensor",), ("tensor",)),
     "context": (("context",), ("context",)),
+    "expert": (("expert",), ("expert",)),
     "pipeline": (("pipeline",), ("pipeline",)),
     "bubble": (("masked", "bubble"), ("bubble",)),
     "schedule": (("schedule",), ()),
@@ -61,7 +63,7 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
 
 def axis_kind(axes: tuple[str, ...]) -> Kind:
     """The kind of a collective along some mesh axes. One along several counts with the outermost of them, as the planner has it."""
-    for kind in ("island", "data", "context", "pipeline", "tensor"):
+    for kind in ("island", "data", "expert", "context", "pipeline", "tensor"):
         if kind in axes:
             return kind  # type: ignore[return-value]
     return "unknown"
