@@ -145,7 +145,7 @@ def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
         here = chosen < experts
         fits = jnp.cumsum(here) <= room
         chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
-    block = min(LARGEST_BLOCK, max(8, 1 << max(1, room // experts).bit_length() - 1))
+    block = min(LARGEST_BLOCK, max(16, 1 << max(1, room // experts).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))
@@ -263,7 +263,7 @@ class Experts(nnx.Module):
         h = self.hidden(*(checkpoint_name(b, "mlp_in") for b in branches))
         # before the last product, so that its output is not kept for the weights' gradient
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
-        h = checkpoint_name((h * weights).astype(h.dtype), "mlp_hidden")
+        h = checkpoint_name(h * weights.astype(h.dtype), "mlp_hidden")
         y = grouped(h, self.down[...], *block_of)
         if self.down_bias is not None:
             y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)

@@ -1,7 +1,7 @@
 """Why a run is slow, as rules: each looks at the evidence for one reason and gives its finding, or none.
 
     shared ──► none of the others has a verdict, but for memory and faults
-    memory  faults  slow_rank  compiling  loader  disk  saving  host  layout (tensor, data, pipeline, bubble, recomputation)
+    memory  faults  router  slow_rank  compiling  loader  disk  saving  host  layout (tensor, data, pipeline, bubble, recomputation)
 
 Pure: the same evidence gives the same findings.
 """
@@ -19,6 +19,7 @@ from meshtrain.telemetry.thresholds import BY_RULE
 LEAST = 0.08
 # Of a machine's CPU time, used by others, where none is left idle.
 OTHERS, FULL = 0.12, 0.9
+COLLAPSED = 0.7  # of the largest load that there can be: nearly all tokens choose the same experts
 MOST_RANKS = 8  # that are named beside the slowest
 COMPILED_ROWS = 4  # that compiled: the loss of validation text and the first save each compile once
 SAVE_OVERHEAD, SLOW_DISK = 0.5, 3.0  # seconds of a save that no disk explains; times as long as its bytes need
@@ -173,6 +174,22 @@ def host(evidence: Evidence) -> Iterator[Finding]:
         yield _share_finding("host", "phase_seconds: dispatch, log", share, sentence, advice)
 
 
+def collapsed(evidence: Evidence) -> Iterator[Finding]:
+    """Routers send most tokens to the same experts: the others learn nothing, and their devices wait."""
+    moe, loads = evidence.config.model.moe, evidence.step("expert_load")
+    loads = loads[np.isfinite(loads)]
+    if not len(loads):
+        return
+    load, most = float(np.median(loads[len(loads) // 2 :])), moe.experts / moe.top_k
+    if load < COLLAPSED * most:
+        return
+    sentence = (
+        f"The fullest of {moe.experts} experts has {load:.1f} times the mean load, of {most:.1f} that are possible."
+    )
+    advice = "Keep loads even, with --set model.moe.balance=bias or sequence; or raise model.moe.bias_rate or balance_weight."
+    yield Finding("router", "expert_load", load, COLLAPSED * most, 1 - 1 / load, sentence, advice)
+
+
 def throttled(evidence: Evidence) -> Iterator[Finding]:
     """A device that slows itself down, most of the time. By how much its counters do not say."""
     worst: tuple[float, str] | None = None
@@ -191,5 +208,5 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
 
 
 # What holds whoever else uses the machine; what does not.
-ALWAYS: tuple[Rule, ...] = (memory, faults)
+ALWAYS: tuple[Rule, ...] = (memory, faults, collapsed)
 ON_OUR_OWN: tuple[Rule, ...] = (slow_rank, compiling, loader, saves, host, throttled)

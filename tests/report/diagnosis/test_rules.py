@@ -70,6 +70,7 @@ SICK = {
     "shared": evidence(ranks=({"cpu_ratio": 0.5, "machine_cpu_ratio": 0.99},)),
     "memory": evidence(ranks=({"memory_limit_used_ratio": 0.97},)),
     "faults": dataclasses.replace(evidence(), lost=0.3),
+    "router": evidence("model.d_ff=null", "model.moe.experts=8", "model.moe.d_ff=32", rows=steps(expert_load=3.9)),
     "slow_rank": evidence(ranks=({"cpu_ratio": 0.45}, {"cpu_ratio": 0.45, "phase_seconds": {"data": 0.6, "dispatch": 0.01, "wait": 0.4}})),
     "compiling": evidence("data.batching=grouped", rows=steps(compile_seconds=1.0, compiles=1, every=2)),
     "loader": evidence(rows=steps(data_wait_seconds=0.1)),
