@@ -63,7 +63,8 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
     cache = 2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
     # the stream and what its branches make of it; logits are of one position
-    of_token = 8 * model.d_model + 3 * math.ceil(model.d_ff / mesh.tensor)
+    hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
+    of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)
     return MemoryNeeds(sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size))
 
 
