@@ -151,7 +151,7 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "there is no checkpoint in" in refused(tmp_path.parent / theirs.parent.name)
     assert "there is no step 7" in refused(run, step=7)
     assert "adapter is given" in refused(run, adapter=theirs)
-    assert "legal are data and tensor" in refused(theirs, mesh="rows=2")
+    assert "legal are data, tensor" in refused(theirs, mesh="rows=2")
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
     # a model of images has no text
