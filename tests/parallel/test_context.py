@@ -33,8 +33,8 @@ class OnContext(Collectives):
     def attend_in_zigzag(self, kernel, scoring, *arrays):
         return zigzag_attention(kernel, scoring, self.rings, *arrays)
 
-    def attend_by_heads(self, attend, q, k, v, segments, dropout):
-        return by_heads(attend, q, k, v, segments, self, dropout)
+    def attend_by_heads(self, attend, q, k, v, segments, dropout, sinks):
+        return by_heads(attend, q, k, v, segments, self, dropout, sinks)
 
 
 def plain(q, k, v, segments, window: int, cap: float, keep):
