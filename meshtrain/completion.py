@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain import cli
 from meshtrain.commands import COMMANDS, GROUPS, parser_of
@@ -56,11 +57,11 @@ def completion(shell: str) -> str:
         "bash": f"_meshtrain_keys() {{ compopt -o nospace; compgen -S= -W '{words}' -- \"$1\"; }}",
         "zsh": f"_meshtrain_keys() {{ compadd -S= -- {words}; }}",
     }
-    script: str = shtab.complete(whole, shell, root_prefix="meshtrain", preamble=functions)
+    script: str = shtab.complete(whole, shell, root_prefix="meshtrain", preamble=functions[shell])
     return script
 
 
-def _add(commands: argparse._SubParsersAction, name: str, meaning: str, of: cli.Parser, file: Mapping[str, str]) -> None:  # fmt: skip
+def _add(commands: argparse._SubParsersAction, name: str, meaning: str, of: cli.Parser, file: Mapping[str, Any]) -> None:  # fmt: skip
     """Adds a command's parser, and those of its own commands, to the parser of all."""
     parser = commands.add_parser(name, help=meaning, parents=[of], add_help=False, conflict_handler="resolve")
     for action in parser._actions:
