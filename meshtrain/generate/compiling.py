@@ -23,13 +23,16 @@ LOG_EVERY = 10.0  # seconds
 
 
 class CompilingAhead:
-    """Starts at once. `changed` is notified of each program; `wanted` names those that requests wait for."""
+    """Begins with `start`. `changed` is notified of each program; `wanted` names those that requests wait for."""
 
     def __init__(self, decoding: Any, changed: threading.Condition, wanted: "Callable[[], list[Name]]") -> None:
         self._decoding, self._changed, self._wanted = decoding, changed, wanted
         self._closing = False
         self.running = True
         self._thread = threading.Thread(target=self._run, name="meshtrain compiler", daemon=True)
+
+    def start(self) -> None:
+        """Begins to compile: not before the engine knows of it, or it would compile beside it what is under way."""
         self._thread.start()
 
     def wait(self, patience: float) -> int:

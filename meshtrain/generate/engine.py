@@ -125,6 +125,7 @@ class Engine:
     def warm(self, patience: float) -> int:
         """Compiles all programs on a thread of its own, see `CompilingAhead.wait`; how many are still to come."""
         self._ahead = CompilingAhead(self._decoding, self._changed, self._wanted)
+        self._ahead.start()
         return self._ahead.wait(patience)
 
     @property
