@@ -115,7 +115,7 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
     [
         (CONFIG, {"architectures": ["ViTModel"]}, "has no classes, or more than them"),
         (CONFIG, {"head_dim": 8}, "head_dim 8 is not computed here"),
-        (CONFIG, {"hidden_act": "quick_gelu"}, "'quick_gelu' is not computed here"),
+        (CONFIG, {"hidden_act": "mish"}, "'mish' is not computed here"),
         (CONFIG, {"image_size": [15, 20]}, "image_size [15, 20] is not computed here; it must be a square's"),
         (CONFIG, {"image_size": "x"}, "image_size is 'x'; it must be a whole number"),
         (CONFIG, {"patch_size": 4}, "model.patch_size 4 does not divide model.image_size 15"),

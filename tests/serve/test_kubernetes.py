@@ -30,7 +30,7 @@ PROBES = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "
 def options():
     """What the server's own parser makes of the container's command."""
     assert CONTAINER["command"][:3] == ["python", "-m", "meshtrain.serve"]
-    return command._options(CONTAINER["command"][3:])
+    return command.parser().parse_args(CONTAINER["command"][3:])
 
 
 @pytest.fixture(scope="module")
