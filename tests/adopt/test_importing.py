@@ -1,5 +1,6 @@
 """A directory of Hugging Face's as a checkpoint that every command takes."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
-    section = {k: v for k, v in vars(load(out / "config.yaml").model).items() if v is not None}
+    section = {k: v for k, v in dataclasses.asdict(load(out / "config.yaml").model).items() if v is not None}
     config = load(
         {
             "run": {"directory": str(tmp_path)},

@@ -1,5 +1,6 @@
 """PEFT's adapters: its own files read with its own logits, written again bit for bit; what is no plain LoRA of the model is refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_run_with_the_same_section_goes_on_with_the_adapters(imported, tmp_pat
     section = load(imported / "qwen3" / "config.yaml")
     given = {
         "run": {"directory": str(tmp_path)},
-        "model": {k: v for k, v in vars(section.model).items() if v is not None},
+        "model": {k: v for k, v in dataclasses.asdict(section.model).items() if v is not None},
         "lora": {**vars(section.lora), "targets": list(reversed(section.lora.targets))},
         "mesh": {"tensor": 2},
         "data": {"source": "synthetic", "tokenizer": "byte"},
