@@ -63,7 +63,7 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
 @pytest.mark.thorough
 def test_what_orbax_began_and_never_awaited_is_not_printed_and_of_all_else_it_is():
     command = """
-import meshtrain.checkpoint
+import meshtrain.checkpoint.arrays
 async def run(): pass
 for name in ("OrbaxLayout.save_checkpointables.<locals>._run_background", "mine"):
     run.__qualname__ = name
