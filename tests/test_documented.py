@@ -155,6 +155,7 @@ SAYS = {
     "telemetry catalogue": r"(?m)^meshtrain_loss +step",
     "telemetry dashboard": r'(?m)^ "title": "meshtrain"',
     "telemetry rules": r"(?m)^- name: meshtrain",
+    "probe --only pairs": r"(?s)latency in µs, from row to column.*bandwidth in GB/s",
     "meshtrain.probe": r"(?s)latency.*each of 8 devices, all at once",
     "adopt inspect": r"(?m)^model:\n  family: llama\n  layers: 3\n",
     "adopt import": r"imported",

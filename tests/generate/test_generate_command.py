@@ -142,7 +142,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words, says, here, capsys):
     ("words", "says"),
     [
         ("tiny --prompt x --mesh tensor=9", "legal are"),
-        ("tiny --prompt x --mesh data=2,data=2", "has data twice; give it once."),
+        ("tiny --prompt x --mesh data=2,data=2", "data is given twice."),
         ("plain --chat", "--chat needs a model that was made for conversations: conversations need a chat template, but beside"),
         ("plain --prompt " + "x" * 80, "the prompt is 82 tokens long, and the model has learned 64 positions."),
         ("plain --prompt hi --length 90", "90 positions are asked for, but the model has learned 64."),
