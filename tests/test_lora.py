@@ -101,7 +101,7 @@ def test_every_layout_trains_as_one_device_does_what_the_merged_weights_would(la
     assert losses[-1] != losses[0]
     clipping = min(1.0, CLIP / metrics[0]["grad_norm"])
     seen = jax.tree.map(lambda m: m / (0.1 * clipping), first_moment(after_one))
-    canonical = jax.tree.map(lambda g, w: program.layout.canonical_leaf(w, g), seen, program.layout.trained)
+    canonical = jax.tree.map(lambda g, w: program.layout.canonical_leaf(w, g), seen, program.layout.updated)
     for path, right in jax.tree_util.tree_leaves_with_path(gradient):
         found = canonical
         for key in path:
