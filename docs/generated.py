@@ -31,6 +31,7 @@ PAGES = {
 }
 PICTURES = {
     "experiments/interleaved.svg": "experiments/interleaved.svg",
+    "experiments/float8.svg": "float8.svg",
     "experiments/communicate/crossing.svg": "communicate/crossing.svg",
     "experiments/communicate/parameter_server.svg": "communicate/parameter_server.svg",
 }
