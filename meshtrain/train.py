@@ -68,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return DONE
-        return train(config).exit_code
+        result = train(config)
+        if result.exit_code != FAILED and jax.process_index() == 0:
+            print(_commands(config))
+        return result.exit_code
     except ConfigError as error:
         note("config", str(error))
         raise
@@ -184,7 +187,6 @@ def _run(
         if stopped:
             where = f"after step {last}; its checkpoint is written" if last > start else "before the first step"
             report.write(f"stopped on request {where}, run again to go on.")
-        report.write(_commands(config))
         heartbeat.phase("end")
         return RunResult(directory, STOPPED if stopped else DONE, last, tuple(losses))
 
