@@ -102,9 +102,10 @@ def test_a_cancelled_job_stops_with_a_checkpoint_and_stays_away(submitted, clust
 
 
 def test_a_stopped_run_goes_back_into_the_queue_and_on_with_the_same_losses(submitted, cluster, scenario):
-    alone, run = submitted(60), None
+    # So many that the run is not over before the signal comes, on a machine that is fast, or slow to look.
+    alone = submitted(LONG)
     whole = alone.ended() and losses(alone.run)
-    run = submitted(60, **{"train.steps": 60})
+    run = submitted(LONG)
     run.reached(25)
     began = time.monotonic()
     cluster.command("scancel", "--signal=TERM", run.number)
