@@ -194,7 +194,7 @@ def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number,
         while "batches an epoch" not in process.stdout.readline():
             assert process.poll() is None
         # Nothing tells when XLA has begun; before or after it the end is the same.
-        time.sleep(2.0)
+        time.sleep(0.7)
         process.send_signal(number)
         said = process.stderr.read()
     assert process.returncode == 75
