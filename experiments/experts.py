@@ -59,14 +59,20 @@ def balance(steps: int) -> None:
 
 
 def speed(rounds: int) -> None:
-    """Steps of the two in turns, so that both see what else the machine does."""
-    width, kinds = 256, {}
-    for name, moe, d_ff in (("dense", {}, 2 * width), ("experts", EXPERTS | {"d_ff": width}, None)):
-        mesh = MESH if moe else {"data": 4, "pipeline": 2}
-        config = configuration(moe, mesh, length=256, d_model=256, **({"d_ff": d_ff} if d_ff else {}))
+    """Steps of all kinds in turns, so that they see the same of what else the machine does."""
+    width, kinds, seconds = 256, {}, dict[str, list[float]]()
+    capacity = ["parallel.experts.capacity=1.5", "parallel.experts.dispatch=all_to_all"]
+    for name, moe, mesh, words in (
+        ("dense", {}, {"data": 4, "pipeline": 2}, []),
+        ("experts, each rank all", EXPERTS, {"data": 4, "pipeline": 2}, []),
+        ("over 4 ranks, dropless", EXPERTS, MESH, []),
+        ("over 4, capacity 1.5", EXPERTS, MESH, capacity),
+    ):
+        sizes = {"d_model": 256} | ({} if moe else {"d_ff": 2 * width})
+        config = mt.load(configuration(moe and moe | {"d_ff": width}, mesh, length=256, **sizes), words)
         program = mt.Program(config)
         kinds[name] = program, program.init(), program.place(batch(np.random.default_rng(0), config))
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+        seconds[name] = []
     for turn in range(rounds + 2):
         for name, (program, state, placed) in kinds.items():
             began = time.perf_counter()
@@ -74,10 +80,9 @@ def speed(rounds: int) -> None:
             kinds[name] = program, state, placed
             if turn >= 2:
                 seconds[name].append(time.perf_counter() - began)
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, value in middle.items():
-        print(f"{name:8} {value:.3f} s a step")
-    print(f"ratio    {middle['experts'] / middle['dense']:.2f}")
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"{name:24} {middle:.3f} s a step, {middle / statistics.median(seconds['dense']):.2f} x dense")
 
 
 if __name__ == "__main__":
