@@ -6,12 +6,13 @@ A row 0 is padding with weight 0.
 """
 
 import json
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from meshtrain.config.key import keys
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import Config, ExpertsConfig
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 
@@ -121,6 +122,15 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
     if chunk == "auto":
         chunk = CHUNK if 4 * tokens * rows > ROOM else tokens
     return chunk if chunk < tokens else None
+
+
+def expert_room(experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int) -> int:
+    """Returns how many rows a rank with `local` experts has room for, of `tokens` tokens on each of the `ranks` ranks: all that could come or,
+    with a capacity, so many times an even load. all_to_all has equal room for what each rank sends."""
+    most, pairs, capacity = tokens * min(top_k, local), tokens * top_k, experts.capacity
+    if ranks > 1 and experts.dispatch == "all_to_all":
+        return ranks * (most if capacity is None else min(most, math.ceil(capacity * pairs / ranks)))
+    return ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * pairs))
 
 
 def skips_idle_work(config: Config, platform: str) -> bool:

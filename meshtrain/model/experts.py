@@ -31,9 +31,7 @@ from meshtrain.model.collectives import Collectives
 from meshtrain.model.grouped import grouped
 from meshtrain.model.layers import hidden, make_parameters
 from meshtrain.model.rope import Routing, Sequence
-from meshtrain.model.weights import COUNTED
-
-LARGEST_BLOCK = 128
+from meshtrain.model.weights import COUNTED, EXPERT_BLOCK
 
 
 class RouterChoice(NamedTuple):
@@ -47,10 +45,9 @@ class RouterChoice(NamedTuple):
 def route(moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax.Array | None) -> RouterChoice:
     """Chooses the experts of each token from the router's float32 logits."""
     probabilities = jax.nn.softmax(logits_NE)
-    scores = {"softmax": lambda: probabilities, "sigmoid": lambda: jax.nn.sigmoid(logits_NE)}.get(
-        moe.router, lambda: logits_NE
-    )()
+    scores = probabilities if moe.router == "softmax" else logits_NE
     if moe.router == "sigmoid":
+        scores = jax.nn.sigmoid(logits_NE)
         probabilities = scores / scores.sum(-1, keepdims=True)
     biased = lax.stop_gradient(scores) + (bias_E if moe.balance == "bias" else 0)
     chosen = lax.top_k(_in_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
@@ -145,7 +142,7 @@ def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
         here = chosen < experts
         fits = jnp.cumsum(here) <= room
         chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
-    block = min(LARGEST_BLOCK, max(16, 1 << max(1, room // experts).bit_length() - 1))
+    block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))

@@ -14,6 +14,7 @@ from meshtrain.config.model import LoraConfig, ModelConfig, patches_of, projecti
 from meshtrain.families import FAMILIES
 
 BLOCKS = "blocks."
+EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 COUNTED = 2  # what a router counts besides the tokens of each expert: rows dropped, and the sum of its entropies
 
 

@@ -9,12 +9,11 @@ Shapes are static: a rank has `room` for so many rows. Without a capacity these 
 all_to_all would send more than all_gather. With one, what is more than `capacity` times an even load is dropped, and counted.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.config.follow import expert_room
 from meshtrain.config.schema import ExpertsConfig
 from meshtrain.mesh import EXPERT
 from meshtrain.model.experts import Compute, collected, inverse_of, ranks_within, spread
@@ -24,51 +23,44 @@ def dispatched(
     config: ExpertsConfig, ranks: int, compute: Compute, experts: int, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """What the chosen ones of all `experts` make of this rank's rows [N, D], and the pairs of a row and an expert that this rank dropped."""
-    if ranks > 1:
-        by = by_all_to_all if config.dispatch == "all_to_all" else by_all_gather
-        return by(compute, experts, config.capacity, rows_ND, chosen_NK, weights_NK)
-    pairs = chosen_NK.size
-    room = pairs if config.capacity is None else min(pairs, math.ceil(config.capacity * pairs))
-    return compute(rows_ND, chosen_NK, weights_NK, room)
+    room = expert_room(config, ranks, experts // ranks, *chosen_NK.shape)
+    if ranks == 1:
+        return compute(rows_ND, chosen_NK, weights_NK, room)
+    by = by_all_to_all if config.dispatch == "all_to_all" else by_all_gather
+    return by(compute, experts // ranks, room, rows_ND, chosen_NK, weights_NK)
 
 
 def by_all_gather(
     compute: Compute,
-    experts: int,
-    capacity: float | None,
+    here: int,
+    room: int,
     rows_ND: jax.Array,
     chosen_NK: jax.Array,
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """All rows to all ranks. Dropped is what came to this rank and had no room."""
-    ranks = lax.axis_size(EXPERT)
-    here, pairs = experts // ranks, chosen_NK.size
+    """All rows to all ranks, of which this one has `here` experts. Dropped is what came to it and had no room."""
     rows, chosen, weights = (lax.all_gather(x, EXPERT, tiled=True) for x in (rows_ND, chosen_NK, weights_NK))
     chosen = chosen - lax.axis_index(EXPERT) * here
-    most = ranks * len(rows_ND) * min(chosen.shape[1], here)
-    room = most if capacity is None else min(most, math.ceil(capacity * pairs))
     y, dropped = compute(rows, jnp.where((chosen >= 0) & (chosen < here), chosen, here), weights, room)
     return lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True), dropped
 
 
 def by_all_to_all(
     compute: Compute,
-    experts: int,
-    capacity: float | None,
+    here: int,
+    room: int,
     rows_ND: jax.Array,
     chosen_NK: jax.Array,
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Each row to the ranks of its experts. Dropped is what this rank could not send."""
-    ranks, width = lax.axis_size(EXPERT), chosen_NK.shape[1]
-    here, pairs = experts // ranks, chosen_NK.reshape(-1)
-    most = len(rows_ND) * min(width, here)
-    room = most if capacity is None else min(most, math.ceil(capacity * len(pairs) / ranks))
+    ranks, width, pairs = lax.axis_size(EXPERT), chosen_NK.shape[1], chosen_NK.reshape(-1)
+    each = room // ranks  # for what one rank sends to another
     # The rank of each pair's expert (`ranks`: none), and its place in what is sent there.
     to = pairs // here
     place, _ = ranks_within(to, ranks)
-    places = jnp.where((to < ranks) & (place < room), to * room + place, ranks * room)
-    sent = inverse_of(places, ranks * room)
+    places = jnp.where((to < ranks) & (place < each), to * each + place, room)
+    sent = inverse_of(places, room)
     places_NK = places.reshape(chosen_NK.shape)
 
     def exchanged(x: jax.Array) -> jax.Array:
@@ -77,5 +69,5 @@ def by_all_to_all(
     rows = exchanged(spread(rows_ND, sent // width, places_NK))
     weights = exchanged(spread(weights_NK.reshape(-1, 1), sent, places.reshape(-1, 1)))
     chosen = jnp.take(jnp.where(to < ranks, pairs % here, here), sent, mode="fill", fill_value=here)
-    y, _ = compute(rows, exchanged(chosen)[:, None], weights, ranks * room)
-    return collected(exchanged(y), sent // width, places_NK), jnp.sum((to < ranks) & (place >= room))
+    y, _ = compute(rows, exchanged(chosen)[:, None], weights, room)
+    return collected(exchanged(y), sent // width, places_NK), jnp.sum((to < ranks) & (place >= each))

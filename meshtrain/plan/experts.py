@@ -8,20 +8,20 @@ Nothing hides them: a layer's messages stand between its products.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, best
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
+from meshtrain.config.follow import expert_room, round_up
 from meshtrain.config.mesh import EXPERT
+from meshtrain.model.weights import EXPERT_BLOCK
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
 
-BLOCK = 128  # rows of a block of slots, see `model.experts`
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 
 
@@ -35,23 +35,13 @@ class ExpertRows:
     slots: int  # with the zeros that fill blocks up
 
 
-@functools.lru_cache(maxsize=4096)
-def _rows(tokens: int, experts: int, top_k: int, ranks: int, dispatch: str, capacity: float | None) -> ExpertRows:
-    here, local = tokens * top_k, experts // ranks
-    most = tokens * min(top_k, local)
-    sent = ranks * tokens
-    if ranks > 1 and dispatch == "all_to_all":
-        sent = ranks * (most if capacity is None else min(most, math.ceil(capacity * here / ranks)))
-        room = sent
-    else:
-        room = ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * here))
-    return ExpertRows(here, sent, room, -(-(room + local * (BLOCK - 1)) // BLOCK) * BLOCK)
-
-
 def rows(config: Config) -> ExpertRows:
     """Returns the rows of a config with experts."""
-    moe, experts = config.model.moe, config.parallel.experts
-    return _rows(shapes.tokens(config), moe.experts, moe.top_k, config.mesh.expert, experts.dispatch, experts.capacity)
+    moe, experts, ranks, tokens = config.model.moe, config.parallel.experts, config.mesh.expert, shapes.tokens(config)
+    local = moe.experts // ranks
+    room = expert_room(experts, ranks, local, tokens, moe.top_k)
+    sent = room if experts.dispatch == "all_to_all" else ranks * tokens
+    return ExpertRows(tokens * moe.top_k, sent, room, round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK))
 
 
 def width(config: Config) -> int:
@@ -65,7 +55,7 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
     moe, device, dtype = config.model.moe, cluster.accelerator, config.precision.compute
     tokens, d, f, size = shapes.tokens(config), config.model.d_model, width(config), shapes.itemsize(dtype)
     local, r = moe.experts // config.mesh.expert, rows(config)
-    used = min(r.room, r.here * profile.imbalance) + local * BLOCK / 2
+    used = min(r.room, r.here * profile.imbalance) + local * EXPERT_BLOCK / 2
     each = used / local
 
     def passes(elements: float) -> Seconds:
