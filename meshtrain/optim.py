@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain.config import Config
 from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.mesh import PIPELINE
-from meshtrain.model.weights import COUNTED
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed, part
@@ -62,45 +61,20 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
     if o.grad_clip:
         optimizer = optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer)
-    return _beside_loads(optimizer, config, layout) if config.model.moe.experts else optimizer
+    if not config.model.moe.experts:
+        return optimizer
+    from meshtrain.parallel.loads import beside_loads
 
-
-def _beside_loads(
-    optimizer: optax.GradientTransformation, config: Config, layout: Layout
-) -> optax.GradientTransformation:
-    """The optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's bias goes up where its load
-    is below the mean, and down where it is above (Wang et al. 2024, algorithm 1)."""
-    moe = config.model.moe
-
-    def of_load(counts: jax.Array) -> jax.Array:
-        if moe.balance != "bias":
-            return jnp.zeros_like(counts)
-        tokens = counts[..., : moe.experts]
-        step = moe.bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
-        return jnp.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, COUNTED)])
-
-    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(layout.only_updated(gradients), state, layout.only_updated(params))
-        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u  # noqa: E731
-        return layout.map(of, updates, gradients), state
-
-    return optax.GradientTransformation(lambda params: optimizer.init(layout.only_updated(params)), update)
+    return beside_loads(optimizer, config, layout)
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
-    """Returns numbers for the row of metrics from the counts of a model's routers; none without experts.
-
-    `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over tokens and layers.
-    `dropped_rows`: rows that a capacity had no room for, of all layers.
-    """
-    experts = config.model.moe.experts
-    counts = gradients["blocks"]["experts"]["load"] if experts else None
-    if counts is None:
+    """What routers counted, for the row of metrics; nothing without experts."""
+    if not config.model.moe.experts:
         return {}
-    tokens, (dropped, entropy) = counts[:, :experts], jnp.moveaxis(counts[:, experts:].sum(0), -1, 0)
-    total = jnp.maximum(tokens.sum(), 1)
-    worst = jnp.max(tokens.max(-1) / jnp.maximum(tokens.mean(-1), 1e-9))
-    return {"expert_load": worst, "router_entropy": entropy * config.model.moe.top_k / total, "dropped_rows": dropped}
+    from meshtrain.parallel.loads import metrics
+
+    return metrics(config, layout, gradients)
 
 
 def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.GradientTransformation:

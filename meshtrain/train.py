@@ -156,6 +156,10 @@ def _run(
         measures = measured(program, heartbeat.phases)
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
         hooks: list[RunHook] = [record, hub, report, check]
+        if config.telemetry.experts_every and config.model.moe.experts:
+            from meshtrain.parallel.loads import LayerLoads
+
+            hooks.insert(0, LayerLoads(config))
         if config.telemetry.trace_at:
             from meshtrain.telemetry.trace import Tracer
 

@@ -43,6 +43,10 @@ class TelemetryConfig:
     )
     trace_at: tuple[int, ...] = key((), "steps before which the profiler starts; traces/STEP/ then has what it saw", least=1, resume=FREE)
     trace_steps: int = key(3, "steps that one trace takes in", least=1, most=100, resume=FREE)
+    experts_every: int = key(
+        0, "experts: steps between two rows of metrics that also have the tokens of each expert, and each layer's load, entropy and drops; 0: none",
+        least=0, resume=FREE
+    )
     memory_limit: float = key(
         0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if anything",
         least=0.0, most=1e6, resume=FREE

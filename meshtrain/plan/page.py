@@ -40,7 +40,7 @@ KIND_COLOURS = {"parameters": BLUE, "gradients": GREEN, "optimizer_state": ORANG
 KINDS_OF_TIME = {
     "compute": (BLUE, ("matmul", "attention", "memory", "head", "reference")),
     "recomputation": (PURPLE, ("recompute",)),
-    "communication": (ORANGE, ("tensor", "context", "pipeline", "data", "host")),
+    "communication": (ORANGE, ("tensor", "context", "expert", "pipeline", "data", "host")),
     "idle": (GREY, ("bubble", "stragglers")),
     "state": (GREEN, ("optimizer", "checkpoint")),
 }

@@ -79,6 +79,9 @@ OF_STEPS = (
     MetricChart("MFU", "mfu", _percent),
     MetricChart("Waiting for data", "data_wait_seconds", _seconds, spikes=True),
     MetricChart("Loss scale", "loss_scale", _short),
+    MetricChart("Fullest expert over the mean", "expert_load", _plain),
+    MetricChart("Entropy of the routers, nats", "router_entropy", _plain),
+    MetricChart("Rows dropped", "dropped_rows", _short),
     MetricChart("Memory of a device", "memory_in_use_bytes", _bytes),
 )
 OF_PROCESSES = (

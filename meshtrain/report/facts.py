@@ -14,7 +14,8 @@ from meshtrain.cluster.accelerators import ACCELERATORS, KINDS
 from meshtrain.config import Config, ConfigError, load, short
 from meshtrain.plan.estimate import Plan, plan
 from meshtrain.plan.shapes import model_flops
-from meshtrain.report import rows
+from meshtrain.report import experts, rows
+from meshtrain.report.experts import ExpertLoads
 from meshtrain.report.rows import Columns
 from meshtrain.run.best import Best, best_in
 from meshtrain.run.directory import ALERTS, CHECKPOINTS, CONFIG, FINDINGS, METRICS, RESOURCES
@@ -78,6 +79,7 @@ class RunFacts:
     diagnosis: Fields = field(default_factory=dict)  # all of findings.json
     checkpoints: tuple[CheckpointFacts, ...] = ()
     survived: Survived | None = None
+    loads: ExpertLoads | None = None  # of the newest row that tells them
     notes: tuple[str, ...] = ()  # what could not be read, in sentences
 
     @property
@@ -115,6 +117,7 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
         diagnosis=diagnosis,
         checkpoints=_checkpoints(directory),
         survived=_survived(directory, notes),
+        loads=experts.newest(directory / METRICS) if config and config.model.moe.experts else None,
         notes=tuple(notes),
     )
 

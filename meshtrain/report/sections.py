@@ -13,6 +13,8 @@ from meshtrain.draw import page as pages
 from meshtrain.draw.svg import FIRST, GREEN, GREY, PALE, mixed
 from meshtrain.plan import page as plans
 from meshtrain.report.charts import Row, bars, stacked
+from meshtrain.report.experts import ExpertLoads
+from meshtrain.report.experts import picture as picture_of_loads
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare
 from meshtrain.report.summary import Summary, alerts_by_rule, firing, loss_text, setting_text, settings
@@ -24,6 +26,7 @@ from meshtrain.units import duration
 
 LEAST_SHARE = 0.0005  # of a time that is shown
 LARGEST_LIFE = 30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
+MOST_LAYERS = 8  # whose experts' loads have bars
 LETTERS = 78  # of the same in a terminal
 DESCRIBED = "The plan is for a described machine with 2 cores, not for this one: compare shares, not seconds (plan --measure describes this one)."
 # Seconds have the colour of their kind in the picture of a run's life.
@@ -81,6 +84,8 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
         yield _time(facts, summary)
     if summary.held or facts.plan is not None:
         yield Section("Memory", figures=list(_memory(facts, summary.held)))
+    if facts.loads is not None:
+        yield _experts(facts.loads)
     if facts.survived is not None:
         yield _faults(facts)
     if facts.alerts:
@@ -224,6 +229,16 @@ def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
 
 def _of(used: float, limit: float | None) -> str:
     return f"{units.size(used)} of {units.size(limit)}" if limit else units.size(used)
+
+
+def _experts(loads: ExpertLoads) -> Section:
+    fullest = sorted(enumerate(loads.over_mean.max(1)), key=lambda load: -load[1])[:MOST_LAYERS]
+    rows = [Row(f"layer {layer}", (f"{load:.2f}",), load / max(fullest[0][1], 1.0)) for layer, load in fullest]
+    figures = (
+        Figure("Load by layer and expert", "over the layer's mean", (), partial(picture_of_loads, loads)),
+        Figure("The fullest expert", "of the most uneven layers", rows, partial(bars, rows, "the fullest expert of the most uneven layers")),
+    )  # fmt: skip
+    return Section("Experts", (loads.sentence,), figures=figures)
 
 
 def _faults(facts: RunFacts) -> Section:

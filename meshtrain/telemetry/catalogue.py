@@ -50,8 +50,8 @@ class Metric:
         return f"{PREFIX}processes_{self.name}"
 
 
-def _step(name: str, unit: str, meaning: str, kind: Kind = "gauge") -> Metric:
-    return Metric(name, "step", kind, unit, meaning)
+def _step(name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "step", kind, unit, meaning, labels)
 
 
 def _process(name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
@@ -90,6 +90,9 @@ METRICS: tuple[Metric, ...] = (
     _step("expert_load", "", "experts: tokens of the fullest over the mean, in the worst layer"),
     _step("router_entropy", "", "experts: entropy of the routers' probabilities in nats, a mean over tokens and layers"),
     _step("dropped_rows", "", "experts: rows of the step that a capacity had no room for, of all layers"),
+    _step("layer_expert_load", "", "telemetry.experts_every: expert_load of each layer", labels=("layer",)),
+    _step("layer_router_entropy", "", "the same: router_entropy of each layer", labels=("layer",)),
+    _step("layer_dropped_rows", "", "the same: dropped_rows of each layer", labels=("layer",)),
     _step("tokens", "tokens", "tokens of the step; in the endpoint of all steps", "counter"),
     _step("tokens_per_second", "", "tokens of the step over its seconds, all devices"),
     _step("step_seconds", "seconds", "from one step's metrics to the next one's, without compiling and evaluating"),

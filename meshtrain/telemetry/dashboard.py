@@ -79,7 +79,7 @@ def _groups() -> dict[str, list[Panel]]:
     process = [metric for metric in METRICS if metric.source == "process"]
     return {
         "The run now": list(_now()),
-        "Its steps": [_series(metric, f"{_value(metric)} {OF_FIRST}", "{{run}}") for metric in steps],
+        "Its steps": [_series(m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels)))) for m in steps],
         "Its processes": [_goodput(), *(_of_process(metric) for metric in process)],
         "Over all processes, from the first one": [_over(metric) for metric in process if metric.kind == "gauge"],
     }

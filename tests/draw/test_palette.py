@@ -31,6 +31,7 @@ from meshtrain.draw.svg import (
 from meshtrain.plan import page as plan
 from meshtrain.plan.jobs import page as jobs
 from meshtrain.probe import page as probe
+from meshtrain.report import experts
 from meshtrain.schedule import draw
 from meshtrain.survive import picture
 
@@ -69,6 +70,15 @@ def test_text_on_a_coloured_cell_is_readable():
 )
 def test_hues_side_by_side_are_told_apart_by_all_eyes(hues):
     distance, *pair = least_apart(hues)
+    assert distance >= FAR, pair
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_loads_of_experts_are_told_apart_on_either_ground(dark):
+    turned = DARK if dark else {}
+    ground = turned.get(GROUND, GROUND)
+    shown = [mixed(ground, turned.get(hue, hue), strength) for _, hue, strength, _ in experts.CLASSES]
+    distance, *pair = least_apart(shown)
     assert distance >= FAR, pair
 
 

@@ -6,6 +6,7 @@ from drawn import check_page
 
 from meshtrain.plan import named, plan, scaling
 from meshtrain.plan import page as html
+from meshtrain.plan.estimate import PART_NAMES
 
 
 class Checker(HTMLParser):
@@ -46,6 +47,10 @@ def test_the_page_has_its_pictures_and_fits_a_phone(page):
     assert 'name="viewport"' in page and "stage 3" in page
     for box in re.findall(r'<svg viewBox="0 0 (\d+)', page):
         assert int(box) <= 400
+
+
+def test_every_part_of_a_step_has_a_colour():
+    assert html.PART_COLOURS.keys() == PART_NAMES.keys()
 
 
 def test_a_layout_that_does_not_fit_says_so(llama_8b):

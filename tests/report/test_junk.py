@@ -20,10 +20,11 @@ NAMES = [
     "dispatch_seconds", "compiles", "compile_seconds", "checkpoint_blocked_seconds", "memory_in_use_bytes", "skipped", "time", "phase_seconds",
     "device_memory_used_bytes", "device_memory_limit_bytes", "memory_limit_bytes", "process_rss_bytes", "rank", "host", "rule", "state",
     "severity", "sentence", "not_finite", "findings", "parts", "name", "seconds", "planned", "cannot_tell", "settings", "advice",
+    "expert_tokens", "layer_expert_load",
 ]
 # fmt: on
 FAKE = "run: {fake_devices: 8}\ntrain: {steps: 100}\n"
-CONFIGS = (FAKE, "mesh: {data: 2}\n", "a: [1", "train: {steps: x}\n", "x: {y: 1}\n", "")
+CONFIGS = (FAKE, "model: {moe: {experts: 4}}\n", "mesh: {data: 2}\n", "a: [1", "train: {steps: x}\n", "x: {y: 1}\n", "")
 NUMBERS = (0, 1, -1, 0.0, -0.5, 1e-300, 1e300, 1e18, 5, 7.5, 10**400)
 TEXTS = ("", "x", "firing", "resolved", "\x1b[31m", "<b>", "é\ud800")
 

@@ -1,0 +1,115 @@
+"""What routers counted in a step: the metrics of experts' loads, of each layer where asked, and the bias that evens loads out.
+
+gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
+                                         ├─► the same of each layer, and the tokens of each expert, where telemetry.experts_every
+                                         └─► the step of the bias (balance: bias)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.config import Config
+from meshtrain.model.weights import COUNTED
+from meshtrain.parallel.layout import Layout
+from meshtrain.run.hooks import Row, RunHook
+
+Tree = Any
+
+COUNTS = "expert_counts"  # in the metrics of a step, float32 [layers, experts + 2]
+
+
+def beside_loads(
+    optimizer: optax.GradientTransformation, config: Config, layout: Layout
+) -> optax.GradientTransformation:
+    """Returns the optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's bias goes up where its
+    load is below the mean, and down where it is above (Wang et al. 2024, algorithm 1)."""
+    moe = config.model.moe
+
+    def of_load(counts: jax.Array) -> jax.Array:
+        if moe.balance != "bias":
+            return jnp.zeros_like(counts)
+        tokens = counts[..., : moe.experts]
+        step = moe.bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        return jnp.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, COUNTED)])
+
+    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, state = optimizer.update(layout.only_updated(gradients), state, layout.only_updated(params))
+        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u  # noqa: E731
+        return layout.map(of, updates, gradients), state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(layout.only_updated(params)), update)
+
+
+def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
+    """Returns numbers for the row of metrics from the counts of a model's routers; none where loads are frozen.
+
+    `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over tokens and layers.
+    `dropped_rows`: rows that a capacity had no room for, of all layers. With telemetry.experts_every also all counts, for `LayerLoads`.
+    """
+    counts = gradients["blocks"]["experts"]["load"]
+    if counts is None:
+        return {}
+    tokens, dropped, entropy = divided(counts, config.model.moe.experts)
+    total = jnp.maximum(tokens.sum(), 1)
+    worst = jnp.max(tokens.max(-1) / jnp.maximum(tokens.mean(-1), 1e-9))
+    entropy = entropy.sum() * config.model.moe.top_k / total
+    numbers = {"expert_load": worst, "router_entropy": entropy, "dropped_rows": dropped.sum()}
+    if config.telemetry.experts_every:
+        in_order = layout.canonical_leaf(layout.weights["blocks"]["experts"]["load"], counts)
+        # on all devices, so that the first process can read it
+        numbers[COUNTS] = jax.lax.with_sharding_constraint(in_order, NamedSharding(layout.mesh, PartitionSpec()))
+    return numbers
+
+
+def divided(counts: Any, experts: int) -> tuple[Any, Any, Any]:
+    """Returns the counts of layers [L, experts + 2] as tokens [L, experts], dropped rows [L] and entropies summed over tokens [L]."""
+    return counts[:, :experts], counts[:, experts], counts[:, experts + 1]
+
+
+class LayerLoads(RunHook):
+    """Adds to a row, each time that telemetry.experts_every steps are over, each layer's numbers and the tokens of its experts.
+
+    It takes the counts out of the step's metrics, whose others are plain numbers, so it stands before all hooks that read them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.every = config, config.telemetry.experts_every
+        self._counts: jax.Array | None = None
+        self._newest: int | None = None  # step that a row told of
+
+    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, jax.Array]) -> None:
+        self._counts = metrics.pop(COUNTS, None)
+
+    def after_metrics(self, row: Row, due: bool) -> None:
+        step, last = row["step"], self.config.train.steps
+        if not due or self._counts is None:
+            return
+        if self._newest is None or step - self._newest >= self.every or step == last:
+            self._newest = step
+            row.update(of_layers(self._local_sum(self._counts), self.config))
+
+    @staticmethod
+    def _local_sum(counts: jax.Array) -> np.ndarray:
+        """[L, experts + 2]; of islands that step by themselves, [islands, ...], the sum over those of this process."""
+        if counts.ndim == 2:
+            return np.asarray(counts)
+        by_island = {shard.index[0].start: np.asarray(shard.data) for shard in counts.addressable_shards}
+        return np.concatenate(list(by_island.values())).sum(0)
+
+
+def of_layers(counts: np.ndarray, config: Config) -> Row:
+    """Returns what a row says of each layer, by its number, and `expert_tokens`, a list of each layer's experts."""
+    tokens, dropped, entropy = divided(counts, config.model.moe.experts)
+    total = np.maximum(tokens.sum(-1), 1)
+    by_layer = {
+        "layer_expert_load": tokens.max(-1) / (total / tokens.shape[1]),
+        "layer_router_entropy": entropy * config.model.moe.top_k / total,
+        "layer_dropped_rows": dropped,
+    }
+    numbered = {name: {str(i): float(x) for i, x in enumerate(values)} for name, values in by_layer.items()}
+    return {**numbered, "expert_tokens": tokens.astype(int).tolist()}
