@@ -26,7 +26,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     extra_files.check(directory)
     loading.check_finite(files)
     counts = Counter[str]()
-    for mapping in mappings(config.model).values():
+    for mapping in mappings(config.model, files).values():
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):
                 counts[files.dtype(name)] += mapping.numbers

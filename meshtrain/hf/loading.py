@@ -42,7 +42,7 @@ IGNORED = (
 def check(model: ModelConfig, files: TensorFiles) -> None:
     """ConfigError where the files are not the weights of a resolved config's model: one is missing, too many, of another shape or no number."""
     where, used = short(files.directory), {"lm_head.weight"} if model.tied_head else set()
-    for mapping in mappings(model).values():
+    for mapping in mappings(model, files).values():
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):
                 used.add(name)
@@ -93,7 +93,7 @@ def _check_tied(files: TensorFiles, embedding: str) -> None:
 
 def layer_source(model: ModelConfig, files: TensorFiles) -> Source:
     """Returns a function that reads one layer's full weight, in its own dtype, from files that `check` has passed."""
-    by_name = mappings(model)
+    by_name = mappings(model, files)
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
         return by_name[weight.name].read(files, layer, full_box(weight))
@@ -114,7 +114,7 @@ def read(layout: Layout, directory: Path, initial: Tree | None = None, adapters:
 def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapters: Adapters | None = None) -> Tree:
     """Returns the live weights of a layout, from files that `check` has passed; else as `read`."""
     config = layout.config
-    by_name = mappings(config.model)
+    by_name = mappings(config.model, files)
     factors = {weight.name: weight for weight in adapter_weights(config.model, config.lora)}
 
     def leaf(placed: Placed, master: jax.ShapeDtypeStruct, initial: jax.Array | None = None) -> jax.Array:

@@ -8,6 +8,8 @@
     experts    E tensors [out, in]                              [E, in, out]
     merged     as ours, of all experts                          [E, in, out], [E, out]
     alternating k   [..., 2 out] (gpt-oss): every second one, from the k-th on
+    stacked    [E, out, in] of all experts                     [E, in, out]
+    half k     [E, 2 out, in]: the k-th half                   [E, in, out]
 
 RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
 No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
@@ -178,7 +180,30 @@ class MergedMapping(TensorMapping):
         return np.stack(arrays, -1).reshape(self.shape())
 
 
-MAPPINGS = {"experts": ExpertMapping, "merged": MergedMapping, "alternating": MergedMapping}
+class StackedMapping(TensorMapping):
+    """The matrices of all experts of a layer in one tensor, which may be half of each of its matrices."""
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,), (experts, inputs, outputs) = self.tensors(layer), box
+        before = self.name.part * self.weight.dims[-1][1]
+        rows = slice(before + outputs.start, before + outputs.stop)
+        return files.read(name, (experts, rows, inputs)).swapaxes(1, 2)
+
+    def shape(self) -> tuple[int, ...]:
+        (_, experts), (_, inputs), (_, outputs) = self.weight.dims
+        return (experts, outputs * (2 if self.name.layout == "half" else 1), inputs)
+
+    def outer(self) -> tuple[int, ...]:
+        return (0, 2)
+
+
+MAPPINGS = {
+    "experts": ExpertMapping,
+    "merged": MergedMapping,
+    "alternating": MergedMapping,
+    "stacked": StackedMapping,
+    "half": StackedMapping,
+}
 
 
 class NoTensor(TensorMapping):
@@ -191,9 +216,12 @@ class NoTensor(TensorMapping):
         return np.zeros([s.stop - s.start for s in box], np.float32)
 
 
-def mappings(model: ModelConfig) -> dict[str, TensorMapping]:
-    """Returns the mapping of each weight by our name, of a resolved config's model."""
-    names = {name.ours: name for name in hf_family(model.family).names(vars(model))}
+def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, TensorMapping]:
+    """Returns the mapping of each weight by our name, of a resolved config's model: as they are written or, with files, as these have them."""
+    family = hf_family(model.family)
+    names = {name.ours: name for name in family.names(vars(model))}
+    if files and family.in_memory and any(".experts.gate_up_proj" in name for name in files.names):
+        names |= {name.ours: name for name in family.in_memory(vars(model))}
 
     def mapping(weight: Weight) -> TensorMapping:
         if weight.counts:

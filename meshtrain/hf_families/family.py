@@ -12,8 +12,10 @@ class WeightName(NamedTuple):
 
     ours: str
     theirs: str  # {} stands for the number of the layer, a second one for that of the expert
-    layout: Literal["plain", "linear", "third", "patches", "experts", "merged", "alternating"] = "plain"
-    part: int = 0  # which third, or which of the two that alternate
+    layout: Literal["plain", "linear", "third", "patches", "experts", "merged", "alternating", "stacked", "half"] = (
+        "plain"
+    )
+    part: int = 0  # which third or half, or which of the two that alternate
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
 
 
@@ -22,7 +24,8 @@ class HfFamily:
     """A class of transformers that holds a family of ours. `section` and `config` are inverse to one another.
 
     section: (config.json, where it stands) -> the keys of the section `model`. config: (section `model`, tokens of a sequence) ->
-    the keys of config.json. names: section `model` -> the names of the weights. The rest are the options that the class can hold.
+    the keys of config.json. names: section `model` -> the names of the weights, as files are written; `in_memory`: of some of them, as
+    transformers has them once loaded. The rest are the options that the class can hold.
     """
 
     name: str  # of our family
@@ -30,6 +33,7 @@ class HfFamily:
     section: Callable[[Json, str], dict[str, Any]]
     config: Callable[[Json, int], dict[str, Any]]
     names: Callable[[Json], Iterable[WeightName]]
+    in_memory: Callable[[Json], Iterable[WeightName]] | None = None  # names that some files have in the place of those
     model_type: str = ""  # theirs, where it is not the name
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool = False

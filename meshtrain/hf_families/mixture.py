@@ -6,16 +6,18 @@
     moe.d_ff             intermediate_size        moe_intermediate_size       intermediate_size
     moe.normalize        always                   norm_topk_prob              norm_topk_prob
 
-Files have a tensor for each expert's matrix; transformers 5 merges them in memory alone. Their `router_aux_loss_coef` is of a loss over
+Files have a tensor for each expert's matrix, which transformers 5 merges in memory; `save_pretrained(save_original_format=False)` leaves
+them so, and both are read. Their `router_aux_loss_coef` is of a loss over
 a batch, which no mesh here would agree on (`model.moe.balance`): it stays in their file.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from meshtrain.families import FAMILIES
 from meshtrain.hf_families import llama
-from meshtrain.hf_families.family import HfFamily
+from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.json_fields import Json, positive, refuse_unless
 
 # Fields with the one value that is computed here.
@@ -58,8 +60,19 @@ def _fields(family: str) -> tuple[str, str]:
     return experts, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
 
 
+def in_memory(model: Json) -> Iterator[WeightName]:
+    """Yields the names of experts and router where files have them as transformers 5 does (its conversion_mapping.py)."""
+    mlp = "model.layers.{}.mlp."
+    yield WeightName("blocks.experts.gate", f"{mlp}experts.gate_up_proj", "half", 0)
+    yield WeightName("blocks.experts.up", f"{mlp}experts.gate_up_proj", "half", 1)
+    yield WeightName("blocks.experts.down", f"{mlp}experts.down_proj", "stacked")
+    yield WeightName("blocks.experts.router", f"{mlp}gate.weight", "linear")
+
+
 def _family(name: str, architecture: str, **options: Any) -> HfFamily:
-    return HfFamily(name, architecture, partial(section, name), config, llama.names, router="softmax", **options)
+    return HfFamily(
+        name, architecture, partial(section, name), config, llama.names, in_memory, router="softmax", **options
+    )
 
 
 MIXTRAL = _family("mixtral", "MixtralForCausalLM")

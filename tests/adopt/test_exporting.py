@@ -11,6 +11,7 @@ pytest.importorskip("safetensors")
 
 from covering import covering, slow_but
 from golden import FAMILIES, GOLDEN, MESHES, adopted
+from safetensors.numpy import save_file
 
 from meshtrain.adopt.exporting import export, live_source
 from meshtrain.config import load
@@ -56,6 +57,53 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
     assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(tmp_path.glob("*.writing"))
     index = json.loads((tmp_path / "out" / INDEX).read_text()) if (tmp_path / "out" / INDEX).is_file() else None
     assert index is None or index["metadata"]["total_size"] == sum(whole(written, n).nbytes for n in written.names)
+
+
+def with_merged_experts(golden, to, names):
+    """A directory with the experts of each layer merged, as transformers 5 writes them with save_original_format=False."""
+    files, tensors = TensorFiles(golden), {}
+    experts = [name for name in files.names if ".experts." in name]
+    for name in (name for name in files.names if ".experts." not in name):
+        tensors[name.replace("block_sparse_moe", "mlp")] = whole(files, name)
+    for layer in sorted({name.split(".")[2] for name in experts}):
+        prefix, mlp = f"model.layers.{layer}.mlp.experts", experts[0].split(".")[3]
+        count = len({name.split(".")[5] for name in experts})
+        gate, up, down = (
+            np.stack([whole(files, f"model.layers.{layer}.{mlp}.experts.{e}.{of}.weight") for e in range(count)]) for of in names
+        )  # fmt: skip
+        tensors |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], 1), f"{prefix}.down_proj": down}
+    to.mkdir()
+    save_file(tensors, str(to / SINGLE), metadata={"format": "pt"})
+    (to / CONFIG).write_text((golden / CONFIG).read_text())
+    return to
+
+
+MERGED = {"mixtral": ("w1", "w3", "w2"), "olmoe": ("gate_proj", "up_proj", "down_proj")}
+MERGED["qwen3_moe"] = MERGED["olmoe"]
+
+
+def are_the_same(written, wanted):
+    assert sorted(written.names) == sorted(wanted.names)
+    for name in wanted.names:
+        np.testing.assert_array_equal(whole(written, name), whole(wanted, name))
+
+
+@pytest.mark.parametrize("family", MERGED)
+def test_merged_experts_are_read_and_written_one_by_one(tmp_path, family):
+    merged = with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family])
+    model, files = config_of(merged).model, TensorFiles(merged)
+    loading.check(model, files)
+    export(config_of(merged), loading.layer_source(model, files), tmp_path / "out", "float32")
+    are_the_same(TensorFiles(tmp_path / "out"), TensorFiles(GOLDEN / family))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", MERGED)
+def test_merged_experts_lie_on_a_mesh_as_others_do(tmp_path, family):
+    program, files = adopted(with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family]), "2x2x2")
+    source = live_source(program.layout, loading.load(program.layout, files))
+    export(program.config, source, tmp_path / "out", "float32")
+    are_the_same(TensorFiles(tmp_path / "out"), TensorFiles(GOLDEN / family))
 
 
 def test_one_part_has_no_index(tmp_path):
