@@ -8,6 +8,7 @@ others have published for GPUs:
 - `published`: the runs, with their sources, and what these leave open.
 - `foundry`, `kempner`: two hundred more, none of which is fitted.
 - `tpu`: MaxText's on TPU v5p, three of which are fitted.
+- `experts`: mixtures of experts, none of which is fitted; `long`: long rows.
 - `kernels`: what kernels of attention reach by sequence length, from tables of kernels that were timed alone.
 - `memory`: published gigabytes of other frameworks, by how they hold what they train.
 - `timed`, `work`: seconds of a compiled program, by what its instructions move and multiply.

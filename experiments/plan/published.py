@@ -86,8 +86,10 @@ class Run:
             links = replace(cluster.links, node=node)
             cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
         given = replace(cluster, accelerator=accelerator or cluster.accelerator)
-        # None of them took the loss by chunks, as ours would.
-        config = replace(self.config, train=replace(self.config.train, loss_chunk=2**30))
+        # None of them took the loss by chunks, as ours would, but those that say so.
+        train = self.config.train
+        chunk = 2**30 if train.loss_chunk == "auto" else train.loss_chunk
+        config = replace(self.config, train=replace(train, loss_chunk=chunk))
         return estimate(config, given, self.profile).seconds
 
 
@@ -215,7 +217,7 @@ HELD_OUT = (
 
 # Scales a tensor, weights gathered in float8; all layers. No number is fitted on it.
 _TENSORWISE = {"matmul": "float8", "float8_recipe": "tensorwise", "float8_wgrad": "float8", "float8_skip": [0, 0]}
-FLOAT8 = (_torchtitan("8B compiled, float8", 8, COMPILED, 8532, _TENSORWISE),)
+FLOAT8 = (replace(_torchtitan("8B compiled", 8, COMPILED, 8532, _TENSORWISE), source="torchtitan float8"),)
 
 _LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}
 _LLAMA_3_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}

@@ -16,13 +16,14 @@ from rich.table import Table
 
 from meshtrain.model.weights import parameters
 
-from . import aleph_alpha, calibrate, dgxc, foundry, internlm, kempner, tpu
-from .published import ELSEWHERE, FITTED, HELD_OUT, Run
+from . import aleph_alpha, calibrate, dgxc, experts, foundry, internlm, kempner, tpu
+from .published import ELSEWHERE, FITTED, FLOAT8, HELD_OUT, Run
 
 # A fit has so many rows of a source, spread over it, so that none outvotes the others.
 MOST = 8
-# Judged and never fitted on: its report does not say which of its rows compute again, and by their speeds not all do.
-UNCLEAR = ("KempnerForge",)
+# Judged and never fitted on: KempnerForge's report does not say which of its rows compute again, and by their speeds not all do; products in
+# float8 and mixtures of experts have costs of their own.
+NEVER_FITTED = ("KempnerForge", "torchtitan float8", "Megatron-Bridge", "JaxPP", "marin", "MaxText experts")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Judged:
 def every() -> tuple[Run, ...]:
     """All published rows."""
     rows = *FITTED, *HELD_OUT, *ELSEWHERE, *kempner.RUNS, *foundry.runs(), *aleph_alpha.runs(), *internlm.runs()
-    return *rows, *dgxc.runs(), *tpu.FITTED, *tpu.HELD_OUT
+    return *rows, *dgxc.runs(), *tpu.FITTED, *tpu.HELD_OUT, *FLOAT8, *experts.runs(), *experts.others()
 
 
 def of_family(family: str) -> dict[str, list[Run]]:
@@ -53,7 +54,7 @@ def fitted_on(family: str, without: str = "") -> list[Run]:
     """The rows of a fit."""
     chosen: list[Run] = []
     for source, rows in of_family(family).items():
-        if source not in (without, *UNCLEAR):
+        if source not in (without, *NEVER_FITTED):
             chosen += rows[:: math.ceil(len(rows) / MOST)]
     return chosen
 

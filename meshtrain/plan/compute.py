@@ -69,6 +69,12 @@ class FrameworkProfile:
         2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
     )
     imbalance: float = 1.1  # rows of the fullest device's experts, over the mean: of a balanced router
+    overlap_expert: bool = False  # messages of experts travel beside another microbatch's products
+    # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where its experts take it
+    # (DeepEP, HybridEP)
+    token_per_node: bool = False
+    # to add a bias to an element of what goes into an expert's activation, and of its output: XLA reads it and writes it
+    bias_bytes: tuple[float, float] = (4.0, 4.0)
     regathers: bool = (
         True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
     )

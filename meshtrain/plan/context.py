@@ -10,13 +10,13 @@ K and V are those of the tokens of one of the N ranks.
 
 import math
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, best
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.mesh import CONTEXT
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, shapes
-from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
 
 def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
@@ -61,11 +61,8 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
 
 def context_seconds(config: Config, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so long."""
-    n, group = config.mesh.context, cluster.axis(CONTEXT, config.mesh)
-    waits = {"forward": 0.0, "backward": 0.0}
-    for moment, t in context_transfers(config):
-        waits[moment] += t.count / stages(config).longest * best(t.kind, group, t.nbytes).seconds
+    n, waits = config.mesh.context, layer_waits(config, cluster, context_transfers(config))
     if config.parallel.context_strategy != "ring" or cluster.accelerator.platform == "cpu":
-        return waits["forward"], waits["backward"]
+        return waits
     # Behind the last step of the forward no message is under way.
-    return max(0.0, waits["forward"] - (n - 1) / n * forward), max(0.0, waits["backward"] - backward)
+    return max(0.0, waits[0] - (n - 1) / n * forward), max(0.0, waits[1] - backward)

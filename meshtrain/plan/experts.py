@@ -4,23 +4,26 @@
     all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
     all_to_all    rows sent to their experts, and back        likewise
 
-Nothing hides them: a layer's messages stand between its products.
+Nothing hides them in our program: a layer's messages stand between its products. Others send a row to a node once (`FrameworkProfile`).
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, best
+from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import expert_room, round_up
 from meshtrain.config.mesh import EXPERT
+from meshtrain.config.model import MoeConfig
+from meshtrain.families import FAMILIES
 from meshtrain.model.weights import EXPERT_BLOCK
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
-from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 
@@ -62,17 +65,20 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
         return Seconds(memory=size * elements / device.memory_rate)
 
     router = Seconds(matmul=product(device, "float32", tokens, d, moe.experts))
-    # rows are read and written into slots, and each slot of a token read once more
+    # rows are read and written into slots, before all_to_all into what is sent too, and each slot of a token read once more
+    copies = 2 if config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all" else 1
+    copies = 0 if profile.token_per_node else copies
+    biases = [FAMILIES[config.model.family].biased_experts * nbytes / size for nbytes in profile.bias_bytes]
     return dataclasses.replace(
         layer,
         mlp_in=layer.mlp_in
         + router
         + Seconds(matmul=local * 2 * product(device, dtype, each, d, f))
-        + passes(2 * used * d),
+        + passes(2 * copies * used * d + biases[0] * 2 * used * f),
         mlp_hidden=layer.mlp_hidden + passes(4 * used * f),
         mlp_out=layer.mlp_out
         + Seconds(matmul=local * product(device, dtype, each, f, d))
-        + passes((used + tokens) * d),
+        + passes((max(0, 2 * copies - 1) * used + tokens) * d + biases[1] * used * d),
     )
 
 
@@ -129,11 +135,35 @@ def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
     yield over("backward", back, "cotangents of weights back", choices * FLOAT32)
 
 
-def expert_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
+def expert_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile) -> tuple[float, float]:
     """Returns the seconds, forward and backward, that one layer waits for its messages over `expert`."""
-    waits = {"forward": 0.0, "backward": 0.0}
-    if config.mesh.expert > 1:
-        group = cluster.axis(EXPERT, config.mesh)
-        for moment, t in expert_transfers(config):
-            waits[moment] += t.count / stages(config).longest * best(t.kind, group, t.nbytes).seconds
-    return waits["forward"], waits["backward"]
+    seconds = partial(_once_a_node, config, cluster) if profile.token_per_node else None
+    exposed = cluster.accelerator.efficiency.exposed_tensor if profile.overlap_expert else 1.0
+    forward, backward = layer_waits(config, cluster, expert_transfers(config), seconds)
+    return exposed * forward, exposed * backward
+
+
+def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
+    """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the outermost first, to each
+    block with one of them once; those of other blocks go on from there."""
+    group, moe = cluster.axis(EXPERT, config.mesh), config.model.moe
+    seconds, inside, of_tokens = 0.0, 1, transfer.nbytes * shapes.tokens(config) / rows(config).sent
+    for hop in group.hops:
+        blocks = group.size / inside / hop.fan * (hop.fan - 1)
+        nbytes = of_tokens * blocks * reached(moe, moe.experts * inside // group.size)
+        seconds += hop.latency + nbytes / hop.bytes_per_second
+        inside *= hop.fan
+    return transfer.count * seconds
+
+
+def reached(moe: MoeConfig, experts: int) -> float:
+    """Returns the chance that a token has one of so many neighbouring experts among those it chooses, all being as likely as others."""
+    groups, taken = moe.groups or (1, 1)
+    size = moe.experts // groups
+    pool, whole = taken * size, max(1, experts // size)
+    ways = math.comb(groups, taken) * math.comb(pool, moe.top_k)
+    missed = sum(
+        math.comb(whole, n) * math.comb(groups - whole, taken - n) * math.comb(pool - n * min(experts, size), moe.top_k)
+        for n in range(min(whole, taken) + 1)
+    )
+    return 1 - missed / ways

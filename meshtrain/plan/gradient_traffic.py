@@ -14,7 +14,7 @@ Bytes are those of `meshtrain.parallel.reduce.sizes`, which the program stands o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -99,6 +99,17 @@ class Transfer:
     def seconds(self, cluster: Cluster, mesh: MeshConfig) -> float:
         """Seconds of all of them, one after the other, before any of it hides behind compute."""
         return self.count * best(self.kind, cluster.axis(self.axis, mesh), self.nbytes).seconds
+
+
+def layer_waits(
+    config: Config, cluster: Cluster, transfers: list[tuple[str, Transfer]], seconds: Callable[[Transfer], float] | None = None
+) -> tuple[float, float]:  # fmt: skip
+    """Returns the seconds, forward and backward, of one layer's part of a chunk's collectives, one after the other; `seconds` are those of
+    a transfer where it is no collective of XLA's."""
+    waits = {"forward": 0.0, "backward": 0.0}
+    for moment, t in transfers:
+        waits[moment] += (seconds(t) if seconds else t.seconds(cluster, config.mesh)) / stages(config).longest
+    return waits["forward"], waits["backward"]
 
 
 @dataclass

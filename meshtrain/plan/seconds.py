@@ -150,7 +150,7 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     context = 0.0, 0.0
     if config.mesh.context > 1:
         context = context_seconds(config, cluster, layer.forward.attention, backward.attention + recompute.attention)
-    expert = expert_seconds(config, cluster)
+    expert = expert_seconds(config, cluster, profile)
     forward_sends, backward_sends = forward_sends + context[0] + expert[0], backward_sends + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     return LayerCost(

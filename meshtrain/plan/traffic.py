@@ -22,13 +22,14 @@ from meshtrain.config import Config
 from meshtrain.config.mesh import AXES, DATA
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import ACTIVATIONS
+from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.experts import expert_transfers
-from meshtrain.plan.gradient_traffic import Iterations, Transfer, gradient_transfers, sync_transfers
+from meshtrain.plan.gradient_traffic import FLOAT32, Iterations, Transfer, gradient_transfers, sync_transfers
 
 # What other frameworks send more or less often than our program, see `as_practised`.
 GATHERED_FOR_WEIGHTS, INPUTS_SUMMED = "layer inputs gathered again for weights", "input cotangents summed"
@@ -98,6 +99,13 @@ def layer_transfers(config: Config) -> list[Moment]:
 
     scales = config.model.d_model * shapes.itemsize(config.precision.compute)
     shared = ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
+    squares = 2 * FLOAT32 * shapes.tokens(config)
+    # norms are always computed again
+    over_heads = [
+        over(moment, ALL_REDUCE, "squares of q and k over all heads", count, nbytes=squares)
+        for moment, count in (("forward", 1), ("backward", 2))
+        if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
+    ]
     if parallel.sequence_parallel:
         entering = stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
         return [
@@ -108,12 +116,14 @@ def layer_transfers(config: Config) -> list[Moment]:
             over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
             over("backward", ALL_GATHER, "output cotangents gathered", 2),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", 2, hides=True),
+            *over_heads,
         ]
     return [
         over("forward", ALL_REDUCE, "layer outputs summed", 2),
         over("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         over("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales) for moment in shared],
+        *over_heads,
     ]
 
 

@@ -1,15 +1,20 @@
 """What a plan says of experts is what the program sends and what models are known to hold."""
 
-import dataclasses
+import itertools
+import math
+from dataclasses import replace
 
 import pytest
 from counted import before_or_after_the_clocks
 
 from meshtrain.config import load
+from meshtrain.config.model import MoeConfig
 from meshtrain.model.weights import parameters
-from meshtrain.plan import named, plan, shapes, traffic
+from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
+from meshtrain.plan.experts import expert_seconds, reached
+from meshtrain.plan.seconds import layer_cost
 
 PUBLISHED = {"configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9), "configs/mixtral_8x7b.yaml": (46.7e9, 12.9e9)}
 
@@ -22,12 +27,12 @@ def test_parameters_and_active_ones_are_as_published(config):
     assert shapes.active_parameters(model) == pytest.approx(active, rel=0.02)
 
 
-def configuration(dispatch, capacity, remat="none", **mesh):
+def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
     return load(
         {
-            "model": {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "vocab_size": 128, "moe": {"experts": 8, "d_ff": 48}},
+            "model": {"family": family, "layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "vocab_size": 128, "moe": {"experts": 8, "d_ff": 48}},
             "mesh": {"data": 4, "expert": 4} | mesh,
-            "parallel": {"experts": {"dispatch": dispatch, "capacity": capacity}, "zero_stage": 2, "remat": remat, "microbatches": 2},
+            "parallel": {"experts": {"dispatch": dispatch, "capacity": capacity}, "zero_stage": 2, "remat": remat, "microbatches": 2, "sequence_parallel": mesh.get("tensor", 1) > 1},
             "train": {"global_batch_size": 16, "sequence_length": 32},
         }
     )  # fmt: skip
@@ -35,14 +40,83 @@ def configuration(dispatch, capacity, remat="none", **mesh):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("more", [{}, {"remat": "full"}, {"expert": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"remat": "full"},
+        {"expert": 2},
+        {"pipeline": 2},
+        {"tensor": 2},
+        {"context": 2},
+        {"context": 2, "remat": "full"},
+    ],
+)
 def test_the_program_sends_over_expert_what_is_planned(dispatch, more):
     config = configuration(dispatch, 1.25, **more)
     compiled = compile_step(config, "cpu")
     clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
-    sent = dataclasses.replace(compiled, collectives=clocks).sent()
+    sent = replace(compiled, collectives=clocks).sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
     assert planned["expert"] == pytest.approx(sent["expert"], rel=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_norms_over_all_heads_send_what_is_planned(remat):
+    config = configuration("all_gather", None, remat, "olmoe", data=2, expert=1, tensor=2)
+    sent = compile_step(config, "cpu").sent()
+    planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
+    assert planned["tensor"] == pytest.approx(sent["tensor"], rel=1e-3)
+
+
+@pytest.mark.parametrize("groups", [(), (4, 2)], ids=("all", "groups"))
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_as_many_tokens_reach_neighbouring_experts_as_choices_say(groups, count):
+    experts, top_k = 8, 3
+    pools = [tuple(range(experts))]
+    if groups:
+        size = experts // groups[0]
+        chosen = itertools.combinations(range(groups[0]), groups[1])
+        pools = [[group * size + n for group in some for n in range(size)] for some in chosen]
+    every = [choice for pool in pools for choice in itertools.combinations(pool, top_k)]
+    share = sum(min(choice) < count for choice in every) / len(every)
+    assert reached(MoeConfig(experts=experts, top_k=top_k, groups=groups), count) == pytest.approx(share)
+
+
+def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
+    config = load("configs/qwen3_30b_a3b.yaml")
+    cluster = named("h100", 16)
+    row, tokens = 2048 * 2, 4096
+    once = replace(DEFAULT_PROFILE, token_per_node=True)
+    node, rail = cluster.axis("expert", config.mesh).hops
+    # of 8 experts among 128: one or more on the other node, and on each of the 7 other devices of a node, whose tokens are both nodes'
+    across, within = 1 - math.comb(64, 8) / math.comb(128, 8), 7 * (1 - math.comb(120, 8) / math.comb(128, 8))
+    one = tokens * (row * across / rail.bytes_per_second + row * 2 * within / node.bytes_per_second)
+    forward, _ = expert_seconds(config, cluster, once)
+    # there and back; choices and weights are eight bytes an expert beside
+    assert forward == pytest.approx(2 * one, rel=0.03)
+    direct, _ = expert_seconds(config, cluster, DEFAULT_PROFILE)
+    assert direct > 3 * forward
+    hidden, _ = expert_seconds(config, cluster, replace(once, overlap_expert=True))
+    assert hidden == pytest.approx(cluster.accelerator.efficiency.exposed_tensor * forward)
+
+
+def memory_seconds(config, profile=DEFAULT_PROFILE):
+    return layer_cost(config, named("h100", config.mesh.devices), profile).forward.memory
+
+
+def test_rows_that_are_sent_to_their_experts_are_copied_once_more_and_those_that_a_kernel_places_never():
+    gathered, sent = (configuration(dispatch, 1.0) for dispatch in ("all_gather", "all_to_all"))
+    placed = replace(DEFAULT_PROFILE, token_per_node=True)
+    assert memory_seconds(sent, placed) < memory_seconds(gathered) < memory_seconds(sent)
+
+
+def test_biases_of_experts_cost_what_the_framework_moves_for_them():
+    slow = replace(DEFAULT_PROFILE, bias_bytes=(4.0, 30.0))
+    assert memory_seconds(configuration("all_gather", 1.0), slow) == memory_seconds(configuration("all_gather", 1.0))
+    biased = configuration("all_gather", 1.0, family="gpt_oss")
+    assert memory_seconds(biased, slow) > memory_seconds(biased)
 
 
 def test_a_search_looks_at_all_ranks_that_experts_divide_over():
