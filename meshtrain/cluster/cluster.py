@@ -108,8 +108,15 @@ class Cluster:
 
     def axis(self, name: str, mesh: MeshConfig) -> Group:
         """The group of a mesh axis, or of several joined by +; devices are numbered as `mesh.order` says."""
-        legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in name.split("+"))
-        return self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
+        # a search asks half a million times
+        if (name, mesh) not in self._axes:
+            legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in name.split("+"))
+            self._axes[name, mesh] = self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
+        return self._axes[name, mesh]
+
+    @functools.cached_property
+    def _axes(self) -> dict[tuple[str, MeshConfig], Group]:
+        return {}
 
     def _group(self, legs: Legs) -> Group:
         device = self.accelerator

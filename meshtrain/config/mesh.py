@@ -97,15 +97,19 @@ class MeshConfig:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which the rows of a batch are split, major first."""
-        return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis in self.shape)
+        return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis == DATA or self.ways(axis) > 1)
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
         """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
-        return tuple(axis for axis in (*self.data_axes, CONTEXT) if axis in self.shape and (across or axis != ISLAND))
+        context = (CONTEXT,) if self.context > 1 else ()
+        return tuple(axis for axis in (*self.data_axes, *context) if across or axis != ISLAND)
 
     def ways(self, axis: str) -> int:
         """Devices along an axis, 1 for one that the mesh lacks."""
-        return self.shape.get(axis, 1)
+        if axis == DATA:
+            return self.data // self.islands // self.expert
+        size: int = self.islands if axis == ISLAND else getattr(self, axis, 1)
+        return size
 
     def stride(self, axis: str) -> int:
         """Returns how far apart in the numbering of devices two neighbours along an axis are."""

@@ -130,11 +130,19 @@ def _images(config: Config) -> list[MemoryItem]:
     return [MemoryItem("images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model)))]
 
 
-def kept(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
-    """Activations that the microbatches in flight keep for their backward, and those that wait between stages."""
+def of_layer(config: Config) -> tuple[float, float]:
+    """Returns the bytes that one layer keeps of a microbatch for its backward, and for its weights' gradients alone."""
+    return activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(config)
+
+
+def kept(
+    config: Config, facts: ScheduleFacts, platform: str = "gpu", layer_keeps: tuple[float, float] | None = None
+) -> list[MemoryItem]:
+    """Activations that the microbatches in flight keep for their backward, and those that wait between stages; `layer_keeps`: `of_layer`,
+    where it is known already."""
     stage, parallel = stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    layer = activations.kept(config, parallel.remat)
+    layer, residuals = layer_keeps or of_layer(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = 4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
     reference = MemoryItem("losses under the reference", "activations", losses)
@@ -144,7 +152,7 @@ def kept(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[Me
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in backwards after them.
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
     f_inbox = depths.f_inbox if cpu or facts.together > 1 else 0
-    waiting = depths.cot * stage.longest * activations.weight_grad_residuals(config)
+    waiting = depths.cot * stage.longest * residuals
     return [
         MemoryItem("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
         MemoryItem("what weight gradients wait for", "activations", waiting),

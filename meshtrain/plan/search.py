@@ -181,6 +181,7 @@ def _scheduled(
     """
     usable = spared(cluster)
     costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
+    layer_keeps: dict[int, tuple[float, float]] = {}
     passing: dict[tuple[int, tuple[bool, ...]], float] = {}
     for schedule, chunks in named_schedules:
         split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
@@ -189,7 +190,10 @@ def _scheduled(
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
         facts = pipeline.facts(scheduled)
-        kept = memory.total(memory.kept(scheduled, facts, cluster.accelerator.platform))
+        if stage.longest not in layer_keeps:
+            layer_keeps[stage.longest] = memory.of_layer(scheduled)
+        platform = cluster.accelerator.platform
+        kept = memory.total(memory.kept(scheduled, facts, platform, layer_keeps[stage.longest]))
         seconds, fits = math.inf, False
         for zero in outside[stage.on_device]:
             # the optimizer's state waits on the host only where it has to: the same stage without comes just before
@@ -199,7 +203,7 @@ def _scheduled(
             if nbytes <= usable:
                 key = stage.on_device, zero.passing
                 if key not in passing:
-                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, cluster.accelerator.platform)
+                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, platform)
                     passing[key] = max(map(memory.total, moments.values()))
                 nbytes += passing[key]
             if nbytes <= usable and seconds == math.inf:
