@@ -4,7 +4,9 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from meshtrain import cli
 from meshtrain.commands import COMMANDS, MODULES, listed
 from meshtrain.errors import nearest, say, short
 from meshtrain.run import early
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ending = nearest(name, COMMANDS) or f"; legal are {', '.join(COMMANDS)}."
         say(f"there is no command {short(name)}{ending}")
         return 2
+    cli.typed = "python -m meshtrain" if Path(sys.argv[0]).name == "__main__.py" else "meshtrain"
     sys.argv = [f"meshtrain.{name}", *rest[:-1]]
     # Ends by the command's own exit code.
     runpy.run_module(f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)

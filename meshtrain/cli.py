@@ -121,6 +121,11 @@ def _reader_is_gone() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+# What was typed before the name of a command, where that was not Python with -m and the command's own module.
+typed = ""
+_MODULE = re.compile("^python -m meshtrain[. ]")
+
+
 class Help(argparse.HelpFormatter):
     """Says the default of each option that has one, in one way."""
 
@@ -137,6 +142,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": Help}
         super().__init__(**usual | settings)
+        if typed:
+            self.prog = _MODULE.sub(f"{typed} ", self.prog)
+            self.description = _MODULE.sub(f"{typed} ", self.description or "")
 
     # Parsers of commands that stand in the place of options, as those of `survive` do.
     beside: Mapping[str, Callable[[], "Parser"]] = {}

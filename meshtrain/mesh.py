@@ -121,7 +121,7 @@ def join_cluster() -> None:
             # in the batch script itself, or in the shell of salloc
             raise ConfigError(
                 f"this is one process in a job of Slurm's for {tasks} tasks; start it with srun, as in "
-                "srun python -m meshtrain.train, which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
+                "srun meshtrain train, which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
             )
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
 
@@ -223,7 +223,7 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
     order = {name: place for place, name in enumerate(load_cluster(path).device_order)}
     file = f"mesh.cluster {short(path)}"
     if not order:
-        way_out = "let python -m meshtrain.probe write the file, or leave the key out"
+        way_out = "let meshtrain probe write the file, or leave the key out"
         raise ConfigError(f"{file} has no device_order; {way_out}.")
     names = dict(zip(devices, device_names(devices), strict=True))
     if unknown := [name for name in names.values() if name not in order]:

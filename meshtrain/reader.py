@@ -130,7 +130,7 @@ def read_model(
         return _adopted(root, mesh, adapter, precision, **how)
     if adapter is not None:
         raise ConfigError(
-            f"adapter is given, but {short(root)} is no Hugging Face directory; python -m meshtrain.adopt merge adds them."
+            f"adapter is given, but {short(root)} is no Hugging Face directory; meshtrain adopt merge adds them."
         )
     damaged: dict[Path, str] = {}
     removed: list[Path] = []

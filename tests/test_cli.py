@@ -2,14 +2,21 @@
 
 import argparse
 import errno
+import fcntl
 import importlib
 import io
 import logging
 import os
+import pty
 import re
+import select
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -288,6 +295,21 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
     assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
 
 
+@pytest.mark.parametrize(
+    ("called", "usage"), [("/usr/bin/meshtrain", "meshtrain"), ("/x/meshtrain/__main__.py", "python -m meshtrain")]
+)
+@pytest.mark.parametrize("words", ["train", "data prepare", "survive status", "config"])
+def test_help_and_refusals_name_the_command_as_it_was_typed(called, usage, words, capsys, monkeypatch):
+    from meshtrain.__main__ import main
+
+    monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
+    monkeypatch.setattr(cli, "typed", "")
+    monkeypatch.setattr(sys, "argv", [called])
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {usage} {words} [-h]")
+
+
 def _and_its_own(parser):
     yield parser
     for own in parser.commands.values():
@@ -317,7 +339,45 @@ ask meshtrain tr; ask meshtrain train --co; ask meshtrain train --set mesh.te; a
     (tmp_path / "asks").write_text(completion("bash") + asks)
     done = subprocess.run(["bash", "asks"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["train", "--config", "mesh.tensor=", "status stats"]
-    assert "'mesh.tensor'" in completion("zsh") or " mesh.tensor " in completion("zsh")
+
+
+def test_zsh_completes_commands_options_and_keys(tmp_path):
+    pytest.importorskip("shtab")
+    if shutil.which("zsh") is None:
+        pytest.skip("needs zsh: apt-get install zsh")
+    from meshtrain.completion import completion
+
+    (tmp_path / "meshtrain.zsh").write_text(completion("zsh"))
+    settings = f"autoload -Uz compinit; compinit -u -D; unsetopt prompt_sp prompt_cr; PS1='READY '; eval \"$(cat {tmp_path}/meshtrain.zsh)\""
+    (tmp_path / ".zshrc").write_text(f"{settings}\n")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ |= {"ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+        os.execvp("zsh", ["zsh", "-i"])
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        shown_until(terminal, "READY ")
+        for typed, completed in (
+            ("meshtrain tr", "meshtrain train "), ("meshtrain train --co", "meshtrain train --config "),
+            ("meshtrain train --set mesh.ten", "meshtrain train --set mesh.tensor="), ("meshtrain survive statu", "meshtrain survive status "),
+            ("meshtrain data ver", "meshtrain data verify "),
+        ):  # fmt: skip
+            os.write(terminal, f"{typed}\t".encode())
+            shown_until(terminal, completed)
+            os.write(terminal, b"\x15")  # empties the line
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def shown_until(terminal, wanted, seconds=60):
+    """Reads what a terminal shows until it is what is wanted; fails if it does not come."""
+    shown, until = "", time.monotonic() + seconds
+    while wanted not in shown:
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 1 << 16).decode(errors="replace")
+        assert time.monotonic() < until, shown
 
 
 def test_the_reference_of_commands_has_every_command_with_its_own():

@@ -363,7 +363,7 @@ def test_losses_are_the_same_in_every_order_of_axes_and_devices(repaired):
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        ([], "has no device_order; let python -m meshtrain.probe write the file"),
+        ([], "has no device_order; let meshtrain probe write the file"),
         ([f"elsewhere/{i}" for i in range(8)], f"says nothing of 8 of the 8 devices that are there, {HERE}/0 for one; probe them again"),
         ([f"{HERE}/{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8)], f"says nothing of 1 of the 8 devices that are there, {HERE}/7 for one"),
         ([f"{HERE}/{i % 7}" for i in range(8)], f"device_order names {HERE}/0 twice"),

@@ -1,4 +1,4 @@
-"""Charts with logarithmic axes and coloured tables as SVG, ink on white: what the pictures of this directory are made of."""
+"""Charts with logarithmic axes and coloured tables as SVG: what the pictures of this directory are made of."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from meshtrain.draw.svg import svg
+from meshtrain.draw.svg import GRID, TEXT, file, svg
 
 WIDE, TALL = 460, 320  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 30, 42  # of what is plotted in it
-INK, RULE = "#1d2430", "#e3e7ee"
 # Okabe and Ito's, dark enough for text on white
 COLOURS = ("#0072b2", "#b85c00", "#00805f", "#a2559c", "#6b6b6b", "#b3261e", "#7a6a00", "#3b9fd6")
 
@@ -45,10 +44,10 @@ def chart(title: str, across: Axis, up: Axis, lines: Sequence[Line]) -> list[str
     body = [_title(title)]
     for value, text in up.ticks:
         y = TOP + tall * (1 - up.share(value))
-        body.append(f'<path d="M{LEFT} {y:.1f}h{wide}" stroke="{RULE}"/>{_text(LEFT - 6, y + 4, text, "end")}')
+        body.append(f'<path d="M{LEFT} {y:.1f}h{wide}" stroke="{GRID}"/>{_text(LEFT - 6, y + 4, text, "end")}')
     for value, text in across.ticks:
         x = LEFT + wide * across.share(value)
-        body.append(f'<path d="M{x:.1f} {TOP}v{tall}" stroke="{RULE}"/>{_text(x, TOP + tall + 16, text, "middle")}')
+        body.append(f'<path d="M{x:.1f} {TOP}v{tall}" stroke="{GRID}"/>{_text(x, TOP + tall + 16, text, "middle")}')
     body += [_text(LEFT + wide / 2, TALL - 8, across.name, "middle"), _text(LEFT, TOP - 4, up.name)]
     for line in lines:
         inside = [(across.share(x), up.share(y)) for x, y in line.points if y > 0 or not up.log]
@@ -85,7 +84,7 @@ def tiles(
             colour = COLOURS[0] if value >= 1 else COLOURS[1]
             box = f'x="{LEFT + j * wide:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" height="{tall - 1:.1f}"'
             body.append(f'<rect {box} fill="{colour}" fill-opacity="{strength:.2f}"/>')
-            ink = "#fff" if strength > 0.6 else INK
+            ink = "#fff" if strength > 0.6 else TEXT
             body.append(_text(LEFT + (j + 0.5) * wide, y + tall / 2 + 4, f"{value:.2g}", "middle", ink))
     return body
 
@@ -95,16 +94,16 @@ def write(
 ) -> None:
     """Panels row by row, and `under` them a legend `below` pixels tall."""
     rows = math.ceil(len(panels) / columns)
-    body = [f'<rect width="{columns * WIDE}" height="{rows * TALL + below:.0f}" fill="#fff"/>']
+    body = []
     for i, panel in enumerate(panels):
         body.append(f'<g transform="translate({i % columns * WIDE},{i // columns * TALL})">{"".join(panel)}</g>')
     body.append(f'<g transform="translate(0,{rows * TALL})">{"".join(under)}</g>')
-    path.write_text(svg(columns * WIDE, rows * TALL + below, body, path.stem.replace("_", " ")) + "\n")
+    path.write_text(file(svg(columns * WIDE, rows * TALL + below, body, path.stem.replace("_", " "))))
 
 
 def _title(text: str) -> str:
-    return f'<text x="{WIDE / 2}" y="13" text-anchor="middle" font-size="13" font-weight="600" fill="{INK}">{escape(text)}</text>'
+    return f'<text x="{WIDE / 2}" y="13" text-anchor="middle" font-size="13" font-weight="600" fill="{TEXT}">{escape(text)}</text>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", ink: str = INK) -> str:
+def _text(x: float, y: float, text: str, anchor: str = "start", ink: str = TEXT) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}">{escape(text)}</text>'

@@ -42,8 +42,7 @@ def parser() -> Parser:
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=Path, help=meaning)
-        if name != "diff":
-            parsed.add_argument("--json", action="store_true", help="the same for programs")
+        parsed.add_argument("--json", action="store_true", help="the same for programs")
         if name in ("show", "verify"):
             text = "this step of a run: its number, newest, or best (the lowest eval loss)"
             parsed.add_argument("--step", type=_step, metavar="N", help=text)

@@ -129,7 +129,7 @@ def diff(options: argparse.Namespace) -> int:
         for name in sorted(a.leaves.keys() & b.leaves.keys()):
             if _type(a, name) == _type(b, name):
                 lines += _compare(name, _array(first, name, a), _array(second, name, b))
-    print("\n".join(lines) if lines else "the same")
+    print(json.dumps(lines, indent=2) if options.json else "\n".join(lines) or "the same")
     return DAMAGED if lines else INTACT
 
 

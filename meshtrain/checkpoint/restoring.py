@@ -231,7 +231,7 @@ def _check_adapters(converter: GlobalArrays, start: Start) -> None:
     if name := lora_difference(config.model, before, config.lora):
         raise ConfigError(
             f"checkpoint {start.directory} has adapters with lora.{name} {section[name]}, and this config has "
-            f"{getattr(config.lora, name)}; give it the same section lora, or start from their merge (python -m meshtrain.adopt merge)."
+            f"{getattr(config.lora, name)}; give it the same section lora, or start from their merge (meshtrain adopt merge)."
         )
 
 

@@ -390,7 +390,7 @@ class SurviveConfig:
     )
     node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost, or a frozen process ended", least=1.0, resume=FREE)
     restarts: int = key(20, "restarts for faults that a run may take in 24 hours before it is given up", least=0, resume=FREE)
-    inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `python -m meshtrain.survive inject --list` has the kinds", resume=FREE)
+    inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `meshtrain survive inject --list` has the kinds", resume=FREE)
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while runnin
 
 import argparse
 import errno
+import json
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from meshtrain.data import show
 from meshtrain.data.documents import documents
 from meshtrain.data.formats import wanted_for
 from meshtrain.data.input_files import InputFile, find
-from meshtrain.data.manifest import SPLITS, Contents, read_manifest
+from meshtrain.data.manifest import SPLITS, Contents, ShardManifest, read_manifest
 from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
 from meshtrain.data.shards import open_corpus
 from meshtrain.data.tokenizer_file import train_bpe
@@ -97,6 +98,7 @@ def parser() -> Parser:
     shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1")
     length = "as train.sequence_length: how much of the example a row takes"
     shows.add_argument("--length", type=whole_number, help=length)
+    shows.add_argument("--json", action="store_true", help="the same for programs")
     shows.set_defaults(run=_show)
 
     trains = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
@@ -107,6 +109,9 @@ def parser() -> Parser:
 
     verifies = commands.add_parser("verify", help="compares prepared shards with their manifest")
     verifies.add_argument("directory", type=_path)
+    verifies.add_argument(
+        "--json", action="store_true", help="the same for programs: documents, tokens and shards of each split"
+    )
     verifies.set_defaults(run=_verify)
     return parser
 
@@ -209,7 +214,8 @@ def _show(chosen: argparse.Namespace) -> None:
     files = _find(chosen.input, chosen.format)
     encoder = open_encoder(options, last_change(files))
     name, tokens = show.nth(files, encoder, chosen.number)
-    show.draw(name, tokens, encoder.tokenizer, chosen.length)
+    draw = show.print_json if chosen.json else show.draw
+    draw(name, tokens, encoder.tokenizer, chosen.length)
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:
@@ -237,7 +243,19 @@ def _verify(chosen: argparse.Namespace) -> None:
     manifest = read_manifest(chosen.directory)
     for split in filter(manifest.shards.get, SPLITS):
         open_corpus(chosen.directory, manifest, split, verify=True)
-    print(f"{short(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
+    if chosen.json:
+        counts = {split: _counts(manifest, split) for split in manifest.shards}
+        print(
+            json.dumps({"intact": True, "tokenizer": manifest.tokenizer, "digest": manifest.digest, **counts}, indent=2)
+        )
+    else:
+        print(f"{short(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
+
+
+def _counts(manifest: ShardManifest, split: str) -> dict[str, int]:
+    return {name: manifest.count(split, name) for name in ("documents", "tokens")} | {
+        "shards": len(manifest.shards[split])
+    }
 
 
 if __name__ == "__main__":

@@ -286,9 +286,7 @@ class Source:
 def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Opens shards that were prepared for a tokenizer and a validation share, and are still whole; ConfigError if not."""
     if not (directory / MANIFEST).is_file() and (directory / RECIPE).is_file():
-        raise ConfigError(
-            f"the preparation of {name} was not finished; run the same `python -m meshtrain.data prepare` again."
-        )
+        raise ConfigError(f"the preparation of {name} was not finished; run the same `meshtrain data prepare` again.")
     manifest = read_manifest(directory)
     if manifest.tokenizer_digest != tokenizer.digest:
         raise ConfigError(

@@ -6,6 +6,7 @@
 What a terminal would obey, in a message, stands as its escape.
 """
 
+import json
 import os
 import sys
 from collections import Counter
@@ -54,22 +55,47 @@ def draw(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None
     """Prints an example as rows of `length` labels take it."""
     stream = to or sys.stdout
     colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    summary = f"{short(name)}: {len(tokens):,} tokens"
-    if length is not None and len(tokens) - 1 > length:
-        first = tokens[: length + 1]
-        # As pieces.py takes them.
-        left_out = (tokens & REJECTED).any() or not (first[1:] & LEARNED).any()
-        tokens = tokens[:0] if left_out else first
-        summary += ", of which none are taken" if left_out else f", of which the first {len(tokens):,} are taken"
-    print("".join(_runs(tokens, tokenizer, colours)), file=stream)
-    print(f"{summary}, {int(((tokens & LEARNED) > 0).sum()):,} learned", file=stream)
+    summary, taken = f"{short(name)}: {len(tokens):,} tokens", _taken(tokens, length)
+    if taken.size < tokens.size:
+        summary += f", of which the first {taken.size:,} are taken" if taken.size else ", of which none are taken"
+    print("".join(_marked(taken, tokenizer, colours)), file=stream)
+    print(f"{summary}, {int(((taken & LEARNED) > 0).sum()):,} learned", file=stream)
 
 
-def _runs(tokens: np.ndarray, tokenizer: Tokenizer, colours: bool) -> Iterator[str]:
+def print_json(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None) -> None:
+    """Prints the same for programs: what is taken, in parts that are learned, or of a rejected answer, alike."""
+    taken = _taken(tokens, length)
+    parts = [
+        {"text": text, "learned": learned, "rejected": rejected} for text, learned, rejected in _runs(taken, tokenizer)
+    ]
+    learned = int(((taken & LEARNED) > 0).sum())
+    print(
+        json.dumps(
+            {"example": name, "tokens": tokens.size, "taken": taken.size, "learned": learned, "parts": parts}, indent=2
+        )
+    )
+
+
+def _taken(tokens: np.ndarray, length: int | None) -> np.ndarray:
+    """Returns what a row of `length` labels takes of an example, as pieces.py does."""
+    if length is None or tokens.size - 1 <= length:
+        return tokens
+    first = tokens[: length + 1]
+    left_out = (tokens & REJECTED).any() or not (first[1:] & LEARNED).any()
+    return tokens[:0] if left_out else first
+
+
+def _runs(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, bool]]:
+    """Yields the text of tokens that are alike in whether they are learned, and rejected."""
     for (learned, rejected), run in groupby(
         tokens.tolist(), lambda token: (bool(token & int(LEARNED)), bool(token & int(REJECTED)))
     ):
-        text = "".join(map(_visible, tokenizer.spell(np.array(list(run), np.uint32) & ID)))
+        yield "".join(tokenizer.spell(np.array(list(run), np.uint32) & ID)), learned, rejected
+
+
+def _marked(tokens: np.ndarray, tokenizer: Tokenizer, colours: bool) -> Iterator[str]:
+    for spelt, learned, rejected in _runs(tokens, tokenizer):
+        text = "".join(map(_visible, spelt))
         begin, end = (RED if rejected else GREEN, PLAIN) if colours else MARKS[rejected]
         # A colour ends with its line, for those who scroll by lines.
         inner = text.replace("\n", f"{end}\n{begin}") if colours else text

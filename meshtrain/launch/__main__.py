@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.launch",
-        description="Starts a run on several nodes: a supervisor on each (python -m meshtrain.survive), which goes on through faults.",
+        description="Starts a run on several nodes: a supervisor on each (meshtrain survive), which goes on through faults.",
         epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting again.",
     )
     commands = parser.add_subparsers(dest="launcher", required=True)

@@ -4,6 +4,7 @@ A run is a block of a few lines; where there is no room for these, and where the
 """
 
 import contextlib
+import json
 import os
 import select
 import sys
@@ -22,10 +23,11 @@ from rich.text import Text
 
 from meshtrain import units
 from meshtrain.cli import DONE, Parser, command, whole_number
-from meshtrain.monitor.watched import RECENT, Look, WatchedRun
+from meshtrain.monitor.watched import Look, WatchedRun
 from meshtrain.report.text import sparkline
 from meshtrain.survive.history import date
 from meshtrain.survive.reliability import Failure
+from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
 EVERY = 2  # seconds between two looks
@@ -47,6 +49,9 @@ LEAST = 8  # letters of a sparkline or a bar
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     watched = [WatchedRun(run) for run in options.runs]
+    if options.json:
+        print(json.dumps([run.look().as_json() for run in watched], indent=2))
+        return DONE
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     # Ctrl-C is how one leaves it.
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
@@ -79,6 +84,7 @@ def parser() -> Parser:
     )
     parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
+    parser.add_argument("--json", action="store_true", help="shows it once, for programs")
     return parser
 
 
@@ -108,7 +114,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 def head(width: int, every: float | None = None) -> Text:
     """Returns the line above all runs: the clock, the keys, and of what the figures are."""
     keys = "" if every is None else f"  every {every:g} s  q ends, any key looks"
-    words, about = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}", f"of the last {RECENT} rows"
+    words, about = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}", f"of the last {RECENT_ROWS} rows"
     room = width - len(words) - len(about)
     return Text(words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis")
 

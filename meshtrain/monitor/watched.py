@@ -8,8 +8,9 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.plan.estimate import Plan
@@ -22,14 +23,14 @@ from meshtrain.run.lock import in_use
 from meshtrain.run.rows import Row, RowReader
 from meshtrain.survive import stragglers
 from meshtrain.survive.heartbeat import STEPPING
-from meshtrain.survive.history import History, number, read_plans, read_records, text
+from meshtrain.survive.history import History, number, plain, read_plans, read_records, text
 from meshtrain.survive.records import Node, RestartPlan
 from meshtrain.survive.reliability import Failure, failures
 from meshtrain.survive.store import SURVIVE
+from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
 ROWS, SAMPLES = 400, 2  # that are kept: of steps, and of each process
-RECENT = 50  # of the rows, of which figures are: how it is now
 TAIL, SAMPLE_TAIL = 1 << 18, 1 << 14  # bytes before the ends of files with which it begins
 MOST_RANKS = 256
 SILENT = 3.0  # times the time between samples, without one
@@ -56,6 +57,14 @@ class Look:
     def over(self) -> bool:
         """Whether nothing more will come."""
         return self.summary is not None and self.summary.state == "done"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the look for programs: the figures are those of `report --json`, of the last rows."""
+        about = {name: getattr(self, name) for name in ("alerts", "phases", "lagging", "memory", "left", "life")}
+        summary = None if self.summary is None else asdict(self.summary)
+        return plain(
+            {"run": str(self.directory), "summary": summary, **about, "faults": list(map(asdict, self.faults))}
+        )  # type: ignore[no-any-return]
 
 
 class WatchedRun:
@@ -99,7 +108,7 @@ class WatchedRun:
         # Between two generations no process holds the directory, and yet the run goes on.
         supervised = any(now - node.wall < FRESH and node.state != "ended" for node in nodes.values())
         summary = summarise(RunFacts(
-            directory=self.directory, now=now, config=self._config, plan=self._plan, steps=_columns(list(self._rows)[-RECENT:]),
+            directory=self.directory, now=now, config=self._config, plan=self._plan, steps=_columns(list(self._rows)[-RECENT_ROWS:]),
             torn=self._metrics.torn, written=written(self.directory / METRICS) or stamp, best=self._best or Best(),
             in_use=True if supervised else held, samples=sampled_columns,
         ))  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -244,14 +245,12 @@ def layout(config: Config) -> str:
 
 def ranking(result: search.SearchResult, devices: int) -> RenderableType:
     """The best layouts of a search, with the reasons."""
-    lines = Text()
-    lines.append(
+    head = (
         f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {search.MARGIN:.0%} of the memory to spare; "
-        f"searched in {result.seconds:.1f} s\n",
-        "bold",
+        f"searched in {result.seconds:.1f} s"
     )
+    lines: list[RenderableType] = [Text(head, "bold")]
     for place, plan in enumerate(result.plans, 1):
-        lines.append(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}  ", "bold")
-        lines.append(f"{layout(plan.config)}\n    {search.reason(plan, result.plans[0])}\n")
-    lines.append(f"the fastest step, all of it: {search.made_of(result.plans[0])}")
-    return lines
+        lines.append(Text(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}", "bold"))
+        lines += [Padding(words, (0, 0, 0, 4)) for words in (layout(plan.config), search.reason(plan, result.plans[0]))]
+    return Group(*lines, f"the fastest step, all of it: {search.made_of(result.plans[0])}")

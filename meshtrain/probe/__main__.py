@@ -92,7 +92,7 @@ def parser() -> Parser:
     parser.add_argument("--only", choices=PARTS, help="one part of it (default: all)")
     parser.add_argument("--algorithms", metavar="NAME,...|all", help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
-    parser.add_argument("--output", metavar="FILE", help="writes a cluster file for python -m meshtrain.plan --cluster")
+    parser.add_argument("--output", metavar="FILE", help="writes a cluster file for meshtrain plan --cluster")
     parser.add_argument(
         "--html",
         metavar="FILE",

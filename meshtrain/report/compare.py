@@ -30,6 +30,7 @@ from meshtrain.report.rows import Columns
 from meshtrain.report.sections import Grid, Section, findings
 from meshtrain.report.summary import setting_text, summarise
 from meshtrain.survive import history as histories
+from meshtrain.telemetry.catalogue import RECENT_ROWS
 
 SURE = 0.99  # of an interval: several things are compared
 FEWEST, MOST = 4, 64  # blocks
@@ -213,7 +214,7 @@ def _figures(first: RunFacts, second: RunFacts) -> Iterator[tuple[str, ...]]:
     summaries = [summarise(run) for run in (first, second)]
     yield "verdict", *(summary.verdict for summary in summaries)
     labels = {
-        "tokens/s": "tokens/s", "MFU": "MFU", "loss": "loss at the end", "lowest eval loss": "eval loss, at best",
+        "tokens/s": "tokens/s", "MFU": f"MFU, last {RECENT_ROWS} rows", "loss": "loss at the end", "lowest eval loss": "eval loss, at best",
         "eval accuracy": "eval accuracy at the end", "goodput": "goodput",
     }  # fmt: skip
     for name, label in labels.items():

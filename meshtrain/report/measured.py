@@ -10,13 +10,14 @@ from meshtrain.plan.estimate import Plan
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 from meshtrain.survive.ledger import word
+from meshtrain.telemetry.catalogue import recent_mfu
 
 SHORTEST = 1e-9  # seconds of a step; what is said to be shorter was no step
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, warmed up. `mfu` is of the accelerator that was planned for, where the rows do not say it themselves."""
+    """Seconds of a step, warmed up. `mfu`: as of the last rows, see `recent_mfu`; none where no peak of the devices is known."""
 
     steps: int  # of which this is
     median: float
@@ -85,14 +86,13 @@ def tokens_by_row(columns: Columns) -> np.ndarray:
     return np.cumsum(tokens * since)
 
 
-def speed_of(columns: Columns, planned: Plan | None) -> Speed | None:
+def speed_of(columns: Columns) -> Speed | None:
     mask = warmed_up(columns)
     if not mask.any():
         return None
     seconds, waits = columns["step_seconds"][mask], columns["data_wait_seconds"][mask]
     p10, median, p90 = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
-    mfu, rate = _finite(columns["mfu"][mask]), _finite(columns["tokens"][mask] / seconds)
-    planned_mfu = planned.mfu * planned.seconds / median if planned else None
+    rate = _finite(columns["tokens"][mask] / seconds)
     known = np.isfinite(waits)
     return Speed(
         steps=int(mask.sum()),
@@ -101,7 +101,7 @@ def speed_of(columns: Columns, planned: Plan | None) -> Speed | None:
         p90=p90,
         worst=float(seconds.max()),
         tokens_per_second=float(np.median(rate)) if rate.size else math.nan,
-        mfu=float(np.median(mfu)) if mfu.size else planned_mfu,
+        mfu=recent_mfu(columns["mfu"]),
         waiting=float(waits[known].sum() / seconds[known].sum()) if known.any() else None,
     )
 

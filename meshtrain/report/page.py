@@ -18,6 +18,7 @@ from meshtrain.report.compare import Comparison
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.sections import Section, findings, sections
 from meshtrain.report.summary import Summary
+from meshtrain.telemetry.catalogue import RECENT_ROWS
 
 MOST_ROWS = 12  # of a table: the newest
 
@@ -101,7 +102,7 @@ def _tiles(summary: Summary) -> str:
     labels = {
         "loss": "loss at the end", "eval loss": "eval loss", "eval accuracy": "eval accuracy",
         "lowest eval loss": f"lowest, step {summary.eval_least_step:,}" if summary.eval_least_step is not None else "",
-        "a step": "a step, median", "tokens/s": "tokens a second", "MFU": "model FLOPs utilisation", "data wait": "waiting for data",
+        "a step": "a step, median", "tokens/s": "tokens a second", "MFU": f"MFU, last {RECENT_ROWS} rows", "data wait": "waiting for data",
         "tokens": "tokens read", "goodput": "goodput",
     }  # fmt: skip
     figures = summary.figures | {"tokens": units.count(summary.tokens)}

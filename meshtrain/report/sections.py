@@ -22,6 +22,7 @@ from meshtrain.survive import history as histories
 from meshtrain.survive import picture
 from meshtrain.survive.ledger import word
 from meshtrain.survive.stats import timeline
+from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
 LEAST_SHARE = 0.0005  # of a time that is shown
@@ -132,7 +133,7 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
     title = "How fast, against what is possible"
     how_fast = (
         f"{units.duration(speed.median)} a step ({units.duration(speed.p10)} to {units.duration(speed.p90)} for 8 of 10), "
-        f"{speed.tokens_per_second:,.0f} tokens/s{'' if speed.mfu is None else f', MFU {speed.mfu:.1%}'}."
+        f"{speed.tokens_per_second:,.0f} tokens/s{'' if speed.mfu is None else f', MFU {speed.mfu:.1%} over the last {RECENT_ROWS} rows'}."
     )
     plan = facts.plan
     if bounds is None or plan is None:

@@ -114,7 +114,7 @@ def summarise(facts: RunFacts) -> Summary:
     best, patience = facts.best, config.eval.patience if config else 0
     step = int(max(columns.known("step"), default=0))
     loss, evals, accuracies = (columns.known(name) for name in ("loss", "eval_loss", "eval_accuracy"))
-    speed = measured.speed_of(columns, facts.plan)
+    speed = measured.speed_of(columns)
     state = _state(facts, step, steps, speed)
     wall, wall_from = measured.wall_time(facts)
     held = tuple(measured.most_held(facts))

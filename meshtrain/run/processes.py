@@ -115,7 +115,7 @@ def explained(error: Exception, newest: int | None) -> Exception:
         )
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return OutOfMemory(
-            f"a device has too little memory: {line}; python -m meshtrain.plan shows what fills it. "
+            f"a device has too little memory: {line}; meshtrain plan shows what fills it. "
             "More parallel.microbatches, parallel.remat and a higher parallel.zero_stage need less."
         )
     if isinstance(error, MemoryError):

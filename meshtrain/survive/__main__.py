@@ -60,12 +60,12 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.survive",
         description="Supervises a run through faults, one on every node, until its last step is taken.",
-        epilog=f"Besides, python -m meshtrain.survive {'|'.join(COMMANDS)}: each has --help.",
+        epilog=f"Besides, meshtrain survive {'|'.join(COMMANDS)}: each has --help.",
     )
     parser.add_config()
     parser.add_argument("--node", help="this node's name, which no other node of the run has (default: the host's)")
     parser.add_argument("--address", help="how other nodes reach this one (default: the host's name)")
-    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain.plan --flags shows them")  # fmt: skip
+    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain plan --flags shows them")  # fmt: skip
     parser.beside = {name: of_command for name, (of_command, _) in COMMANDS.items()}
     return parser
 
@@ -156,11 +156,15 @@ def _status_parser() -> Parser:
         description="What a run does now: its nodes, their steps, what happened lately.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument("--json", action="store_true", help="the same for programs")
     return parser
 
 
 def _status(options: argparse.Namespace) -> int:
-    print(stats.show_status(options.run), end="")
+    status = (
+        json.dumps(stats.status_json(options.run), indent=2) + "\n" if options.json else stats.show_status(options.run)
+    )
+    print(status, end="")
     return DONE
 
 

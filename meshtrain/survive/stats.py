@@ -28,7 +28,21 @@ LATELY = 5  # reasons that are shown
 
 
 def show_status(run: Path, watch: float = WATCH, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Returns what goes on in `run`, whose records are watched for at most `watch` seconds; ConfigError if it is no run under supervision.
+    """Returns what goes on in `run`, whose records are watched for at most `watch` seconds; ConfigError if it is no run under supervision."""
+    history, alive, waited = _watched(run, watch, sleep)
+    return _joined(_decision(history), _nodes(history, alive, waited), _lately(history), _torn(history))
+
+
+def status_json(run: Path, watch: float = WATCH) -> dict[str, Any]:
+    """Returns the same for programs: the newest decision, and each node's record with whether it was seen to live."""
+    history, alive, _ = _watched(run, watch, time.sleep)
+    plan = asdict(history.plans[-1]) if history.plans else None
+    nodes = [asdict(node) | {"alive": name in alive} for name, node in sorted(history.records.items())]
+    return histories.plain({"over": history.over, "decision": plan, "nodes": nodes, "torn": history.torn})  # type: ignore[no-any-return]
+
+
+def _watched(run: Path, watch: float, sleep: Callable[[float], None]) -> tuple[History, set[str], float | None]:
+    """Returns the history of `run`, the nodes that live, and for how long they were watched, None where the run is over.
 
     Whether a node lives is seen by whether it writes: neither its clock nor a file's time, which another machine has set, shows it.
     """
@@ -41,9 +55,7 @@ def show_status(run: Path, watch: float = WATCH, sleep: Callable[[float], None] 
     while waiting and len(alive) < len(first) and time.monotonic() - began < watch:
         sleep(0.1)
         alive |= {name for name, sign in signs().items() if sign != first.get(name)}
-    history = histories.read(run)
-    waited = time.monotonic() - began if waiting else None
-    return _joined(_decision(history), _nodes(history, alive, waited), _lately(history), _torn(history))
+    return histories.read(run), alive, time.monotonic() - began if waiting else None
 
 
 def _decision(history: History) -> str:

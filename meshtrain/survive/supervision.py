@@ -52,7 +52,7 @@ class Supervision(RunHook):
             self._injector = Injector(self.heartbeat, config.survive.inject)
             self._batches = BatchLog(self.supervised) if config.log.batches else None
         elif config.survive.inject:
-            say("survive.inject is left out: faults are injected into runs of python -m meshtrain.survive.")
+            say("survive.inject is left out: faults are injected into runs of meshtrain survive.")
 
     def enter(self, moment: "Moment", taken: int | None = None) -> None:
         """Goes on to the phase of this name, at whose begin faults may be injected. `taken`: steps so far."""

@@ -8,11 +8,15 @@ A value that is not known is left out of a row, and of what the endpoint says: n
 (https://prometheus.io/docs/practices/naming): seconds, bytes, ratio (0 to 1), per_second.
 """
 
+import math
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "meshtrain_"
 PROCESSES_RANK = PREFIX + "processes_rank"
+RECENT_ROWS = 50  # of metrics.jsonl: how a run is now
 
 # gauge: the newest value counts. counter: what has come together since the run's process began, in the endpoint with _total.
 Kind = Literal["gauge", "counter"]
@@ -48,6 +52,12 @@ class Metric:
         Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. A device is no label there.
         """
         return f"{PREFIX}processes_{self.name}"
+
+
+def recent_mfu(values: Iterable[float]) -> float | None:
+    """Returns the MFU of a run by that of each of its rows (NaN where a row does not say): the one that all who show it show."""
+    known = [value for value in list(values)[-RECENT_ROWS:] if math.isfinite(value)]
+    return float(statistics.median(known)) if known else None
 
 
 def _step(name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
@@ -99,7 +109,7 @@ METRICS: tuple[Metric, ...] = (
     _step("data_wait_seconds", "seconds", "of these, waiting for the loader"),
     _step("dispatch_seconds", "seconds", "of these, handing the step to the devices, on the first process"),
     _step("wait_seconds", "seconds", "of these, the first process waited for its devices"),
-    _step("mfu", "", "model FLOPs utilisation: tokens a second over those at the devices' peak (PaLM, appendix B)"),
+    _step("mfu", "", f"model FLOPs utilisation: tokens a second over those at the devices' peak (PaLM, appendix B), of the row; the endpoint, monitor and report have the median of the last {RECENT_ROWS} rows"),
     _step("compiles", "", "programs compiled since the row before, or taken from the cache", "counter"),
     _step("compile_seconds", "seconds", "seconds that XLA took for them", "counter"),
     _step("memory_in_use_bytes", "bytes", "memory that is taken on the fullest device of the first process"),

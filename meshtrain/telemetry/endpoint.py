@@ -6,17 +6,19 @@ least, the median and the greatest value with the rank of its process: a few hun
 It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes on.
 """
 
+import math
 import socket
 import socketserver
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from meshtrain.errors import refusal, say
-from meshtrain.telemetry.catalogue import METRICS, PREFIX, PROCESSES_RANK, Metric, Source
+from meshtrain.telemetry.catalogue import METRICS, PREFIX, PROCESSES_RANK, RECENT_ROWS, Metric, Source, recent_mfu
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, Labels, MetricFamily, flat, render, wants_openmetrics
 
 Row = Mapping[str, Any]
@@ -33,6 +35,7 @@ class Board:
         self._rank, self._totals, self._every = rank, totals, every
         self._info: Labels = (("run", run), ("rank", str(rank)), ("host", host))
         self._step: dict[str, Any] = {}
+        self._mfu: deque[float] = deque(maxlen=RECENT_ROWS)
         self._own: Row = {}
         self._sums: dict[str, dict[Labels, float]] = {}
         self._all: dict[int, tuple[float, Row]] = {}
@@ -45,6 +48,8 @@ class Board:
             if source == "step":
                 # What this row does not know, such as the loss of the last evaluation, is what it was.
                 self._step |= row
+                self._mfu.append(row.get("mfu", math.nan))
+                self._step["mfu"] = recent_mfu(self._mfu)
                 return
             self._all[row["rank"]] = time.monotonic(), row
             if row["rank"] == self._rank:

@@ -235,9 +235,7 @@ def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: P
 
     with pytest.raises(KeyboardInterrupt):
         prepare(find([str(text)]).files, tmp_path / "shards", PrepareOptions(), 1, stop)
-    assert "was not finished; run the same `python -m meshtrain.data prepare` again" in refusal(
-        str(tmp_path / "shards")
-    )
+    assert "was not finished; run the same `meshtrain data prepare` again" in refusal(str(tmp_path / "shards"))
 
 
 @pytest.mark.parametrize(

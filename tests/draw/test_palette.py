@@ -1,6 +1,7 @@
 """Text can be read, light and dark, and hues that stand side by side are told apart, by the colour-blind too."""
 
 import colorsys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -124,3 +125,15 @@ def test_columns_of_numbers_are_flush_right_and_those_of_words_are_not():
     table = pages.table(("what", "times", "size", "sent", "when"), rows)
     assert table.count('<td class="n">') == 6 and table.count('<th class="n">') == 3
     assert "<td>weights</td>" in table and "<td>now</td>" in table and "tabular-nums" in pages.STYLE
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "experiments").rglob("*.svg")), ids=lambda p: p.name
+)
+def test_every_picture_of_the_repository_turns_dark_and_has_a_text_for_who_cannot_see_it(path):
+    drawn = path.read_text()
+    root = ElementTree.fromstring(drawn)
+    assert "prefers-color-scheme:dark" in drawn and root.get("aria-label") and root.get("role") == "img"
+    white = "#fff"  # on the strongest cells of a table
+    assert {e.get("fill") for e in root.iter() if e.tag.endswith("text")} <= {None, INK, white, *DARK}
+    assert {e.get("stroke") for e in root.iter() if e.tag.endswith("path")}.isdisjoint({"#e3e7ee", "#000", "black"})

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pty
 import random
@@ -21,10 +22,13 @@ from meshtrain.monitor.__main__ import head, line, main, screen
 from meshtrain.monitor.watched import WatchedRun, lagging
 from meshtrain.report.facts import gather
 from meshtrain.report.summary import summarise
+from meshtrain.report.text import render
 from meshtrain.run.lock import RunLock
 from meshtrain.survive.history import date, read
 from meshtrain.survive.records import Node, encode
 from meshtrain.survive.reliability import failures
+from meshtrain.telemetry.catalogue import RECENT_ROWS
+from meshtrain.telemetry.endpoint import Board
 
 ROW = {"loss": 2.5, "tokens": 64, "tokens_per_second": 128.0, "step_seconds": 0.5, "data_wait_seconds": 0.01}
 
@@ -170,7 +174,7 @@ def test_bars_and_lines_use_the_width_there_is(run, width):
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_line_above_has_a_clock_the_keys_and_of_what_the_figures_are(width):
     words = head(width, 2).plain
-    assert len(words) == width and words.endswith(f"  of the last {watched.RECENT} rows")
+    assert len(words) == width and words.endswith(f"  of the last {RECENT_ROWS} rows")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  every 2 s  q ends, any key looks ", words)
 
 
@@ -196,8 +200,29 @@ def test_faults_are_told_with_who_and_when_and_the_last_sign_of_life(tmp_path):
 
 
 def test_a_run_has_one_mfu(run):
-    write(run, *range(1, 31), mfu=0.425)
-    assert "MFU 42.5%" in shown([WatchedRun(run).look()]) and summarise(gather(run)).figures["MFU"] == "42.5%"
+    """The median of the last 50 rows, wherever it is shown; none where no row knows the devices' peak."""
+    for step in range(1, 121):
+        write(run, step, mfu=step / 1000)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    wanted = 0.0955
+    board = Board(0, "", "", {"tokens": 0.0}, 10)
+    for row in rows:
+        board(row, "step")
+    assert samples_of(board, "meshtrain_mfu") == pytest.approx([wanted])
+    summary = summarise(gather(run))
+    assert summary.speed.mfu == pytest.approx(wanted) == WatchedRun(run).look().summary.speed.mfu
+    assert f"MFU {wanted:.1%} over the last 50 rows" in render(gather(run), summary)
+    assert f"MFU {wanted:.1%}" in shown([WatchedRun(run).look()]) and summary.figures["MFU"] == f"{wanted:.1%}"
+    (run / "metrics.jsonl").unlink()
+    write(run, *range(1, 31))
+    board = Board(0, "", "", {"tokens": 0.0}, 10)
+    board(rows[0] | {"mfu": math.nan}, "step")
+    assert samples_of(board, "meshtrain_mfu") == []
+    assert "MFU" not in shown([WatchedRun(run).look()]) and "MFU" not in summarise(gather(run)).figures
+
+
+def samples_of(board, name):
+    return [value for family in board.families() if family.name == name for _, value in family.samples]
 
 
 @pytest.mark.parametrize("key, ends", [("q", True), ("x", False)])

@@ -305,6 +305,17 @@ def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monk
     assert len(sent) > 10 and all(re.search(r"(^\S+: )|(\d+ +\S+ \w+ +\S+ \w+$)", line) for line in sent), sent
 
 
+def test_in_80_columns_a_ranking_has_a_line_of_figures_and_its_layout_indented(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--config", str(config), "--cluster", "h100", "--search", "--write", str(tmp_path / "b.yaml")]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    first = next(i for i, line in enumerate(lines) if re.match(r" 1  .* MFU [\d.]+%$", line))
+    last = next(i for i, line in enumerate(lines) if line.startswith("the fastest step"))
+    ranked = lines[first:last]
+    assert len(ranked) > 20 and all(re.match(r"[ \d]\d  .* MFU [\d.]+%$|    \S", line) for line in ranked), ranked
+
+
 @pytest.mark.thorough
 def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
     found = planned(capsys, "--config", config, "--json", "--compile", "cpux8")

@@ -158,7 +158,7 @@ TABLE: Table = {
             "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states "
             "bf16.immediate_grad_update bf16.check_grad_overflow bf16.auto_cast",
         "precision.compute says it": "amp. torch_autocast.",
-        "it only prints (log.every, and python -m meshtrain.report)":
+        "it only prints (log.every, and meshtrain report)":
             "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler. monitor_config. csv_monitor. "
             "tensorboard. wandb. comet. vocabulary_size eigenvalue.",
         HOST: "aio.",

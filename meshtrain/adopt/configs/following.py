@@ -147,6 +147,32 @@ def _steps(facts: KeyFacts, steps: int | None) -> None:
     usual, _ = facts.take("warm-up steps"), facts.take("warm-up share")
     if facts.get("optimizer.schedule"):
         facts.put("optimizer.warmup_steps", (usual or 0) if warmup is None else warmup)
+    if facts.get("optimizer.schedule") == "wsd":
+        _wsd(facts, steps)
+
+
+def _wsd(facts: KeyFacts, steps: int | None) -> None:
+    """Of the steps after the warm-up a third is stable in theirs, and the rate falls in the others to 0, unless the schedule's arguments say otherwise."""
+    given = facts.given("optimizer.schedule")
+    stable, falls, shape = (facts.take(name) for name in ("stable steps", "decay steps", "decay type"))
+    if facts.get("optimizer.final_ratio") is None:
+        facts.put("optimizer.final_ratio", 0.0)
+    if given and shape != "linear":
+        facts.differs.append((given, f"the rate falls along a line here, theirs by {shape or 'cosine'}"))
+    warmup = facts.get("optimizer.warmup_steps")
+    if not steps:
+        facts.put("optimizer.decay_ratio", 0.666667)
+        facts.notes.append(
+            "optimizer.decay_ratio is the share of all steps in which the rate falls; give --steps, or set it."
+        )
+        return
+    rest = max(steps - warmup, 0)
+    stable, falls = (usual if n is None else n for n, usual in ((stable, rest // 3), (falls, rest - rest // 3)))
+    if given and stable + falls != rest:
+        facts.differs.append(
+            (given, f"the rate falls in the last {falls} steps here, theirs after {stable} at the peak")
+        )
+    facts.put("optimizer.decay_ratio", float(f"{min(falls, steps) / steps:.6g}"))
 
 
 def _checkpoints(facts: KeyFacts) -> None:

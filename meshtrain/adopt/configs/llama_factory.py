@@ -7,6 +7,7 @@ src/llamafactory/data/parser.py.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from meshtrain.adopt.configs import key_rows as rows
@@ -26,6 +27,11 @@ MODULES = {
     "embed_tokens": "embedding.tokens", "wte": "embedding.tokens", "lm_head": "head.weight", "norm": "head.norm*",
     "ln_f": "head.norm*", "self_attn": "blocks.attention.*", "attn": "blocks.attention.*", "mlp": "blocks.mlp.*",
     "input_layernorm": "blocks.attention_norm*", "post_attention_layernorm": "blocks.mlp_norm*",
+}  # fmt: skip
+# What their schedules take beside the steps: where it goes, and how it is read.
+SCHEDULE_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "min_lr": ("final rate", number), "min_lr_rate": ("optimizer.final_ratio", number), "min_lr_ratio": ("optimizer.final_ratio", number),
+    "num_stable_steps": ("stable steps", integer), "num_decay_steps": ("decay steps", integer), "decay_type": ("decay type", rows.text),
 }  # fmt: skip
 # PyTorch's FSDP shards as ZeRO does (Zhao et al. 2023).
 FSDP_STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
@@ -80,6 +86,7 @@ def _schedule(value: Any) -> dict[str, Any]:
         "linear": {"optimizer.schedule": "linear", "optimizer.final_ratio": 0.0},
         "cosine": {"optimizer.schedule": "cosine", "optimizer.final_ratio": 0.0},
         "cosine_with_min_lr": {"optimizer.schedule": "cosine"},
+        "warmup_stable_decay": {"optimizer.schedule": "wsd"},
         "constant_with_warmup": {"optimizer.schedule": "constant"},
         "constant": {"optimizer.schedule": "constant", "no warm-up": True},
     }
@@ -90,16 +97,16 @@ def _schedule(value: Any) -> dict[str, Any]:
 
 def _schedule_arguments(value: Any) -> dict[str, Any]:
     """lr_scheduler_kwargs written as JSON in a text; as a mapping its keys have rows of their own."""
-    paths = {"min_lr": "final rate", "min_lr_rate": "optimizer.final_ratio"}
     if value in (None, {}, ""):
         return {}
     try:
         arguments = json.loads(value)
     except (TypeError, ValueError):
         raise rows.RefusedValue("it must be a mapping") from None
-    if not isinstance(arguments, dict) or not arguments.keys() <= paths.keys():
-        raise LeftOut("of a schedule's arguments only min_lr and min_lr_rate have a key here", matters=True)
-    return {paths[key]: number(argument) for key, argument in arguments.items()}
+    if not isinstance(arguments, dict) or not arguments.keys() <= SCHEDULE_ARGUMENTS.keys():
+        raise LeftOut(f"of a schedule's arguments only {', '.join(SCHEDULE_ARGUMENTS)} have a key here", matters=True)
+    paths = {key: SCHEDULE_ARGUMENTS[key] for key in arguments}
+    return {path: read(arguments[key]) for key, (path, read) in paths.items()}
 
 
 def _warmup(value: Any) -> dict[str, Any]:
@@ -219,8 +226,7 @@ TRAINING: Table = {
     "learning_rate": to("optimizer.learning_rate", number, default=5e-5),
     "lr_scheduler_type": KeyRow(_schedule, default="linear"),
     "lr_scheduler_kwargs": KeyRow(_schedule_arguments),
-    "lr_scheduler_kwargs.min_lr": to("final rate", number),
-    "lr_scheduler_kwargs.min_lr_rate": to("optimizer.final_ratio", number),
+    **{f"lr_scheduler_kwargs.{key}": to(*path) for key, path in SCHEDULE_ARGUMENTS.items()},
     "warmup_ratio": to("warm-up share", number),
     "warmup_steps": KeyRow(_warmup, default=0),
     "optim": KeyRow(_optimizer),

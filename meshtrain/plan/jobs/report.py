@@ -21,7 +21,7 @@ from meshtrain.plan.jobs.requests import JobRequest, Speeds
 LETTERS = ascii_letters[26:] + ascii_letters[:26] + digits
 FREE = "·"
 MESH = "data x tensor x pipeline"
-FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean until done", "all done")
+FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean end", "last end")
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +176,13 @@ def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
 
 def render(result: Result) -> RenderableType:
     """The whole report for a `rich` console."""
-    columns = ("", "job", ">priority", ">devices", "nodes", MESH, ">a step", ">tokens/s", ">starts", ">ends")
-    jobs = report.table("", *columns)
+    jobs = report.table("", "", "job", ">priority", ">devices", "nodes", ">starts", ">ends")
+    speeds = report.table("", "", "job", MESH, ">a step", ">tokens/s")
     for row in job_rows(result):
-        jobs.add_row(Text(row.letter, _style(row.number)), *row[1:], style="" if row.devices else "yellow")
+        of_job, style = Text(row.letter, _style(row.number)), "" if row.devices else "yellow"
+        jobs.add_row(of_job, row.name, row.priority, row.devices, row.nodes, row.starts, row.ends, style=style)
+        if row.step:
+            speeds.add_row(of_job, row.name, row.mesh, row.step, row.tokens)
     nodes = report.table("", ">node", "devices now")
     for name, devices in node_rows(result.packing):
         text = Text()
@@ -190,7 +193,8 @@ def render(result: Result) -> RenderableType:
     for name, values in figures(result):
         strategies.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
     title = Text(headline(result), style="bold")
-    return Group(title, jobs, *map(Text, choices(result)), Text(), nodes, Text(), strategies)
+    timed = (Text(), speeds) if speeds.row_count else ()
+    return Group(title, jobs, *timed, *map(Text, choices(result)), Text(), nodes, Text(), strategies)
 
 
 def _style(number: int | None) -> Style:

@@ -78,9 +78,7 @@ def links(evidence: Evidence) -> Iterator[Finding]:
             continue
         slow = f"{took:.3f} s, where the links of {plan.cluster.name} allow for {expected:.3f} s"
         sentence = f"{_words(evidence, axis, took / attribution.wall_seconds)}, {slow}."
-        advice = (
-            "Measure the links with `python -m meshtrain.probe`: one may be slow, or all of them slower than described."
-        )
+        advice = "Measure the links with `meshtrain probe`: one may be slow, or all of them slower than described."
         yield Finding("links", f"seconds of a step: {axis}", took, expected, excess, sentence, advice)
 
 

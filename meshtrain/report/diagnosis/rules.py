@@ -84,9 +84,7 @@ def faults(evidence: Evidence) -> Iterator[Finding]:
     """Work that was done again after faults, and time without processes."""
     if evidence.lost is not None and evidence.lost >= LEAST:
         sentence = f"Faults have cost {evidence.lost:.0%} of the run's time: work that was done again, and waiting for processes."
-        advice = (
-            "See `python -m meshtrain.survive stats` for which and where; save more often if it is work done again."
-        )
+        advice = "See `meshtrain survive stats` for which and where; save more often if it is work done again."
         yield _share_finding("faults", "survive: lost and down", evidence.lost, sentence, advice)
 
 
@@ -136,7 +134,7 @@ def loader(evidence: Evidence) -> Iterator[Finding]:
             f"The devices wait for data {share:.0%} of the time: a batch takes longer to read than a step to compute."
         )
         advice = (
-            "Prepare the text once with `python -m meshtrain.data prepare`, put it on a faster disk, or raise data.prefetch if only some "
+            "Prepare the text once with `meshtrain data prepare`, put it on a faster disk, or raise data.prefetch if only some "
             "batches are late."
         )
         yield _share_finding("loader", "data_wait_seconds", share, sentence, advice)

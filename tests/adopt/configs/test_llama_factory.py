@@ -56,6 +56,13 @@ TAKEN = [
     ("lr_scheduler_kwargs", '{"min_lr": 1e-6}', {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-5}, {"optimizer.final_ratio": 0.1}),
     ("lr_scheduler_kwargs", {"min_lr": 1e-6}, {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-5}, {"optimizer.final_ratio": 0.1}),
     ("lr_scheduler_kwargs", {"min_lr_rate": 0.2}, {"lr_scheduler_type": "cosine_with_min_lr"}, {"optimizer.final_ratio": 0.2}),
+    ("lr_scheduler_type", "warmup_stable_decay", {"max_steps": 320, "warmup_steps": 20},
+     {"optimizer.schedule": "wsd", "optimizer.final_ratio": 0, "optimizer.decay_ratio": 0.625}),
+    ("lr_scheduler_kwargs", '{"num_stable_steps": 250, "num_decay_steps": 50, "min_lr_ratio": 0.1, "decay_type": "linear"}',
+     {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 300},
+     {"optimizer.schedule": "wsd", "optimizer.final_ratio": 0.1, "optimizer.decay_ratio": 0.166667}),
+    ("lr_scheduler_kwargs", {"num_stable_steps": 80, "num_decay_steps": 20},
+     {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 100}, {"optimizer.decay_ratio": 0.2}),
     ("warmup_ratio", 0.1, {"steps": 205}, {"optimizer.warmup_steps": 21}),
     ("warmup_steps", 20, {"warmup_ratio": 0.5}, {"optimizer.warmup_steps": 20}),
     ("warmup_steps", 0.1, {"steps": 200}, {"optimizer.warmup_steps": 20}),
@@ -99,7 +106,8 @@ def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     methods = {key for key, row in TABLE.items() if row.becomes and not row.why and key not in taken}
     assert methods == {
         "pref_loss", "do_train", "task", "export_dir", "sequence_parallel_size", "deepspeed", "lr_scheduler_kwargs.min_lr",
-        "lr_scheduler_kwargs.min_lr_rate",
+        "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr_ratio", "lr_scheduler_kwargs.num_stable_steps",
+        "lr_scheduler_kwargs.num_decay_steps", "lr_scheduler_kwargs.decay_type",
     }  # fmt: skip
 
 
@@ -123,6 +131,8 @@ def test_a_method_that_is_not_here_is_said_at_once_to_change_what_is_learned(con
         ({"optim": "adafactor"}, "optim adafactor"), ({"optim": "adamw_8bit"}, "moments are float32 here"), ({"use_muon": True}, "Muon"),
         ({"packing": True}, "do not see each other here, as with neat_packing"), ({"pure_bf16": True}, "stays float32"),
         ({"val_size": 100}, "val_size 100"), (FREEZE, "in theirs in the last 2"), ({"lr_scheduler_kwargs": '{"num_cycles": 2}'}, "lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "max_steps": 9}, "along a line here, theirs by cosine"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "max_steps": 90, "lr_scheduler_kwargs": {"num_decay_steps": 10}}, "theirs after 30 at the peak"),
     ],
 )  # fmt: skip
 def test_what_is_not_quite_the_same_is_said_at_once(converted, keys, says):

@@ -51,6 +51,18 @@ def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
     assert "two waits 2 h 0 min: it needs 8 devices; all 16 devices are taken." in out
 
 
+@pytest.mark.thorough
+def test_in_80_columns_no_cell_is_cut(written, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--jobs", written(), "--cluster", "h100"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    placed = [line for line in lines if re.match(r"[A-C]  \w+ +\d+ +\d+  \d.* now +\d\S* \w+( \d+ \w+)?$", line)]
+    speeds = [line for line in lines if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)]
+    assert (len(placed), len(speeds)) == (3, 2), lines
+    assert re.search("utilisation +fragmentation +balance +tokens/s +mean end +last end", "\n".join(lines))
+
+
 def test_where_nothing_fits_all_is_free(written, capsys):
     jobs = written("nodes: 1\njobs: [{name: large, devices: 16}, {name: odd, devices: 9}]")
     assert main(["--jobs", jobs, "--json"]) == 0
