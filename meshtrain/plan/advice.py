@@ -16,6 +16,7 @@ from meshtrain.plan.choices import contexts, ends_empty, schedules, with_empty_e
 from meshtrain.plan.estimate import Plan, estimate
 from meshtrain.plan.seconds import microbatch_costs
 from meshtrain.schedule.generators import legal_chunks
+from meshtrain.units import size
 
 # Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
 WORTH_SAYING = 0.97
@@ -112,7 +113,7 @@ def _of_schedule(planned: Plan) -> list[str]:
         return _heavy(planned)
     faster = (
         f"{', '.join(best.settings)} would take {best.seconds / planned.seconds:.2f} of the step's time and hold "
-        f"{best.nbytes / 2**30:.3g} GiB a device in place of {planned.bytes / 2**30:.3g}."
+        f"{size(best.nbytes)} a device in place of {size(planned.bytes)}."
     )
     return [faster, *_heavy(planned)]
 

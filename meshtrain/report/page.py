@@ -93,8 +93,10 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
         yield section.wide()
     if section.table is not None:
         heads, rows, what = section.table
-        yield pages.table(heads, [[escape(cell) for cell in row] for row in rows[-MOST_ROWS:]], style=style)
-        if len(rows) > MOST_ROWS:
+        yield pages.table(
+            heads, [[escape(cell) for cell in row] for row in (rows[-MOST_ROWS:] if heads else rows)], style=style
+        )
+        if heads and len(rows) > MOST_ROWS:
             yield f"<p>The newest {MOST_ROWS} of {len(rows):,} {what}.</p>"
 
 

@@ -74,8 +74,9 @@ def section_text(section: Section) -> str:
             lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
     if section.table is not None:
         heads, rows, what = section.table
-        lines.append(columns([*([heads] if heads else []), *rows[-MOST_ROWS:]], "    "))
-        if len(rows) > MOST_ROWS:
+        # The sections of a config, which has no heads, are all named.
+        lines.append(columns([heads, *rows[-MOST_ROWS:]] if heads else rows, "    "))
+        if heads and len(rows) > MOST_ROWS:
             lines.append(f"    the newest {MOST_ROWS} of {len(rows):,} {what}")
     return "\n".join([*lines, *(f"  {line}" for line in section.lines)])
 

@@ -103,6 +103,7 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
     code, lines, _ = call(capsys, "diff", steps_of / "1", steps_of / "2")
     assert code == 1
     assert lines[:2] == ["step: 1 | 2", "loss: 1.0 | 0.5"]
+    assert json.loads("\n".join(call(capsys, "diff", "--json", steps_of / "1", steps_of / "2")[1])) == lines
     differs = "array params.head.weight: 6,168 of 6,168 numbers differ, by up to "
     assert sum(line.startswith(differs) for line in lines) == 1
     assert not any(line.startswith(("config", "version", "array step")) for line in lines)

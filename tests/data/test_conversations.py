@@ -315,6 +315,14 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(
     arguments = ["show", "--template", str(folder / "template.jinja"), "--input"]
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "2"]) == 0
     assert capsys.readouterr().out == "uUU.a[[A10.]]uUU.a[[A11.]]\nchats.jsonl#90: 18 tokens, 8 learned\n"
+    assert main([*arguments, str(folder / "chats.jsonl"), "--number", "2", "--json", "--length", "16"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [shown[name] for name in ("example", "tokens", "taken", "learned")] == ["chats.jsonl#90", 18, 17, 7]
+    assert [(part["text"], part["learned"]) for part in shown["parts"][:3]] == [
+        ("uUU.a", False),
+        ("A10.", True),
+        ("uUU.a", False),
+    ]
     assert main([*arguments, str(folder / "pairs.jsonl"), "--format", "pairs"]) == 0
     assert capsys.readouterr().out.startswith("uU.a[[C0.]]uU.a{{R0R0.}}\n")
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "13"]) == 2

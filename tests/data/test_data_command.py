@@ -1,5 +1,6 @@
 """python -m meshtrain.data: what it prints, and its exit codes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +28,11 @@ def test_prepare_then_verify_then_damage(
     manifest = read_manifest(out)
     assert f"train: {manifest.count('train', 'documents')} documents" in said and manifest.digest[:16] in said
     assert main(["verify", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(out), "--json"]) == 0
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["intact"] and verified["tokenizer"] == "byte" and len(verified["digest"]) == 64
+    assert verified["train"]["documents"] > 0 and verified["train"]["tokens"] > verified["train"]["shards"] > 0
     shard = out / "train-00000.tokens"
     shard.write_bytes(b"\0\0" + shard.read_bytes()[2:])
     assert main(["verify", str(out)]) == 2

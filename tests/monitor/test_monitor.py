@@ -199,6 +199,14 @@ def test_faults_are_told_with_who_and_when_and_the_last_sign_of_life(tmp_path):
     assert "; last sign of life of n1 43 s ago" in told and f"generation {newest.generation + 1} on " in told
 
 
+def test_a_program_gets_one_look_at_each_run(run, tmp_path, capsys):
+    write(run, *range(1, 31), mfu=0.4)
+    assert main([str(run), str(tmp_path / "later"), "--json"]) == 0
+    look, later = json.loads(capsys.readouterr().out)
+    assert (look["run"], look["summary"]["step"], look["summary"]["speed"]["mfu"]) == (str(run), 30, 0.4)
+    assert look["faults"] == [] and later["summary"] is None
+
+
 def test_a_run_has_one_mfu(run):
     """The median of the last 50 rows, wherever it is shown; none where no row knows the devices' peak."""
     for step in range(1, 121):

@@ -4,6 +4,7 @@ import pytest
 
 from meshtrain.config import load, replaced, to_yaml
 from meshtrain.plan import advice, memory, named, pipeline, plan
+from meshtrain.units import size
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_where_all_fits_a_better_schedule_is_noted_with_its_time_and_bytes(llama
     (best,) = advice.changes(fits)
     (note,) = advice.notes(fits)
     assert note.startswith(f"{best.settings[0]}, {best.settings[1]} would take {best.seconds / fits.seconds:.2f} of")
-    assert f"{best.nbytes / 2**30:.3g} GiB a device in place of {fits.bytes / 2**30:.3g}." in note
+    assert f"{size(best.nbytes)} a device in place of {size(fits.bytes)}." in note
     chosen = plan(llama_8b(), named("h200", 16))
     assert (chosen.config.parallel.schedule, advice.changes(chosen), advice.notes(chosen)) == ("interleaved", [], [])
 

@@ -8,6 +8,7 @@ from synthetic_history import Synthetic
 
 from meshtrain.config import ConfigError
 from meshtrain.survive import stats
+from meshtrain.survive.__main__ import main
 from meshtrain.survive.history import read
 
 NODE = {
@@ -61,6 +62,13 @@ def test_status_says_what_goes_on(going):
     assert "00:16:38  generation 3 forming: rank 2 was killed (blamed: n2)" in text
 
 
+def test_a_program_gets_the_newest_decision_and_every_node(going):
+    status = stats.status_json(going, watch=0.0)
+    assert (status["over"], status["decision"]["generation"], status["torn"]) == (False, 3, 0)
+    assert [(node["name"], node["alive"]) for node in status["nodes"]] == [("n0", False), ("n1", False), ("n3", False)]
+    assert status["nodes"][1]["rank"]["step"] == 120 and status["nodes"][2]["rank"] is None
+
+
 def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
     def goes_on(seconds):
         write(going / "survive", "n1", NODE | {"wall": 1e6, "sequence": 8, "rank": RANK})
@@ -86,7 +94,7 @@ def test_a_process_that_ended_says_how(going):
     assert "ended: killed by signal 9" in row(stats.show_status(going, watch=0.0), "n1")
 
 
-def test_a_finished_run_is_not_waited_for(tmp_path):
+def test_a_finished_run_is_not_waited_for(tmp_path, capsys):
     made = Synthetic(random.Random(1), nodes=3, faults=2).play().write(tmp_path)
 
     def never(seconds):
@@ -95,6 +103,8 @@ def test_a_finished_run_is_not_waited_for(tmp_path):
     text = stats.show_status(made, sleep=never)
     assert text.startswith("over, exit code 0: ")
     assert "lately" in text and "forming" in text
+    assert main(["status", str(made), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["over"] is True
 
 
 def test_a_directory_that_is_no_run_is_a_sentence(tmp_path):
