@@ -82,7 +82,7 @@ def _iterations(table: Table) -> Iterations:
         backward,
         # The first before all clocks, the last after them.
         embedding=1 + times(4, program.entering >= 0),
-        unembedding=times(5, program.leaving >= 0) + 1,
+        unembedding=times(5, program.leaving >= 0) + (program.leaves_last >= 0),
         down=messages(F, 0),
         up=messages(B, 2),
     )

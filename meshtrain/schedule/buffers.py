@@ -12,8 +12,10 @@ Within a clock things happen in this order, and a place is free again after the 
     F reads its inbox, writes the stash | the loss head writes the backward inbox of the last virtual stage |
     B reads inbox and stash, writes the cotangent stash | W reads both stashes | messages arrive in the inboxes
 
+Where the table has pairs, F and B are one moment, and the loss head comes after it.
+
 In the executor (`executed`) messages and the vocabulary are a slot off, so that a whole slot is there for them to travel in: a cotangent arrives one B later
-than it is sent; a microbatch's embedding is looked up one F before it enters, and its gradient returns one B after it left.
+than it is sent (of pairs, which begin at once, at the end of its clock, when an embedding's gradient is computed too); a microbatch's embedding is looked up one F before it enters, and its gradient returns one B after it left.
 
 Where idle slots are computed all the same (on accelerators), a write that had to look whether it counts would copy the old content
 out and back. So it does not look: what an idle F or B leaves goes to a place that is free just then, which nobody reads,
@@ -107,7 +109,8 @@ def lives(table: Table, when: np.ndarray) -> tuple[Life, Life, Life, Life]:
     arrives = np.zeros_like(when)  # moment from which the input of F, and that of B, is in the inbox
     arrives[F, 1:] = 5 * when[F, :-1] + ARRIVAL
     arrives[B, :-1] = 5 * when[B, 1:] + ARRIVAL
-    arrives[B, last] = 5 * when[F, last] + HEAD
+    # Of a pair both are done before the head.
+    arrives[B, last] = 5 * when[F, last] + (WEIGHT if table.paired else HEAD)
     f, b = 5 * when[F] + FORWARD, 5 * when[B] + BACKWARD
     w = 5 * when[W] + WEIGHT if table.split else b
     never = np.full_like(f, -1)
@@ -242,7 +245,7 @@ class Executed(Buffers):
     """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1 for nothing."""
 
     entering: np.ndarray  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
-    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B
+    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
 
@@ -254,7 +257,7 @@ def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
     forward, backward = (np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B))
 
     def late(arrival: Arrival) -> Arrival:
-        if arrival.slot == F:
+        if arrival.slot == F or table.paired:
             return arrival
         return replace(
             arrival, active=one_later(arrival.active, backward, False), place=one_later(arrival.place, backward, 0)
@@ -263,9 +266,9 @@ def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
     program = Executed(
         **vars(replace(buffers, arrivals=tuple(late(arrival) for arrival in buffers.arrivals))),
         entering=one_earlier(buffers.enter, forward, -1),
-        leaving=one_later(buffers.leave, backward, -1),
+        leaving=buffers.leave if table.paired else one_later(buffers.leave, backward, -1),
         enters_first=int(buffers.enter[forward[0]]),
-        leaves_last=int(buffers.leave[backward[-1]]),
+        leaves_last=-1 if table.paired else int(buffers.leave[backward[-1]]),
     )
     return program if ops is None else _unmasked(table, program, ops)
 

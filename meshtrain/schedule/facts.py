@@ -28,12 +28,14 @@ class ScheduleFacts(NamedTuple):
     depths: Depths
     split: bool  # the backward, into I and W
     spare: Depths = Depths(0)  # places more, where idle slots are computed too: see `executed`
+    paired: bool = False  # where both a forward and a backward are, they run at once
 
     def seconds(self, durations: Durations) -> float:
         """Returns the time of all microbatches in lockstep, with stages of equal length, messages that take no time, and one stage doing `head`."""
         weight_grad = 0.0 if self.split else durations.weight_grad
         backward = self.backward * (durations.input_grad + weight_grad) + self.weight * durations.weight_grad
-        return float(self.forward * durations.forward + self.head * durations.head + backward)
+        hidden = self.paired * self.together * (durations.forward_hidden + durations.backward_hidden)
+        return float(self.forward * durations.forward + self.head * durations.head + backward - hidden)
 
 
 ONE_STAGE = ScheduleFacts(0, 0, 0, 0, 0, Depths(1), split=False)
@@ -46,7 +48,7 @@ def facts(table: Table) -> ScheduleFacts:
     together = int((ops[:, 0] & ops[:, 2]).sum())
     exact = depths(table)
     spare = Depths(*(more - least for more, least in zip(executed(table, ops).depths, exact, strict=True)))
-    return ScheduleFacts(forward, head, backward, weight, together, exact, table.split, spare)
+    return ScheduleFacts(forward, head, backward, weight, together, exact, table.split, spare, table.paired)
 
 
 def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> ScheduleFacts:
@@ -73,16 +75,16 @@ def _all_forward_first(p: int, m: int, v: int) -> ScheduleFacts:
     return ScheduleFacts(clocks, m, clocks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1))
 
 
-def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False) -> ScheduleFacts:
+def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False, paired: bool = False) -> ScheduleFacts:
     groups = max(1, m // p)
     largest = math.ceil(m / groups)  # group of microbatches, see `generators`
     waits = max(largest, p) - p + 1  # clocks that a microbatch which came around the ring waits for its next chunk
     f_inbox, b_inbox = (waits, waits) if v > 1 else (int(p > 1), 1)
     if v > 1 and m % groups:  # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
         b_inbox = max(waits, min(v, waits + largest - 1))
-    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1)
+    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1 + paired)
     clocks = v * m + _rounds(p, m, v)
-    together = clocks - (v - 1) * max(largest, p) - (p - 1)
+    together = clocks - (v - 1) * max(largest, p) - (p - 1) - paired
     return ScheduleFacts(
         forward=clocks,
         head=m,
@@ -91,7 +93,8 @@ def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False) -> Sc
         together=together,
         depths=Depths(stash, f_inbox, b_inbox, min(p, m) if split else 0),
         split=split,
-        spare=Depths(int(m <= 2 * (p - 1)), cot=int(split and m < p)),
+        spare=Depths(int(m <= 2 * (p - 1) + (paired and m > 1)), cot=int(split and m < p)),
+        paired=paired and together > 0,
     )
 
 
@@ -110,5 +113,7 @@ FORMULAS: dict[str, Callable[[int, int, int], ScheduleFacts]] = {
     "all_forward_first": _all_forward_first,
     "one_forward_one_backward": _one_forward_one_backward,
     "zero_bubble": partial(_one_forward_one_backward, split=True),
+    "paired": partial(_one_forward_one_backward, paired=True),
+    "zero_bubble_paired": partial(_one_forward_one_backward, split=True, paired=True),
     "in_v": _in_v,
 }

@@ -34,6 +34,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class Schedule:
     chunks: int | None = 1  # model chunks that a stage must have; None for any number
     placement: str = "loop"
     formulas: str | None = None  # their name in `facts.FORMULAS`
+    paired: bool = False  # F and B of a clock run at once, each hiding the other's messages
 
     def table(self, stages: int, microbatches: int, chunks: int) -> Table:
         when = list(self.clocks(stages, microbatches, chunks))
@@ -71,7 +73,9 @@ class Schedule:
         if not split:
             when.append(np.full(shape, -1))
         at = np.stack(when)
-        return Table.at(at, name=self.name, stages=stages, chunks=chunks, split=split, placement=self.placement)
+        return Table.at(
+            at, name=self.name, stages=stages, chunks=chunks, split=split, placement=self.placement, paired=self.paired
+        )
 
 
 def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -177,7 +181,7 @@ def _all_forward_first(p: int, m: int, v: int) -> Clocks:
     return f, 2 * f.max() - f
 
 
-def _one_forward_one_backward(p: int, m: int, v: int) -> Clocks:
+def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     """1F1B (Narayanan et al. 2019, "PipeDream", section 3.2); with chunks, interleaved (Narayanan et al. 2021,
     section 2.2).
 
@@ -187,7 +191,8 @@ def _one_forward_one_backward(p: int, m: int, v: int) -> Clocks:
     memory: (v-1) n + 2p - 1 entries in flight, with n the size of the largest group. With m < p there is one group of
     m and each chunk waits for the ring. With one chunk the groups make no difference.
 
-    The backward is the same in mirror image, started so that the last virtual stage turns a microbatch around at once.
+    The backward is the same in mirror image, started so that the last virtual stage turns a microbatch around at once or, where pairs
+    leave no time for its loss between F and B, `waits` 1 clock later.
     """
     c, s, j = _places(p, m, v)
     sizes = np.array([len(group) for group in np.array_split(np.arange(m), max(1, m // p))])
@@ -195,18 +200,18 @@ def _one_forward_one_backward(p: int, m: int, v: int) -> Clocks:
     base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]  # first microbatch of its group
     round_ = np.maximum(size, p)
     start = v * base + (j - base)
-    turn = (v - 1) * round_.max() + p - 1  # first clock in which the last virtual stage may go backward for all groups
+    turn = (v - 1) * round_.max() + p - 1 + waits  # first clock in which the last virtual stage may go backward for all groups
     return start + c * round_ + s, turn + start + (v - 1 - c) * round_ + (p - 1 - s)
 
 
-def _zero_bubble(p: int, m: int, v: int) -> Clocks:
+def _zero_bubble(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     """The same with B split: all stages do the W of a microbatch in the clock in which stage 0 does its I.
 
     In lockstep a clock costs what any stage does in it: so W costs m v clocks and not m v + p - 1. Running on their own,
     the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
     it would be idle (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
     """
-    f, b = _one_forward_one_backward(p, m, v)
+    f, b = _one_forward_one_backward(p, m, v, waits)
     chunks = b.reshape(v, p, m)
     return f, b, np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
 
@@ -229,4 +234,6 @@ SCHEDULES = Registry(
     Schedule("zb_h1", _zero_bubble, formulas="zero_bubble"),
     Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas="zero_bubble"),
     Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas="in_v"),
+    Schedule("paired", partial(_one_forward_one_backward, waits=1), chunks=None, formulas="paired", paired=True),
+    Schedule("zb_paired", partial(_zero_bubble, waits=1), chunks=None, formulas="zero_bubble_paired", paired=True),
 )

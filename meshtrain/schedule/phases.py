@@ -7,7 +7,7 @@
 
 The head stands beside the slots because with chunks most clocks have none, and it may cost as much as several layers. So do the
 embedding and its gradient, which all stages may share: the embedding of a microbatch is looked up one F before it enters, and its
-gradient is computed one B after the microbatch left virtual stage 0. So they fall into the clocks that have a head.
+gradient is computed one B after the microbatch left virtual stage 0 (of pairs, whose last B come a clock later, in that clock). So they fall into the clocks that have a head.
 """
 
 import itertools
@@ -103,7 +103,9 @@ def table_ops(table: Table) -> np.ndarray:
         return mask
 
     enter = one_earlier(at(when[F, 0]), np.flatnonzero(used[:, F]), False)
-    leave = one_later(at(when[B, 0]), np.flatnonzero(used[:, B]), False)
+    leave = at(when[B, 0])
+    if not table.paired:
+        leave = one_later(leave, np.flatnonzero(used[:, B]), False)
     return np.stack([used[:, F], at(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
 
 

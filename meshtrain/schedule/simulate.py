@@ -8,7 +8,8 @@ Two models of execution:
                   `phases`), on the stage where it takes longest. What this framework's executor does on accelerators.
 
 Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next clock's slot of the
-same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F.
+same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F. A pair ends before both
+leave, and the next one waits for both: they have the time of H and W.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from meshtrain.shown import Shown
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
 EXECUTIONS = ("asynchronous", "lockstep")
-_IN_CLOCK = np.array([0, 2, 3, 1])  # order of F, B, W, HEAD in a clock
+_IN_CLOCK = {False: np.array([0, 2, 3, 1]), True: np.array([0, 1, 3, 2])}  # order of F, B, W, HEAD in a clock, by table.paired
 
 PerChunk = float | np.ndarray
 
@@ -41,6 +42,9 @@ class Durations:
     input_grad: PerChunk = 1.0
     weight_grad: PerChunk = 1.0
     message: float = 0.0  # one hop of an activation or cotangent to another stage
+    # Messages within a forward, and within a backward, that the other hides where the table pairs the two.
+    forward_hidden: PerChunk = 0.0
+    backward_hidden: PerChunk = 0.0
     head: float = 0.0  # the whole loss head, forward and backward, of one microbatch
     # Each stage does 1/stages of every head; otherwise the last virtual stage's stage does it.
     head_spread: bool = False
@@ -54,6 +58,12 @@ class Durations:
         if table.split:
             return np.stack([forward, input_grad, weight_grad])
         return np.stack([forward, input_grad + weight_grad, np.zeros_like(forward)])
+
+    def hidden(self, table: Table) -> np.ndarray:
+        """float [3, virtual stages]: how much shorter F, B and W are in a pair."""
+        values = {name: getattr(self, name) for name in ("forward_hidden", "backward_hidden")}
+        hidden = [_per_virtual_stage(table, name, value) for name, value in values.items()]
+        return np.stack([*hidden, np.zeros(table.virtual_stages)]) * table.paired
 
 
 # A backward twice as long as a forward, all else at once.
@@ -87,6 +97,7 @@ class Timeline(Shown):
     start: np.ndarray
     end: np.ndarray
     cause: np.ndarray
+    hidden: np.ndarray  # how long messages of the span travel while the other half of its pair works
 
     @cached_property
     def makespan(self) -> float:
@@ -142,7 +153,7 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
     check_is_table(table, "simulate")
     if execution not in EXECUTIONS:
         raise ValueError(f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}")
-    spans = _spans(table, durations)
+    spans = _spans(table, durations, execution)
     start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(table, durations, spans)
     end = start + spans.work
     last = int(np.argmax(end))
@@ -159,6 +170,7 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
         start=np.append(start, np.full(table.stages, end[last])),
         end=np.append(end, np.full(table.stages, end[last] + durations.optimizer)),
         cause=np.append(cause, none + 1 + last),
+        hidden=np.append(spans.hidden, np.zeros(table.stages)),
     )
 
 
@@ -173,13 +185,19 @@ class _Spans:
     clock: np.ndarray
     virtual: np.ndarray
     work: np.ndarray
+    hidden: np.ndarray
 
 
-def _spans(table: Table, durations: Durations) -> _Spans:
+def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
     clock, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
     microbatch, chunk = table.cells[clock, stage, kind].T
     virtual = table.virtual(stage, chunk)
-    work = durations.work(table)[kind, virtual]
+    used = table.cells[:, :, :W, 0] >= 0
+    if execution == "lockstep":
+        used = used.any(axis=1, keepdims=True)
+    in_pair = np.broadcast_to(used.all(axis=2), (table.clocks, table.stages))[clock, stage]
+    hidden = durations.hidden(table)[kind, virtual] * in_pair
+    work = durations.work(table)[kind, virtual] - hidden
     if durations.head:
         last = table.virtual_stages - 1
         on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
@@ -191,8 +209,9 @@ def _spans(table: Table, durations: Durations) -> _Spans:
         chunk = np.append(chunk, np.full(heads, table.chunk_of(last)))
         virtual = np.append(virtual, np.full(heads, last))
         work = np.append(work, np.full(heads, durations.head / len(on)))
-    order = np.lexsort((stage, _IN_CLOCK[kind], clock))
-    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, clock, virtual, work)))
+        hidden = np.append(hidden, np.zeros(heads))
+    order = np.lexsort((stage, _IN_CLOCK[table.paired][kind], clock))
+    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, clock, virtual, work, hidden)))
 
 
 def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
@@ -237,23 +256,30 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np
 
 def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when all stages run one program."""
-    f, b, w = durations.work(table).max(axis=1).tolist()
+    alone = durations.work(table)
+    in_pair = (alone - durations.hidden(table)).max(axis=1).tolist()
+    alone = alone.max(axis=1).tolist()
     head = durations.head / (table.stages if durations.head_spread else 1)
     message = durations.message if table.stages > 1 else 0.0
     begin = np.zeros((table.clocks, 4))  # when F, B, W, HEAD begin in each clock
     now = f_arrives = b_arrives = 0.0
     for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(ops_per_clock(phases(table)).tolist()):
+        pair = table.paired and does_f and does_b
+        f, b, w = in_pair if pair else alone
+        if pair:
+            now = max(now, b_arrives)
         if does_f:
             begin[clock, F] = now = max(now, f_arrives)
             now += f
-            f_arrives = now + message
+            f_arrives = now + message + pair * b
         if does_head and head:
-            begin[clock, HEAD] = now
-            now += head
+            begin[clock, HEAD] = now + pair * b
+            now += head * (not pair)
         if does_b:
             begin[clock, B] = now = max(now, b_arrives)
             now += b
             b_arrives = now + message
+            now += head * (pair and does_head)
         if does_w:
             begin[clock, W] = now
             now += w

@@ -62,6 +62,7 @@ class Table(Shown):
     split: bool
     placement: str
     cells: np.ndarray
+    paired: bool = False  # whether F and B of a clock run at once, as a pair
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
@@ -80,6 +81,7 @@ class Table(Shown):
             )
         cells.setflags(write=False)
         object.__setattr__(self, "cells", cells)
+        object.__setattr__(self, "paired", self.paired and bool((cells[:, :, :W, 0] >= 0).all(axis=2).any()))
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Table) else NotImplemented
@@ -89,7 +91,7 @@ class Table(Shown):
 
     def _key(self) -> tuple:
         sizes = self.stages, self.microbatches, self.chunks
-        return self.name, *sizes, self.split, self.placement, self.cells.tobytes()
+        return self.name, *sizes, self.split, self.placement, self.paired, self.cells.tobytes()
 
     @property
     def clocks(self) -> int:
@@ -143,8 +145,8 @@ class Table(Shown):
 
     @staticmethod
     def at(
-        when: np.ndarray, *, name: str, stages: int, chunks: int = 1, split: bool = False, placement: str = "loop"
-    ) -> "Table":
+        when: np.ndarray, *, name: str, stages: int, chunks: int = 1, split: bool = False, placement: str = "loop", paired: bool = False
+    ) -> "Table":  # fmt: skip
         """The table that does each op at the clock given by `when`: the inverse of `Table.when`.
 
         Raises IllegalTable where two ops would share a slot.
@@ -158,19 +160,21 @@ class Table(Shown):
             raise IllegalTable(f"schedule {name}: two ops share one slot of one clock and stage")
         cells = empty.cells.copy()
         cells[clock, stage, slot] = np.stack([microbatch, chunk], axis=-1)
-        return Table(name, stages, when.shape[2], chunks, split, placement, cells)
+        return Table(name, stages, when.shape[2], chunks, split, placement, cells, paired)
 
     def entry_text(self, microbatch: int, chunk: int) -> str:
         """A microbatch of a chunk as it is written: '3', with chunks '3.1'."""
         return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
 
     def cell_text(self, clock: int, stage: int) -> str:
-        """What a stage does in a clock, as it is written in CSV: 'F3 B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
+        """What a stage does in a clock, as it is written in CSV: 'F3 B1', a pair 'F3+B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
         words = []
         for slot, letter in enumerate(self.letters):
             microbatch, chunk = self.cells[clock, stage, slot]
             if microbatch >= 0:
                 words.append(f"{letter}{self.entry_text(microbatch, chunk)}")
+        if self.paired and (self.cells[clock, stage, :W, 0] >= 0).all():
+            words[:2] = ["+".join(words[:2])]
         return " ".join(words)
 
     def to_csv(self) -> str:
@@ -186,7 +190,8 @@ class Table(Shown):
         The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no), `placement` (loop) and
         `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
         most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a clock can be
-        read from the next on; the last virtual stage may do B in the clock of its F. `read_csv` takes it back, with the line ends, quotes,
+        read from the next on; the last virtual stage may do B in the clock of its F. In a table of pairs, which run both at once, F and B of
+        a cell are joined, as in F1+B0, and no B may be in the clock of its own F. `read_csv` takes it back, with the line ends, quotes,
         spaces and byte order mark that a spreadsheet or an editor leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
@@ -246,7 +251,7 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     except csv.Error as error:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
     table = Table(cells=np.full((len(rows), stages, 3, 2), -1), **title)
-    cells = table.cells.copy()
+    cells, paired = table.cells.copy(), any("+" in cell for row in rows for cell in row)
     for clock, row in enumerate(rows):
         if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
@@ -254,10 +259,10 @@ def parse_csv(text: str, source: str = "csv") -> Table:
             )
         for stage, cell in enumerate(row):
             try:
-                cells[clock, stage] = _read_cell(cell, table)
+                cells[clock, stage] = _read_cell(cell, table, paired)
             except IllegalTable as error:
                 raise IllegalTable(f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}") from None
-    return Table(cells=cells, **title)
+    return Table(cells=cells, paired=paired, **title)
 
 
 def _check_names(names: list[str], title: dict, source: str) -> None:
@@ -328,10 +333,11 @@ def _read_title(line: str, source: str) -> dict:
     return title | {"split": split == "yes"}
 
 
-def _read_cell(text: str, table: Table) -> np.ndarray:
+def _read_cell(text: str, table: Table, paired: bool) -> np.ndarray:
     cell = np.full((3, 2), -1, np.int32)
     done = -1
-    for word in text.split():
+    words, joined = text.replace("+", " ").split(), re.fullmatch(r"[^+\s]+\s*\+\s*[^+\s]+(\s[^+]*)?", text)
+    for word in words:
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in table.letters:
             example = "F3" if table.chunks == 1 else "F3.1"
@@ -348,4 +354,9 @@ def _read_cell(text: str, table: Table) -> np.ndarray:
         if slot <= done:
             raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(table.letters)}")
         cell[slot], done = (microbatch, chunk), slot
+    both, pair = (cell[:W, 0] >= 0).all(), "+".join(table.letters[:2])
+    if "+" in text and not (both and joined):
+        raise IllegalTable(f"'{short(text)}': a + must join {' and '.join(table.letters[:2])}, the first two of a cell, as in {pair}")
+    if paired and both and not joined:
+        raise IllegalTable(f"'{short(text)}': other cells are pairs, so this must be one too: '{'+'.join(words[:2])}'")
     return cell

@@ -1,5 +1,6 @@
 """A table played through its buffers, as the executor does it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,9 +64,15 @@ def replay(table: Table, buffers: Buffers) -> dict[str, list[int]]:
     for clock in range(table.clocks):
         stage = -1
         try:
+            heads = []
             for op in ops[clock]:  # in the order of the slots
                 stage = op.stage
-                _replay_op(table, buffers, op, stages[stage])
+                leaves = _replay_op(table, buffers, op, stages[stage])
+                if not table.paired:
+                    leaves()
+                heads.append(leaves)
+            for leaves in heads if table.paired else ():  # once both of a pair are done
+                leaves()
             for stage in range(table.stages):
                 _replay_arrivals(table, buffers, clock, stage, stages)
             for stage in range(table.stages):
@@ -105,7 +112,9 @@ def _check_idle(table: Table, buffers: Buffers) -> None:
             )
 
 
-def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> None:
+def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callable[[], None]:
+    """Plays an op; returns what the loss head does behind it."""
+    head = lambda: None  # noqa: E731
     at = (op.clock, op.stage)
     virtual = int(table.virtual(op.stage, op.chunk))
     first, last = virtual == 0, virtual == table.virtual_stages - 1
@@ -129,7 +138,7 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> None:
         if last:
             if buffers.exit[op.clock] != op.microbatch:
                 raise IllegalTable(f"exit is {buffers.exit[op.clock]}")
-            state["b_inbox"].put(buffers.head_out[op.clock], entry)
+            head = lambda: state["b_inbox"].put(buffers.head_out[op.clock], entry)  # noqa: E731
         else:
             state.sent[F] = entry
     elif op.slot == B:
@@ -146,6 +155,7 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> None:
     else:
         state["stash"].take(buffers.w_stash[at], entry)
         state["cot"].take(buffers.w_cot[at], entry)
+    return head
 
 
 def _replay_arrivals(table: Table, buffers: Buffers, clock: int, stage: int, stages: list[_Stage]) -> None:

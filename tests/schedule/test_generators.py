@@ -9,7 +9,7 @@ from meshtrain.schedule.simulate import Durations, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, W
 from meshtrain.schedule.validate import validate
 
-SPLIT = ("zb_h1", "zb_interleaved")
+SPLIT = ("zb_h1", "zb_interleaved", "zb_paired")
 LOOPED = [name for name in SCHEDULES if legal_chunks(name) is None]
 
 
@@ -39,6 +39,13 @@ def test_the_last_stage_turns_a_microbatch_around_in_one_clock():
         assert (when[F, -1] == when[B, -1]).all(), schedule
 
 
+def test_pairs_turn_a_microbatch_around_in_the_next_clock_and_are_else_the_same():
+    for paired, plain in (("paired", "interleaved"), ("zb_paired", "zb_interleaved")):
+        for v in (1, 3):
+            after, before = (make_table(name, 4, 8, v).when() for name in (paired, plain))
+            assert (after[F] == before[F]).all() and (after[B] == before[B] + 1).all()
+
+
 def test_with_one_chunk_interleaved_is_1f1b_and_looped_bfs_is_gpipe():
     for looped, plain in (("interleaved", "1f1b"), ("looped_bfs", "gpipe"), ("zb_interleaved", "zb_h1")):
         assert (make_table(looped, 3, 7).cells == make_table(plain, 3, 7).cells).all()
@@ -57,6 +64,7 @@ def test_entries_in_flight_are_those_of_the_docstring(schedule):
         expected = {
             "gpipe": m, "looped_bfs": v * m, "1f1b": 2 * p - 1, "zb_h1": 2 * p - 1, "interleaved": (v + 1) * p - 1,
             "zb_interleaved": (v + 1) * p - 1, "v_1f1b": 2 * p,
+            "paired": (v + 1) * p, "zb_paired": (v + 1) * p,
         }[schedule]  # fmt: skip
         assert allocate(make_table(schedule, p, m, v)).depths.stash == expected
 
@@ -95,7 +103,7 @@ def test_all_stages_do_w_in_the_same_clocks(schedule):
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_splitting_the_backward_takes_no_more_memory(schedule):
-    whole = "1f1b" if schedule == "zb_h1" else "interleaved"
+    whole = {"zb_h1": "1f1b", "zb_paired": "paired"}.get(schedule, "interleaved")
     chunks = legal_chunks(schedule) or 3
     split, together = (allocate(make_table(name, 4, 12, chunks)).depths for name in (schedule, whole))
     assert split.stash == together.stash

@@ -26,7 +26,9 @@ def table_ops(table):
             found[op.clock, 1] = True
         if op.slot == F and virtual == 0 and op.clock > clocks[F][0]:
             found[max(t for t in clocks[F] if t < op.clock), 4] = True
-        if op.slot == B and virtual == 0 and op.clock < clocks[B][-1]:
+        if op.slot == B and virtual == 0 and table.paired:
+            found[op.clock, 5] = True
+        elif op.slot == B and virtual == 0 and op.clock < clocks[B][-1]:
             found[min(t for t in clocks[B] if t > op.clock), 5] = True
     return found
 

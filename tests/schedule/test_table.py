@@ -63,6 +63,41 @@ def test_csv_round_trips(schedule, stages, microbatches):
     assert parse_csv(table.to_csv()) == table
 
 
+PAIRS = """\
+# schedule=paired stages=2 microbatches=3 chunks=1 split=no placement=loop
+stage 0,stage 1
+F0,
+F1,F0
+F2,F1+B0
+B0,F2+B1
+B1,B2
+B2,
+"""
+
+
+def test_a_cell_that_is_a_pair_is_joined():
+    assert make_table("paired", 2, 3).to_csv() == PAIRS
+    table = parse_csv(PAIRS.replace("F1+B0", " F1 + B0 "))
+    assert table.paired and table == make_table("paired", 2, 3)
+    # without + the same cells are another table, in which B follows F
+    apart = parse_csv(PAIRS.replace("+", " "))
+    assert not apart.paired and apart != table and (apart.cells == table.cells).all()
+    assert make_table("zb_paired", 2, 3).cell_text(3, 1) == "F2+I1 W0"
+
+
+@pytest.mark.parametrize(
+    "cell, says",
+    [
+        ("F1 B0", "row 5, column 2 (stage 1): 'F1 B0': other cells are pairs, so this must be one too: 'F1+B0'"),
+        ("F1+", "'F1+': a + must join F and B, the first two of a cell, as in F+B"),
+        ("B0+F1", "'B0+F1' must have each letter once, in the order F B"),
+    ],
+)
+def test_a_pair_that_is_none_is_refused(cell, says):
+    with pytest.raises(IllegalTable, match=re.escape(says)):
+        parse_csv(PAIRS.replace("F1+B0", cell))
+
+
 def test_csv_as_a_spreadsheet_saves_it_is_read_the_same():
     first, names, *rows = ONE_F_ONE_B.splitlines()
     saved = "\r\n".join([f"{first},", names, *(",".join(f'" {c}"' for c in row.split(",")) for row in rows), "", ""])
@@ -93,8 +128,9 @@ def test_ops_come_in_an_order_in_which_they_can_be_done():
 def test_at_is_the_inverse_of_when(schedule):
     table = make_table(schedule, 3, 5, legal_chunks(schedule) or 2)
     again = Table.at(
-        table.when(), name=schedule, stages=3, chunks=table.chunks, split=table.split, placement=table.placement
-    )
+        table.when(), name=schedule, stages=3, chunks=table.chunks, split=table.split, placement=table.placement,
+        paired=table.paired,
+    )  # fmt: skip
     assert again == table
 
 

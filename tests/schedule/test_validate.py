@@ -60,6 +60,10 @@ def test_a_missing_weight_gradient_is_named():
             "cell 'F0 B1': B1 is too early: it needs the loss of F1, which is done in clock 1",
         ),
         (
+            "# stages=1 microbatches=2\na\nF0\nF1+B1\nB0\n",
+            "cell 'F1+B1': B1 is too early: it needs the loss of F1, and that is there from clock 2 on, since a pair runs both at once",
+        ),
+        (
             "# stages=1 microbatches=2 split=yes\na\nF0 I0 W1\nF1 I1 W0\n",
             "cell 'F0 I0 W1': W1 is too early: it needs what I1 leaves, which is done in clock 1",
         ),
@@ -90,7 +94,7 @@ def is_legal(table):
                 return False
             if k > 0 and f <= when.get((F, k - 1, m), f):
                 return False
-            if b < f if k == last else b <= when.get((B, k + 1, m), b):
+            if b < f + table.paired if k == last else b <= when.get((B, k + 1, m), b):
                 return False
             if w is not None and w < b:
                 return False

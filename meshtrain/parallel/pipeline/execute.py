@@ -180,6 +180,8 @@ class Execution:
 
     def run_clock(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, None]:
         """The slots that any stage has in this clock: F, the loss head, B or I, W; messages travel beside them."""
+        if self.table.paired:
+            return self.run_paired_clock(ops, carry, row), None
         if ops.backward:
             cotangents = self.send(B, carry.gx)
         if ops.leave:
@@ -208,11 +210,50 @@ class Execution:
             carry = carry._replace(forward_received=self.receive(carry.forward_received, activations, row))
         return carry, None
 
+    def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
+        """The same of a table of pairs: F and B at once, what they send travels while the loss head or W works."""
+        sent: list[tuple[str, Messages]] = []
+        if ops.forward and ops.backward:
+            carry, y, gx = self.do_pair(carry, row)
+        elif ops.forward:
+            carry, y = self.do_forward(carry, row)
+        elif ops.backward:
+            carry, gx = self.do_backward(carry, row)
+        if ops.forward:
+            sent.append(("forward_received", self.send(F, y)))
+        if ops.backward:
+            carry = carry._replace(gx=jnp.where(row["b_active"], gx, carry.gx))
+            sent.append(("backward_received", self.send(B, carry.gx)))
+        if ops.leave:
+            carry = self.add_embedding_gradient(carry, row["leaving"])
+        if ops.enter:
+            carry = carry._replace(embedded=self.embed(carry.embedded, row["entering"]))
+        if ops.head:
+            carry = self.do_head(carry, row, y)
+        if ops.weight:
+            carry = self.do_weight(carry, row)
+        for buffer, arriving in sent:
+            carry = carry._replace(**{buffer: self.receive(getattr(carry, buffer), arriving, row)})
+        return carry
+
+    def do_pair(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
+        from meshtrain.parallel.pipeline.paired import pair
+
+        cotangent, slots = read(carry.backward_received, row["b_in"]), (slot_of(row, "f"), slot_of(row, "b"))
+        into, place = (carry.w_residuals, row["b_cot"]) if self.table.split else (carry.blocks, None)
+        y, gx, stash, into = pair(
+            self.stage, self.input_of(carry, row), cotangent, carry.stash, into, slots, place, self.skips
+        )
+        carry = carry._replace(stash=self.settled(stash))
+        return carry._replace(**{"w_residuals" if self.table.split else "blocks": into}), y, gx
+
+    def input_of(self, carry: Carry, row: Row) -> jax.Array:
+        """What F takes: the embedding on virtual stage 0, else what was received."""
+        return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
+
     @jax.named_scope(xla.FORWARD)
     def do_forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
-        x = read(carry.forward_received, row["f_in"])
-        x = jnp.where(row["first"], carry.embedded, x)
-        slot = slot_of(row, "f")
+        x, slot = self.input_of(carry, row), slot_of(row, "f")
         forward = self.stage.forward if carry.blocks is not None else self.stage.forward_only
         idle = lambda stash: (self.stage.zeros(), stash)  # noqa: E731
         y, stash = self.if_active(slot.active, partial(forward, x, slot=slot), idle)(carry.stash)

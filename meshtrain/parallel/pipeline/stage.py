@@ -109,7 +109,7 @@ class Stage:
 
     def _run(self, segment: Segment, x: jax.Array, slot: Slot) -> jax.Array:
         layer = self._layer(slot, segment)
-        first, indices = self._indices(slot.chunk, segment)
+        first, indices = self._first(slot.chunk, segment), self._indices(segment)
 
         def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             weights, index = self._weights(first + i)
@@ -130,15 +130,19 @@ class Stage:
         return x, written
 
     def _forward(self, segment: Segment, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
-        layer = self._layer(slot, segment)
-        first, indices = self._indices(slot.chunk, segment)
+        forward_layer = self.forward_layer(segment, slot)
+        return lax.scan(lambda carry, i: (forward_layer(carry, i), None), (x, stash), self._indices(segment))[0]
 
-        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+    def forward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
+        """Returns the function ((x, stash), i) -> (output, stash with what the backward needs) of a segment's layer i."""
+        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+
+        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[jax.Array, Tree]:
             x, stash = carry
             trace = self._trace(layer, first + i, x)
-            return (trace.output, write(stash, (x, trace.residuals()), slot.place, i)), None
+            return trace.output, write(stash, (x, trace.residuals()), slot.place, i)
 
-        return lax.scan(forward_layer, (x, stash), indices)[0]
+        return forward_layer
 
     def backward(self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
@@ -147,16 +151,24 @@ class Stage:
         return cotangent, gradients
 
     def _backward(self, segment: Segment, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
-        layer = self._layer(slot, segment)
-        first, indices = self._indices(slot.chunk, segment)
+        backward_layer = self.backward_layer(segment, slot)
 
-        def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            (cotangent, gradients), at = carry, first + i
-            x, saved = read(stash, slot.place, i)
+        def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+            return backward_layer(carry, read(stash, slot.place, i), i), None
+
+        return lax.scan(step, (cotangent, gradients), self._indices(segment), reverse=True)[0]
+
+    def backward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
+        """Returns the function ((cotangent, gradients), what the stash has of it, i) -> (input gradient, gradients with its own added) of
+        a segment's layer i."""
+        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+
+        def backward_layer(carry: tuple[jax.Array, Tree], stashed: Tree, i: jax.Array) -> tuple[jax.Array, Tree]:
+            (cotangent, gradients), at, (x, saved) = carry, first + i, stashed
             gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-            return (gx, add(gradients, gradient, at, active=slot.active)), None
+            return gx, add(gradients, gradient, at, active=slot.active)
 
-        return lax.scan(backward_layer, (cotangent, gradients), indices, reverse=True)[0]
+        return backward_layer
 
     def backward_sending(
         self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
@@ -212,17 +224,24 @@ class Stage:
     def _input_gradient(
         self, segment: Segment, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
     ) -> tuple[jax.Array, Tree]:
-        layer = self._layer(slot, segment)
-        first, indices = self._indices(slot.chunk, segment)
+        input_layer = self.input_layer(segment, place, slot)
 
-        def backward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            cotangent, w_residuals = carry
-            at = first + i
-            x, saved = read(stash, slot.place, i)
-            (gx,), more = self._halves(layer, at, x, saved).first(x, saved, cotangent)
-            return (gx, write(w_residuals, more, place, i)), None
+        def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+            return input_layer(carry, read(stash, slot.place, i), i), None
 
-        return lax.scan(backward_layer, (cotangent, w_residuals), indices, reverse=True)[0]
+        return lax.scan(step, (cotangent, w_residuals), self._indices(segment), reverse=True)[0]
+
+    def input_layer(self, segment: Segment, place: jax.Array, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
+        """Returns the function ((cotangent, w_residuals), what the stash has of it, i) -> (input gradient, w_residuals with what W needs)
+        of a segment's layer i."""
+        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+
+        def input_layer(carry: tuple[jax.Array, Tree], stashed: Tree, i: jax.Array) -> tuple[jax.Array, Tree]:
+            (cotangent, w_residuals), (x, saved) = carry, stashed
+            (gx,), more = self._halves(layer, first + i, x, saved).first(x, saved, cotangent)
+            return gx, write(w_residuals, more, place, i)
+
+        return input_layer
 
     def weight_gradient(self, stash: list[Tree], w_residuals: list[Tree], gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
         """W: `gradients` with the weights' gradient added, from what I left at `place` of `w_residuals`."""
@@ -232,7 +251,7 @@ class Stage:
 
     def _weight_gradient(self, segment: Segment, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
         layer, tree = self._layer(slot, segment), jax.tree.structure(self.blocks.differentiated)
-        first, indices = self._indices(slot.chunk, segment)
+        first, indices = self._first(slot.chunk, segment), self._indices(segment)
 
         def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
             at = first + i
@@ -261,10 +280,14 @@ class Stage:
 
     # --- one layer
 
-    def _indices(self, chunk: jax.Array, segment: Segment) -> tuple[jax.Array, jax.Array]:
-        """A segment's first layer in the stacked weights, and its layers' numbers from 0."""
-        first, indices = chunk * self.layers, jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
-        return first + segment.first if segment.first else first, indices
+    def _first(self, chunk: jax.Array, segment: Segment) -> jax.Array:
+        """A segment's first layer in the stacked weights."""
+        first = chunk * self.layers
+        return first + segment.first if segment.first else first
+
+    def _indices(self, segment: Segment) -> jax.Array:
+        """Its layers' numbers from 0."""
+        return jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
 
     def _batch(self, microbatch: jax.Array) -> Batch:
         index = jnp.maximum(microbatch, 0)
