@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, telemetry
-from meshtrain.config.follow import padded_batch_size, row_shards
+from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
 from meshtrain.config.places import BOTH
 from meshtrain.config.schema import ACTIVATIONS, AUTO, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
@@ -274,9 +274,14 @@ def _remat_problems(config: Config) -> Iterator[str]:
                 yield f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}{ending}"
     if both := [activation for activation in parallel.remat_keep if activation in parallel.remat_offload]:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
-    if parallel.remat_offload and config.mesh.pipeline > 1:
+    if parallel.remat_offload and runs_table(config):
+        table = (
+            f"mesh.pipeline is {config.mesh.pipeline}"
+            if config.mesh.pipeline > 1
+            else f"parallel.schedule is {parallel.schedule}"
+        )
         yield (
-            f"parallel.remat_offload is given, but mesh.pipeline is {config.mesh.pipeline}; stages keep what is in flight on the "
+            f"parallel.remat_offload is given, but {table}; stages keep what is in flight on the "
             "device, so leave it out, or keep less with parallel.remat_keep."
         )
 

@@ -15,6 +15,7 @@ from meshtrain.config.key import keys
 from meshtrain.config.schema import Config, ExpertsConfig
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
+from meshtrain.schedule.generators import has_table
 
 # train.loss_chunk: auto. Fewer tokens, and what a chunk adds to the sum of the head's gradient takes longer than its products.
 CHUNK, ROOM = 2048, 2**32  # tokens; bytes of float32 logits
@@ -131,6 +132,11 @@ def expert_room(experts: ExpertsConfig, ranks: int, local: int, tokens: int, top
     if ranks > 1 and experts.dispatch == "all_to_all":
         return ranks * (most if capacity is None else min(most, math.ceil(capacity * pairs / ranks)))
     return ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * pairs))
+
+
+def runs_table(config: Config) -> bool:
+    """Returns whether the microbatches go by a schedule's table, and do not just follow one another."""
+    return has_table(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches)
 
 
 def skips_idle_work(config: Config, platform: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from meshtrain.allreduce import ALGORITHMS
 from meshtrain.compression import COMPRESSIONS
 from meshtrain.config.key import Resume, key
+from meshtrain.schedule.generators import has_table
 
 # Of top-k's ratio: a number with its place takes twice the bytes of a float32.
 MOST_RATIO = 0.5
@@ -88,7 +89,10 @@ def sums_in_place(config: Any) -> bool:
     """Returns whether whole gradients of several microbatches on one stage are summed in bfloat16, to save memory: on accelerators a
     layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced early they would lie there twice.
     """
-    several = config.parallel.microbatches > 1 and config.mesh.pipeline == 1
+    parallel = config.parallel
+    several = parallel.microbatches > 1 and not has_table(
+        parallel.schedule, config.mesh.pipeline, parallel.microbatches
+    )
     return several and config.precision.gradient_sums != "float32" and not scatters_at_use(config)
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
+from meshtrain.config.follow import runs_table
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages
@@ -61,8 +62,9 @@ class Layout(Shown):
 
     @cached_property
     def table(self) -> Table | None:
-        """The pipeline's schedule, which also places the virtual stages; None on one stage. ConfigError for one that cannot run."""
-        if self.pipeline == 1:
+        """The schedule, which also places the virtual stages; None where microbatches follow one another. ConfigError for one that cannot
+        run."""
+        if not runs_table(self.config):
             return None
         parallel = self.config.parallel
         return make_table(parallel.schedule, self.pipeline, parallel.microbatches, self.chunks)

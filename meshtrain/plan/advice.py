@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
-from meshtrain.config.follow import CHUNK, put
-from meshtrain.config.schema import CHUNKED, PLAIN
+from meshtrain.config.follow import CHUNK, put, runs_table
+from meshtrain.config.schema import AUTO, CHUNKED, PLAIN
 from meshtrain.config.values import as_text
 from meshtrain.errors import short
 from meshtrain.families import FAMILIES
@@ -14,7 +14,7 @@ from meshtrain.parallel.placement import stages
 from meshtrain.plan import memory, pipeline, shapes
 from meshtrain.plan.choices import contexts, ends_empty, schedules, with_empty_ends
 from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.seconds import microbatch_costs
+from meshtrain.plan.seconds import hidden_seconds, microbatch_costs
 from meshtrain.schedule.generators import legal_chunks
 from meshtrain.units import size
 
@@ -123,7 +123,9 @@ def _heavy(planned: Plan) -> list[str]:
     config, chunks = planned.config, stages(planned.config).chunks
     schedule = config.parallel.schedule
     plain = (PLAIN, 1) if legal_chunks(schedule) or chunks == 1 else (CHUNKED, chunks)
-    if config.mesh.pipeline == 1 or (schedule, chunks) == plain or config.parallel.layer_split is not None:
+    if config.mesh.pipeline == 1:
+        plain = (AUTO, 1)
+    if not runs_table(config) or (schedule, chunks) == plain or config.parallel.layer_split is not None:
         return []
     other = estimate(put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster)
     if planned.bytes < HEAVY * other.bytes:
@@ -164,11 +166,12 @@ _SCHEDULE = ("schedule", "virtual_stages", "layer_split")
 
 def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
     """The fastest of the other schedules by formula, with its settings; if none fits, the one that holds least."""
-    if config.mesh.pipeline == 1:
-        return None
     ranked = []
     layers, pipelined = config.model.layers, config.mesh.pipeline
-    for schedule, chunks in [*schedules(layers, pipelined), *with_empty_ends(layers, pipelined)]:
+    named = [*schedules(layers, config.mesh), *with_empty_ends(layers, config.mesh)]
+    if len(named) == 1:
+        return None
+    for schedule, chunks in named:
         keys = {"schedule": schedule, "virtual_stages": chunks}
         if (split := ends_empty(layers, chunks * pipelined)) is not None:
             keys["layer_split"] = split
@@ -179,7 +182,8 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
             continue
         facts = pipeline.facts(other)
         nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
-        seconds = pipeline.quick(other, facts, microbatch_costs(other, cluster))
+        costs = microbatch_costs(other, cluster)
+        seconds = pipeline.quick(other, facts, costs) - hidden_seconds(other, cluster, costs)
         fits = nbytes <= cluster.accelerator.usable_bytes
         ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
     fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
-from meshtrain.config import Config
+from meshtrain.config import Config, MeshConfig
 from meshtrain.config.check import check, context_problems
 from meshtrain.config.follow import put, resolve
 from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.plan import activations
 from meshtrain.plan.seconds import layer_cost
-from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks
+from meshtrain.schedule.generators import MOST_CHUNKS, PAIRED, SCHEDULES, chosen_chunks
 from meshtrain.units import duration
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
@@ -95,20 +95,26 @@ def cuts(config: Config, data: int) -> tuple[int, ...]:
     return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
 
 
-def schedules(layers: int, stages: int) -> list[tuple[str, int]]:
-    """Every (schedule, virtual stages) for a number of stages."""
-    if stages == 1:
-        return [(AUTO, 1)]
-    return [(name, v) for name, v in _chunks() if v * stages <= layers]
+def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
+    """Every (schedule, virtual stages) for the stages of a mesh."""
+    if mesh.pipeline == 1:
+        return [(AUTO, 1), *((name, v) for name, v in _chunks(mesh) if name == PAIRED and v == 1)]
+    return [(name, v) for name, v in _chunks(mesh) if v * mesh.pipeline <= layers]
 
 
-def with_empty_ends(layers: int, stages: int) -> list[tuple[str, int]]:
+def with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) of one or two virtual stages more than there are layers: see `ends_empty`."""
-    return [(name, v) for name, v in _chunks() if stages > 1 and v > 1 and layers < v * stages <= layers + 2]
+    stages = mesh.pipeline
+    return [(name, v) for name, v in _chunks(mesh) if stages > 1 and v > 1 and layers < v * stages <= layers + 2]
 
 
-def _chunks() -> list[tuple[str, int]]:
-    return [(s.name, v) for s in SCHEDULES.values() for v in ([s.chunks] if s.chunks else range(2, MOST_CHUNKS + 1))]
+def _chunks(mesh: MeshConfig) -> Iterator[tuple[str, int]]:
+    """Pairs where layers send messages that they could hide; with one chunk other schedules of any number have names of their own."""
+    pairs = mesh.tensor * mesh.expert * mesh.context > 1
+    for schedule in SCHEDULES.values():
+        if pairs or not schedule.paired:
+            several = range(1 if schedule.paired else 2, MOST_CHUNKS + 1)
+            yield from ((schedule.name, v) for v in ([schedule.chunks] if schedule.chunks else several))
 
 
 def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:

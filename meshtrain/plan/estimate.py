@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from meshtrain.cluster.accelerators import evidence, lender
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.follow import skips_idle_work
+from meshtrain.config.follow import runs_table, skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
@@ -152,7 +152,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     skips = skips_idle_work(config, platform)
     items = memory.items(config, facts, platform)
     timeline, seconds, clocks, peak, bubble = None, m * costs.stage, m, 1, 0.0
-    if config.mesh.pipeline > 1:
+    if runs_table(config):
         timeline = pipeline.timeline(config, costs, profile)
         seconds, clocks = timeline.makespan, timeline.table.clocks
         peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
@@ -198,20 +198,22 @@ def _step_time(
     useful = layer.forward + layer.backward + layer.recompute * -1.0
     data, optimizer, host = outside_seconds(config, cluster, profile)
     data -= hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
+    sends = layer.forward_sends + layer.backward_sends
+    # Of what is sent within layers, the share that is waited for where pairs hide the rest.
+    waited = 1.0 - pipeline.pairs(config) * (layer.forward_hidden + layer.backward_hidden) / sends if sends else 1.0
     return StepTime(
         matmul=layers * useful.matmul,
         attention=layers * useful.attention,
         memory=layers * useful.memory,
         recompute=layers * layer.recompute.total,
         head=m * edge.head.total,
-        tensor=layers * (layer.forward_sends + layer.backward_sends - layer.context_sends - layer.expert_sends)
-        + m * edge.head_sends,
-        context=layers * layer.context_sends,
-        expert=layers * layer.expert_sends,
+        tensor=layers * waited * (sends - layer.context_sends - layer.expert_sends) + m * edge.head_sends,
+        context=layers * waited * layer.context_sends,
+        expert=layers * waited * layer.expert_sends,
         pipeline=m * (edge.vocab_sends + 2 * costs.chunks * costs.message.waits),
         data=data,
         host=layers * (layer.forward_copies + layer.backward_copies) + host,
-        bubble=microbatches - m * costs.stage,
+        bubble=microbatches - m * costs.stage + layers * (1.0 - waited) * sends,
         optimizer=optimizer,
         checkpoint=0.0,
         reference=pipeline.reference(config, pipeline.facts(config), costs),

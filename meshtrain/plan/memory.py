@@ -9,6 +9,7 @@ import operator
 from dataclasses import dataclass
 
 from meshtrain.config import Config
+from meshtrain.config.follow import runs_table
 from meshtrain.config.model import patches_of
 from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sums_in_place
 from meshtrain.families import FAMILIES
@@ -146,7 +147,7 @@ def kept(
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = 4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
     reference = MemoryItem("losses under the reference", "activations", losses)
-    if config.mesh.pipeline == 1:
+    if not runs_table(config):
         return [MemoryItem("activations kept for the backward", "activations", stage.on_device * layer), reference]
     cpu = platform == "cpu"
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in backwards after them.
@@ -168,7 +169,7 @@ def passing(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> dict
 
     What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it holds.
     """
-    return _of_stages(config, facts, platform) if config.mesh.pipeline > 1 else _of_one_stage(config, platform)
+    return _of_stages(config, facts, platform) if runs_table(config) else _of_one_stage(config, platform)
 
 
 def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshtrain.config import Config
+from meshtrain.config.follow import runs_table
 from meshtrain.parallel.placement import stages
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
@@ -29,14 +30,14 @@ def table(config: Config) -> Table:
 
 def facts(config: Config) -> ScheduleFacts:
     """The facts of a config's schedule, by formula where there is one: searches ask for thousands."""
-    return ONE_STAGE if config.mesh.pipeline == 1 else facts_of(*_sizes(config))
+    return facts_of(*_sizes(config)) if runs_table(config) else ONE_STAGE
 
 
 def iterations(config: Config, skips: bool = False) -> Iterations:
     """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU), only
     when it has work. Messages go in every clock all the same."""
-    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
-    if p == 1:
+    m, v = config.parallel.microbatches, stages(config).chunks
+    if not runs_table(config):
         return Iterations(m, m, m)
     if skips:
         clocks = table(config).clocks
@@ -48,8 +49,8 @@ def reference_iterations(config: Config, skips: bool = False) -> Iterations | No
     """`iterations` of dpo's forward without adapters, which takes the table's forwards alone."""
     if config.train.objective != "dpo":
         return None
-    p, m, v = config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
-    if p == 1:
+    m, v = config.parallel.microbatches, stages(config).chunks
+    if not runs_table(config):
         return Iterations(m, m, 0, unhead=0)
     busy = int(table_ops(table(config))[:, 0].sum())
     if skips:
@@ -101,6 +102,8 @@ def durations(config: Config, costs: MicrobatchCosts, split: bool, optimizer: fl
         forward=costs.chunk_forward * share,
         input_grad=(costs.chunk_backward - costs.chunk_weight_grad + split * costs.chunk_residuals) * share,
         weight_grad=costs.chunk_weight_grad * share,
+        forward_hidden=costs.layers * costs.layer.forward_hidden * share,
+        backward_hidden=costs.layers * costs.layer.backward_hidden * share,
         message=costs.message.overlapped,
         head=costs.edge.total * (config.mesh.pipeline if spread else 1),
         head_spread=spread,
@@ -116,14 +119,35 @@ def timeline(
     return simulate(of_step, durations(config, costs, of_step.split, optimizer), profile.execution)
 
 
+def pairs(config: Config) -> float:
+    """The share of a stage's forwards and backwards that stand in pairs."""
+    known = facts(config)
+    return known.paired * min(1.0, known.together / (config.parallel.microbatches * stages(config).chunks))
+
+
 def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
     """Seconds of all microbatches by the facts alone, for searches: in lockstep, all stages as long as the longest."""
-    if config.mesh.pipeline == 1:
+    if not runs_table(config):
         return config.parallel.microbatches * costs.stage + reference(config, facts, costs)
     weight = costs.chunk_weight_grad
     residuals = costs.chunk_residuals if facts.depths.cot else 0.0
-    each = Durations(costs.chunk_forward, costs.chunk_backward - weight + residuals, weight, head=costs.edge.total)
+    hidden = costs.layers * costs.layer.forward_hidden, costs.layers * costs.layer.backward_hidden
+    each = Durations(
+        costs.chunk_forward,
+        costs.chunk_backward - weight + residuals,
+        weight,
+        head=costs.edge.total,
+        forward_hidden=hidden[0],
+        backward_hidden=hidden[1],
+    )
     # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
+    if facts.paired:
+        # Both leave at once, with what stands behind the pair to hide them: W, and in some clocks the head.
+        shown = (facts.forward + facts.backward - facts.together) * max(
+            0.0, costs.message.overlapped - facts.split * weight
+        )
+        shown = max(0.0, shown - facts.head * min(costs.message.overlapped, costs.edge.total))
+        return facts.seconds(each) + shown + reference(config, facts, costs)
     shown = (facts.forward + facts.backward - 2 * facts.together) * costs.message.overlapped
     for hides in (costs.chunk_forward, costs.chunk_backward):
         shown += facts.together * max(0.0, costs.message.overlapped - hides)
@@ -132,7 +156,7 @@ def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float
 
 def reference(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
     """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its messages."""
-    if config.mesh.pipeline == 1:
+    if not runs_table(config):
         return config.parallel.microbatches * (costs.chunks * costs.chunk_reference + costs.edge.reference)
     # without the objective nothing is sent
     message = costs.message.overlapped if costs.chunk_reference else 0.0

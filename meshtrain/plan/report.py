@@ -10,6 +10,7 @@ from rich.text import Text
 from meshtrain.cluster.accelerators import evidence
 from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
+from meshtrain.config.follow import runs_table
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import axes, search, shapes, traffic
@@ -227,7 +228,7 @@ def layout(config: Config) -> str:
     mesh, parallel = config.mesh, config.parallel
     words = [str(mesh)]
     words += [f"context by {parallel.context_strategy}"] * (mesh.context > 1)
-    if mesh.pipeline > 1:
+    if runs_table(config):
         chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
         words.append(f"{parallel.schedule}{chunks}")
         words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import float8_problems
-from meshtrain.config.follow import microbatch_rows, put
+from meshtrain.config.follow import microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
+from meshtrain.schedule.generators import PAIRED
 
 # Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
 # (`python -m experiments.plan --compile`).
@@ -146,7 +147,7 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         layers = base.model.layers
         counts, named_schedules = (
             choices.cuts(base, data),
-            [*choices.schedules(layers, stages), *choices.with_empty_ends(layers, stages)],
+            [*choices.schedules(layers, mesh.mesh), *choices.with_empty_ends(layers, mesh.mesh)],
         )
         if near:
             splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
@@ -186,6 +187,10 @@ def _scheduled(
     for schedule, chunks in named_schedules:
         split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
+        by_table = runs_table(scheduled)
+        # a table that a single stage has no use for; activations on the host, which no table has
+        if (schedule == PAIRED and not by_table) or (by_table and config.parallel.remat_offload):
+            continue
         stage = stages_of(scheduled)
         if stage.on_device not in outside:
             outside[stage.on_device] = list(_zeros(scheduled, cluster))
@@ -201,7 +206,7 @@ def _scheduled(
                 continue
             nbytes = kept + zero.nbytes
             if nbytes <= usable:
-                key = stage.on_device, zero.passing
+                key = stage.on_device, (facts.paired, *zero.passing)
                 if key not in passing:
                     moments = memory.passing(_with_zero(scheduled, zero.zero), facts, platform)
                     passing[key] = max(map(memory.total, moments.values()))
@@ -211,8 +216,8 @@ def _scheduled(
                     costs[stage.longest] = microbatch_costs(scheduled, cluster)
                 seconds = pipeline.quick(scheduled, facts, costs[stage.longest])
             fits = nbytes <= usable
-            # with several stages nothing is hidden
-            hides = fits and config.mesh.pipeline == 1
+            # with a table nothing over data is hidden
+            hides = fits and not by_table
             hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if hides else 0.0
             yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
 

@@ -15,6 +15,7 @@ from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
+from meshtrain.config.follow import runs_table
 from meshtrain.config.mesh import ISLAND
 from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
 from meshtrain.families import FAMILIES
@@ -47,6 +48,9 @@ class LayerCost:
     backward_copies: float
     residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
     reference: float  # dpo's forward without adapters, with its collectives
+    # What of `*_sends` the other's work hides where a forward and a backward are a pair.
+    forward_hidden: float
+    backward_hidden: float
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,13 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
     expert = expert_seconds(config, cluster, profile)
     forward_sends, backward_sends = forward_sends + context[0] + expert[0], backward_sends + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
+    forward = layer.forward + adapters + copied[0] + eights.forward
+    weights = compute.weight_passes(config, device, profile)
+    backward = backward + adapters * 2 + copied[1] + weights + recompute + eights.backward
+    pairs = profile.compiled and device.platform != "cpu"
     return LayerCost(
-        forward=layer.forward + adapters + copied[0] + eights.forward,
-        backward=backward
-        + adapters * 2
-        + copied[1]
-        + compute.weight_passes(config, device, profile)
-        + recompute
-        + eights.backward,
+        forward=forward,
+        backward=backward,
         recompute=recompute,
         weight_grad=weight_grad,
         forward_sends=forward_sends,
@@ -171,6 +174,9 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         backward_copies=offload,
         residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
         reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
+        # The products of weights' gradients hide messages of their own.
+        forward_hidden=min(forward_sends, backward.total - weight_grad) * pairs,
+        backward_hidden=min(backward_sends, forward.total) * pairs,
     )
 
 
@@ -350,7 +356,7 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
     Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back through the one before
     (`parallel.accumulate`); nothing hides the first.
     """
-    if config.mesh.pipeline > 1 or cluster.accelerator.platform == "cpu":
+    if runs_table(config) or cluster.accelerator.platform == "cpu":
         return 0.0
     if scatters_at_use(config):
         return _hidden_at_use(config, cluster, costs.layer)

@@ -245,7 +245,9 @@ class Executed(Buffers):
     """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1 for nothing."""
 
     entering: np.ndarray  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
-    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
+    leaving: (
+        np.ndarray
+    )  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
 

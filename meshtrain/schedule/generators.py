@@ -43,6 +43,7 @@ from meshtrain.registry import Registry
 from meshtrain.schedule.table import MAX_ENTRIES, IllegalTable, Table, read_csv
 from meshtrain.schedule.validate import validate
 
+PAIRED = "paired"
 MOST_CHUNKS = 8  # that a search tries and `chosen_chunks` takes: an eighth of the idle time of one chunk is left
 
 # Clocks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
@@ -92,6 +93,12 @@ def legal_chunks(schedule: str) -> int | None:
     """How many chunks a stage must have; None where any number will do, and for a file, which says itself."""
     entry = SCHEDULES.get(schedule)
     return entry.chunks if entry else None
+
+
+def has_table(schedule: str, stages: int, microbatches: int) -> bool:
+    """Returns whether the microbatches go by a table: on several stages, and on one where the schedule pairs the backward of one with the
+    forward of the next; else they follow one another."""
+    return stages > 1 or (microbatches > 1 and schedule in SCHEDULES and SCHEDULES[schedule].paired)
 
 
 def chosen_chunks(layers: int, stages: int, microbatches: int, most: int = MOST_CHUNKS) -> int:
@@ -200,7 +207,9 @@ def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]  # first microbatch of its group
     round_ = np.maximum(size, p)
     start = v * base + (j - base)
-    turn = (v - 1) * round_.max() + p - 1 + waits  # first clock in which the last virtual stage may go backward for all groups
+    turn = (
+        (v - 1) * round_.max() + p - 1 + waits
+    )  # first clock in which the last virtual stage may go backward for all groups
     return start + c * round_ + s, turn + start + (v - 1 - c) * round_ + (p - 1 - s)
 
 
@@ -234,6 +243,6 @@ SCHEDULES = Registry(
     Schedule("zb_h1", _zero_bubble, formulas="zero_bubble"),
     Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas="zero_bubble"),
     Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas="in_v"),
-    Schedule("paired", partial(_one_forward_one_backward, waits=1), chunks=None, formulas="paired", paired=True),
+    Schedule(PAIRED, partial(_one_forward_one_backward, waits=1), chunks=None, formulas="paired", paired=True),
     Schedule("zb_paired", partial(_zero_bubble, waits=1), chunks=None, formulas="zero_bubble_paired", paired=True),
 )

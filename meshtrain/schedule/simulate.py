@@ -25,7 +25,10 @@ from meshtrain.shown import Shown
 
 HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
 EXECUTIONS = ("asynchronous", "lockstep")
-_IN_CLOCK = {False: np.array([0, 2, 3, 1]), True: np.array([0, 1, 3, 2])}  # order of F, B, W, HEAD in a clock, by table.paired
+_IN_CLOCK = {
+    False: np.array([0, 2, 3, 1]),
+    True: np.array([0, 1, 3, 2]),
+}  # order of F, B, W, HEAD in a clock, by table.paired
 
 PerChunk = float | np.ndarray
 

@@ -356,7 +356,9 @@ def _read_cell(text: str, table: Table, paired: bool) -> np.ndarray:
         cell[slot], done = (microbatch, chunk), slot
     both, pair = (cell[:W, 0] >= 0).all(), "+".join(table.letters[:2])
     if "+" in text and not (both and joined):
-        raise IllegalTable(f"'{short(text)}': a + must join {' and '.join(table.letters[:2])}, the first two of a cell, as in {pair}")
+        raise IllegalTable(
+            f"'{short(text)}': a + must join {' and '.join(table.letters[:2])}, the first two of a cell, as in {pair}"
+        )
     if paired and both and not joined:
         raise IllegalTable(f"'{short(text)}': other cells are pairs, so this must be one too: '{'+'.join(words[:2])}'")
     return cell

@@ -68,7 +68,14 @@ def _check_order(table: Table) -> None:
     waits = [((F, k), (F, k - 1), 1, sent) for k in range(1, last + 1)]
     waits += [((B, k), (B, k + 1), 1, sent) for k in range(last)]
     if table.paired:
-        waits += [((B, last), (F, last), 1, "it needs the loss of {0}, and that is there from clock {3} on, since a pair runs both at once")]
+        waits += [
+            (
+                (B, last),
+                (F, last),
+                1,
+                "it needs the loss of {0}, and that is there from clock {3} on, since a pair runs both at once",
+            )
+        ]
     else:
         waits += [((B, last), (F, last), 0, "it needs the loss of {0}, which is done in clock {2}")]
     if table.split:

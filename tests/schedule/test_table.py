@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import os
+import re
 from pathlib import Path
 
 import numpy as np

@@ -72,7 +72,9 @@ def _read_first(stash: Tree, stashed: Tree) -> tuple[Tree, Tree]:
     """
     leaves, tree = jax.tree.flatten(stash)
     both = [lax.optimization_barrier(each) for each in zip(leaves, jax.tree.leaves(stashed), strict=True)]
-    return jax.tree.unflatten(tree, [buffer for buffer, _ in both]), jax.tree.unflatten(tree, [value for _, value in both])
+    return jax.tree.unflatten(tree, [buffer for buffer, _ in both]), jax.tree.unflatten(
+        tree, [value for _, value in both]
+    )
 
 
 def _if(skips: bool, active: jax.Array, run: Callable) -> Callable:
