@@ -43,7 +43,8 @@ def _verdict(table: Table) -> str:
     except IllegalTable as error:
         return f"it cannot be run: {error}"
     words = dict(zip(table.letters, ("forward", "input gradient" if table.split else "backward", "weight gradient"), strict=False))  # fmt: skip
-    return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}"
+    pairs = f"; {'+'.join(table.letters[:2])} a pair, both at once" if table.paired else ""
+    return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}{pairs}"
 
 
 def _entries(table: Table, widths: list[float]) -> Iterator[str]:
@@ -132,6 +133,7 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
         out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
         out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
     legend = [*((_FILL[kind], word) for kind, word in _words(timeline).items()), ("url(#idle)", "idle")]
+    legend += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
     legend += [(INK, "critical path")] * (timeline.execution == "asynchronous")
     legend += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (table.chunks > 1)
     out += keys(legend, 12, top - 24, width - 24)[0]
@@ -178,6 +180,10 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         )
         if label and w >= 3 + 5.6 * len(label):
             yield f'<text x="{x + w / 2:.2f}" y="{y + 17}" fill="{INK}">{label}</text>'
+        if hidden := float(timeline.hidden[i]):
+            # Those of F travel under B, which comes next, those of B under F, which came before.
+            left = _LEFT + (end if kind == F else start - hidden) * scale
+            yield f'<rect x="{left:.2f}" y="{y + _CELL}" width="{hidden * scale:.2f}" height="3" fill="{RULE}"/>'
         if i in critical:
             yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{INK}"/>'
         yield "</g>"

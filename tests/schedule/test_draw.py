@@ -141,3 +141,14 @@ def test_figures_are_in_the_singular_for_one():
     first, _, last = figures(simulate(make_table("1f1b", 1, 1), Durations()))
     assert first == "1f1b: 1 stage, 1 microbatch, 1 chunk a stage, lockstep execution"
     assert last == "peak in flight 1 entry kept for the backward, on stage 0"
+
+
+def test_messages_that_a_pair_hides_have_a_lane_of_their_own_under_the_other_half():
+    line = timeline("paired", forward_hidden=0.2, backward_hidden=0.3)
+    svg = gantt_svg(line)
+    assert "messages under the other half of a pair" in texts(svg)
+    lanes = [r for r in ElementTree.fromstring(svg).iter(f"{SVG}rect") if r.get("height") == "3"]
+    scale = _number(cells(svg)[0, 0.0, line.end[0]], "width") / line.end[0]
+    width = sum(float(lane.get("width", "nan")) for lane in lanes)
+    assert line.hidden.sum() > 0 and width == pytest.approx(line.hidden.sum() * scale, rel=0.02)
+    assert not timeline("interleaved", forward_hidden=0.2).hidden.any()

@@ -1,8 +1,10 @@
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
+from meshtrain.schedule.facts import facts
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulate import EXECUTIONS, HEAD, OPTIMIZER, Durations, simulate
 from meshtrain.schedule.table import B, F, W
@@ -222,3 +224,26 @@ def test_durations_for_another_number_of_virtual_stages_are_refused():
         ValueError, match="forward has 3 entries, and must be a number or have one for each of the 2 virtual stages"
     ):
         simulate(make_table("1f1b", 2, 2), Durations(forward=np.ones(3)))
+
+
+def test_a_pair_takes_as_much_less_as_its_halves_hide_of_each_other():
+    table, durations = make_table("paired", 3, 9, 2), {"forward": 1.0, "input_grad": 0.7, "weight_grad": 1.3}
+    known, plain = facts(table), simulate(table, Durations(**durations)).makespan
+    hidden = simulate(table, Durations(**durations, forward_hidden=0.2, backward_hidden=0.5))
+    assert known.together > 9
+    assert hidden.makespan == pytest.approx(plain - 0.7 * known.together)
+    # Only what stands in a pair is shorter: of the same table without pairs, nothing.
+    apart = dataclasses.replace(table, paired=False)
+    assert simulate(apart, Durations(**durations, forward_hidden=0.2)).makespan == pytest.approx(plain)
+
+
+def test_both_messages_of_a_pair_leave_at_its_end():
+    """A forward and a backward of one unit each, and a message as long as the head, which hides it where there is one."""
+    table = make_table("paired", 2, 8)
+    clocks = simulate(table, Durations(1.0, 1.0, 0.0)).makespan
+    hidden = simulate(table, Durations(1.0, 1.0, 0.0, head=0.5, message=0.5, head_spread=False)).makespan
+    shown = simulate(table, Durations(1.0, 1.0, 0.0, message=0.5)).makespan
+    pairs = facts(table).together
+    assert shown - clocks >= 0.5 * pairs
+    # but for the first forward's and the last backward's but one
+    assert hidden == pytest.approx(clocks + 8 * 0.5 + 2 * 0.5)
