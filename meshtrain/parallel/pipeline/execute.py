@@ -248,7 +248,9 @@ class Execution:
         return carry._replace(**{"w_residuals" if self.table.split else "blocks": into}), y, gx
 
     def input_of(self, carry: Carry, row: Row) -> jax.Array:
-        """What F takes: the embedding on virtual stage 0, else what was received."""
+        """What F takes: the embedding on virtual stage 0 (which is the only one where nothing is ever received), else what was received."""
+        if not len(carry.forward_received):
+            return carry.embedded
         return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
 
     @jax.named_scope(xla.FORWARD)
