@@ -16,7 +16,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.registry import late
-from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, legal_chunks
+from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, has_table, legal_chunks
 from meshtrain.shown import Shown
 
 FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
@@ -139,8 +139,8 @@ class ParallelConfig:
     schedule: str = key(
         AUTO,
         f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
-        "1f1b where a stage has one chunk",
-        path=True, follows=_schedule, counts=lambda c: c.mesh.pipeline > 1
+        "1f1b where a stage has one chunk; on one stage only paired has a use",
+        path=True, follows=_schedule, counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
     layer_split: tuple[int, ...] | None = key(
         None, "layers of each virtual stage in model order; null: as even as can be", least=0

@@ -12,6 +12,11 @@ the forward, the backward, its input half and its weight half of one microbatch 
     zb_h1            1        2p - 1                     (p-1)(F+I-W)              (p-1)(F+I)
     zb_interleaved   v        (v+1) p - 1                (p-1)(F+I-W)/v            (p-1)(F+I)/v
     v_1f1b           2        2p                         (p-1) max(F,B)            (p-1)(F+B)
+    paired           v        (v+1) p                    (p-1)(F+B)/v              (p-1)(F+B)/v
+    zb_paired        v        (v+1) p                    (p-1)(F+I-W)/v            (p-1)(F+I)/v
+
+The last two are interleaved and zb_interleaved with every backward one clock later: F and B of a clock are then of different microbatches on
+the last stage too, and run at once, as a pair.
 
 In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before clock p - 1, and the last
 microbatch not before clock m - 1, so there are at least m v + p - 1 and v p + m - 1 clocks with an F, as many with an I, and m v with

@@ -1,7 +1,7 @@
 """A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which clock.
 
 A clock, one step of the schedule, has three slots, and every stage runs them in this order: F (forward), B (backward), W (weight gradient).
-What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on.
+What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on. Of a table of pairs, F and B run at once.
 
         clock  0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
     stage 0    F0   F1               B0    B1

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 import reference
 from covering import covering, thorough_but
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from ragged_tables import ragged_table
 from short_runs import canonical_numbers, place, token_batches
 
+from meshtrain import xla
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
@@ -169,6 +171,12 @@ CHOSEN = [
     Cell("zb_interleaved", (1, 1, 8), 2, 8, masked=True),
     Cell("v_1f1b", (2, 1, 4), 2, 4, masked=True, layers="uneven", zero=0),
     Cell("v_1f1b", (1, 2, 2), 2, 7, remat="dots", sequence_parallel=True),
+    Cell("paired", (1, 2, 2), 1, 4, masked=True, sequence_parallel=True),
+    Cell("paired", (2, 1, 4), 2, 8, layers="uneven", zero=3, remat="selective"),
+    Cell("paired", (2, 2, 1), 1, 3, masked=True, zero=3, remat="dots", sequence_parallel=True),
+    Cell("paired", (1, 2, 1), 1, 4, remat="full", family="gpt2"),
+    Cell("zb_paired", (1, 2, 2), 2, 4, masked=True, remat="full"),
+    Cell("zb_paired", (2, 1, 2), 1, 5, layers="split", vocab="edge", zero=2),
     Cell("csv", (1, 1, 4), 3, 5, masked=True, layers="split"),
     Cell("csv", (2, 2, 2), 2, 3, vocab="edge", family="gpt2"),
 ]
@@ -181,7 +189,7 @@ NOW = min((c for c in CHOSEN if c.schedule == "v_1f1b"), key=lambda c: math.prod
 # The other schedules.
 FEW = [
     next(c for c in CHOSEN if c.schedule == s)
-    for s in ("gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_interleaved", "csv")
+    for s in ("gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_interleaved", "paired", "csv")
 ]
 
 
@@ -192,6 +200,27 @@ def test_gradients_are_those_of_one_device(cell, tmp_path):
 
 def test_the_chosen_cells_have_every_schedule_in_both_modes():
     assert {(c.schedule, c.masked) for c in CHOSEN} == set(product((*SCHEDULES, "csv"), (False, True)))
+
+
+def innermost_loops(jaxpr: Any) -> list[set[str]]:
+    """For each loop that holds no other: the slots that it computes."""
+    loops = []
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            within = innermost_loops(inner)
+            if eqn.primitive.name == "scan" and not within:
+                stacks = " ".join(str(inner_eqn.source_info.name_stack) for inner_eqn in inner.eqns)
+                within = [{slot for slot in (xla.FORWARD, xla.BACKWARD) if slot in stacks}]
+            loops += within
+    return loops
+
+
+@pytest.mark.parametrize("schedule, stages", [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)])
+def test_a_pair_is_one_loop_over_layers(schedule, stages, tmp_path):
+    program = program_of(configuration(Cell(schedule, (1, 2, stages), 1, 4, layers="uneven"), tmp_path), True)
+    scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    jaxpr = jax.make_jaxpr(program.gradients)(program.layout.masters, program.batch_shapes(), *scalars)
+    assert ({xla.FORWARD, xla.BACKWARD} in innermost_loops(jaxpr.jaxpr)) == (schedule != "interleaved")
 
 
 def test_a_ragged_table_is_legal():
