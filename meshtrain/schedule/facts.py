@@ -29,12 +29,14 @@ class ScheduleFacts(NamedTuple):
     split: bool  # the backward, into I and W
     spare: Depths = Depths(0)  # places more, where idle slots are computed too: see `executed`
     paired: bool = False  # where both a forward and a backward are, they run at once
+    covered: int = 0  # clocks with a pair of I and W
 
     def seconds(self, durations: Durations) -> float:
         """Returns the time of all microbatches in lockstep, with stages of equal length, messages that take no time, and one stage doing `head`."""
         weight_grad = 0.0 if self.split else durations.weight_grad
         backward = self.backward * (durations.input_grad + weight_grad) + self.weight * durations.weight_grad
         hidden = self.paired * self.together * (durations.forward_hidden + durations.backward_hidden)
+        hidden += self.covered * durations.backward_hidden
         return float(self.forward * durations.forward + self.head * durations.head + backward - hidden)
 
 
@@ -48,7 +50,8 @@ def facts(table: Table) -> ScheduleFacts:
     together = int((ops[:, 0] & ops[:, 2]).sum())
     exact = depths(table)
     spare = Depths(*(more - least for more, least in zip(executed(table, ops).depths, exact, strict=True)))
-    return ScheduleFacts(forward, head, backward, weight, together, exact, table.split, spare, table.paired)
+    covered = int((~ops[:, 0] & ops[:, 2] & ops[:, 3]).sum()) * table.paired
+    return ScheduleFacts(forward, head, backward, weight, together, exact, table.split, spare, table.paired, covered)
 
 
 def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> ScheduleFacts:
@@ -82,19 +85,25 @@ def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False, paire
     f_inbox, b_inbox = (waits, waits) if v > 1 else (int(p > 1), 1)
     if v > 1 and m % groups:  # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
         b_inbox = max(waits, min(v, waits + largest - 1))
-    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1 + paired)
+    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1 + paired * (1 + split))
     clocks = v * m + _rounds(p, m, v)
     together = clocks - (v - 1) * max(largest, p) - (p - 1) - paired
+    # Up to how many microbatches all places are held when a stage is idle.
+    fewest = 2 * (p - 1) + paired * ((m > 1) + (split and v == 1 < p))
+    few = 1 == v < p and m <= p if paired else m < p
+    covered = v * m - 1 - max(0, together - p) if split and paired else 0
+    waiting = min(p + 1, m + (v > 1)) if paired else min(p, m)
     return ScheduleFacts(
         forward=clocks,
         head=m,
         backward=clocks,
         weight=v * m if split else 0,
         together=together,
-        depths=Depths(stash, f_inbox, b_inbox, min(p, m) if split else 0),
+        depths=Depths(stash, f_inbox, b_inbox, waiting if split else 0),
         split=split,
-        spare=Depths(int(m <= 2 * (p - 1) + (paired and m > 1)), cot=int(split and m < p)),
-        paired=paired and together > 0,
+        spare=Depths(int(m <= fewest), cot=int(split and few)),
+        paired=paired and together + covered > 0,
+        covered=covered,
     )
 
 

@@ -13,10 +13,10 @@ the forward, the backward, its input half and its weight half of one microbatch 
     zb_interleaved   v        (v+1) p - 1                (p-1)(F+I-W)/v            (p-1)(F+I)/v
     v_1f1b           2        2p                         (p-1) max(F,B)            (p-1)(F+B)
     paired           v        (v+1) p                    (p-1)(F+B)/v              (p-1)(F+B)/v
-    zb_paired        v        (v+1) p                    (p-1)(F+I-W)/v            (p-1)(F+I)/v
+    zb_paired        v        (v+1) p + 1                (p-1)(F+I-W)/v            (p-1)(F+I)/v
 
-The last two are interleaved and zb_interleaved with every backward one clock later: F and B of a clock are then of different microbatches on
-the last stage too, and run at once, as a pair.
+The last two are interleaved and zb_interleaved with every backward one clock later, and every W one more: F and B of a clock are then of
+different microbatches on the last stage too, and run at once, as a pair; so do I and W where no stage has an F.
 
 In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before clock p - 1, and the last
 microbatch not before clock m - 1, so there are at least m v + p - 1 and v p + m - 1 clocks with an F, as many with an I, and m v with
@@ -67,7 +67,7 @@ class Schedule:
     chunks: int | None = 1  # model chunks that a stage must have; None for any number
     placement: str = "loop"
     formulas: str | None = None  # their name in `facts.FORMULAS`
-    paired: bool = False  # F and B of a clock run at once, each hiding the other's messages
+    paired: bool = False  # see `Table`
 
     def table(self, stages: int, microbatches: int, chunks: int) -> Table:
         when = list(self.clocks(stages, microbatches, chunks))
@@ -227,7 +227,7 @@ def _zero_bubble(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     """
     f, b = _one_forward_one_backward(p, m, v, waits)
     chunks = b.reshape(v, p, m)
-    return f, b, np.broadcast_to(chunks[:, :1], chunks.shape).reshape(b.shape)
+    return f, b, np.broadcast_to(chunks[:, :1] + waits, chunks.shape).reshape(b.shape)
 
 
 def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Clocks:

@@ -195,10 +195,11 @@ def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
     clock, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
     microbatch, chunk = table.cells[clock, stage, kind].T
     virtual = table.virtual(stage, chunk)
-    used = table.cells[:, :, :W, 0] >= 0
+    used = table.cells[..., 0] >= 0
     if execution == "lockstep":
         used = used.any(axis=1, keepdims=True)
-    in_pair = np.broadcast_to(used.all(axis=2), (table.clocks, table.stages))[clock, stage]
+    with_f, with_b, with_w = np.moveaxis(used, 2, 0)
+    in_pair = np.broadcast_to(with_b & (with_f | with_w), (table.clocks, table.stages))[clock, stage]
     hidden = durations.hidden(table)[kind, virtual] * in_pair
     work = durations.work(table)[kind, virtual] - hidden
     if durations.head:
@@ -267,9 +268,9 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
     begin = np.zeros((table.clocks, 4))  # when F, B, W, HEAD begin in each clock
     now = f_arrives = b_arrives = 0.0
     for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(ops_per_clock(phases(table)).tolist()):
-        pair = table.paired and does_f and does_b
+        pair = table.paired and does_b and (does_f or does_w)
         f, b, w = in_pair if pair else alone
-        if pair:
+        if pair and does_f:
             now = max(now, b_arrives)
         if does_f:
             begin[clock, F] = now = max(now, f_arrives)
@@ -281,7 +282,7 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
         if does_b:
             begin[clock, B] = now = max(now, b_arrives)
             now += b
-            b_arrives = now + message
+            b_arrives = now + message + w * (pair and not does_f)
             now += head * (pair and does_head)
         if does_w:
             begin[clock, W] = now

@@ -62,7 +62,7 @@ class Table(Shown):
     split: bool
     placement: str
     cells: np.ndarray
-    paired: bool = False  # whether F and B of a clock run at once, as a pair
+    paired: bool = False  # whether F and B of a clock run at once, and I and W where no stage has an F
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
@@ -81,7 +81,11 @@ class Table(Shown):
             )
         cells.setflags(write=False)
         object.__setattr__(self, "cells", cells)
-        object.__setattr__(self, "paired", self.paired and bool((cells[:, :, :W, 0] >= 0).all(axis=2).any()))
+        used = cells[..., 0] >= 0
+        in_pair = np.where(
+            used[:, :, F].any(axis=1)[:, None], used[:, :, F] & used[:, :, B], used[:, :, B] & used[:, :, W]
+        )
+        object.__setattr__(self, "paired", self.paired and bool(in_pair.any()))
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Table) else NotImplemented
@@ -173,8 +177,10 @@ class Table(Shown):
             microbatch, chunk = self.cells[clock, stage, slot]
             if microbatch >= 0:
                 words.append(f"{letter}{self.entry_text(microbatch, chunk)}")
-        if self.paired and (self.cells[clock, stage, :W, 0] >= 0).all():
-            words[:2] = ["+".join(words[:2])]
+        if self.paired:
+            used = self.cells[clock, :, :, 0] >= 0
+            if used[stage, [F, B] if used[:, F].any() else [B, W]].all():
+                words[:2] = ["+".join(words[:2])]
         return " ".join(words)
 
     def to_csv(self) -> str:
@@ -191,7 +197,7 @@ class Table(Shown):
         `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
         most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a clock can be
         read from the next on; the last virtual stage may do B in the clock of its F. In a table of pairs, which run both at once, F and B of
-        a cell are joined, as in F1+B0, and no B may be in the clock of its own F. `read_csv` takes it back, with the line ends, quotes,
+        a cell are joined, as in F1+B0, and I and W in a clock without any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes,
         spaces and byte order mark that a spreadsheet or an editor leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
@@ -259,10 +265,23 @@ def parse_csv(text: str, source: str = "csv") -> Table:
             )
         for stage, cell in enumerate(row):
             try:
-                cells[clock, stage] = _read_cell(cell, table, paired)
+                cells[clock, stage] = _read_cell(cell, table)
             except IllegalTable as error:
                 raise IllegalTable(f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}") from None
-    return Table(cells=cells, paired=paired, **title)
+    table = Table(cells=cells, paired=paired, **title)
+    if paired:
+        _check_pairs(table, rows, source)
+    return table
+
+
+def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
+    for clock, row in enumerate(rows):
+        for stage, cell in enumerate(row):
+            as_pair = table.cell_text(clock, stage)
+            if re.sub(r"\s*\+\s*", "+", " ".join(cell.split())) != as_pair:
+                raise IllegalTable(
+                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): '{short(cell)}' must be '{as_pair}' in a table with pairs"
+                )
 
 
 def _check_names(names: list[str], title: dict, source: str) -> None:
@@ -333,11 +352,10 @@ def _read_title(line: str, source: str) -> dict:
     return title | {"split": split == "yes"}
 
 
-def _read_cell(text: str, table: Table, paired: bool) -> np.ndarray:
+def _read_cell(text: str, table: Table) -> np.ndarray:
     cell = np.full((3, 2), -1, np.int32)
     done = -1
-    words, joined = text.replace("+", " ").split(), re.fullmatch(r"[^+\s]+\s*\+\s*[^+\s]+(\s[^+]*)?", text)
-    for word in words:
+    for word in text.replace("+", " ").split():
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in table.letters:
             example = "F3" if table.chunks == 1 else "F3.1"
@@ -354,11 +372,4 @@ def _read_cell(text: str, table: Table, paired: bool) -> np.ndarray:
         if slot <= done:
             raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(table.letters)}")
         cell[slot], done = (microbatch, chunk), slot
-    both, pair = (cell[:W, 0] >= 0).all(), "+".join(table.letters[:2])
-    if "+" in text and not (both and joined):
-        raise IllegalTable(
-            f"'{short(text)}': a + must join {' and '.join(table.letters[:2])}, the first two of a cell, as in {pair}"
-        )
-    if paired and both and not joined:
-        raise IllegalTable(f"'{short(text)}': other cells are pairs, so this must be one too: '{'+'.join(words[:2])}'")
     return cell

@@ -67,19 +67,11 @@ def _check_order(table: Table) -> None:
     # (op, the op it waits for, clocks it must come later, why), ops as (slot, virtual stage)
     waits = [((F, k), (F, k - 1), 1, sent) for k in range(1, last + 1)]
     waits += [((B, k), (B, k + 1), 1, sent) for k in range(last)]
-    if table.paired:
-        waits += [
-            (
-                (B, last),
-                (F, last),
-                1,
-                "it needs the loss of {0}, and that is there from clock {3} on, since a pair runs both at once",
-            )
-        ]
-    else:
-        waits += [((B, last), (F, last), 0, "it needs the loss of {0}, which is done in clock {2}")]
+    # Halves of a pair run at once.
+    gap, done = int(table.paired), "done in clock {2}" if not table.paired else "there for pairs from clock {3} on"
+    waits += [((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {done}")]
     if table.split:
-        waits += [((W, k), (B, k), 0, "it needs what {0} leaves, which is done in clock {2}") for k in range(last + 1)]
+        waits += [((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {done}") for k in range(last + 1)]
     late = [
         (int(when[op][j]), op, need, why, int(j))
         for op, need, gap, why in waits

@@ -61,7 +61,11 @@ def test_a_missing_weight_gradient_is_named():
         ),
         (
             "# stages=1 microbatches=2\na\nF0\nF1+B1\nB0\n",
-            "cell 'F1+B1': B1 is too early: it needs the loss of F1, and that is there from clock 2 on, since a pair runs both at once",
+            "cell 'F1+B1': B1 is too early: it needs the loss of F1, which is there for pairs from clock 2 on",
+        ),
+        (
+            "# stages=1 microbatches=2 split=yes\na\nF0\nF1+I0\nI1+W1\nW0\n",
+            "cell 'I1+W1': W1 is too early: it needs what I1 leaves, which is there for pairs from clock 3 on",
         ),
         (
             "# stages=1 microbatches=2 split=yes\na\nF0 I0 W1\nF1 I1 W0\n",
@@ -96,7 +100,7 @@ def is_legal(table):
                 return False
             if b < f + table.paired if k == last else b <= when.get((B, k + 1, m), b):
                 return False
-            if w is not None and w < b:
+            if w is not None and w < b + table.paired:
                 return False
     return True
 

@@ -211,10 +211,11 @@ class Execution:
         return carry, None
 
     def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
-        """The same of a table of pairs: F and B at once, what they send travels while the loss head or W works."""
+        """The same of a table of pairs: F and B at once, and what they send travels while the loss head or W works; or B and W at once."""
         sent: list[tuple[str, Messages]] = []
-        if ops.forward and ops.backward:
-            carry, y, gx = self.do_pair(carry, row)
+        with_weight = ops.backward and ops.weight and not ops.forward
+        if ops.backward and (ops.forward or with_weight):
+            carry, y, gx = self.do_pair(ops, carry, row)
         elif ops.forward:
             carry, y = self.do_forward(carry, row)
         elif ops.backward:
@@ -230,22 +231,23 @@ class Execution:
             carry = carry._replace(embedded=self.embed(carry.embedded, row["entering"]))
         if ops.head:
             carry = self.do_head(carry, row, y)
-        if ops.weight:
+        if ops.weight and not with_weight:
             carry = self.do_weight(carry, row)
         for buffer, arriving in sent:
             carry = carry._replace(**{buffer: self.receive(getattr(carry, buffer), arriving, row)})
         return carry
 
-    def do_pair(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
-        from meshtrain.parallel.pipeline.paired import pair
+    def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
+        from meshtrain.parallel.pipeline.paired import Pair, run_pair
 
-        cotangent, slots = read(carry.backward_received, row["b_in"]), (slot_of(row, "f"), slot_of(row, "b"))
-        into, place = (carry.w_residuals, row["b_cot"]) if self.table.split else (carry.blocks, None)
-        y, gx, stash, into = pair(
-            self.stage, self.input_of(carry, row), cotangent, carry.stash, into, slots, place, self.skips
-        )
-        carry = carry._replace(stash=self.settled(stash))
-        return carry._replace(**{"w_residuals" if self.table.split else "blocks": into}), y, gx
+        x = self.input_of(carry, row) if ops.forward else carry.gx
+        pair = Pair(x, read(carry.backward_received, row["b_in"]), carry.stash, carry.w_residuals, carry.blocks)
+        f = slot_of(row, "f") if ops.forward else None
+        w = None if ops.forward else (slot_of(row, "w"), row["w_cot"])
+        b_place = row["b_cot"] if self.table.split else None
+        pair = run_pair(self.stage, pair, f, slot_of(row, "b"), b_place, w, self.skips)
+        stash, w_residuals = self.settled(pair.stash), self.settled(pair.w_residuals)
+        return carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients), pair.x, pair.cotangent
 
     def input_of(self, carry: Carry, row: Row) -> jax.Array:
         """What F takes: the embedding on virtual stage 0 (which is the only one where nothing is ever received), else what was received."""

@@ -250,16 +250,25 @@ class Stage:
         return gradients
 
     def _weight_gradient(self, segment: Segment, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
+        weight_layer = self.weight_layer(segment, slot)
+
+        def step(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
+            return weight_layer(gradients, read(stash, slot.place, i), read(w_residuals, place, i), i), None
+
+        return lax.scan(step, gradients, self._indices(segment), reverse=True)[0]
+
+    def weight_layer(self, segment: Segment, slot: Slot) -> Callable[..., Tree]:
+        """Returns the function (gradients, what the stash has of it, what I left of it, i) -> gradients with those of a segment's layer i
+        added."""
         layer, tree = self._layer(slot, segment), jax.tree.structure(self.blocks.differentiated)
-        first, indices = self._first(slot.chunk, segment), self._indices(segment)
+        first = self._first(slot.chunk, segment)
 
-        def weight_layer(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
-            at = first + i
-            x, saved = read(stash, slot.place, i)
-            leaves = self._halves(layer, at, x, saved).second(read(w_residuals, place, i), x, saved, None)
-            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active), None
+        def weight_layer(gradients: Tree, stashed: Tree, w_residuals: Tree, i: jax.Array) -> Tree:
+            at, (x, saved) = first + i, stashed
+            leaves = self._halves(layer, at, x, saved).second(w_residuals, x, saved, None)
+            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active)
 
-        return lax.scan(weight_layer, gradients, indices, reverse=True)[0]
+        return weight_layer
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
         """Shapes of what a layer of each segment has in the stash, and of what I leaves of it for W where the backward is `split`."""
