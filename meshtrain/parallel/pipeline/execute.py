@@ -238,14 +238,13 @@ class Execution:
         return carry
 
     def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
-        from meshtrain.parallel.pipeline.paired import Pair, run_pair
+        from meshtrain.parallel.pipeline.paired import Pair, Slots, run_pair
 
         x = self.input_of(carry, row) if ops.forward else carry.gx
         pair = Pair(x, read(carry.backward_received, row["b_in"]), carry.stash, carry.w_residuals, carry.blocks)
-        f = slot_of(row, "f") if ops.forward else None
-        w = None if ops.forward else (slot_of(row, "w"), row["w_cot"])
-        b_place = row["b_cot"] if self.table.split else None
-        pair = run_pair(self.stage, pair, f, slot_of(row, "b"), b_place, w, self.skips)
+        f, w = (slot_of(row, "f"), None) if ops.forward else (None, slot_of(row, "w"))
+        slots = Slots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
+        pair = run_pair(self.stage, pair, slots, self.table.split, self.skips)
         stash, w_residuals = self.settled(pair.stash), self.settled(pair.w_residuals)
         return carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients), pair.x, pair.cotangent
 

@@ -36,71 +36,82 @@ class Pair(NamedTuple):
     gradients: Tree
 
 
-def run_pair(
-    stage: Stage, pair: Pair, f: Slot | None, b: Slot, b_place: jax.Array | None, w: tuple[Slot, jax.Array] | None, skips: bool
-) -> Pair:  # fmt: skip
-    """Runs B's chunk, or where the table splits it I's, which leaves at `b_place` what W needs, in one loop with F's or W's; `w` is W's slot
-    and its place in `w_residuals`. `skips`: a half that is idle is skipped.
-    """
+class Slots(NamedTuple):
+    """The instructions of a clock's pair: of B, and of F or W."""
+
+    f: Slot | None
+    b: Slot
+    w: Slot | None
+    b_cot: jax.Array  # where I leaves what W needs
+    w_cot: jax.Array
+
+
+def run_pair(stage: Stage, pair: Pair, slots: Slots, split: bool, skips: bool) -> Pair:
+    """Runs the chunks of a pair in one loop. `split`: its backward is an I; `skips`: a half that is idle is skipped."""
     segments = stage.segments
     edges = {0, stage.layers, *(s.first for s in segments), *(stage.layers - s.behind for s in segments)}
     for first, behind in itertools.pairwise(sorted(edges)):
         ahead = next(n for n, s in enumerate(segments) if s.first <= first < s.behind)
         back = next(n for n, s in enumerate(segments) if s.first <= stage.layers - 1 - first < s.behind)
-        turn = _turn(stage, ahead, back, f, b, b_place, w, skips)
+        turn = _turn(stage, ahead, back, slots, split, skips)
         pair = lax.scan(turn, pair, jnp.arange(first, behind, dtype=jnp.int32))[0]
     return pair
 
 
-def _turn(stage: Stage, ahead: int, back: int, f: Slot | None, b: Slot, b_place: jax.Array | None, w: tuple[Slot, jax.Array] | None, skips: bool) -> Callable:  # fmt: skip
-    """Returns the loop's body, for layers of the segments `ahead` forward and `back` backward."""
-    segments = stage.segments
-    forward_layer = stage.forward_layer(segments[ahead], f) if f else None
-    backward_layer = (
-        stage.backward_layer(segments[back], b) if b_place is None else stage.input_layer(segments[back], b_place, b)
-    )
-    weight_layer = stage.weight_layer(segments[back], w[0]) if w else None
+def _turn(stage: Stage, ahead: int, back: int, slots: Slots, split: bool, skips: bool) -> Callable:
+    """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
+    f, b, w, b_cot, w_cot = slots
+    forward_segment, segment = stage.segments[ahead], stage.segments[back]
+    if f:
+        forward_layer, f_first = stage.forward_layer(forward_segment, f), stage.first(f.chunk, forward_segment)
+    backward_layer = stage.input_layer(segment, b_cot, b) if split else stage.backward_layer(segment, b)
+    b_first = stage.first(b.chunk, segment)
+    if w:
+        weight_layer, w_first = stage.weight_layer(segment, w), stage.first(w.chunk, segment)
 
     def turn(pair: Pair, i: jax.Array) -> tuple[Pair, None]:
         x, cotangent, stash, w_residuals, gradients = pair
-        j = stage.layers - 1 - i - segments[back].first
-        part, stashed = _read_first(stash[back], b.place, j)
-        stash = [*stash[:back], part, *stash[back + 1 :]]
-        if weight_layer:
-            slot, place = w
-            of_w = read(stash[back], slot.place, j)
-            part, residuals = _read_first(w_residuals[back], place, j)
-            w_residuals = [*w_residuals[:back], part, *w_residuals[back + 1 :]]
-        if forward_layer:
+        ahead_i, back_i = i - forward_segment.first, stage.layers - 1 - i - segment.first
+        stash, stashed = _read_first(stash, back, b.place, back_i)
+        if w:
+            stash, stashed_for_w = _read_first(stash, back, w.place, back_i)
+            w_residuals, for_w = _read_first(w_residuals, back, w_cot, back_i)
+        if f:
             with jax.named_scope(xla.FORWARD):
-                run = _if(skips, f.active, forward_layer)
-                x, part = run((x, stash[ahead]), i - segments[ahead].first)
-                stash = [*stash[:ahead], part, *stash[ahead + 1 :]]
+                run = _if(skips, f.active, lambda carry: forward_layer(carry, f_first + ahead_i, ahead_i))
+                x, part = run((x, stash[ahead]))
+            stash = _put(stash, ahead, part)
         with jax.named_scope(xla.BACKWARD):
-            run = _if(skips, b.active, lambda carry, i: backward_layer(carry, stashed, i))
-            if b_place is None:
-                cotangent, gradients = run((cotangent, gradients), j)
+            at = b_first + back_i
+            if split:
+                run = _if(skips, b.active, lambda carry: backward_layer(carry, stashed, at, back_i))
+                cotangent, part = run((cotangent, w_residuals[back]))
+                w_residuals = _put(w_residuals, back, part)
             else:
-                cotangent, part = run((cotangent, w_residuals[back]), j)
-                w_residuals = [*w_residuals[:back], part, *w_residuals[back + 1 :]]
-            if weight_layer:
-                run = _if(skips, slot.active, lambda gradients, i: weight_layer(gradients, of_w, residuals, i))
-                gradients = run(gradients, j)
+                run = _if(skips, b.active, lambda carry: backward_layer(carry, stashed, at))
+                cotangent, gradients = run((cotangent, gradients))
+            if w:
+                run = _if(skips, w.active, lambda sums: weight_layer(sums, stashed_for_w, for_w, w_first + back_i))
+                gradients = run(gradients)
         return Pair(x, cotangent, stash, w_residuals, gradients), None
 
     return turn
 
 
-def _read_first(buffers: Tree, *at: jax.Array) -> tuple[Tree, Tree]:
-    """Barriers: what is at a place is read before anything is written in the buffers, or XLA would copy them. Of each array by itself, since
-    what goes through a barrier varies over all axes over which anything beside it does.
+def _put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
+    return [*parts[:n], part, *parts[n + 1 :]]
+
+
+def _read_first(parts: list[Tree], n: int, *at: jax.Array) -> tuple[list[Tree], Tree]:
+    """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would copy them. Of each
+    array by itself, since what goes through a barrier varies over all axes over which anything beside it does.
     """
-    leaves, tree = jax.tree.flatten(buffers)
+    leaves, tree = jax.tree.flatten(parts[n])
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]
-    first, second = zip(*both, strict=True) if both else ((), ())
-    return jax.tree.unflatten(tree, first), jax.tree.unflatten(tree, second)
+    buffers, values = zip(*both, strict=True) if both else ((), ())
+    return _put(parts, n, jax.tree.unflatten(tree, buffers)), jax.tree.unflatten(tree, values)
 
 
 def _if(skips: bool, active: jax.Array, run: Callable) -> Callable:
     """`run`, skipped where it is idle and that is worth a branch."""
-    return partial(lax.cond, active, run, lambda carry, _: carry) if skips else run
+    return partial(lax.cond, active, run, lambda carry: carry) if skips else run

@@ -109,7 +109,7 @@ class Stage:
 
     def _run(self, segment: Segment, x: jax.Array, slot: Slot) -> jax.Array:
         layer = self._layer(slot, segment)
-        first, indices = self._first(slot.chunk, segment), self._indices(segment)
+        first, indices = self.first(slot.chunk, segment), self._indices(segment)
 
         def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
             weights, index = self._weights(first + i)
@@ -131,15 +131,16 @@ class Stage:
 
     def _forward(self, segment: Segment, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         forward_layer = self.forward_layer(segment, slot)
-        return lax.scan(lambda carry, i: (forward_layer(carry, i), None), (x, stash), self._indices(segment))[0]
+        first, indices = self.first(slot.chunk, segment), self._indices(segment)
+        return lax.scan(lambda carry, i: (forward_layer(carry, first + i, i), None), (x, stash), indices)[0]
 
     def forward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((x, stash), i) -> (output, stash with what the backward needs) of a segment's layer i."""
-        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+        """Returns the function ((x, stash), at, i) -> (output, stash with what the backward needs) of a layer of a segment."""
+        layer = self._layer(slot, segment)
 
-        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[jax.Array, Tree]:
+        def forward_layer(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
             x, stash = carry
-            trace = self._trace(layer, first + i, x)
+            trace = self._trace(layer, at, x)
             return trace.output, write(stash, (x, trace.residuals()), slot.place, i)
 
         return forward_layer
@@ -152,19 +153,21 @@ class Stage:
 
     def _backward(self, segment: Segment, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
         backward_layer = self.backward_layer(segment, slot)
+        first, indices = self.first(slot.chunk, segment), self._indices(segment)
 
         def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            return backward_layer(carry, read(stash, slot.place, i), i), None
+            at = first + i
+            return backward_layer(carry, read(stash, slot.place, i), at), None
 
-        return lax.scan(step, (cotangent, gradients), self._indices(segment), reverse=True)[0]
+        return lax.scan(step, (cotangent, gradients), indices, reverse=True)[0]
 
     def backward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((cotangent, gradients), what the stash has of it, i) -> (input gradient, gradients with its own added) of
-        a segment's layer i."""
-        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+        """Returns the function ((cotangent, gradients), what the stash has of it, at) -> (input gradient, gradients with its own added) of
+        a layer of a segment."""
+        layer = self._layer(slot, segment)
 
-        def backward_layer(carry: tuple[jax.Array, Tree], stashed: Tree, i: jax.Array) -> tuple[jax.Array, Tree]:
-            (cotangent, gradients), at, (x, saved) = carry, first + i, stashed
+        def backward_layer(carry: tuple[jax.Array, Tree], stashed: Tree, at: jax.Array) -> tuple[jax.Array, Tree]:
+            (cotangent, gradients), (x, saved) = carry, stashed
             gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
             return gx, add(gradients, gradient, at, active=slot.active)
 
@@ -225,20 +228,24 @@ class Stage:
         self, segment: Segment, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
     ) -> tuple[jax.Array, Tree]:
         input_layer = self.input_layer(segment, place, slot)
+        first, indices = self.first(slot.chunk, segment), self._indices(segment)
 
         def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            return input_layer(carry, read(stash, slot.place, i), i), None
+            at = first + i
+            return input_layer(carry, read(stash, slot.place, i), at, i), None
 
-        return lax.scan(step, (cotangent, w_residuals), self._indices(segment), reverse=True)[0]
+        return lax.scan(step, (cotangent, w_residuals), indices, reverse=True)[0]
 
     def input_layer(self, segment: Segment, place: jax.Array, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((cotangent, w_residuals), what the stash has of it, i) -> (input gradient, w_residuals with what W needs)
-        of a segment's layer i."""
-        layer, first = self._layer(slot, segment), self._first(slot.chunk, segment)
+        """Returns the function ((cotangent, w_residuals), what the stash has of it, at, i) -> (input gradient, w_residuals with what W
+        needs) of a layer of a segment."""
+        layer = self._layer(slot, segment)
 
-        def input_layer(carry: tuple[jax.Array, Tree], stashed: Tree, i: jax.Array) -> tuple[jax.Array, Tree]:
+        def input_layer(
+            carry: tuple[jax.Array, Tree], stashed: Tree, at: jax.Array, i: jax.Array
+        ) -> tuple[jax.Array, Tree]:
             (cotangent, w_residuals), (x, saved) = carry, stashed
-            (gx,), more = self._halves(layer, first + i, x, saved).first(x, saved, cotangent)
+            (gx,), more = self._halves(layer, at, x, saved).first(x, saved, cotangent)
             return gx, write(w_residuals, more, place, i)
 
         return input_layer
@@ -251,20 +258,21 @@ class Stage:
 
     def _weight_gradient(self, segment: Segment, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
         weight_layer = self.weight_layer(segment, slot)
+        first, indices = self.first(slot.chunk, segment), self._indices(segment)
 
         def step(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
-            return weight_layer(gradients, read(stash, slot.place, i), read(w_residuals, place, i), i), None
+            at = first + i
+            return weight_layer(gradients, read(stash, slot.place, i), read(w_residuals, place, i), at), None
 
-        return lax.scan(step, gradients, self._indices(segment), reverse=True)[0]
+        return lax.scan(step, gradients, indices, reverse=True)[0]
 
     def weight_layer(self, segment: Segment, slot: Slot) -> Callable[..., Tree]:
-        """Returns the function (gradients, what the stash has of it, what I left of it, i) -> gradients with those of a segment's layer i
+        """Returns the function (gradients, what the stash has of it, what I left of it, at) -> gradients with those of a layer of a segment
         added."""
         layer, tree = self._layer(slot, segment), jax.tree.structure(self.blocks.differentiated)
-        first = self._first(slot.chunk, segment)
 
-        def weight_layer(gradients: Tree, stashed: Tree, w_residuals: Tree, i: jax.Array) -> Tree:
-            at, (x, saved) = first + i, stashed
+        def weight_layer(gradients: Tree, stashed: Tree, w_residuals: Tree, at: jax.Array) -> Tree:
+            x, saved = stashed
             leaves = self._halves(layer, at, x, saved).second(w_residuals, x, saved, None)
             return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active)
 
@@ -289,7 +297,7 @@ class Stage:
 
     # --- one layer
 
-    def _first(self, chunk: jax.Array, segment: Segment) -> jax.Array:
+    def first(self, chunk: jax.Array, segment: Segment) -> jax.Array:
         """A segment's first layer in the stacked weights."""
         first = chunk * self.layers
         return first + segment.first if segment.first else first
