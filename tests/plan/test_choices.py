@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from meshtrain.config import check, load, replaced
+from meshtrain.config import MeshConfig, check, load, replaced
 from meshtrain.config.follow import put
 from meshtrain.config.schema import SELECTIVE
 from meshtrain.parallel.placement import stages as stages_of
@@ -74,13 +74,25 @@ def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(laye
 
 def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
     """14 layers on 2 stages: 8 chunks would be 16 virtual stages."""
-    assert ("interleaved", 8) in with_empty_ends(14, 2) and ("interleaved", 8) not in schedules(14, 2)
+    two = MeshConfig(pipeline=2)
+    assert ("interleaved", 8) in with_empty_ends(14, two) and ("interleaved", 8) not in schedules(14, two)
     config, cluster = model(), named("h100", 2)
     of_two = [c.config for c in candidates(config, cluster, 2) if c.config.mesh.pipeline == 2]
     split = [c for c in of_two if c.parallel.layer_split is not None]
     assert split and all(c.parallel.layer_split[-1] == 0 and max(c.parallel.layer_split) == 1 for c in split)
     for config in split[::97]:
         check(config)
+
+
+def test_pairs_are_looked_at_where_layers_send_messages_that_they_could_hide():
+    for mesh, looked_at in (
+        (MeshConfig(data=2), []),
+        (MeshConfig(tensor=2), [("paired", 1)]),
+        (MeshConfig(data=4, expert=4), [("paired", 1)]),
+        (MeshConfig(pipeline=2), []),
+        (MeshConfig(tensor=2, pipeline=2), [(name, v) for name in ("paired", "zb_paired") for v in (1, 2)]),
+    ):
+        assert [found for found in schedules(4, mesh) if "paired" in found[0]] == looked_at, mesh
 
 
 @pytest.mark.thorough

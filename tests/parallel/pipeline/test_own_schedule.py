@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from short_runs import canonical_numbers, place, token_batches
 
-from meshtrain.config import ConfigError, load
+from meshtrain.config import ConfigError, MeshConfig, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import schedules
@@ -85,7 +85,7 @@ def test_it_is_planned_drawn_and_searched(registered):
     assert planned.clocks == eager.clocks + 3 and planned.depths.stash == 4 > eager.depths.stash
     assert planned.seconds > eager.seconds
     assert planned.timeline is not None and gantt_text(planned.timeline)
-    assert ("lazy", 1) in schedules(layers=4, stages=2)
+    assert ("lazy", 1) in schedules(4, MeshConfig(pipeline=2))
     mine = [c for c in candidates(config, cluster, 8) if c.base.parallel.schedule == "lazy"]
     assert mine and all(np.isfinite(c.seconds) for c in mine)
 
