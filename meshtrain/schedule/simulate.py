@@ -195,11 +195,11 @@ def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
     clock, stage, kind = np.nonzero(table.cells[..., 0] >= 0)
     microbatch, chunk = table.cells[clock, stage, kind].T
     virtual = table.virtual(stage, chunk)
-    used = table.cells[..., 0] >= 0
+    used = np.asarray(table.cells[..., 0] >= 0)
     if execution == "lockstep":
-        used = used.any(axis=1, keepdims=True)
+        used = used | used.any(axis=1, keepdims=True)
     with_f, with_b, with_w = np.moveaxis(used, 2, 0)
-    in_pair = np.broadcast_to(with_b & (with_f | with_w), (table.clocks, table.stages))[clock, stage]
+    in_pair = (with_b & (with_f | with_w))[clock, stage]
     hidden = durations.hidden(table)[kind, virtual] * in_pair
     work = durations.work(table)[kind, virtual] - hidden
     if durations.head:

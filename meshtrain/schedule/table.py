@@ -81,10 +81,8 @@ class Table(Shown):
             )
         cells.setflags(write=False)
         object.__setattr__(self, "cells", cells)
-        used = cells[..., 0] >= 0
-        in_pair = np.where(
-            used[:, :, F].any(axis=1)[:, None], used[:, :, F] & used[:, :, B], used[:, :, B] & used[:, :, W]
-        )
+        f, b, w = np.moveaxis(cells[..., 0] >= 0, 2, 0)
+        in_pair = b & np.where(f.any(axis=1, keepdims=True), f, w)
         object.__setattr__(self, "paired", self.paired and bool(in_pair.any()))
 
     def __eq__(self, other: object) -> bool:

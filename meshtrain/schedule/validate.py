@@ -68,10 +68,10 @@ def _check_order(table: Table) -> None:
     waits = [((F, k), (F, k - 1), 1, sent) for k in range(1, last + 1)]
     waits += [((B, k), (B, k + 1), 1, sent) for k in range(last)]
     # Halves of a pair run at once.
-    gap, done = int(table.paired), "done in clock {2}" if not table.paired else "there for pairs from clock {3} on"
-    waits += [((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {done}")]
+    gap, there = int(table.paired), "there for pairs from clock {3} on" if table.paired else "done in clock {2}"
+    waits += [((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {there}")]
     if table.split:
-        waits += [((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {done}") for k in range(last + 1)]
+        waits += [((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {there}") for k in range(last + 1)]
     late = [
         (int(when[op][j]), op, need, why, int(j))
         for op, need, gap, why in waits

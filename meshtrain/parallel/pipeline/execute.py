@@ -212,7 +212,6 @@ class Execution:
 
     def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
         """The same of a table of pairs: F and B at once, and what they send travels while the loss head or W works; or B and W at once."""
-        sent: list[tuple[str, Messages]] = []
         with_weight = ops.backward and ops.weight and not ops.forward
         if ops.backward and (ops.forward or with_weight):
             carry, y, gx = self.do_pair(ops, carry, row)
@@ -221,10 +220,10 @@ class Execution:
         elif ops.backward:
             carry, gx = self.do_backward(carry, row)
         if ops.forward:
-            sent.append(("forward_received", self.send(F, y)))
+            activations = self.send(F, y)
         if ops.backward:
             carry = carry._replace(gx=jnp.where(row["b_active"], gx, carry.gx))
-            sent.append(("backward_received", self.send(B, carry.gx)))
+            cotangents = self.send(B, carry.gx)
         if ops.leave:
             carry = self.add_embedding_gradient(carry, row["leaving"])
         if ops.enter:
@@ -233,17 +232,19 @@ class Execution:
             carry = self.do_head(carry, row, y)
         if ops.weight and not with_weight:
             carry = self.do_weight(carry, row)
-        for buffer, arriving in sent:
-            carry = carry._replace(**{buffer: self.receive(getattr(carry, buffer), arriving, row)})
+        if ops.forward:
+            carry = carry._replace(forward_received=self.receive(carry.forward_received, activations, row))
+        if ops.backward:
+            carry = carry._replace(backward_received=self.receive(carry.backward_received, cotangents, row))
         return carry
 
     def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
-        from meshtrain.parallel.pipeline.paired import Pair, Slots, run_pair
+        from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
 
         x = self.input_of(carry, row) if ops.forward else carry.gx
         pair = Pair(x, read(carry.backward_received, row["b_in"]), carry.stash, carry.w_residuals, carry.blocks)
         f, w = (slot_of(row, "f"), None) if ops.forward else (None, slot_of(row, "w"))
-        slots = Slots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
+        slots = PairSlots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
         pair = run_pair(self.stage, pair, slots, self.table.split, self.skips)
         stash, w_residuals = self.settled(pair.stash), self.settled(pair.w_residuals)
         return carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients), pair.x, pair.cotangent

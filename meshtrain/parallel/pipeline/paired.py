@@ -36,7 +36,7 @@ class Pair(NamedTuple):
     gradients: Tree
 
 
-class Slots(NamedTuple):
+class PairSlots(NamedTuple):
     """The instructions of a clock's pair: of B, and of F or W."""
 
     f: Slot | None
@@ -46,7 +46,7 @@ class Slots(NamedTuple):
     w_cot: jax.Array
 
 
-def run_pair(stage: Stage, pair: Pair, slots: Slots, split: bool, skips: bool) -> Pair:
+def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool, skips: bool) -> Pair:
     """Runs the chunks of a pair in one loop. `split`: its backward is an I; `skips`: a half that is idle is skipped."""
     segments = stage.segments
     edges = {0, stage.layers, *(s.first for s in segments), *(stage.layers - s.behind for s in segments)}
@@ -58,7 +58,7 @@ def run_pair(stage: Stage, pair: Pair, slots: Slots, split: bool, skips: bool) -
     return pair
 
 
-def _turn(stage: Stage, ahead: int, back: int, slots: Slots, split: bool, skips: bool) -> Callable:
+def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool, skips: bool) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
     f, b, w, b_cot, w_cot = slots
     forward_segment, segment = stage.segments[ahead], stage.segments[back]
