@@ -139,11 +139,13 @@ def table(console: Console) -> None:
             f"{found.time.expert / found.seconds:.0%}",
         )  # fmt: skip
     console.print(rows)
-    config = load("configs/qwen3_30b_a3b.yaml")
-    for how, profile in (("as it is", FrameworkProfile(compiled=True)), ("a row to a node once", FrameworkProfile(compiled=True, token_per_node=True))):  # fmt: skip
-        found = plan(config, named("h100", 16), profile)
+    for ranks, more in ((1, ""), (8, ""), (16, ""), (16, ", a row to a node once")):
+        config = load(
+            "configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}", *["parallel.experts.capacity=1.25"] * (ranks > 1)]
+        )
+        found = plan(config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more)))
         console.print(
-            f"configs/qwen3_30b_a3b.yaml, {how}: {found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
+            f"ours, Qwen3-30B, experts over {ranks}{more}: {found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
         )
 
 

@@ -61,7 +61,7 @@ def _fields(family: str) -> tuple[str, str]:
 
 
 def in_memory(model: Json) -> Iterator[WeightName]:
-    """Yields the names of experts and router where files have them as transformers 5 does (its conversion_mapping.py)."""
+    """Yields the names of experts and router where files have them as transformers 5 does (its `conversion_mapping`)."""
     mlp = "model.layers.{}.mlp."
     yield WeightName("blocks.experts.gate", f"{mlp}experts.gate_up_proj", "half", 0)
     yield WeightName("blocks.experts.up", f"{mlp}experts.gate_up_proj", "half", 1)

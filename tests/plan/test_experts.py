@@ -85,7 +85,9 @@ def test_as_many_tokens_reach_neighbouring_experts_as_choices_say(groups, count)
 
 
 def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
-    config = load("configs/qwen3_30b_a3b.yaml")
+    config = load(
+        "configs/qwen3_30b_a3b.yaml", ["mesh.expert=16", "parallel.microbatches=64", "parallel.experts.capacity=1.25"]
+    )
     cluster = named("h100", 16)
     row, tokens = 2048 * 2, 4096
     once = replace(DEFAULT_PROFILE, token_per_node=True)
