@@ -78,20 +78,15 @@ def _warn_if_unreachable() -> None:
     except OSError:
         return
     if address.startswith(LOOPBACK) and not any(Path("/dev").glob("nvidia[0-9]*")):
-        say(
-            f"the name of this host, {name}, is {address} here, at which processes on CPUs of other hosts do not reach it: give it its own "
-            "address in /etc/hosts, if there are others."
-        )
+        far = f"the name of this host, {name}, is {address} here, at which processes on CPUs of other hosts do not reach it"
+        say(f"{far}: give it its own address in /etc/hosts, if there are others.")
 
 
 def _set_flags(config: Config, cluster: str) -> None:
     settings = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
     for entry in settings:
-        say(
-            f"{entry.name} is left alone: {entry.left}."
-            if entry.left
-            else f"{entry.name}={entry.value}: {entry.reason}."
-        )
+        is_set = f"{entry.name}={entry.value}: {entry.reason}."
+        say(f"{entry.name} is left alone: {entry.left}." if entry.left else is_set)
     os.environ.update(flags.environment(settings, os.environ))
 
 
@@ -106,34 +101,28 @@ def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
 
 def _inject_parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.survive inject", description="Injects a fault into a run that goes on.")
-    parser.add_argument(
-        "fault", nargs="?", metavar="KIND@STEP:RANK", help="as in kill@40:1: rank 1 is killed once 40 steps are taken"
-    )
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="the run's directory (default: the one below runs/, if there is one only)"
-    )
+    fault_help = "as in kill@40:1: rank 1 is killed once 40 steps are taken"
+    parser.add_argument("fault", nargs="?", metavar="KIND@STEP:RANK", help=fault_help)
+    run_help = "the run's directory (default: the one below runs/, if there is one only)"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
     parser.add_argument("--list", action="store_true", help="the kinds that there are")
     parser.add_argument("--json", action="store_true", help="with --list, the same for programs")
     return parser
 
 
 def _inject(options: argparse.Namespace) -> int:
-    if options.list and options.json:
-        kinds = [{"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()]
-        print(json.dumps(kinds, indent=2))
-        return DONE
     if options.list:
-        for kind in KINDS.values():
-            print(f"{kind.number:2} {kind.name:18} {kind.does}")
+        kinds = [{"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()]
+        lines = [f"{kind.number:2} {kind.name:18} {kind.does}" for kind in KINDS.values()]
+        print(json.dumps(kinds, indent=2) if options.json else "\n".join(lines))
         return DONE
     if options.fault is None:
         _inject_parser().error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
     runs = [Path(options.run)] if options.run else [path.parent for path in Path("runs").glob(f"*/{SURVIVE}")]
     if len(runs) != 1:
-        raise ConfigError(
-            f"there are {len(runs)} supervised runs in runs/; name one after the fault, as in survive inject kill@40:1 runs/mine."
-        )
+        example = "name one after the fault, as in survive inject kill@40:1 runs/mine"
+        raise ConfigError(f"there are {len(runs)} supervised runs in runs/; {example}.")
     run, directory = runs[0], runs[0] / SURVIVE / "inject"
     if not directory.is_dir():
         raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
@@ -150,14 +139,15 @@ def _inject(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _status_parser() -> Parser:
-    parser = Parser(
-        prog="python -m meshtrain.survive status",
-        description="What a run does now: its nodes, their steps, what happened lately.",
-    )
+def _parser_of_run(word: str, description: str) -> Parser:
+    parser = Parser(prog=f"python -m meshtrain.survive {word}", description=description)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="the same for programs")
     return parser
+
+
+def _status_parser() -> Parser:
+    return _parser_of_run("status", "What a run does now: its nodes, their steps, what happened lately.")
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -169,11 +159,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _stats_parser() -> Parser:
-    parser = Parser(
-        prog="python -m meshtrain.survive stats",
-        description="Where a run's time went, its faults, how reliable its nodes are.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    parser = _parser_of_run("stats", "Where a run's time went, its faults, how reliable its nodes are.")
     parser.add_argument("--json", action="store_true", help="the same for programs")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="writes a picture of the run's life")
     return parser

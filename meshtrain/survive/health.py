@@ -99,11 +99,8 @@ class Health:
         self._heartbeat.matmul = {"seconds": round(seconds, 6), "bits": wrong}
         self._due = time.monotonic() + PRODUCT_EVERY
         if wrong:
-            rank = jax.process_index()
-            sentence = (
-                f"a device of rank {rank} multiplies wrongly: {wrong} bits of a known product are not as they must be."
-            )
-            raise SickDevice(sentence, [rank])
+            rank, bits = jax.process_index(), f"{wrong} bits of a known product are not as they must be"
+            raise SickDevice(f"a device of rank {rank} multiplies wrongly: {bits}.", [rank])
 
     @cached_property
     def _known(self) -> tuple[tuple[jax.Array, jax.Array], np.ndarray]:
@@ -141,11 +138,11 @@ def checksum(x: jax.Array) -> jax.Array:
     return total + jnp.sum(bits(pieces * n, rest), dtype=jnp.uint32)
 
 
+Groups = Sequence[Sequence[int]]
+
+
 def differing(
-    groups: Sequence[Sequence[Sequence[int]]],
-    sums: Mapping[int, Sequence[int]],
-    names: Sequence[str],
-    ranks: Sequence[int],
+    groups: Sequence[Groups], sums: Mapping[int, Sequence[int]], names: Sequence[str], ranks: Sequence[int]
 ) -> tuple[str, list[int] | None] | None:
     """Returns a sentence on copies that differ, and the ranks that are to blame, if that is known; None if all are the same.
 

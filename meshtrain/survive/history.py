@@ -170,11 +170,8 @@ def together(
             else:
                 events.append(RunEvent(wall - ahead.get(node, 0.0), node, name, row))
     decided = [replace(p, wall=p.wall - ahead.get(p.leader, 0.0)) for p in plans if number(p.wall) is not None]
-    alive = {
-        name: replace(r, wall=r.wall - ahead.get(name, 0.0))
-        for name, r in records.items()
-        if number(r.wall) is not None
-    }
+    timed = {name: record for name, record in records.items() if number(record.wall) is not None}
+    alive = {name: replace(record, wall=record.wall - ahead.get(name, 0.0)) for name, record in timed.items()}
     torn += len(plans) - len(decided) + len(records) - len(alive)
     events.sort(key=lambda event: event.time)
     decided.sort(key=lambda plan: plan.number)

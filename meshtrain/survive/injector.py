@@ -49,11 +49,8 @@ class Injector:
         if heartbeat.supervised is None:
             return
         self._rank, survive = heartbeat.supervised.rank, heartbeat.supervised.survive
-        self._requests, self._done, self.checkpoints = (
-            survive / "inject",
-            survive / "injected",
-            survive.parent / CHECKPOINTS,
-        )
+        self._requests, self._done = survive / "inject", survive / "injected"
+        self.checkpoints = survive.parent / CHECKPOINTS
         self._take(requests(asked))
         # A thread of its own, since the disk may hang. What is asked for already is due at once.
         looked = threading.Event()

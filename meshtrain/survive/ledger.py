@@ -155,10 +155,9 @@ def _end(history: History, log: _GenerationLog, following: Sequence[_GenerationL
     if log.end is not None:
         return log.end.time, False
     # Its node has gone without a sign: until others decided to go on without it, or took its place.
-    times = [
-        p.wall for p in history.plans if p.generation > log.number or (p.generation, p.state) == (log.number, "over")
-    ]
-    end = min((time for time in [*times, *(f.began for f in following)] if time >= log.began), default=None)
+    plans = [p for p in history.plans if p.generation > log.number or (p.generation, p.state) == (log.number, "over")]
+    times = [*(p.wall for p in plans), *(f.began for f in following)]
+    end = min((time for time in times if time >= log.began), default=None)
     if end is not None:
         # The verdict came a moment before; others, such as that a rank is slow, end nothing.
         verdicts = [e.time for e in history.of("verdict") if e.integer("generation") == log.number]
@@ -173,7 +172,7 @@ def _end(history: History, log: _GenerationLog, following: Sequence[_GenerationL
 def _generation(
     log: _GenerationLog, began: float, ended: float, alive: bool, limit: int | None, history: History
 ) -> GenerationTime:
-    """Returns a generation between `began` and `ended`; `limit`: the step that a later one went on from, None if none did."""
+    """`limit`: the step that a later one went on from, None if none did."""
     saves, (total, step, exit) = log.saves, _total(log, alive, history)
     marks: list[tuple[float, Mapping[str, float]]] = [(save.step, save.seconds) for save in saves]
     if total is not None:
@@ -208,9 +207,8 @@ def _generation(
     for span in spans:
         seconds[span.kind] += span.ended - span.began
     newest = max([save.step for save in saves] + ([step] if step is not None else []), default=None)
-    return GenerationTime(
-        log.number, log.node, began, ended, log.start, newest, exit, tuple(saves), tuple(spans), seconds
-    )
+    of = log.number, log.node, began, ended, log.start, newest, exit
+    return GenerationTime(*of, tuple(saves), tuple(spans), seconds)
 
 
 def _resumed_step(

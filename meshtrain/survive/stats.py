@@ -124,20 +124,15 @@ def _lately(history: History) -> str:
 
 def show(run: Path) -> str:
     """Returns the tables of `run`; ConfigError if it is no run under supervision."""
-    history = histories.read(run)
-    times = ledger(history)
-    figures = reliability(history, times)
+    history, times, figures = _figures(run)
     life = "\n".join(timeline(history, times))
-    return _joined(
-        _headline(history, times), _times(times), life, _failures(figures), _formulas(figures, times), _torn(history)
-    )
+    tables = _times(times), life, _failures(figures), _formulas(figures, times)
+    return _joined(_headline(history, times), *tables, _torn(history))
 
 
 def to_json(run: Path) -> dict[str, Any]:
     """Returns the same figures under their names. Seconds; times in seconds since 1970; null is what is not known."""
-    history = histories.read(run)
-    times = ledger(history)
-    figures = reliability(history, times)
+    history, times, figures = _figures(run)
     return histories.plain({
         "over": history.over, "began": times.began, "ended": times.ended, "wall": times.wall, "seconds": times.seconds,
         "goodput": times.goodput, "effective": times.effective, "torn": history.torn,
@@ -148,6 +143,11 @@ def to_json(run: Path) -> dict[str, Any]:
         "failures_by_kind": dict(by_kind(figures.failures)), "failures_by_node": dict(by_node(figures.failures)),
         "reliability": asdict(figures),
     })  # fmt: skip
+
+
+def _figures(run: Path) -> tuple[History, Ledger, Reliability]:
+    history = histories.read(run)
+    return history, (times := ledger(history)), reliability(history, times)
 
 
 def timeline(history: History, times: Ledger, width: int = 100) -> list[str]:

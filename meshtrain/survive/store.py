@@ -174,14 +174,11 @@ def refuse_unsafe(path: Path, follow: bool = True) -> None:
         raise ConfigError(f"{path} cannot be used: {refusal(error)}.") from None
     if not stat.S_ISDIR(info.st_mode):
         raise ConfigError(f"{path} is no directory; give another with --set run.directory=PATH.")
+    danger = "who could decide what runs here"
     if info.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{path} belongs to another user, who could decide what runs here; give a run.directory of your own."
-        )
+        raise ConfigError(f"{path} belongs to another user, {danger}; give a run.directory of your own.")
     if info.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{path} can be written by everybody, who could decide what runs here; chmod o-w {path} mends that."
-        )
+        raise ConfigError(f"{path} can be written by everybody, {danger}; chmod o-w {path} mends that.")
 
 
 def other_supervisor(node: Node, root: Path) -> ConfigError:

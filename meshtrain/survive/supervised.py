@@ -22,12 +22,13 @@ import signal
 import sys
 import threading
 import time
+import typing
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -56,21 +57,13 @@ class Supervised:
     @classmethod
     def read(cls, text: str) -> "Supervised":
         """Reads the JSON of the variable; ConfigError if it is not what a supervisor writes."""
-        kinds: dict[str, Any] = {
-            "local": Path,
-            "generation": Path,
-            "number": int,
-            "rank": int,
-            "fence": float,
-            "survive": Path,
-        }
+        kinds = typing.get_type_hints(cls)
         try:
             values = json.loads(text)
             return cls(**{name: kind(values[name]) for name, kind in kinds.items()})
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise ConfigError(
-                f"{VARIABLE} is {short(repr(text))}; it is set by the supervisor only, so unset it."
-            ) from None
+            set_by = "it is set by the supervisor only, so unset it"
+            raise ConfigError(f"{VARIABLE} is {short(repr(text))}; {set_by}.") from None
 
     def own(self, ending: str) -> Path:
         """Returns a file of this rank in the generation's directory."""

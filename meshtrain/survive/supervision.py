@@ -59,11 +59,9 @@ class Supervision(RunHook):
         self.heartbeat.phase(moment)
         self.at(moment, taken)
 
-    def at(
-        self, moment: "Moment", taken: int | None = None, inputs_of_step: "StepInputs" = (None, None)
-    ) -> "StepInputs":
+    def at(self, moment: "Moment", taken: int | None = None, step_inputs: "StepInputs" = (None, None)) -> "StepInputs":
         """Injects the faults of a moment; returns the state and batch that the step is to take."""
-        return inputs_of_step if self._injector is None else self._injector.at(moment, taken, inputs_of_step)
+        return step_inputs if self._injector is None else self._injector.at(moment, taken, step_inputs)
 
     # --- before the first step
 

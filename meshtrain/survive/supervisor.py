@@ -39,13 +39,7 @@ GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
 STATE = 16  # bytes a parameter, of float32 weights and up to three arrays of an optimizer
 SLOW_DISK = 50e6  # bytes a second, of one node
 UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
-NEWS = (
-    "state",
-    "generation",
-    "acked",
-    "leaving",
-    "end",
-)  # of a node's record: published at once where one of them has changed
+NEWS = ("state", "generation", "acked", "leaving", "end")  # of a node's record, published at once where they changed
 
 
 class Supervisor:
@@ -157,9 +151,8 @@ class Supervisor:
         if self.stopping and end is None and self.asked_to_stop < child.generation:
             self.asked_to_stop = child.generation
             child.stop()
-            report(
-                f"asked to stop: the process, in the phase {rank.phase}, ends after a step with a checkpoint, or before its first without."
-            )
+            ends = "ends after a step with a checkpoint, or before its first without"
+            report(f"asked to stop: the process, in the phase {rank.phase}, {ends}.")
         if self.stopping > 1 and end is None:
             child.kill()
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,10 +78,9 @@ class View:
             self._read(own)
             self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.heartbeat / 2)
         self._first.setdefault(own.name, self._watched)
-        others = [
-            self._timed(n, self._age(n), self._differs[n.name]) for n in self._records.values() if n.name != own.name
-        ]
-        self.nodes = sorted([*others, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
+        others = [node for node in self._records.values() if node.name != own.name]
+        timed = [self._timed(node, self._age(node), self._differs[node.name]) for node in others]
+        self.nodes = sorted([*timed, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
 
     def _timed(self, node: Node, age: float, differs: str) -> Node:
         ended_for = 0.0
@@ -109,9 +109,8 @@ class View:
             if node.digests == own.digests:
                 self._differs[name] = ""
             elif is_new:
-                self._differs[name] = difference(
-                    node, own, self.store.read_config(name), self.store.read_config(own.name)
-                )
+                configs = self.store.read_config(name), self.store.read_config(own.name)
+                self._differs[name] = difference(node, own, *configs)
             self._texts[name], self._records[name] = text, node
 
     # --- what follows from it
@@ -225,19 +224,17 @@ def digests(config: Config) -> dict[str, str]:
     text = hashlib.sha256(config_text(config).encode()).hexdigest()
     # Which meshtrain it is, its source says: a checkout has no version, or that of another installation.
     libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
-    imported = (
-        {"run.imports": imports.digest(config.run.imports)[:16]} if config.run.imports or imports.plugins() else {}
-    )
-    return {"config": text[:16], "code": source_digest()[:16]} | imported | libraries
+    own = {"config": text[:16], "code": source_digest()[:16]}
+    if config.run.imports or imports.plugins():
+        own["run.imports"] = imports.digest(config.run.imports)[:16]
+    return own | libraries
 
 
 def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) -> str:
     """Returns a sentence on how a node differs from this one; empty if it does not. A config is empty where there is none."""
-    pairs = {
-        name: (node.digests.get(name, "unknown"), own.digests.get(name, "unknown"))
-        for name in {**node.digests, **own.digests}
-    }
-    differ = {name: pair for name, pair in sorted(pairs.items()) if pair[0] != pair[1]}
+    theirs, ours = (defaultdict(lambda: "unknown", one.digests) for one in (node, own))
+    names = sorted({*theirs, *ours})
+    differ = {name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]}
     parts = []
     if differ.pop("config", None):
         keys = [
@@ -251,7 +248,5 @@ def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) ->
     parts += [f"{name} is {theirs} on {node.name} and {ours} on {own.name}" for name, (theirs, ours) in differ.items()]
     if not parts:
         return ""
-    return (
-        f"node {node.name} ({node.host}) does not fit node {own.name} ({own.host}): {'; '.join(parts)}; give all nodes of a run the same "
-        "config, code and versions"
-    )
+    fits = f"node {node.name} ({node.host}) does not fit node {own.name} ({own.host})"
+    return f"{fits}: {'; '.join(parts)}; give all nodes of a run the same config, code and versions"
