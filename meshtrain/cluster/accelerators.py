@@ -141,19 +141,10 @@ ACCELERATORS: dict[str, Accelerator] = {
 # What JAX calls a device (`device_kind`; NVIDIA's driver names its own), without its maker, whose rates we know. The PCIe and NVL
 # boards of the H100 are slower than the SXM one, and stand here no more than any other that has no data sheet.
 KINDS = {
-    "a100-sxm4-40gb": "a100-40",
-    "a100-pcie-40gb": "a100-40",
-    "a100-sxm4-80gb": "a100-80",
-    "a100-80gb-pcie": "a100-80",
-    "h100-80gb-hbm3": "h100",
-    "h200": "h200",
-    "b200": "b200",
-    "gb200": "gb200",
-    "v100-sxm2-16gb": "v100",
-    "v100-sxm2-32gb": "v100",
-    "tpu-v5": "tpu-v5p",
-    "tpu-v5p": "tpu-v5p",
-}
+    "a100-sxm4-40gb": "a100-40", "a100-pcie-40gb": "a100-40", "a100-sxm4-80gb": "a100-80", "a100-80gb-pcie": "a100-80",
+    "h100-80gb-hbm3": "h100", "h200": "h200", "b200": "b200", "gb200": "gb200",
+    "v100-sxm2-16gb": "v100", "v100-sxm2-32gb": "v100", "tpu-v5": "tpu-v5p", "tpu-v5p": "tpu-v5p",
+}  # fmt: skip
 
 
 def canonical(kind: str) -> str:

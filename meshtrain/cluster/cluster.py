@@ -29,70 +29,48 @@ DIRECTORY = Path(__file__).parent / "known"
 EXAMPLE = "it needs at least 'accelerator: {name: h100}' and 'links: {node: {devices: 8, bandwidth: 450}}'"
 
 
+# A key keeps together what it says.
+# fmt: off
 @dataclass(frozen=True)
 class Cluster:
     name: str = key("", "what the report calls it")
     nodes: int = key(1, "machines", least=1)
     devices_per_node: int = key(8, "accelerators in a machine", least=1)
-    shared: bool = key(
-        False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together"
-    )
-    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(
-        FAT_TREE, "shape of the network"
-    )
+    shared: bool = key(False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together")
+    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(FAT_TREE, "shape of the network")
     dimensions: tuple[int, ...] = key(
-        (),
-        "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
-        least=1,
+        (), "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
+        least=1
     )
     between_rails: Literal["node", "spine"] = key(
-        "node",
-        "rail_optimised: the way to a device of another number in its node, over the node's links first (NCCL's PXN) or over the spine",
+        "node", "rail_optimised: the way to a device of another number in its node, over the node's links first (NCCL's PXN) or over the spine"
     )
     failures_per_device_hour: float = key(
-        2e-5,
-        "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
-        least=0.0,
-        most=1.0,
-        unit="failures per device and hour (one in 50,000 hours is 2e-05)",
+        2e-5, "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
+        least=0.0, most=1.0, unit="failures per device and hour (one in 50,000 hours is 2e-05)"
     )
-    restart_seconds: float = key(
-        300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds"
-    )
+    restart_seconds: float = key(300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds")
     save_seconds: float = key(
-        0.2,
-        "for which a save stops training however little it copies (barrier, directory, names of arrays): the quickstart's 10 MB, median of 10",
-        least=0.0,
-        most=3600.0,
-        unit="seconds",
+        0.2, "for which a save stops training however little it copies (barrier, directory, names of arrays): the quickstart's 10 MB, median of 10",
+        least=0.0, most=3600.0, unit="seconds"
     )
     save_seconds_per_host: float = key(
-        0.002,
-        "the stop's growth: each host calls at one barrier; MegaScale (Jiang et al. 2024, section 4.4): several seconds on 1,536",
-        least=0.0,
-        most=60.0,
-        unit="seconds a host",
+        0.002, "the stop's growth: each host calls at one barrier; MegaScale (Jiang et al. 2024, section 4.4): several seconds on 1,536",
+        least=0.0, most=60.0, unit="seconds a host"
     )
-    storage_bandwidth: float = key(
-        1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node"
-    )
+    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node")
     storage_bandwidth_total: float = key(
-        200.0,
-        "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama 3's takes 2,000 (section 3.3.1)",
-        least=0.001,
-        most=1e6,
-        unit="GB/s of the store",
+        200.0, "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama 3's takes 2,000 (section 3.3.1)",
+        least=0.001, most=1e6, unit="GB/s of the store"
     )
-    host_bandwidth: float = key(
-        20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device"
-    )
+    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device")
     price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
     device_order: tuple[str, ...] = key(
-        (),
-        "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take them so",
+        (), "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take them so"
     )
     accelerator: Accelerator = field(default_factory=Accelerator)
     links: Links = field(default_factory=Links)
+    # fmt: on
 
     @property
     def devices(self) -> int:
@@ -262,13 +240,8 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
 def _divided(cluster: Cluster, devices: int) -> Cluster:
     """One machine faked to be several devices: each has its part of memory, bandwidth and arithmetic."""
     machine = cluster.accelerator
-    part = replace(
-        machine,
-        memory=machine.memory / devices,
-        reserved=machine.reserved / devices,
-        bandwidth=machine.bandwidth / devices,
-        peak=Peak(*(rate / devices for rate in astuple(machine.peak))),
-    )
+    figures = {name: getattr(machine, name) / devices for name in ("memory", "reserved", "bandwidth")}
+    part = replace(machine, **figures, peak=Peak(*(rate / devices for rate in astuple(machine.peak))))
     node = replace(cluster.links.node, devices=max(devices, 1))
     return replace(cluster, nodes=1, devices_per_node=devices, accelerator=part, shared=False, links=Links(node=node))
 
@@ -288,10 +261,8 @@ def named(name: str, devices: int) -> Cluster:
         return resized(cluster, devices) if cluster.shared else cluster
     if name in known():
         return resized(known()[name], devices)
-    raise ConfigError(
-        f"--cluster {short(name)}: there is no such file or accelerator; give a YAML file or one of {', '.join(known())}"
-        + (nearest(name, known()) or ".")
-    )
+    legal = f"give a YAML file or one of {', '.join(known())}{nearest(name, known()) or '.'}"
+    raise ConfigError(f"--cluster {short(name)}: there is no such file or accelerator; {legal}")
 
 
 @functools.cache

@@ -49,11 +49,9 @@ class Link:
     bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY)
     sums: bool = key(False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper")
     oversubscription: float = key(
-        1.0,
-        "times that what a block's devices can send exceeds what its switches carry out of it to this level; Llama 3 (section 3.3.1): 7 between pods",
-        least=1.0,
-        most=64.0,
-    )
+        1.0, "times that what a block's devices can send exceeds what its switches carry out of it to this level; Llama 3 (section 3.3.1): 7 between pods",
+        least=1.0, most=64.0
+    )  # fmt: skip
 
     @property
     def reached(self) -> float:

@@ -49,16 +49,13 @@ def check(config: Config) -> None:
 
 def hooks(config: Config) -> dict[str, Any]:
     """Returns the functions that a config names, by what they replace; ConfigError for a name of nothing."""
-    keys = (
-        ("model.block", config.model.block),
-        ("model.attention", config.model.attention),
-        ("train.loss", config.train.loss),
-    )
-    if not any(text for _, text in keys):
+    model, train = config.model, config.train
+    keys = {"model.block": model.block, "model.attention": model.attention, "train.loss": train.loss}
+    if not any(keys.values()):
         return {}
     from meshtrain.config.imports import named
 
-    return {key.partition(".")[2]: named(key, text) for key, text in keys if text is not None}
+    return {key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None}
 
 
 def _steps(config: Config) -> float:
@@ -70,10 +67,8 @@ def _model_problems(config: Config) -> Iterator[str]:
     model, tensor, length = config.model, config.mesh.tensor, config.train.sequence_length
     family = FAMILIES[model.family]
     if family.positions == "learned" and model.max_positions < length:
-        yield (
-            f"train.sequence_length {length} is longer than model.max_positions {model.max_positions}; "
-            f"{family.name} has learned positions, so give at least as many."
-        )
+        longer = f"train.sequence_length {length} is longer than model.max_positions {model.max_positions}"
+        yield f"{longer}; {family.name} has learned positions, so give at least as many."
     if model.heads % tensor:
         legal = listed_divisors(model.heads)
         yield f"mesh.tensor {tensor} does not divide model.heads {model.heads}; legal are {legal}."
@@ -83,10 +78,10 @@ def _model_problems(config: Config) -> Iterator[str]:
         legal, patches = listed_divisors(math.gcd(length, model.heads)), length - 1
         if family.images and model.pool == "class" and not patches % tensor:
             legal += f", or with model.pool: mean, which has no class token beside the {patches} patches, {tensor} too"
-        yield (
-            f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel needs; "
-            f"legal for mesh.tensor are {legal}."
+        uneven = (
+            f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel needs"
         )
+        yield f"{uneven}; legal for mesh.tensor are {legal}."
 
 
 def _expert_problems(config: Config) -> Iterator[str]:
@@ -114,10 +109,8 @@ def context_problems(config: Config) -> Iterator[str]:
     if FAMILIES[model.family].images:
         yield f"mesh.context is {context}, but model.family {model.family} reads images, whose patches are few; leave it out."
     if strategy == "ring" and model.window:
-        yield (
-            f"parallel.context_strategy is ring, whose messages all go round though model.window {model.window} hides most of them; "
-            "legal are all_gather and ulysses."
-        )
+        waste = f"whose messages all go round though model.window {model.window} hides most of them"
+        yield f"parallel.context_strategy is ring, {waste}; legal are all_gather and ulysses."
     heads = model.heads // config.mesh.tensor
     if strategy == "ulysses" and heads % context:
         yield (
@@ -134,10 +127,8 @@ def _length_problems(config: Config, length: int) -> Iterator[str]:
         way = "which gives each rank two chunks of a row, one from each end" if zigzag else "with ulysses"
         yield f"mesh.context {context}, {way}, needs a row of a multiple of {parts} tokens, but it has {length}."
     if config.parallel.sequence_parallel and length // context % config.mesh.tensor:
-        yield (
-            f"mesh.tensor {config.mesh.tensor} does not divide the {length // context} tokens that mesh.context {context} leaves of a row, "
-            "as parallel.sequence_parallel needs."
-        )
+        left = f"the {length // context} tokens that mesh.context {context} leaves of a row"
+        yield f"mesh.tensor {config.mesh.tensor} does not divide {left}, as parallel.sequence_parallel needs."
 
 
 def check_length(config: Config, length: int) -> None:
@@ -151,24 +142,17 @@ def _batch_problems(config: Config) -> Iterator[str]:
     rows, own = padded_batch_size(config), batch // data
     if (tokens := rows * config.train.sequence_length) > MOST_TOKENS:
         padded = f" (padded to {rows:,})" if rows > batch else ""
-        length = config.train.sequence_length
-        yield (
-            f"train.global_batch_size {batch}{padded} x train.sequence_length {length} is {tokens:,} tokens a step; "
-            f"legal are at most {MOST_TOKENS:,}."
-        )
+        size = f"train.global_batch_size {batch}{padded} x train.sequence_length {config.train.sequence_length}"
+        yield f"{size} is {tokens:,} tokens a step; legal are at most {MOST_TOKENS:,}."
     if config.train.uneven_batch == "pad":
         return
     if batch % data:
-        yield (
-            f"mesh.data {data} does not divide train.global_batch_size {batch}, which {PADDED} does without; "
-            f"legal are {listed_divisors(batch)}."
-        )
+        uneven = f"mesh.data {data} does not divide train.global_batch_size {batch}"
+        yield f"{uneven}, which {PADDED} does without; legal are {listed_divisors(batch)}."
     if own % microbatches:
-        yield (
-            f"parallel.microbatches {microbatches} does not divide the {own} sequences of a data rank "
-            f"(train.global_batch_size {batch} / mesh.data {data}), which {PADDED} does without; "
-            f"legal are {listed_divisors(own)}."
-        )
+        of_rank = f"the {own} sequences of a data rank (train.global_batch_size {batch} / mesh.data {data})"
+        uneven = f"parallel.microbatches {microbatches} does not divide {of_rank}"
+        yield f"{uneven}, which {PADDED} does without; legal are {listed_divisors(own)}."
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
@@ -194,16 +178,12 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         return
     if (fixed := legal_chunks(schedule)) not in (None, chunks):
         free = ", ".join(name for name in SCHEDULES if legal_chunks(name) is None)
-        yield (
-            f"parallel.virtual_stages is {chunks}, but {schedule} always has {fixed}; leave it out, "
-            f"or set parallel.schedule to one that has any number: {free}."
-        )
+        but = f"parallel.virtual_stages is {chunks}, but {schedule} always has {fixed}"
+        yield f"{but}; leave it out, or set parallel.schedule to one that has any number: {free}."
     what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
     if stages * chunks > layers and parallel.layer_split is None:
-        yield (
-            f"{what} makes {stages * chunks} stages, more than model.layers {layers}; legal are at most {layers} in all, "
-            "unless parallel.layer_split says which have none."
-        )
+        legal = f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
+        yield f"{what} makes {stages * chunks} stages, more than model.layers {layers}; {legal}."
     if stages * (chunks * microbatches + stages) > MAX_ENTRIES:
         most = (MAX_ENTRIES // stages - stages) // chunks
         legal = f"{most} microbatches" if most > 0 else f"{math.isqrt(MAX_ENTRIES // 2)} stages"
@@ -222,11 +202,7 @@ def _data_problems(config: Config) -> Iterator[str]:
     if data.format == images.IMAGES:
         return
     if (data.source == MIXTURE) != bool(data.mixture):
-        but = (
-            "names sources; set data.source to mixture, or leave it out"
-            if data.mixture
-            else "names no sources; list them"
-        )
+        but = "names sources; set data.source to mixture, or leave it out" if data.mixture else "names no sources; list them"  # fmt: skip
         yield f"data.source is {short(data.source)}, but data.mixture {but}."
     if len(data.weights) != len(data.mixture):
         numbers, sources = len(data.weights), len(data.mixture)
@@ -249,10 +225,9 @@ def _data_problems(config: Config) -> Iterator[str]:
         of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"
         yield from (f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple))
     if by_length and config.parallel.sequence_parallel and data.length_multiple % tensor:
-        yield (
-            f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}, as parallel.sequence_parallel "
-            f"needs with data.batching {data.batching}; give a multiple of {tensor}."
-        )
+        uneven = f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}"
+        needs = f"as parallel.sequence_parallel needs with data.batching {data.batching}"
+        yield f"{uneven}, {needs}; give a multiple of {tensor}."
     uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(config)
     if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         yield (
@@ -275,15 +250,10 @@ def _remat_problems(config: Config) -> Iterator[str]:
     if both := [activation for activation in parallel.remat_keep if activation in parallel.remat_offload]:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
     if parallel.remat_offload and runs_table(config):
-        table = (
-            f"mesh.pipeline is {config.mesh.pipeline}"
-            if config.mesh.pipeline > 1
-            else f"parallel.schedule is {parallel.schedule}"
-        )
-        yield (
-            f"parallel.remat_offload is given, but {table}; stages keep what is in flight on the "
-            "device, so leave it out, or keep less with parallel.remat_keep."
-        )
+        stages = config.mesh.pipeline
+        but = f"but mesh.pipeline is {stages}" if stages > 1 else f"but parallel.schedule is {parallel.schedule}"
+        kept = "stages keep what is in flight on the device, so leave it out, or keep less with parallel.remat_keep"
+        yield f"parallel.remat_offload is given, {but}; {kept}."
 
 
 def float8_problems(config: Config) -> Iterator[str]:
@@ -329,10 +299,7 @@ def _tuning_problems(config: Config) -> Iterator[str]:
         template = f"data.template is {short(data.template)}"
         yield f"{template}, but data.format is text, which has none; set data.format to chat or pairs."
     if is_dpo and train.trainable:
-        yield (
-            "train.objective dpo takes the model without its adapters as reference, which train.trainable would have move; "
-            "leave it out."
-        )
+        yield "train.objective dpo takes the model without its adapters as reference, which train.trainable would have move; leave it out."
     for name in ("label_smoothing", "z_loss"):
         if is_dpo and (value := getattr(train, name)):
             yield f"train.{name} is {value}, but train.objective dpo takes plain log-probabilities; leave it out."

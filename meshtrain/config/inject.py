@@ -51,14 +51,10 @@ _TABLE = (
     FaultKind("loader", 18, "the thread that reads data is stuck", "trainer", "data"),
     FaultKind("gil", 19, "never lets go of Python's lock", "trainer", "dispatch"),
     FaultKind("d-state", 20, "sleeps in the kernel, in state D", "trainer", "dispatch"),
-    FaultKind(
-        "collective", 21, "gives a step what is never ready, so that all ranks wait in it", "trainer", "dispatch"
-    ),
+    FaultKind("collective", 21, "gives a step what is never ready, so that all ranks wait in it", "trainer", "dispatch"),
     FaultKind("nan", 22, "NaN in a weight", "trainer", "dispatch"),
     FaultKind("nan-always", 23, "NaN in a weight whenever the step is reached", "trainer", "dispatch", always=True),
-    FaultKind(
-        "bit-flip", 24, "one bit of a parameter flips, on one of the devices that hold it", "trainer", "dispatch"
-    ),
+    FaultKind("bit-flip", 24, "one bit of a parameter flips, on one of the devices that hold it", "trainer", "dispatch"),
     FaultKind("slow", 25, "half a step's time of sleep in each step from there on", "trainer", "dispatch", always=True),
     FaultKind("damage", 26, "a byte of the newest checkpoint flips, then SIGKILL", "trainer", "data"),
     FaultKind("disk-full", 27, "nothing more can be written", "start"),
@@ -67,7 +63,7 @@ _TABLE = (
     FaultKind("crash-loop", 30, "SIGKILL whenever the step is reached", "trainer", "dispatch", always=True),
     FaultKind("preempt", 31, "SIGTERM, as from a scheduler", "trainer", "dispatch"),
     FaultKind("node-returns", 32, "a node that was lost is there again", "supervisor"),
-)
+)  # fmt: skip
 KINDS = {kind.name: kind for kind in _TABLE}
 
 

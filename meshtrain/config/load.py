@@ -96,7 +96,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _changed(section: Any) -> Iterator[str]:
-    """Yields the keys of a section that are not at their defaults."""
     return (path for path, key in keys(type(section)).items() if value_of(section, path) != key.default)
 
 
@@ -170,7 +169,6 @@ def _import_first(config: yaml.Node, source: str, directory: Path) -> None:
 
 @functools.cache
 def _plug_in() -> None:
-    """Loads what installed distributions register, once."""
     if metadata.entry_points(group=PLUGINS):
         from meshtrain.config.imports import plugins
 

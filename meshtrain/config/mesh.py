@@ -126,7 +126,6 @@ class MeshConfig:
         return tuple(order)
 
     def __str__(self) -> str:
-        """Returns `data 2 x tensor 2 x pipeline 2`, as every message says it."""
         words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis not in (ISLAND, EXPERT))
         words += f", expert {self.expert}" if self.expert > 1 else ""
         return f"{words}, {self.islands} islands" if self.islands > 1 else words

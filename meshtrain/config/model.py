@@ -1,6 +1,6 @@
 """What is trained: the sections `model` and `lora`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,8 +25,11 @@ def _head_dim(config: Any) -> int:
     return model.d_model // model.heads
 
 
-def _of_images(config: Any) -> bool:
-    return FAMILIES[config.model.family].images
+def _of_family(name: str) -> Callable[[Any], Any]:
+    return lambda config: getattr(FAMILIES[config.model.family], name)
+
+
+_of_images = _of_family("images")
 
 
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
@@ -43,11 +46,9 @@ def positions_of(model: "ModelConfig") -> int:
 
 def _d_ff(config: Any) -> int:
     model = config.model
-    return (
-        model.moe.shared_experts * model.expert_width
-        if model.moe.experts
-        else FAMILIES[model.family].d_ff(model.d_model)
-    )
+    if model.moe.experts:
+        return model.moe.shared_experts * model.expert_width
+    return FAMILIES[model.family].d_ff(model.d_model)
 
 
 def problems(model: "ModelConfig") -> Iterator[str]:
@@ -80,11 +81,9 @@ def projections(model: "ModelConfig") -> list[str]:
 def _expert_problems(model: "ModelConfig") -> Iterator[str]:
     moe, family = model.moe, FAMILIES[model.family]
     if moe.balance not in BALANCE:
-        why = (
-            ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step."
-            if moe.balance == "batch"
-            else nearest(moe.balance, BALANCE) or "."
-        )
+        why = nearest(moe.balance, BALANCE) or "."
+        if moe.balance == "batch":
+            why = ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step."
         yield f"model.moe.balance is {short(repr(moe.balance))}; it must be one of {', '.join(BALANCE)}{why}"
     if not moe.experts:
         if not model.d_ff:
@@ -119,21 +118,21 @@ BALANCE = ("none", "sequence", "bias")
 class MoeConfig:
     experts: int = key(
         None, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP; null: as many as the family has",
-        least=0, most=65536, follows=lambda c: FAMILIES[c.model.family].experts, resume=SHAPE
+        least=0, most=65536, follows=_of_family("experts"), resume=SHAPE
     )
     top_k: int = key(
         None, "experts that a token is computed by; null: as the family has it",
-        least=1, most=1024, follows=lambda c: FAMILIES[c.model.family].top_k, resume=SHAPE
+        least=1, most=1024, follows=_of_family("top_k"), resume=SHAPE
     )
     d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE)
     shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE)
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
         None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
-        "logits, and a softmax over those chosen; null: as the family has it", follows=lambda c: FAMILIES[c.model.family].router, resume=SHAPE
+        "logits, and a softmax over those chosen; null: as the family has it", follows=_of_family("router"), resume=SHAPE
     )
     normalize: bool = key(
         None, "softmax, sigmoid: the weights of a token's experts are divided by their sum; null: as the family has it",
-        follows=lambda c: FAMILIES[c.model.family].normalize, resume=SHAPE
+        follows=_of_family("normalize"), resume=SHAPE
     )
     route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE)
     groups: tuple[int, ...] = key(
@@ -176,10 +175,7 @@ class ModelConfig:
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
     block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
     attention: str | None = key(None, "a function in the place of attention, likewise", resume=FREE)
-    tied_head: bool = key(
-        None, "use the embedding as output head; null: as the family does",
-        follows=lambda c: FAMILIES[c.model.family].tied_head, resume=SHAPE
-    )
+    tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_of_family("tied_head"), resume=SHAPE)
     qkv_bias: bool = key(
         None, "biases of the query, key and value projections; null: as the family has it",
         follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
@@ -187,15 +183,15 @@ class ModelConfig:
     qk_norm: bool = key(
         None, "RMSNorm over each head's queries and keys (olmoe: over those of all heads together), before they are turned; null: as the "
         "family has it",
-        follows=lambda c: FAMILIES[c.model.family].qk_norm, resume=SHAPE
+        follows=_of_family("qk_norm"), resume=SHAPE
     )
     activation: str = key(
         None, "the MLP's function: silu, gelu (by tanh), gelu_exact, gelu_quick (by sigmoid), relu; null: as the family has it",
-        one_of=FUNCTIONS, follows=lambda c: FAMILIES[c.model.family].activation, resume=SHAPE
+        one_of=FUNCTIONS, follows=_of_family("activation"), resume=SHAPE
     )
     window: int = key(
         None, "positions that a query sees, its own and those before it (sliding window); 0: all; null: as the family has it",
-        least=0, follows=lambda c: FAMILIES[c.model.family].window, resume=SHAPE
+        least=0, follows=_of_family("window"), resume=SHAPE
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=1.0, resume=SHAPE)
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
@@ -217,41 +213,36 @@ class ModelConfig:
         least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
-    init_std: float = key(
-        0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)",
-        above=0.0
-    )
+    init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)", above=0.0)
     norm_plus_one: bool = key(
         None, "RMSNorm multiplies by 1 + its scale, which begins at 0; null: as the family has it",
-        follows=lambda c: FAMILIES[c.model.family].norm_plus_one, resume=SHAPE
+        follows=_of_family("norm_plus_one"), resume=SHAPE
     )
     post_norms: bool = key(
         None, "norms after attention and MLP too, before they are added to the stream; null: as the family has it",
-        follows=lambda c: FAMILIES[c.model.family].post_norms, resume=SHAPE
+        follows=_of_family("post_norms"), resume=SHAPE
     )
     scaled_embedding: bool = key(
         None, "embeddings are multiplied by the root of d_model; null: as the family has it",
-        follows=lambda c: FAMILIES[c.model.family].scaled_embedding, resume=SHAPE
+        follows=_of_family("scaled_embedding"), resume=SHAPE
     )
-    query_scalar: int = key(
-        None, "scores are divided by the root of this; null: head_dim", least=1, follows=lambda c: c.model.head_dim, resume=SHAPE
-    )
+    query_scalar: int = key(None, "scores are divided by the root of this; null: head_dim", least=1, follows=lambda c: c.model.head_dim, resume=SHAPE)
     score_cap: float = key(
         None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
-        least=0.0, follows=lambda c: FAMILIES[c.model.family].score_cap, resume=SHAPE
+        least=0.0, follows=_of_family("score_cap"), resume=SHAPE
     )
     logit_cap: float = key(
-        None, "the same of the logits, before the loss", least=0.0, follows=lambda c: FAMILIES[c.model.family].logit_cap, resume=SHAPE
+        None, "the same of the logits, before the loss", least=0.0, follows=_of_family("logit_cap"), resume=SHAPE
     )
     global_every: int = key(
         None, "one layer of so many, the last of them, sees all positions and the others the window; 0: with a window all layers have it; "
         "null: as the family has it",
-        least=0, follows=lambda c: FAMILIES[c.model.family].global_every, resume=SHAPE
+        least=0, follows=_of_family("global_every"), resume=SHAPE
     )
     rope_theta_local: float = key(
         None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those that see all; null: as "
         "the family has it",
-        least=0.0, follows=lambda c: FAMILIES[c.model.family].rope_theta_local, resume=SHAPE
+        least=0.0, follows=_of_family("rope_theta_local"), resume=SHAPE
     )
     image_size: int = key(224, "images: height and width, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
     patch_size: int = key(16, "images: height and width of a patch, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
@@ -276,8 +267,6 @@ class LoraConfig:
         None, "adapters are scaled by alpha / rank; null: 2 rank",
         above=0.0, follows=lambda c: 2.0 * max(1, c.lora.rank), resume=REFUSED
     )
-    targets: tuple[str, ...] = key(
-        (), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=ADAPTERS
-    )
+    targets: tuple[str, ...] = key((), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=ADAPTERS)
     dropout: float = key(0.0, "probability of dropping an input of the adapters", least=0.0, most=0.99)
     rslora: bool = key(False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023)", resume=REFUSED)

@@ -21,19 +21,16 @@ def _notes(config: Config) -> Iterator[str]:
     mesh, parallel = config.mesh, config.parallel
     batch, rows = config.train.global_batch_size, padded_batch_size(config)
     if rows > batch:
-        yield (
-            f"train.global_batch_size {batch} does not divide over mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}: "
-            f"padded to {rows} rows, {rows / batch - 1:.1%} more work."
-        )
+        over = f"mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}"
+        padded = f"padded to {rows} rows, {rows / batch - 1:.1%} more work"
+        yield f"train.global_batch_size {batch} does not divide over {over}: {padded}."
     if mesh.pipeline > 1:
         yield from _pipeline_notes(config)
     if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
         yield "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
     if config.optimizer.warmup_steps > config.train.steps:
-        yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}: "
-            "the run ends before the learning rate is at its peak."
-        )
+        more = f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}"
+        yield f"{more}: the run ends before the learning rate is at its peak."
     if mesh.pipeline == 1:
         if parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
             yield "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
@@ -46,10 +43,8 @@ def _notes(config: Config) -> Iterator[str]:
         yield f"parallel.zero_stage {parallel.zero_stage} shards nothing: {each}."
     uncompressed = (parallel.reduce.algorithm, parallel.reduce.compression) == ("psum", "none")
     if mesh.islands > 1 and not parallel.zero_stage and uncompressed and not parallel.sync.every:
-        yield (
-            f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: every data rank has all of the state, and "
-            "gradients are summed over all of data at once."
-        )
+        why = "every data rank has all of the state, and gradients are summed over all of data at once"
+        yield f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: {why}."
 
 
 def _pipeline_notes(config: Config) -> Iterator[str]:

@@ -51,9 +51,7 @@ class SyncConfig:
     )
     outer_learning_rate: float = key(0.7, "of the outer step, SGD with Nesterov momentum along the mean of what the islands moved", above=0.0)
     outer_momentum: float = key(0.9, "of the outer step; 0: none", least=0.0, most=0.99999)
-    start: int = key(
-        0, "steps with gradients summed over all islands before the first one alone", least=0, resume=Resume.REFUSED
-    )
+    start: int = key(0, "steps with gradients summed over all islands before the first one alone", least=0, resume=Resume.REFUSED)
     fragments: int = key(
         1, "parts of the model that are brought together one after the other, each every `every` steps (Streaming DiLoCo: Douillard et al. "
         "2025)", least=1, resume=Resume.REFUSED
@@ -123,15 +121,11 @@ def _algorithm_problems(config: Any) -> Iterator[str]:
         return
     # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be waited for.
     if zero >= 2 and mesh.pipeline > 1 and not config.parallel.zero_hold:
-        yield (
-            f"{named}, whose messages all stages send together, but with parallel.zero_stage {zero} and mesh.pipeline "
-            f"{mesh.pipeline} each stage scatters gradients by itself; set parallel.zero_hold to true."
-        )
+        but = f"but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each stage scatters gradients by itself"
+        yield f"{named}, whose messages all stages send together, {but}; set parallel.zero_hold to true."
     if why := algorithm.no_scatter(mesh.shards):
-        yield (
-            f"{named}, {why}, but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state; give "
-            f"zero_stage 0, or algorithm {algorithm.instead}."
-        )
+        but = f"but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state"
+        yield f"{named}, {why}, {but}; give zero_stage 0, or algorithm {algorithm.instead}."
 
 
 def _compression_problems(config: Any) -> Iterator[str]:
@@ -144,24 +138,17 @@ def _compression_problems(config: Any) -> Iterator[str]:
     # What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough.
     if keeps_feedback(config) and reduce.over == "data" and scatters_at_use(config):
         what = "with parallel.reduce.feedback" if reduce.feedback else "with its Q"
-        yield (
-            f"{named} {what} compresses a step's gradients once, but parallel.zero_stage {zero} scatters them wherever they "
-            "are made; set parallel.zero_hold to true, or zero_stage to 1."
-        )
+        but = f"but parallel.zero_stage {zero} scatters them wherever they are made"
+        yield f"{named} {what} compresses a step's gradients once, {but}; set parallel.zero_hold to true, or zero_stage to 1."
     if reduce.compression == "topk" and reduce.ratio > MOST_RATIO:
-        yield (
-            f"parallel.reduce.ratio is {reduce.ratio}, but topk sends 8 bytes for a number and its place, which float32 needs "
-            f"4 for; give at most {MOST_RATIO}, or leave parallel.reduce.compression out."
-        )
+        but = "but topk sends 8 bytes for a number and its place, which float32 needs 4 for"
+        give = f"give at most {MOST_RATIO}, or leave parallel.reduce.compression out"
+        yield f"parallel.reduce.ratio is {reduce.ratio}, {but}; {give}."
 
 
 def _sync_problems(config: Any) -> Iterator[str]:
-    sync, reduce, islands, layers = (
-        config.parallel.sync,
-        config.parallel.reduce,
-        config.mesh.islands,
-        config.model.layers,
-    )
+    sync, reduce = config.parallel.sync, config.parallel.reduce
+    islands, layers = config.mesh.islands, config.model.layers
     if not sync.every:
         for name, unused in (("start", 0), ("fragments", 1), ("delay", 0)):
             if (value := getattr(sync, name)) != unused:
@@ -172,15 +159,12 @@ def _sync_problems(config: Any) -> Iterator[str]:
         but = "but mesh.islands is 1: there is nothing to bring together"
         yield f"parallel.sync.every is {sync.every}, {but}; give at least 2 islands."
     if sync.delay >= sync.every:
-        yield (
-            f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}: what is sent must arrive "
-            f"before it is sent again; legal are at most {sync.every - 1}."
-        )
-    if sync.fragments > min(sync.every, layers):
-        yield (
-            f"parallel.sync.fragments {sync.fragments} is more than parallel.sync.every {sync.every} steps or model.layers "
-            f"{layers}: each has a step and a layer of its own; legal are at most {min(sync.every, layers)}."
-        )
+        late = f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}"
+        yield f"{late}: what is sent must arrive before it is sent again; legal are at most {sync.every - 1}."
+    if sync.fragments > (most := min(sync.every, layers)):
+        more = f"more than parallel.sync.every {sync.every} steps or model.layers {layers}"
+        own = "each has a step and a layer of its own"
+        yield f"parallel.sync.fragments {sync.fragments} is {more}: {own}; legal are at most {most}."
     if reduce.compression != "none" and (reduce.feedback or not COMPRESSIONS[reduce.compression].in_blocks):
         yield (
             f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with "

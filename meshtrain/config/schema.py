@@ -68,10 +68,7 @@ def _schedule(config: "Config") -> str:
 class RunConfig:
     directory: str = key("runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written", resume=FREE)
     # JAX's keys take 32 bits of it
-    seed: int = key(
-        0, "the one seed: initialisation, dropout and the order of the data follow from it",
-        least=0, most=2**32 - 1, resume=REFUSED
-    )
+    seed: int = key(0, "the one seed: initialisation, dropout and the order of the data follow from it", least=0, most=2**32 - 1, resume=REFUSED)
     fake_devices: int = key(
         0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
         least=0, most=MOST_FAKE_DEVICES
@@ -108,9 +105,7 @@ class ParallelConfig:
         False, "ZeRO-2/3 with several microbatches: hold full gradients (2, which is stage 1 then) or gathered weights (3) over the whole "
         "step; more memory, and traffic that does not grow with the microbatches"
     )
-    sequence_parallel: bool = key(
-        False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)"
-    )
+    sequence_parallel: bool = key(False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)")
     context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
         "auto",
         "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, which takes windows too; "
@@ -122,14 +117,10 @@ class ParallelConfig:
         "what the backward pass recomputes: nothing, only what is cheap (norms, activations, scores of an attention hook), all of a layer, all "
         "but matmul outputs, or all but the names in remat_keep"
     )
-    remat_keep: tuple[str, ...] = key(
-        (), f"remat: names keeps these activations on the device: {', '.join(ACTIVATIONS)}"
-    )
+    remat_keep: tuple[str, ...] = key((), f"remat: names keeps these activations on the device: {', '.join(ACTIVATIONS)}")
     remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
-    microbatches: int = key(
-        1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1
-    )
+    microbatches: int = key(1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1)
     # Follows before the schedule, which follows from it.
     virtual_stages: int = key(
         1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the most that divide the "
@@ -142,9 +133,7 @@ class ParallelConfig:
         "1f1b where a stage has one chunk; on one stage only paired has a use",
         path=True, follows=_schedule, counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
-    layer_split: tuple[int, ...] | None = key(
-        None, "layers of each virtual stage in model order; null: as even as can be", least=0
-    )
+    layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as can be", least=0)
     vocab: Literal["spread", "edge"] = key(
         "spread",
         "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
@@ -173,9 +162,7 @@ def _in_float8(config: "Config") -> bool:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    compute: Literal["float32", "bfloat16", "float16"] = key(
-        "float32", "dtype of weights and activations in the step; masters stay float32"
-    )
+    compute: Literal["float32", "bfloat16", "float16"] = key("float32", "dtype of weights and activations in the step; masters stay float32")
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data")
     gradient_sums: Literal["float32", "bfloat16"] = key(
         "float32", "dtype in which a data rank sums its gradients over the microbatches",
@@ -197,9 +184,7 @@ class PrecisionConfig:
         "but blockwise ones",
         counts=_in_float8
     )
-    loss_scale: float = key(
-        65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE
-    )
+    loss_scale: float = key(65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE)
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(
         2, "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does too",
@@ -217,9 +202,7 @@ class DataConfig:
         path=True, resume=CONTENT
     )
     tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", path=True, resume=TOKENS)
-    mixture: tuple[str, ...] = key(
-        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)", path=True, resume=CONTENT
-    )
+    mixture: tuple[str, ...] = key((), "source: mixture draws from these sources (each stdlib, text or prepared shards)", path=True, resume=CONTENT)
     weights: tuple[float, ...] = key(
         (), "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
         "they are divided by their sum and rounded to 1/4096",
@@ -236,9 +219,7 @@ class DataConfig:
         "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, unless there is no other, or pad it; "
         "of what is held out none is left out", resume=REFUSED
     )
-    lengths: int = key(
-        8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED
-    )
+    lengths: int = key(8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED)
     length_multiple: int = key(16, "grouped, budget: the lengths are multiples of this", least=1, resume=REFUSED)
     rows_multiple: int = key(
         None, "budget: the rows of a batch are a multiple of this; null: train.global_batch_size",
@@ -342,9 +323,7 @@ class CheckpointConfig:
         "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no checkpoint of its own",
         path=True, resume=FREE
     )
-    weights_only: bool = key(
-        False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew", resume=FREE
-    )
+    weights_only: bool = key(False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew", resume=FREE)
     allow: tuple[str, ...] = key(
         (), "keys that may differ from the checkpoint's although that is refused otherwise, such as data.source; "
         "with weights_only also model.layers and model.vocab_size: what the checkpoint lacks stays as initialised",
@@ -361,9 +340,7 @@ class CheckpointConfig:
 class EvalConfig:
     every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
     batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until a source comes round)", least=1)
-    patience: int = key(
-        0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all its steps", least=0
-    )
+    patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all its steps", least=0)
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,7 @@ class TelemetryConfig:
         0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if anything",
         least=0.0, most=1e6, resume=FREE
     )
-    alerts: tuple[str, ...] = key(
-        ("log", "file"), "where alerts go: log (stderr), file (alerts.jsonl), webhook:URL, command:WORDS", resume=FREE
-    )
+    alerts: tuple[str, ...] = key(("log", "file"), "where alerts go: log (stderr), file (alerts.jsonl), webhook:URL, command:WORDS", resume=FREE)
 # fmt: on
 
 

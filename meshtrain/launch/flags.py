@@ -59,7 +59,6 @@ class Setting:
 
 
 def _has_messages(config: Config, _: Cluster) -> bool:
-    """Returns whether devices send to some others alone."""
     return config.mesh.pipeline > 1 or config.parallel.reduce.algorithm != "psum"
 
 

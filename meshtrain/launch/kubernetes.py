@@ -83,7 +83,6 @@ def trainjob(options: argparse.Namespace) -> str:
 
 
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
-    """Returns the ConfigMap with the config's file, and the Python files that it imports."""
     metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
     data = {Path(CONFIG).name: Path(config_file(options.config)).read_text(), **files(job.imports)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}

@@ -62,7 +62,6 @@ def by_pairs(probe: Probe) -> Clustered | None:
 
 
 def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
-    """Returns whether each block of devices is in one machine."""
     return all(len({probe.machines[device] for device in block}) == 1 for block in blocks)
 
 
@@ -136,7 +135,6 @@ def knows(probe: Probe) -> bool:
 
 
 def _shares(kind: str, devices: Devices) -> dict[str, Any]:
-    """What is reached of the data sheet; what was fitted and not measured stays."""
     sheet = ACCELERATORS[kind]
     full = replace(sheet, efficiency=replace(sheet.efficiency, matmul=1.0))
     seconds = product(full, devices.dtype, devices.side, devices.side, devices.side)
@@ -150,7 +148,6 @@ def _shares(kind: str, devices: Devices) -> dict[str, Any]:
 
 
 def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
-    """What was measured is what is reached."""
     return {
         "platform": probe.platform,
         "memory": _short(devices.memory_bytes * ways / 2**30),

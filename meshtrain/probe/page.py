@@ -56,7 +56,6 @@ def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
 
 
 def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
-    """Returns the report's table, with a bar beside each bandwidth."""
     heads, *rows = report.axis_table(probe, axis, cluster)
     collectives = probe.over(axis)
     fastest = max(c.busbw for c in collectives)

@@ -52,8 +52,6 @@ class RunHook:
 
 
 class _OfMetrics(RunHook):
-    """A function of each step's metrics, as a hook."""
-
     def __init__(self, function: Callable[[Row], Any]) -> None:
         self.function = function
 

@@ -145,7 +145,6 @@ def _folder(run: Path) -> Path:
 
 
 def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
-    """Returns files whose name is a node's between `before` and `after`, by that name."""
     files: list[str] = []
     with contextlib.suppress(OSError):
         files = os.listdir(directory)

@@ -197,7 +197,6 @@ def _flip(_: Injector, step_inputs: StepInputs) -> StepInputs:
 
 
 def _copies(leaf: "jax.Array") -> int:
-    """Returns the number of devices that have the same part of an array."""
     return leaf.sharding.num_devices // len({str(at) for at in leaf.sharding.devices_indices_map(leaf.shape).values()})
 
 

@@ -108,7 +108,6 @@ class Leader:
         return new
 
     def _report(self) -> None:
-        """Reports what asks for no decision: clocks, slow ranks, data that a fault of a device was taken for."""
         for name, ahead in self.view.new_clocks():
             self.store.log("clock", node=name, ahead=ahead)
             report(f"the clock of {name} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'} of this node's.")

@@ -151,7 +151,6 @@ def _seconds(value: object) -> dict[str, float]:
 
 
 def _end(history: History, log: _GenerationLog, following: Sequence[_GenerationLog], last: float) -> tuple[float, bool]:
-    """Returns when its rank 0 ended, and whether it is still there."""
     if log.end is not None:
         return log.end.time, False
     # Its node has gone without a sign: until others decided to go on without it, or took its place.

@@ -58,8 +58,6 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
 
 
 class _Axis(NamedTuple):
-    """Wall time from left to right."""
-
     times: Ledger
     pixels: float
 

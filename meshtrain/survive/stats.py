@@ -201,7 +201,6 @@ def _failures(figures: Reliability) -> str:
 
 
 def _formulas(figures: Reliability, times: Ledger) -> str:
-    """Returns a table of what was measured, and what Daly's formulas make of that."""
     least, most = _maybe(figures.between_least), _maybe(figures.between_most)
     rows = [
         ("", "measured", "by formula"),
@@ -224,7 +223,6 @@ def _maybe(value: float | None, form: str = "") -> str:
 
 
 def _right(rows: list[list[str]], *numbers: int) -> str:
-    """Returns columns as text, those of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([[cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(row)] for row in rows])
 

@@ -87,7 +87,6 @@ class Stragglers:
                 yield name, round(score, 3), sentence
 
     def _paces(self, ranks: Mapping[str, Rank]) -> list[tuple[str, str, float, str]]:
-        """Judges the time since the last look; returns nothing before each rank has spent a while in steps."""
         now = {name: rank.phases for name, rank in ranks.items() if rank.phases}
         spent = {
             name: {phase: seconds - self._spent[name].get(phase, 0.0) for phase, seconds in phases.items()}

@@ -129,7 +129,6 @@ class Supervision(RunHook):
         self.at("save", step)
 
     def _name_collectives(self, compiled: jax.stages.Compiled) -> None:
-        """Names the step's collectives, for who asks in what it hangs."""
         from meshtrain import hlo
 
         self.heartbeat.collectives = hlo.collectives(compiled, self._program.mesh, self._program.busy).in_a_line

@@ -286,7 +286,6 @@ class Supervisor:
         return None
 
     def _fence(self) -> None:
-        """Ends what silent nodes of this machine have left of a generation that is over."""
         for node in self.view.nodes:
             silent = node.age >= self.options.node_timeout and node.generation < self.view.generation
             is_here = node.machine and node.machine == self.node.machine

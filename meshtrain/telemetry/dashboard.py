@@ -106,7 +106,6 @@ def _over(metric: Metric) -> Panel:
 
 
 def _goodput() -> Panel:
-    """Draws the share of a process's time that goes into steps, as the alert rule has it."""
     steps, seconds = goodput_queries("$__rate_interval", "rate")
     query = f"{steps} / {seconds} {OF_RUN}"
     return _panel("timeseries", "goodput", query, "{{run}} {{rank}}", "percentunit", GOODPUT)

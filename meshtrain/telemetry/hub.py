@@ -41,8 +41,6 @@ PATIENCE = 10.0  # seconds that the end of a run waits for what listeners still 
 
 @dataclass
 class _Task:
-    """Something that gives samples now and then."""
-
     seconds: float  # from one time to the next
     give: Callable[[], Iterable[Row]]
     due: float  # by time.monotonic

@@ -18,8 +18,6 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monit
 
 
 class _Compiles:
-    """Programs that this process has compiled, or found compiled, so far."""
-
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._hear)

@@ -209,7 +209,6 @@ class Memory:
 
 
 def _devices(row: Row) -> dict[str, float]:
-    """Memory used over the limit by device, of those of which both are known."""
     used, limit = row.get("device_memory_used_bytes"), row.get("device_memory_limit_bytes")
     if not isinstance(used, Mapping) or not isinstance(limit, Mapping):
         return {}

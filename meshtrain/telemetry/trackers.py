@@ -192,7 +192,6 @@ def _varint(number: int) -> bytes:
 
 
 def _nested(field: int, content: bytes) -> bytes:
-    """Encodes a field of bytes, a text or a message within the message."""
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 
 

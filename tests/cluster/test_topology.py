@@ -63,9 +63,8 @@ def loads(length, messages):
         right = (b - a) % length
         longest = max(longest, min(right, length - right))
         for share, step, far in ((0.5, 1, right), (0.5, -1, length - right)):
-            share = (
-                0.5 if 2 * right == length and length > 2 else float(2 * far < length or (length == 2 and step == 1))
-            )
+            if 2 * right != length or length == 2:
+                share = float(2 * far < length or (length == 2 and step == 1))
             for i in range(far):
                 busy[(a + step * i) % length, step] += share
     return max(busy.values()), longest
@@ -76,34 +75,23 @@ def test_messages_of_rings_and_butterflies_share_as_many_wires_as_counted(length
     (run,) = Torus((length,)).runs(members, apart)
     assert run == (members, apart, length)
     block = members * apart
-    groups = [
-        [begin + i + apart * m for m in range(members)]
-        for begin in range(0, length - block + 1, block)
-        for i in range(apart)
-    ]
-    if run.closed:
-        rings = groups
-    else:
-        # Out over every other member, and back over those between.
-        rings = [g[::2] + g[1::2][::-1] for g in groups]
+    firsts = [begin + i for begin in range(0, length - block + 1, block) for i in range(apart)]
+    groups = [[first + apart * m for m in range(members)] for first in firsts]
+    # Out over every other member, and back over those between.
+    rings = groups if run.closed else [g[::2] + g[1::2][::-1] for g in groups]
     there = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     back = [(b, a) for a, b in there] if run.closed else []
     busiest, longest = loads(length, there + back)
     assert (2 if run.closed else 1) / busiest == run.links
     assert longest == run.ring_hops
-    steps = [
-        [(g[m], g[m ^ (1 << step)]) for g in groups for m in range(members)] for step in range(int(math.log2(members)))
-    ]
-    assert [loads(length, step)[::-1] for step in steps] == run.partners
+    for step, partners in zip(range(int(math.log2(members))), run.partners, strict=True):
+        assert loads(length, [(g[m], g[m ^ (1 << step)]) for g in groups for m in range(members)])[::-1] == partners
 
 
 def test_eight_places_of_a_cube_are_eight_hops_around_by_gray_code_and_fourteen_by_number():
-    cube, gray = Torus((2, 2, 2)), [i ^ (i >> 1) for i in range(8)]
-    around = {
-        name: sum(cube.hops(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True))
-        for name, order in {"gray": gray, "number": list(range(8))}.items()
-    }
-    assert around == {"gray": 8, "number": 14}
+    cube = Torus((2, 2, 2))
+    for order, hops in (([i ^ (i >> 1) for i in range(8)], 8), (list(range(8)), 14)):
+        assert sum(cube.hops(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)) == hops
 
 
 FILE = """
@@ -116,20 +104,16 @@ links: {{{links}}}
 
 
 def cluster(path, links, more="", nodes=32, per_node=4, accelerator="tpu-v5p"):
-    (path / "c.yaml").write_text(
-        FILE.format(nodes=nodes, per_node=per_node, accelerator=accelerator, more=more, links=links)
-    )
+    text = FILE.format(nodes=nodes, per_node=per_node, accelerator=accelerator, more=more, links=links)
+    (path / "c.yaml").write_text(text)
     return load_cluster(path / "c.yaml")
 
 
 @pytest.fixture
 def torus(tmp_path):
     """4 x 4 x 8: six links a device, of 100 GB/s each."""
-    return cluster(
-        tmp_path,
-        f"node: {{devices: 128, latency: {LATENCY}, bandwidth: 600}}",
-        "topology: torus\ndimensions: [4, 4, 8]",
-    )
+    node = f"node: {{devices: 128, latency: {LATENCY}, bandwidth: 600}}"
+    return cluster(tmp_path, node, "topology: torus\ndimensions: [4, 4, 8]")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +151,8 @@ def test_far_partners_make_the_butterfly_slow_on_a_ring_of_a_torus(torus):
 
 @pytest.fixture
 def cube(tmp_path):
-    return cluster(
-        tmp_path, f"node: {{devices: 8, latency: {LATENCY}, bandwidth: 600}}", "topology: hypercube", nodes=2
-    )
+    node = f"node: {{devices: 8, latency: {LATENCY}, bandwidth: 600}}"
+    return cluster(tmp_path, node, "topology: hypercube", nodes=2)
 
 
 def test_on_a_hypercube_a_butterfly_takes_log_n_hops_and_all_links(cube):
@@ -188,12 +171,8 @@ def test_a_torus_that_names_no_dimensions_gives_a_group_all_of_its_links(tmp_pat
 
 def test_a_torus_of_machines_joins_the_blocks_below_it(tmp_path):
     """4 x 4 x 8 machines of 4 devices, whose wires are shared by the four."""
-    found = cluster(
-        tmp_path,
-        f"node: {{devices: 4, latency: {LATENCY}, bandwidth: 300}}, rail: {{devices: 512, latency: {LATENCY}, bandwidth: 60}}",
-        "topology: torus\ndimensions: [4, 4, 8]",
-        nodes=128,
-    )
+    node, rail = (f"{{devices: {n}, latency: {LATENCY}, bandwidth: {rate}}}" for n, rate in ((4, 300), (512, 60)))
+    found = cluster(tmp_path, f"node: {node}, rail: {rail}", "topology: torus\ndimensions: [4, 4, 8]", nodes=128)
     assert found.group(4, 1).bytes_per_second == 300e9
     assert found.group(8, 4).bytes_per_second == 60e9 / 3
     assert found.group(16, 32).bytes_per_second == 60e9 * 4 / 6
@@ -212,9 +191,8 @@ def gpus(path, more="", spine=""):
 def test_oversubscription_narrows_the_way_into_its_level_and_no_other(tmp_path):
     full, narrow = gpus(tmp_path), gpus(tmp_path, spine=", oversubscription: 7")
     assert narrow.group(8, 8).bytes_per_second == full.group(8, 8).bytes_per_second == 50e9
-    assert (
-        narrow.group(64, 8).bytes_per_second == full.group(64, 8).bytes_per_second
-    )  # 8 of a rail's block share the way out
+    # 8 of a rail's block share the way out
+    assert narrow.group(64, 8).bytes_per_second == full.group(64, 8).bytes_per_second
     assert narrow.group(8, 64).bytes_per_second == pytest.approx(50e9 / 7)
     assert (full.bisection, narrow.bisection) == pytest.approx((256 * 50, 256 * 50 / 7))
     seconds = [best(ALL_REDUCE, c.group(8, 64), 1e9).seconds for c in (full, narrow)]
@@ -227,9 +205,8 @@ def test_on_rails_a_message_to_another_number_goes_over_nvlink_first(tmp_path):
     assert best(PERMUTE, aligned(rails), 1e6) == best(PERMUTE, aligned(tree), 1e6)
     extra = best(PERMUTE, across(rails), 1e6).seconds - best(PERMUTE, across(tree), 1e6).seconds
     assert extra == pytest.approx(3e-6)
-    assert best(ALL_REDUCE, across(rails), 1e6) == best(
-        ALL_REDUCE, across(tree), 1e6
-    )  # rings enter a node on their rail
+    # rings enter a node on their rail
+    assert best(ALL_REDUCE, across(rails), 1e6) == best(ALL_REDUCE, across(tree), 1e6)
 
 
 def test_on_rails_without_a_way_through_the_node_it_goes_over_the_spine(tmp_path):
@@ -254,9 +231,8 @@ def test_more_bytes_and_narrower_links_are_never_faster_and_groups_never_slow_ea
     for accelerator in ("h100", "tpu-v5p"):
         described = cluster(tmp_path, GPU % "", more, 64, 8, accelerator)
         narrow = cluster(tmp_path, GPU % ", oversubscription: 3", more, 64, 8, accelerator)
-        for kind, (size, stride) in itertools.product(
-            KINDS, [(2, 1), (8, 1), (8, 8), (4, 128), (64, 8), (512, 1), (6, 64)]
-        ):
+        groups = [(2, 1), (8, 1), (8, 8), (4, 128), (64, 8), (512, 1), (6, 64)]
+        for kind, (size, stride) in itertools.product(KINDS, groups):
             seconds = [best(kind, described.group(size, stride), 4.0**e).seconds for e in range(0, 16)]
             assert seconds == sorted(seconds) and seconds[0] > 0 and all(map(math.isfinite, seconds))
             assert best(kind, narrow.group(size, stride), 4.0**15).seconds >= seconds[-1]

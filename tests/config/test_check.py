@@ -16,15 +16,10 @@ def configuration(**sections: dict) -> Config:
     return load({**sections, "model": {**model, **sections.get("model", {})}})
 
 
-def test_default_config_is_legal_and_free_of_notes():
-    assert notes(load({})) == []
-
-
 def test_rows_that_fill_up_a_batch_are_noted_with_their_price():
+    assert notes(load({})) == []
     sections = {"mesh": {"data": 4}, "parallel": {"microbatches": 2}, "train": {"global_batch_size": 10}}
-    with pytest.raises(
-        ConfigError, match=r"mesh.data 4 does not divide .* 10, which train.uneven_batch: pad does without"
-    ):
+    with pytest.raises(ConfigError, match=r"mesh.data 4 does not divide .* 10, which train.uneven_batch: pad does"):
         configuration(**sections)
     sections["train"]["uneven_batch"] = "pad"
     (note,) = notes(configuration(**sections))
@@ -38,67 +33,50 @@ def test_the_tokens_of_a_step_are_counted_with_the_rows_that_fill_it_up():
         configuration(train=huge, mesh={"data": 2})
 
 
-def test_chunks_have_no_use_without_stages():
-    config = configuration(parallel={"schedule": "interleaved", "virtual_stages": 2})
-    assert any("virtual_stages has no use" in note for note in notes(config))
-
-
 @pytest.mark.parametrize("schedule", ["v_1f1b", "interleaved", "1f1b", "zb_h1"])
 def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
     """There is no table then: chunks that the layers could not fill, and a split of the layers, have no use."""
     assert notes(configuration(model={"layers": 1}, parallel={"schedule": schedule})) == []
     unused = {"schedule": schedule, "virtual_stages": 3, "layer_split": [3, 4]}
-    found = notes(configuration(model={"layers": 1}, parallel=unused))
-    assert [note.split(" has no use with mesh.pipeline 1")[0] for note in found] == [
-        "parallel.virtual_stages",
-        "parallel.layer_split",
-    ]
-
-
-EXPERTS = {"layers": 2, "d_model": 24, "heads": 4}
+    found = [note.split(" has no use with mesh.pipeline 1")[0] for note in notes(configuration(model={"layers": 1}, parallel=unused))]  # fmt: skip
+    assert found == ["parallel.virtual_stages", "parallel.layer_split"]
 
 
 @pytest.mark.parametrize(
-    "sections, says",
+    "model, others, says",
     [
-        ({"model": {**EXPERTS, "moe": {"experts": 8, "balance": "batch"}}}, "a loss over a batch changes with its microbatches and the mesh"),
-        ({"model": {**EXPERTS, "moe": {"experts": 8, "balance": "bais"}}}, "did you mean bias?"),
-        ({"model": {**EXPERTS, "moe": {"experts": 12}}, "mesh": {"data": 4, "expert": 3}}, "legal are 1, 2, 4."),
-        ({"model": {**EXPERTS, "moe": {"experts": 6}}, "mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
-        ({"model": EXPERTS, "mesh": {"data": 2, "expert": 2}}, "the model has no experts"),
-        ({"model": EXPERTS, "parallel": {"experts": {"capacity": 1.0}}}, "the model has no experts"),
-        ({"model": {**EXPERTS, "family": "gpt2", "moe": {"experts": 8}}}, "not gated, or has biases"),
-        ({"model": {**EXPERTS, "moe": {"experts": 8, "top_k": 9}}}, "legal are at most so many"),
-        ({"model": {**EXPERTS, "d_ff": 99, "moe": {"experts": 8}}}, "leave model.d_ff out"),
-        ({"model": {**EXPERTS, "moe": {"experts": 8, "groups": [3, 1], "router": "sigmoid"}}}, "groups that divide the 8 experts"),
-        ({"model": {**EXPERTS, "moe": {"experts": 8}}, "mesh": {"data": 4, "expert": 2}, "parallel": {"reduce": {"compression": "int8"}}}, "a residual of each"),
-        ({"model": {**EXPERTS, "moe": {"experts": 8}}, "lora": {"rank": 2, "targets": ["up"]}}, "projections of llama are q, k, v, out."),
+        ({"moe": {"experts": 8, "balance": "batch"}}, {}, "a loss over a batch changes with its microbatches and the mesh"),
+        ({"moe": {"experts": 8, "balance": "bais"}}, {}, "did you mean bias?"),
+        ({"moe": {"experts": 12}}, {"mesh": {"data": 4, "expert": 3}}, "legal are 1, 2, 4."),
+        ({"moe": {"experts": 6}}, {"mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
+        ({}, {"mesh": {"data": 2, "expert": 2}}, "the model has no experts"),
+        ({}, {"parallel": {"experts": {"capacity": 1.0}}}, "the model has no experts"),
+        ({"family": "gpt2", "moe": {"experts": 8}}, {}, "not gated, or has biases"),
+        ({"moe": {"experts": 8, "top_k": 9}}, {}, "legal are at most so many"),
+        ({"d_ff": 99, "moe": {"experts": 8}}, {}, "leave model.d_ff out"),
+        ({"moe": {"experts": 8, "groups": [3, 1], "router": "sigmoid"}}, {}, "groups that divide the 8 experts"),
+        ({"moe": {"experts": 8}}, {"mesh": {"data": 4, "expert": 2}, "parallel": {"reduce": {"compression": "int8"}}}, "a residual of each"),
+        ({"moe": {"experts": 8}}, {"lora": {"rank": 2, "targets": ["up"]}}, "projections of llama are q, k, v, out."),
     ],
 )  # fmt: skip
-def test_what_experts_cannot_be_is_refused_in_a_sentence(sections, says):
+def test_what_experts_cannot_be_is_refused_in_a_sentence(model, others, says):
     with pytest.raises(ConfigError) as refused:
-        load(sections)
+        load({"model": {"layers": 2, "d_model": 24, "heads": 4, **model}, **others})
     assert says in str(refused.value) and str(refused.value)[-1] in ".?"
 
 
-def test_every_size_offered_as_legal_is_legal():
+IN_SEQUENCE = {"parallel": {"sequence_parallel": True}, "train": {"sequence_length": 40}}
+
+
+@pytest.mark.parametrize(("axis", "size", "sections"), [("tensor", 4, {}), ("data", 5, {}), ("tensor", 3, IN_SEQUENCE)])
+def test_every_size_offered_as_legal_is_legal(axis, size, sections):
     """The numbers in the sentences can be taken at their word."""
-    for bad, key in (({"mesh": {"tensor": 4}}, "tensor"), ({"mesh": {"data": 5}}, "data")):
-        with pytest.raises(ConfigError) as refused:
-            configuration(**bad)
-        offered = str(refused.value).split("legal are ")[1].rstrip(".").split(", ")
-        for number in offered:
-            configuration(mesh={key: int(number)})
-
-
-def test_sequences_offered_for_sequence_parallelism_are_legal():
-    sections = {"parallel": {"sequence_parallel": True}, "train": {"sequence_length": 40}}
     with pytest.raises(ConfigError) as refused:
-        configuration(mesh={"tensor": 3}, **sections)
-    offered = str(refused.value).split("legal for mesh.tensor are ")[1].rstrip(".").split(", ")
-    assert offered == ["1", "2"]
+        configuration(mesh={axis: size}, **sections)
+    offered = re.split("legal (?:for mesh.tensor )?are ", str(refused.value))[1].rstrip(".").split(", ")
+    assert len(offered) > 1
     for number in offered:
-        configuration(mesh={"tensor": int(number)}, **sections)
+        configuration(mesh={axis: int(number)}, **sections)
 
 
 @pytest.mark.parametrize(
@@ -123,67 +101,46 @@ def test_a_warm_up_that_outlasts_the_run_is_noted():
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        (
-            {"microbatches": 2, "schedule": "1f1b"},
-            ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."],
-        ),
+        ({"schedule": "1f1b"}, ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."]),
         # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
-        (
-            {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
-            ["idles 56% of the step", "16 would bring that to 9%."],
-        ),
+        ({"schedule": "interleaved", "virtual_stages": 2}, ["idles 56% of the step", "16 would bring that to 9%."]),
     ],
-)
+)  # fmt: skip
 def test_fewer_microbatches_than_stages_are_noted_with_their_cost(parallel, says):
+    parallel = {"microbatches": 2, **parallel}
     (note,) = notes(configuration(mesh={"pipeline": 4}, parallel=parallel, model={"layers": 8}))
     assert all(part in note for part in says), note
     table = make_table(parallel["schedule"], 4, 2, parallel.get("virtual_stages", 1))
     assert f"{simulate(table, Durations()).bubble_fraction:.0%}" in note
 
 
-def test_a_table_of_ones_own_is_noted_with_its_own_cost(tmp_path):
+def test_a_table_of_ones_own_is_noted_with_its_own_cost_and_not_left_unused_on_one_stage(tmp_path):
     path = tmp_path / "mine.csv"
-    table = make_table("gpipe", 4, 2)
-    path.write_text(table.to_csv())
-    (note,) = notes(configuration(mesh={"pipeline": 4}, parallel={"microbatches": 2, "schedule": str(path)}))
-    assert "every stage idles 60% of the step; more would shorten that." in note
-
-
-def test_a_table_of_ones_own_is_not_left_unused_on_one_stage(tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text(make_table("1f1b", 2, 2).to_csv())
     parallel = {"microbatches": 2, "schedule": str(path)}
+
+    def of(table: str, stages: int, pipeline: int) -> list[str]:
+        path.write_text(make_table(table, stages, 2).to_csv())
+        return notes(configuration(mesh={"pipeline": pipeline}, parallel=parallel))
+
+    (note,) = of("gpipe", 4, 4)
+    assert "every stage idles 60% of the step; more would shorten that." in note
     with pytest.raises(ConfigError, match=r"mine\.csv is for stages=2, and stages=1 is asked for\.$"):
-        configuration(parallel=parallel)
-    configuration(parallel=parallel, mesh={"pipeline": 2})
-
-
-def test_a_table_for_one_stage_is_noted_as_of_no_use(tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text(make_table("1f1b", 1, 2).to_csv())
-    (note,) = notes(configuration(parallel={"microbatches": 2, "schedule": str(path)}))
+        of("1f1b", 2, 1)
+    assert of("1f1b", 2, 2) == []
+    (note,) = of("1f1b", 1, 1)
     assert note.startswith("parallel.schedule has no use with mesh.pipeline 1: ")
+
+
+LOOKED = "there is no such file, neither beside the config that names it nor in the working directory {here}"
 
 
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        (
-            "pars.csv",
-            "there is no such file, neither beside the config that names it nor in the working directory {here}; did you mean pairs.csv?",
-        ),
-        (
-            "sub/pars.csv",
-            "there is no such file, neither beside the config that names it nor in the working directory {here}; did you mean sub/pears.csv?",
-        ),
-        (
-            "no/pairs.csv",
-            "there is no such file, neither beside the config that names it nor in the working directory {here}.",
-        ),
-        (
-            f"{'a' * 300}/a.csv",
-            "there is no such file, neither beside the config that names it nor in the working directory {here}.",
-        ),
+        ("pars.csv", f"{LOOKED}; did you mean pairs.csv?"),
+        ("sub/pars.csv", f"{LOOKED}; did you mean sub/pears.csv?"),
+        ("no/pairs.csv", f"{LOOKED}."),
+        (f"{'a' * 300}/a.csv", f"{LOOKED}."),
         ("{here}/pars.csv", "there is no such file; did you mean {here}/pairs.csv?"),
     ],
 )
@@ -272,10 +229,8 @@ def test_a_table_of_ones_own_that_lockstep_holds_up_is_noted_with_both_costs(tmp
     (tmp_path / "mine.csv").write_text(ALTERNATE)
     sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4, "schedule": "~/mine.csv"}}
     (note,) = notes(configuration(**sections))
-    here, alone = (
-        simulate(make_table("~/mine.csv", 2, 4), execution=execution).makespan
-        for execution in ("lockstep", "asynchronous")
-    )
+    table = make_table("~/mine.csv", 2, 4)
+    here, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
     assert f"~/mine.csv takes {here / alone:.2f} times as long here" in note and here > 1.25 * alone
     assert f"({here:.4g} against {alone:.4g} forwards of a stage)" in note
     (tmp_path / "mine.csv").write_text(make_table("zb_h1", 2, 4).to_csv())

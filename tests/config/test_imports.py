@@ -47,14 +47,8 @@ def capped_loss(logits, labels, vocabulary):
 '''
 CONFIG = {
     "run": {"imports": ["mine.py"]},
-    "model": {
-        "family": "toy",
-        "layers": 2,
-        "d_model": 16,
-        "heads": 2,
-        "vocab_size": 264,
-        "block": "mine:parallel_block",
-    },
+    "model": {"family": "toy", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 264}
+    | {"block": "mine:parallel_block"},
     "train": {"steps": 2, "global_batch_size": 8, "sequence_length": 16, "loss": "mine:capped_loss"},
     "data": {"source": "synthetic"},
     "optimizer": {"schedule": "square", "warmup_steps": 0},
@@ -146,20 +140,8 @@ def test_nodes_whose_files_differ_do_not_agree(written):
 
 
 def test_pods_get_the_file_beside_the_config(written, capsys):
-    words = [
-        "jobset",
-        "--nodes",
-        "1",
-        "--image",
-        "image",
-        "--volume",
-        "v",
-        "--mount",
-        "/runs",
-        "--config",
-        str(written),
-    ]
-    assert launch([*words, "--set", "run.directory=/runs/x"]) == 0
+    words = f"jobset --nodes 1 --image image --volume v --mount /runs --config {written} --set run.directory=/runs/x"
+    assert launch(words.split()) == 0
     shipped = next(d for d in yaml.safe_load_all(capsys.readouterr().out) if d["kind"] == "ConfigMap")["data"]
     assert shipped["mine.py"] == FILE
     pod = written.parent.parent / "pod"
@@ -222,10 +204,8 @@ def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(value,
     plugged(value, text)
     with pytest.raises(mt.ConfigError) as refused:
         mt.load(None)
-    assert (
-        str(refused.value)
-        == f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; mend or uninstall it."
-    )
+    sentence = f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; mend or uninstall it."
+    assert str(refused.value) == sentence
 
 
 @pytest.mark.thorough
@@ -257,17 +237,8 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     assert "eval loss" in run("evaluate", "r")
     assert "loss mine:capped_loss" in run("report", "r")
     (written.parent / "mine.py").write_text(FILE)
-    run(
-        "survive",
-        *given,
-        "--set",
-        "run.directory=s",
-        "--set",
-        "survive.inject=[kill@1:0]",
-        "--set",
-        "checkpoint.every=1",
-    )
-    losses = {
-        name: [json.loads(line)["loss"] for line in (at / name / "metrics.jsonl").read_text().splitlines()][:2] for name in "rsp"
-    }  # fmt: skip
+    hurt = "--set run.directory=s --set survive.inject=[kill@1:0] --set checkpoint.every=1"
+    run("survive", *given, *hurt.split())
+    rows = {name: (at / name / "metrics.jsonl").read_text().splitlines()[:2] for name in "rsp"}
+    losses = {name: [json.loads(line)["loss"] for line in lines] for name, lines in rows.items()}
     assert losses["s"] == losses["r"] == losses["p"]

@@ -141,11 +141,8 @@ def test_differences_name_a_key_of_an_inner_section_by_its_path():
 
 
 def test_what_another_version_has_is_known_at_every_depth():
-    theirs = {
-        "mesh": {"data": 2, "gone": 1},
-        "parallel": {"reduce": {"block": 32, "gone": 2}, "gone": {"a": 1}},
-        "gone": {},
-    }
+    parallel = {"reduce": {"block": 32, "gone": 2}, "gone": {"a": 1}}
+    theirs = {"mesh": {"data": 2, "gone": 1}, "parallel": parallel, "gone": {}}
     assert known(theirs, Config) == {"mesh": {"data": 2}, "parallel": {"reduce": {"block": 32}}}
 
 

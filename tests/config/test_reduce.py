@@ -1,5 +1,7 @@
 """What gradients cannot be sent as is refused in one sentence, and what has no use is said."""
 
+import itertools
+
 import pytest
 
 from meshtrain.config import ConfigError, load
@@ -20,11 +22,7 @@ def test_compression_over_data_needs_shards_to_scatter_to():
         asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0")
     asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0", "parallel.reduce.over=islands")
     asked("mesh.data=1", "parallel.zero_stage=0")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_codecs_without_memory_go_with_every_stage_at_use_and_held(stage):
-    for hold in ("true", "false"):
+    for stage, hold in itertools.product((1, 2, 3), ("true", "false")):
         asked("mesh.data=4", f"parallel.zero_stage={stage}", f"parallel.zero_hold={hold}", "parallel.microbatches=2")
 
 

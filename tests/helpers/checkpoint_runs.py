@@ -22,12 +22,9 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "data 8, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
     "data 2, tensor 2, ZeRO-2": ((2, 2, 1), {"zero_stage": 2, "microbatches": 2}),
     "pipeline 4, gpipe": ((1, 1, 4), {"microbatches": 2, "schedule": "gpipe"}),
-    "data 2, pipeline 2, interleaved, ZeRO-1": (
-        (2, 1, 2),
-        {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
-    ),
+    "data 2, pipeline 2, interleaved, ZeRO-1": ((2, 1, 2), {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2}),
     "tensor 2, pipeline 2, V": ((1, 2, 2), {"microbatches": 2, "schedule": "v_1f1b", "zero_stage": 0}),
-}
+}  # fmt: skip
 
 
 def config(directory: Path | str = "unused", layout: str = "one device", **sections: dict[str, Any]) -> Config:

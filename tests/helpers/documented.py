@@ -11,10 +11,8 @@ from meshtrain.commands import MODULES as MODULES_OF
 
 ROOT = Path(__file__).parents[2]
 # What users read, by its path: the README and the guides.
-GUIDES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-}
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+GUIDES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 GUIDE = "\n".join(GUIDES.values())
 YOURS = ("mine.py",)  # what a reader writes
 MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
@@ -79,12 +77,8 @@ def _by_module(words: list[str]) -> list[str]:
     if words[0] != "meshtrain" or len(words) == 1:
         return words
     _, name, *rest = words
-    return [
-        "python",
-        "-m",
-        *(["meshtrain", name] if name[0] == "-" else [f"meshtrain.{MODULES_OF.get(name, name)}"]),
-        *rest,
-    ]
+    module = ["meshtrain", name] if name[0] == "-" else [f"meshtrain.{MODULES_OF.get(name, name)}"]
+    return ["python", "-m", *module, *rest]
 
 
 def paths() -> Iterator[tuple[str, Path]]:

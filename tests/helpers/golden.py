@@ -10,18 +10,8 @@ from meshtrain.step import Program
 
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "llama3",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "olmoe",
-    "qwen3_moe",
-    "gpt_oss",
-)
+    "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
+)  # fmt: skip
 MESHES = {
     "one": ((1, 1, 1), {}),
     "2x2x2": ((2, 2, 2), {"zero_stage": 3, "microbatches": 2}),

@@ -102,9 +102,8 @@ class Nodes:
         return found
 
     def codes(self) -> dict[int, int]:
-        return {
-            int(pid): int(code) for pid, code in (line.split() for line in self.server.codes.read_text().splitlines())
-        }
+        lines = self.server.codes.read_text().splitlines()
+        return {int(pid): int(code) for pid, code in map(str.split, lines)}
 
     def do(self, rank: int, what: str, moment: str = "") -> None:
         """What the stand-in of a rank is to do."""
@@ -154,11 +153,9 @@ class Nodes:
         return found
 
     def told(self) -> str:
-        outputs = [
-            f"{path.parent.name}/{path.name}: {path.read_text()}"
-            for path in sorted(self.run.glob("survive/gen-*/*.out"))
-        ]
-        return "\n".join([*(f"{name}: {node.said}" for name, node in self.nodes.items()), *outputs])
+        outputs = sorted(self.run.glob("survive/gen-*/*.out"))
+        said = [f"{name}: {node.said}" for name, node in self.nodes.items()]
+        return "\n".join([*said, *(f"{path.parent.name}/{path.name}: {path.read_text()}" for path in outputs)])
 
     def check(self, steps: int = 60) -> None:
         """The run is done: each step is there once, in order; no two generations were at work at once; nothing is left."""
@@ -238,13 +235,9 @@ def _supervise(told: dict[str, Any]) -> int:
 
     @command
     def main(_: object) -> int:
-        words = [sys.executable, "-IS", str(STAND_IN)]
-        return Supervisor(
-            load(told["config"], told["set"]),
-            told["name"],
-            told.get("address", "127.0.0.1"),
-            lambda c: [*words, str(c)],
-        ).run()
+        words, config = [sys.executable, "-IS", str(STAND_IN)], load(told["config"], told["set"])
+        address = told.get("address", "127.0.0.1")
+        return Supervisor(config, told["name"], address, lambda c: [*words, str(c)]).run()
 
     code = main()
     sys.stdout.flush()

@@ -2,8 +2,8 @@
 
 python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in the file `step`), goes on
 from there, and keeps the file `rows` as a run keeps metrics.jsonl: a line a step, none twice.
-What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`, `frozen`, `asleep`,
-`nap`, `error`, `exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`, `line BYTES`; with `always` it does so in every process that comes.
+What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`, `frozen`, `nap`,
+`exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`; with `always` it does so in every process that comes.
 A process of another generation that is alive still is written down in the file `overlaps`.
 """
 
@@ -83,14 +83,10 @@ def do(asked: Path) -> None:
     what = asked.read_text().split()
     if "always" not in what:
         asked.unlink()
-    if what[0] in ("kill", "frozen", "abort"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "frozen": signal.SIGSTOP, "abort": signal.SIGABRT}[what[0]])
-    elif what[0] == "asleep":
-        time.sleep(1000)
-    elif what[0] == "error":
-        fail("error", "RuntimeError: as asked", 1)
+    if what[0] in ("kill", "frozen"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "frozen": signal.SIGSTOP}[what[0]])
     elif what[0] == "exit":
-        fail(what[2] if len(what) > 2 else "error", "as asked", int(what[1]))
+        fail(what[2], "as asked", int(what[1]))
     elif what[0] == "nap":
         (run / "napping").touch()
         time.sleep(1.0)
@@ -101,8 +97,6 @@ def do(asked: Path) -> None:
         subprocess.Popen(["sh", "-c", deaf])
     elif what[0] == "print":
         os.write(1, b"".join(b"%09d\n" % i for i in range(int(what[1]) // 10)))
-    elif what[0] == "line":
-        os.write(1, b"x" * int(what[1]))
 
 
 def hold(path: Path, how: int) -> int | None:

@@ -41,9 +41,7 @@ class Synthetic:
     lost: set[int] = field(default_factory=set)  # indices of stretches
     down: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)  # of faults
-    stopped: dict[int, int | None] = field(
-        default_factory=dict
-    )  # by generation: the step at which it stopped in good order
+    stopped: dict[int, int | None] = field(default_factory=dict)  # by generation: the step of a stop in good order
 
     def __post_init__(self) -> None:
         self.names = [f"n{i}" for i in range(self.nodes)]
@@ -94,11 +92,8 @@ class Synthetic:
         dice, rank0 = self.dice, members[0]
         while len(saved) > 1 and dice.random() < 0.1:  # the newest is damaged
             saved.pop()
-        start, spent, save = (
-            saved[-1],
-            dict.fromkeys(("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0),
-            None,
-        )
+        start, save = saved[-1], None
+        spent = dict.fromkeys(("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0)
         for before in range(1, generation):
             self.lose(before, start)
 
@@ -138,17 +133,14 @@ class Synthetic:
             # Frozen: time goes by, and it counts none of it.
             self.stretches.append(Stretch(generation, "other", 60.0, save))
             self.now += 60.0
-        good = kind in (*FREE, "done")
+        good, judge = kind in (*FREE, "done"), members[1]
         if kind != "node" or blamed != [rank0]:
+            judge = rank0
             self.event(
                 rank0, "ended", generation=generation, rank=0, exit=(0 if last else 75) if good else -9, kind=kind, sentence="",
                 step=step, start=start, seconds=dict(spent), phase_seconds=60.0 if kind == "hang" else 0.0,
             )  # fmt: skip
-            self.event(rank0, "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step)
-        else:
-            self.event(
-                members[1], "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step
-            )
+        self.event(judge, "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step)
         self.stopped[generation] = step if good and step > start else None
         if good and step > saved[-1]:
             saved.append(step)
@@ -193,22 +185,16 @@ def told(
     records: dict[str, dict[str, Any]] | None = None,
 ) -> History:
     """The history of what is in the files."""
-    decided = [
-        decode(RestartPlan, json.dumps({"leader": "n0", "kind": "", "reason": ""} | plan).encode()) for plan in plans
-    ]
-    nodes = {
-        name: decode(Node, json.dumps({"name": name} | record).encode()) for name, record in (records or {}).items()
-    }
-    return together(
-        lines, [p for p in decided if p is not None], {name: n for name, n in nodes.items() if n is not None}
-    )
+    least = {"leader": "n0", "kind": "", "reason": ""}
+    decided = [decode(RestartPlan, json.dumps(least | plan).encode()) for plan in plans]
+    written = {name: json.dumps({"name": name} | record).encode() for name, record in (records or {}).items()}
+    nodes = {name: node for name, text in written.items() if (node := decode(Node, text)) is not None}
+    return together(lines, [plan for plan in decided if plan is not None], nodes)
 
 
 def spoilt(line: dict[str, Any], dice: random.Random) -> dict[str, Any]:
     """The line of a file; now and then one of its fields is not what it should be."""
     if dice.random() > 0.1:
         return line
-    wrong = dice.choice(
-        [None, -1, 1e300, 9e10, "x", [], [3], {"step": "much", "eval": -5, "wind": 3}, True, 2**70, "\x1b[2J"]
-    )
-    return line | {dice.choice(list(line)): wrong}
+    wrong = [None, -1, 1e300, 9e10, "x", [], [3], {"step": "much", "eval": -5, "wind": 3}, True, 2**70, "\x1b[2J"]
+    return line | {dice.choice(list(line)): dice.choice(wrong)}

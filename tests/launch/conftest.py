@@ -34,9 +34,8 @@ def launched(supervisors: Supervisors) -> Iterator[list[subprocess.Popen[str]]]:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / ODD
-    path.write_text(
-        yaml.safe_dump({"run": {"directory": str(tmp_path / "the run's")}, "mesh": {"data": 4, "tensor": 2}})
-    )
+    run = {"directory": str(tmp_path / "the run's")}
+    path.write_text(yaml.safe_dump({"run": run, "mesh": {"data": 4, "tensor": 2}}))
     return path
 
 

@@ -15,17 +15,14 @@ def _job(tmp_path, nodes, overrides=(), cluster=None, no_flags=False, **sections
     return job.make(job.load(str(path), overrides), options, nodes, "python")
 
 
-def test_a_config_without_nodes_is_for_as_many_as_there_are(tmp_path):
+def test_a_config_without_nodes_is_for_as_many_as_there_are_and_one_with_nodes_keeps_them(tmp_path):
     made = _job(tmp_path, 4, ("train.steps=5",))
     assert (made.nodes, made.devices) == (4, 2)
     assert made.supervisor[:3] == ("python", "-m", "meshtrain.survive")
     assert made.supervisor[-4:] == ("--set", "train.steps=5", "--set", "survive.wanted=4")
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_a_config_with_nodes_keeps_them(tmp_path, nodes):
-    made = _job(tmp_path, nodes, survive={"wanted": 2})
-    assert (made.nodes, made.devices) == (nodes, 4) and "--set" not in made.supervisor
+    for nodes in (1, 2, 3):
+        made = _job(tmp_path, nodes, survive={"wanted": 2})
+        assert (made.nodes, made.devices) == (nodes, 4) and "--set" not in made.supervisor
 
 
 def test_nodes_set_the_flags_of_their_cluster_unless_they_are_not_to(tmp_path):
@@ -44,17 +41,13 @@ def test_nodes_set_the_flags_of_their_cluster_unless_they_are_not_to(tmp_path):
 NAMES = {"runs/quickstart": "quickstart", "/a/8B run_é!": "b-run", "runs/123": "meshtrain", "r" * 99: "r" * 40, "a" * 39 + "--b": "a" * 39}  # fmt: skip
 
 
-@pytest.mark.parametrize("directory", NAMES)
-def test_the_name_is_the_run_directorys(tmp_path, directory):
-    assert _job(tmp_path, 1, run={"directory": directory}).name == NAMES[directory]
+def test_the_name_is_the_run_directorys(tmp_path):
+    assert {directory: _job(tmp_path, 1, run={"directory": directory}).name for directory in NAMES} == NAMES
 
 
-@pytest.mark.parametrize("text, seconds", [("0:00:01", 1), ("12:30:00", 45000), ("2-01:00:00", 176400)])
-def test_times(text, seconds):
-    assert job.seconds(job.duration(text)) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "10", "1:99:00", "1:00:00; rm -rf /", "1:00:00\n"])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="write H:MM:SS"):
-        job.duration(text)
+def test_times():
+    for text, seconds in (("0:00:01", 1), ("12:30:00", 45000), ("2-01:00:00", 176400)):
+        assert job.seconds(job.duration(text)) == seconds
+    for text in ("", "10", "1:99:00", "1:00:00; rm -rf /", "1:00:00\n"):
+        with pytest.raises(argparse.ArgumentTypeError, match="write H:MM:SS"):
+            job.duration(text)

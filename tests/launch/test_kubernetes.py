@@ -15,18 +15,8 @@ KINDS = {  # the names of their models
     "TrainJob": "TrainerV1alpha1TrainJob",
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
 }
-OPTIONS = [
-    "--nodes",
-    "4",
-    "--volume",
-    "runs",
-    "--image",
-    "registry/meshtrain:1",
-    "--namespace",
-    "team-a",
-    "--time",
-    "1:00:00",
-]
+OPTIONS = ["--nodes", "4", "--volume", "runs", "--image", "registry/meshtrain:1"]
+OPTIONS += ["--namespace", "team-a", "--time", "1:00:00"]
 WAYS = {"jobset": ["ConfigMap", "JobSet"], "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"]}
 
 
@@ -148,12 +138,8 @@ def test_by_the_schemas_of_the_api_server(manifests, way, version):
     """The Job that a JobSet makes, and the ConfigMap; those of a JobSet and a TrainJob are above."""
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (0.1 GB)")
     documents = manifests(way, "--memory-per-node", "512Gi")
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": documents[0]["metadata"],
-        "spec": _job(documents)["spec"],
-    }
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": documents[0]["metadata"]}
+    job |= {"spec": _job(documents)["spec"]}
     for document in (documents[0], job):
         validator.validate(document, version, strict=True)
     job["spec"]["template"]["spec"]["containers"][0]["resource"] = {}

@@ -20,17 +20,8 @@ def launch(launched, supervisors, config):
     """Starts `local N` with the stand-ins."""
 
     def start(nodes: int, *words: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-c",
-            MAIN,
-            str(supervisors.python),
-            "local",
-            str(nodes),
-            "--config",
-            str(config),
-            *words,
-        ]
+        started = [sys.executable, "-c", MAIN, str(supervisors.python)]
+        command = [*started, "local", str(nodes), "--config", str(config), *words]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
         launched.append(process)
         return process
@@ -49,9 +40,10 @@ def test_each_node_is_told_its_name_its_address_and_its_share(launch, supervisor
 
 @pytest.mark.thorough
 def test_output_is_passed_on_by_whole_lines_under_the_nodes_name(launch, supervisors):
-    supervisors.does("n0", out="one\ntwo\nlast", err="careful\n", exit=0)
-    supervisors.does("n1", out="x" * 200_000 + "\n", exit=0)
-    out, err = launch(2).communicate(timeout=PATIENCE)
+    supervisors.does("n0", out="one\ntwo\nlast", err="careful\n", exit=3)
+    supervisors.does("n1", out="x" * 200_000 + "\n", exit=75)
+    out, err = (launcher := launch(2)).communicate(timeout=PATIENCE)
+    assert launcher.returncode == 3, "the run's"  # more of them: `outcome`
     assert [line for line in out.splitlines() if line.startswith("n0")] == ["n0: one", "n0: two", "n0: last"]
     assert sum(line.count("x") for line in out.splitlines()) == 200_000
     assert err == "n0: careful\n"
@@ -69,41 +61,25 @@ def test_a_line_is_passed_on_as_soon_as_it_is_complete_and_not_before():
 
 @pytest.mark.thorough
 def test_one_nodes_output_is_left_as_it_is(launch, supervisors):
-    supervisors.does("n0", out="no line", exit=0)
-    assert launch(1).communicate(timeout=PATIENCE) == ("no line", "")
+    supervisors.does("n0", out="no line", exit=3)
+    launcher = launch(1)
+    assert launcher.communicate(timeout=PATIENCE) == ("no line", "") and launcher.returncode == 3
     assert "--set" not in supervisors.words("n0")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("codes, whole", [((0, 1), 0), ((3, 75), 3), ((75, 75), 75)])  # more of them: `outcome`
-def test_the_exit_code_is_the_runs(launch, supervisors, codes, whole):
-    for node, code in enumerate(codes):
-        supervisors.does(f"n{node}", exit=code)
-    assert launch(2).wait(PATIENCE) == whole
-
-
-@pytest.mark.thorough
-def test_a_killed_supervisor_is_said_and_the_others_go_on(launch, supervisors):
-    supervisors.does("n1", kill=signal.SIGKILL)
-    launcher = launch(2)
-    supervisors.started("n0")
-    line = launcher.stderr.readline()
-    assert line == "meshtrain: n1 was killed by SIGKILL; the others go on.\n"
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(PATIENCE) == 75
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_to_all(launch, supervisors, number):
-    launcher = launch(2)
-    for node in ("n0", "n1"):
+def test_a_killed_supervisor_is_said_and_a_signal_is_passed_on_once_to_the_others(launch, supervisors, number):
+    supervisors.does("n1", kill=signal.SIGKILL)
+    launcher = launch(3)
+    for node in ("n0", "n2"):
         supervisors.started(node)
+    assert launcher.stderr.readline() == "meshtrain: n1 was killed by SIGKILL; the others go on.\n"
+    assert launcher.poll() is None
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
-    assert [supervisors.signals(node) for node in ("n0", "n1")] == [[number.name]] * 2
+    assert [supervisors.signals(node) for node in ("n0", "n2")] == [[number.name]] * 2
     assert err == f"meshtrain: {number.name}: the nodes are told to stop; once more kills them.\n"
 
 

@@ -47,13 +47,9 @@ def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(ta
 def test_the_fields(task):
     printed = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     assert printed["num_nodes"] == 2 and list(printed["volumes"].values()) == ["runs"]
-    assert printed["resources"] == {
-        "accelerators": "H100:4",
-        "cpus": "8+",
-        "image_id": "docker:registry/meshtrain:1",
-        "use_spot": True,
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
-    }
+    recovery = {"job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}}
+    asked = {"accelerators": "H100:4", "cpus": "8+", "image_id": "docker:registry/meshtrain:1", "use_spot": True}
+    assert printed["resources"] == asked | recovery
     assert "setup" not in printed and "workdir" not in printed
     bare = task("--gpus-per-node", "0")
     assert "accelerators" not in bare["resources"]
@@ -91,12 +87,8 @@ for document in yaml.safe_load_all(sys.stdin):
 def test_skypilots_own_loader_reads_it(task):
     """SkyPilot pins libraries that others need newer, so it has a Python of its own."""
     python = os.environ.get("SKYPILOT_PYTHON") or pytest.skip("SKYPILOT_PYTHON names no Python that has SkyPilot")
-    documents = [
-        task(),
-        task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8"),
-        task("--gpus-per-node", "0"),
-        task() | {"volume": {}},
-    ]
+    spot = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
+    documents = [task(), spot, task("--gpus-per-node", "0"), task() | {"volume": {}}]
     ended = subprocess.run([python, "-c", READ], input=yaml.safe_dump_all(documents), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     *read, misspelt = [json.loads(line) for line in ended.stdout.splitlines()]

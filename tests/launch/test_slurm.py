@@ -53,12 +53,8 @@ def sbatch(script: Path, tmp_path: Path):
     def submit(code: int, plan: bytes = b"", **variables: str) -> tuple[int, list[str], str]:
         environment = os.environ | given | variables | {"CODE": str(code), "PLAN": plan.decode()}
         ended = subprocess.run(["bash", str(script)], env=environment, timeout=120)
-        requeued = told / "scontrol"
-        return (
-            ended.returncode,
-            json.loads((told / "srun").read_text()),
-            requeued.read_text() if requeued.exists() else "",
-        )
+        requeued = (told / "scontrol").read_text() if (told / "scontrol").exists() else ""
+        return ended.returncode, json.loads((told / "srun").read_text()), requeued
 
     return submit
 
@@ -120,14 +116,8 @@ source ~/venv/bin/activate
 
 def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
     (tmp_path / "site.sh").write_text(SITE)
-    words = [
-        "slurm",
-        "--config",
-        str(config),
-        "--template",
-        str(tmp_path / "site.sh"),
-        *["--partition", "ours", "--qos", "high"],
-    ]
+    words = ["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]
+    words += ["--partition", "ours", "--qos", "high"]
     more = ["--account", "a1", "--constraint", "h100&ib", "--mail-user", "a@b.org", "--directory", "/shared/my project"]
     assert main([*words, *more]) == 0
     text = capsys.readouterr().out
@@ -146,14 +136,11 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
     "line, sentence",
     [
         ("#SBATCH --ntasks-per-node=8", "line 2: --ntasks-per-node is meshtrain's own"),
-        (
-            "#SBATCH -p gpu -N 4",
-            "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command.",
-        ),
+        ("#SBATCH -p gpu -N 4", "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command."),
         ("#SBATCH -c8", "give --cpus-per-node"),
         (None, "site.sh cannot be read: "),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(config, tmp_path, capsys, line, sentence):
     if line:
         (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")

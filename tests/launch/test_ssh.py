@@ -31,16 +31,8 @@ def launch(launched, supervisors: Supervisors, config: Path, tmp_path: Path):
     (programs / "ssh").chmod(0o755)
 
     def start(hosts: str) -> subprocess.Popen[str]:
-        words = [
-            "--config",
-            str(config),
-            "--hosts",
-            hosts,
-            "--directory",
-            str(where),
-            "--python",
-            str(supervisors.python),
-        ]
+        words = ["--config", str(config), "--hosts", hosts, "--directory", str(where)]
+        words += ["--python", str(supervisors.python)]
         command = [sys.executable, "-m", "meshtrain.launch", "ssh", *words]
         path = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
         process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

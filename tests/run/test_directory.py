@@ -28,14 +28,10 @@ def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
         ("metrics.jsonl", Path.mkdir, "is no file"),
         ("metrics.jsonl", os.mkfifo, "is no file"),
         ("metrics.jsonl", lambda path: path.symlink_to("gone/rows"), "is a link to gone/rows, which is not there"),
-        (
-            "metrics.jsonl",
-            lambda path: path.symlink_to(path.name),
-            "cannot be written: too many levels of symbolic links",
-        ),
+        ("metrics.jsonl", lambda path: path.symlink_to(path.name), "cannot be written: too many levels of symbolic links"),
         ("config.yaml", Path.mkdir, "is a directory"),
     ],
-)
+)  # fmt: skip
 def test_metrics_that_are_no_file_are_refused(name, make, says, tmp_path):
     make(tmp_path / name)
     with pytest.raises(ConfigError) as refused:
@@ -61,22 +57,17 @@ def test_metrics_of_another_user_are_refused():
                 os.seteuid(0)
 
 
-def test_what_is_set_aside_never_meets_what_was_before(tmp_path):
-    for content in ("first", "second"):
-        (tmp_path / "metrics.jsonl").write_text(content)
-        set_aside(tmp_path, ["metrics.jsonl", "config.yaml"])
-    assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == "first"
-    assert (tmp_path / "earlier-2" / "metrics.jsonl").read_text() == "second"
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_link_that_is_set_aside_leads_where_it_led(tmp_path):
+def test_what_is_set_aside_never_meets_what_was_before_and_a_link_leads_where_it_led(tmp_path):
     run, volume = tmp_path / "run", tmp_path / "volume"
     run.mkdir()
     volume.mkdir()
-    (run / "checkpoints").symlink_to("../volume")
-    earlier = set_aside(run, ["checkpoints"])
-    assert (earlier / "checkpoints").samefile(volume) and not os.path.lexists(run / "checkpoints")
+    for k, content in enumerate(("first", "second"), 1):
+        (run / "metrics.jsonl").write_text(content)
+        (run / "checkpoints").symlink_to("../volume")
+        earlier = set_aside(run, ["metrics.jsonl", "checkpoints", "config.yaml"])
+        assert earlier == run / f"earlier-{k}" and (earlier / "checkpoints").samefile(volume)
+        assert not any(os.path.lexists(run / name) for name in ("metrics.jsonl", "checkpoints"))
+    assert [(run / f"earlier-{k}" / "metrics.jsonl").read_text() for k in (1, 2)] == ["first", "second"]
 
 
 def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(tmp_path):

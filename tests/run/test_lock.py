@@ -27,22 +27,29 @@ except BlockingIOError:
 """
 
 
-def test_a_second_process_is_refused_and_reported_who_holds_it(tmp_path):
+def test_a_second_process_is_refused_and_reported_who_holds_it_and_who_only_asks_learns_of_it(tmp_path):
+    assert in_use(tmp_path) is False  # there is no lock yet
     command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
+        assert in_use(tmp_path) is True
         with pytest.raises(ConfigError, match="is in use by process 7 on elsewhere; "):
             RunLock(tmp_path)
         process.kill()
-    RunLock(tmp_path).release()  # the lock went with its process
+    assert in_use(tmp_path) is False  # the lock went with its process
+    RunLock(tmp_path).release()
 
 
-def test_a_second_run_of_the_same_process_is_refused(tmp_path):
+def test_a_second_run_of_the_same_process_is_refused_and_the_first_keeps_its_lock(tmp_path):
+    assert holder(tmp_path) == ""
     lock = RunLock(tmp_path)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
         RunLock(tmp_path)
+    assert in_use(tmp_path) is True and holder(tmp_path) == "this process"
     command = [sys.executable, "-c", ASK, tmp_path / ".lock"]
-    assert subprocess.run(command).returncode == 1  # the refusal has not cost the first run its lock
+    assert (
+        subprocess.run(command).returncode == 1
+    )  # neither the refusal nor the question has cost the first run its lock
     lock.release()
     assert subprocess.run(command).returncode == 0
     RunLock(tmp_path).release()
@@ -56,24 +63,21 @@ def test_a_shorter_owner_overwrites_a_longer_one(tmp_path):
     lock.release()
 
 
-@pytest.mark.parametrize(
-    "stands, why",
-    [
-        (lambda path: path.mkdir(), "is a directory"),
-        (lambda path: path.symlink_to(path.parent / "precious"), "is a link"),
-        (lambda path: path.symlink_to("nowhere"), "is a link"),
-        (os.mkfifo, "is no file"),
-    ],
-    ids=["a directory", "a link", "a link to nothing", "a pipe"],
-)
-def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(stands, why, tmp_path):
-    precious = tmp_path / "precious"
+STANDS = {
+    "a directory": (lambda path: path.mkdir(), "is a directory"),
+    "a link": (lambda path: path.symlink_to(path.parent / "precious"), "is a link"),
+    "a link to nothing": (lambda path: path.symlink_to("nowhere"), "is a link"),
+    "a pipe": (os.mkfifo, "is no file"),
+}
+
+
+@pytest.mark.parametrize("what", STANDS)
+def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(what, tmp_path):
+    precious, (make, why) = tmp_path / "precious", STANDS[what]
     precious.write_text("not a lock")
-    stands(tmp_path / ".lock")
+    make(tmp_path / ".lock")
     for _ in range(2):
-        with pytest.raises(
-            ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or give"
-        ):
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or"):
             RunLock(tmp_path)
     assert precious.read_text() == "not a lock"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "precious"]
@@ -88,25 +92,3 @@ def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(tmp_pat
         with pytest.raises(ConfigError, match="cannot be the run's lock: no locks available"):
             RunLock(tmp_path)
     RunLock(tmp_path).release()
-
-
-def test_who_only_asks_learns_of_a_run_and_takes_nothing(tmp_path):
-    assert in_use(tmp_path) is False  # there is no lock yet
-    command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        assert in_use(tmp_path) is True
-        process.kill()
-    assert in_use(tmp_path) is False
-    lock = RunLock(tmp_path)
-    assert in_use(tmp_path) is True
-    assert subprocess.run([sys.executable, "-c", ASK, tmp_path / ".lock"]).returncode == 1  # it is still held
-    lock.release()
-
-
-def test_who_asks_for_the_holder_of_its_own_lock_keeps_it(tmp_path):
-    assert holder(tmp_path) == ""
-    lock = RunLock(tmp_path)
-    assert holder(tmp_path) == "this process"
-    assert subprocess.run([sys.executable, "-c", ASK, tmp_path / ".lock"]).returncode == 1
-    lock.release()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,11 +42,9 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
     assert row == numbers | {"not_finite": ["loss", "grad_norm"]}
 
 
-class Full:
-    """A disk without room."""
-
-    def write(self, _):
-        raise OSError(28, "No space left on device")
+def full(*_):
+    """What a disk without room says."""
+    raise OSError(28, "No space left on device")
 
 
 def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, monkeypatch):
@@ -53,7 +52,7 @@ def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, 
     with monkeypatch.context() as patch:
         patch.setattr(file, "is_there", lambda: True)
         patch.setattr(file, "_bytes", lambda: 0)
-        patch.setattr(file, "_file", Full())
+        patch.setattr(file, "_file", SimpleNamespace(write=full))
         file.write({"step": 1})
         file.write({"step": 2})
     assert file.refused is not None
@@ -64,7 +63,7 @@ def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, 
 
 def test_rows_that_never_found_room_are_reported(path, monkeypatch, capsys):
     file = MetricsFile(path)
-    monkeypatch.setattr(file, "_write_again", lambda: Full().write(b""))
+    monkeypatch.setattr(file, "_write_again", full)
     path.unlink()
     file.write({"step": 1})
     file.close()
@@ -145,10 +144,6 @@ def test_nothing_is_rewritten_when_nothing_is_dropped_and_no_file_is_no_error(pa
 
 def test_what_a_full_disk_does_not_let_trim_stays_whole(path, monkeypatch):
     write(path, [1, 2, 3])
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         trim_metrics(path, 1)

@@ -3,8 +3,8 @@ import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -46,16 +46,16 @@ with StopSignals() as stop:
 """
 
 
+WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
+
+
 @pytest.mark.parametrize(
     ("before", "rounds", "said", "code"),
     [
         ("", 10**9, "SIGTERM: stopped before the first step; nothing is lost, run again to go on.\n", 75),
-        pytest.param(
-            "stop.finish_steps()", 3 * 10**6, "SIGTERM: heard; waits for what is compiled or computed.\n", 0,
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param("stop.finish_steps()", 3 * 10**6, WAITS, 0, marks=pytest.mark.thorough),
     ],
-)  # fmt: skip
+)
 def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(before, rounds, said, code):
     command = [sys.executable, "-c", COMPILES, before, str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,13 +142,18 @@ def test_words_for_a_terminal_that_was_closed_end_nothing():
 
 
 def test_in_a_thread_there_are_no_signals_to_hear():
-    heard = []
-
     def run():
         with StopSignals() as stop:
-            heard.append(stop.requested)
+            return stop.requested
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert heard == [False]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run).result() is False
+
+
+def test_a_request_that_was_met_while_a_text_was_executed_does_not_end_the_process_by_a_signal(tmp_path):
+    """As a bare KeyboardInterrupt does under `python -m`."""
+    program = (
+        "from meshtrain.run.early import Stopped\ntry: exec('raise Stopped')\nexcept Stopped: raise SystemExit(75)"
+    )
+    (tmp_path / "program.py").write_text(program)
+    assert subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path).returncode == 75

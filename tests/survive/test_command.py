@@ -115,25 +115,6 @@ def test_words_that_are_none(tmp_path, monkeypatch, capsys, words, answer):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda run, _: run.write_text(""),
-        lambda run, _: (run.mkdir(), run.chmod(0o777)),
-        lambda run, _: run.symlink_to("nothing"),
-        lambda run, _: (run.mkdir(), (run / "survive").write_text("")),
-        lambda run, elsewhere: (run.mkdir(), (run / "survive").symlink_to(elsewhere)),
-    ],
-    ids=["file", "everybody", "link to nothing", "survive is a file", "survive is a link"],
-)
-def test_a_run_directory_that_is_none(config, tmp_path, capsys, make):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    make(run, elsewhere)
-    assert str(run) in refused(capsys, "--config", str(config))
-    assert not list(elsewhere.iterdir())
-
-
 def test_a_record_that_cannot_be_written_is_told_at_once(config, tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
@@ -208,7 +189,3 @@ def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeyp
     assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x --{permute}" and os.environ["NCCL_DEBUG"] == "INFO"
     said = capsys.readouterr().err
     assert f"{permute}: messages go through" in said and "NCCL_DEBUG is left alone: set by the user." in said
-
-
-def test_flags_of_a_cluster_that_there_is_not(config, capsys):
-    assert "did you mean h100?" in refused(capsys, "--config", str(config), "--flags", "h10")

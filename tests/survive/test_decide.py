@@ -349,13 +349,4 @@ def test_a_job_that_came_back_whole_begins_again_free_of_blame():
 def test_it_is_a_pure_function_of_what_it_is_given():
     random.seed(1)
     nodes = [ended(3, -9, "signal"), node(0), node(2, phase_age=9.0), node(1)]
-    found = {repr(decide(NOW, random.sample(nodes, 4), plan(), [], OPTIONS)) for _ in range(24)}
-    assert len(found) == 1
-
-
-def test_the_figures_of_experiments_survive_for_a_thousand_nodes_come_from_a_decision_that_says_something():
-    names = [f"n{k:04}" for k in range(1000)]
-    nodes = [dataclasses.replace(node(k), name=name, incarnation="i") for k, name in enumerate(names)]
-    nodes[700] = dataclasses.replace(nodes[700], age=9.0)
-    big = plan(members=names, incarnations=["i"] * 1000)
-    assert decide(NOW, nodes, big, [], OPTIONS).blamed == ("n0700",)
+    assert len({repr(decide(NOW, random.sample(nodes, 4), plan(), [], OPTIONS)) for _ in range(24)}) == 1

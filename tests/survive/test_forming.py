@@ -2,8 +2,6 @@
 
 import dataclasses
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -152,11 +150,6 @@ def test_islands_become(mesh, batch, wanted, others, left, becomes):
     assert (found.data, found.islands) == becomes
 
 
-def test_a_search_for_another_mesh_leaves_islands_that_divide_data():
-    config = run_of({"data": 2, "islands": 2, "tensor": 4, "pipeline": 2}, 8, 8, parallel={"microbatches": 2})
-    assert on(config, 3, cluster="h100").config.mesh.devices in (4, 6)
-
-
 def test_with_all_its_nodes_a_run_is_as_it_was_written():
     config = run_of({"data": 5, "tensor": 2}, 17, 5, train={"uneven_batch": "pad"}, parallel={"microbatches": 3})
     found = on(config, 5)
@@ -273,8 +266,3 @@ def _seconds(config: Config, nodes: int) -> float:
     began = time.process_time()
     formed(config, nodes, cluster="h100")
     return time.process_time() - began
-
-
-def test_a_supervisor_that_forms_has_no_jax():
-    code = "import sys; import meshtrain.survive.forming; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

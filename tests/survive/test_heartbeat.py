@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from supervised import Rank, supervised, variable
@@ -41,35 +42,36 @@ def test_every_second_since_the_start_is_of_one_kind(monkeypatch):
     assert (beat.step, beat.name) == (1, "log")
 
 
-def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_compiling(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+@pytest.fixture
+def clock(monkeypatch):
+    """One that goes only as a test says."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_compiling(clock):
     beat = Heartbeat()
     for step in range(1, 30):
-        beat.phase("data")
-        now += 1
-        beat.phase("compile")
-        now += 50
-        beat.phase("wait")
-        now += 3 if step > 5 else 100  # long ago
+        for name, seconds in (("data", 1), ("compile", 50), ("wait", 3 if step > 5 else 100)):  # long ago
+            beat.phase(name)
+            clock.now += seconds
         beat.took(step)
-        now += 1
+        clock.now += 1
         beat.phase("save")
-        now += 70
+        clock.now += 70
     said = beat.values()
     assert said["pace"] == 5
     assert said["phases"] == {"data": 29, "dispatch": 0, "log": 29, "stopped": 0, "queued": 0, "wait": 24 * 3 + 5 * 100}
 
 
-def test_seconds_are_kept_as_they_were_when_the_last_due_save_began(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_seconds_are_kept_as_they_were_when_the_last_due_save_began(clock):
     beat = Heartbeat()
     beat.phase("wait")
-    now = 5.0
+    clock.now = 5.0
     beat.begin_save(10, due=True)
     beat.phase("wait")
-    now = 8.0
+    clock.now = 8.0
     beat.begin_save(12, due=False)  # of a stop
     assert beat.at_save["step"] == 10 and beat.at_save["seconds"]["step"] == 5
     assert beat.seconds["step"] == 8
@@ -180,23 +182,16 @@ def test_the_variable_is_read_back_as_it_was_told_and_children_have_none(tmp_pat
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "0 0\n"
 
 
-def test_nothing_of_jax_is_imported(tmp_path):
-    code = "import sys, meshtrain.survive.heartbeat, meshtrain.config.inject; print('jax' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
-
-
-def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_else(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_else(clock):
     beat = Heartbeat()
     for name in ("data", "wait"):
         beat.phase(name)
-        now += 5
+        clock.now += 5
         beat.pause({"stopped": 3.0, "queued": 1.0})
     # The main thread went on before the other one could say so.
-    now += 2
+    clock.now += 2
     beat.took(1)
-    now += 0.5
+    clock.now += 0.5
     beat.pause({"stopped": 2.0, "queued": 0.0})
     assert beat.values()["phases"] == {"data": 5, "dispatch": 0, "log": 0.5, "stopped": 5, "queued": 1, "wait": 1}
     assert sum(beat.phases().values()) == 12.5 and beat.seconds["step"] == 7

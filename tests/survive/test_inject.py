@@ -200,14 +200,6 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def test_a_slow_process_takes_half_a_step_more_for_each(tmp_path):
-    rank = hurt(tmp_path, "slow@1:0")
-    assert rank.end() == 0
-    phases = rank.beat["phases"]
-    assert sum(phases.values()) - phases["wait"] >= 0.05 > 0.015
-    assert rank.output.read_text().count("injected") == 1
-
-
 def test_a_byte_of_the_newest_checkpoint_is_flipped_once_there_is_one(tmp_path):
     assert hurt(tmp_path, "damage@1:0").end() == 0
     old, new = checkpoint(tmp_path, 2), checkpoint(tmp_path, 10)

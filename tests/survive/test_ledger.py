@@ -81,13 +81,6 @@ def test_what_came_after_the_save_that_was_gone_on_from_is_lost():
     assert found.generations[0].seconds["lost"] == 40 and found.generations[0].seconds["init"] == 0
 
 
-def test_a_stop_in_good_order_loses_nothing_though_no_save_was_due():
-    found = of(*BEGUN, *GONE_ON, ended(50, 75, 28, step=27.0, checkpoint=3.0), *second(28))
-    assert found.seconds["lost"] == 0 and found.seconds["step"] == 27
-    # of a generation before that was killed, the same would be lost
-    assert of(*BEGUN, *GONE_ON, ended(50, -15, 28, step=27.0, checkpoint=3.0), *second(28)).seconds["lost"] > 0
-
-
 def test_a_node_that_went_without_a_word_is_there_until_the_verdict():
     said = line(55, "verdict", generation=1, kind="lost", verdict="form")
     plan = {"number": 3, "generation": 2, "state": "forming", "wall": 56.0, "kind": "lost"}
@@ -106,14 +99,6 @@ def test_where_all_went_at_once_nobody_was_there_until_they_came_back():
     assert found.seconds["down"] == 10 + 961
 
 
-def test_the_time_before_a_process_counts_is_its_start_up():
-    found = of(*BEGUN, *GONE_ON, ended(45, 0, 20, step=19.0, checkpoint=6.0))
-    # began at 10, its save at 30 after 20 s: none; at 40 after 30 s: none; started 3 s late:
-    assert found.seconds["init"] == 4
-    late = [BEGUN[0], line(7, "started", generation=1, rank=0), *GONE_ON, ended(45, 0, 20, step=19.0, checkpoint=6.0)]
-    assert of(*late).seconds["init"] == 7
-
-
 def test_a_run_that_goes_on_is_known_to_the_newest_record():
     rank = {"number": 0, "pid": 5, "step": 25, "seconds": SPENT | {"step": 25.0, "checkpoint": 2.0}}
     record = {"wall": 48.0, "generation": 1, "state": "running", "rank": rank}
@@ -123,13 +108,6 @@ def test_a_run_that_goes_on_is_known_to_the_newest_record():
     # of a record that does not say where the seconds went, they are not known
     del rank["seconds"]
     assert of(*BEGUN, *GONE_ON, records={"n0": record}).seconds["other"] == pytest.approx(8)
-
-
-def test_where_rank_0_has_left_nothing_the_next_rank_speaks_for_it():
-    at = {"generation": 1, "rank": 1}
-    end = line(50, "ended", **at, exit=0, step=9, start=0, seconds=SPENT)
-    found = ledger(told({"n1": [line(0, "join"), line(10, "started", **at), end]}))
-    assert found.seconds["step"] == 10 and found.seconds["down"] == 10
 
 
 def test_clocks_are_put_right_from_node_to_node():

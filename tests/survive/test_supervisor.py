@@ -43,20 +43,6 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
         assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
 
 
-@pytest.mark.thorough
-def test_a_supervisor_that_was_frozen_takes_part_again(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
-        started = nodes.start("n0", "n1", **STEADY)
-        nodes.until_step(5)
-        started[0].kill(signal.SIGSTOP)
-        nodes.until_plan("running", 2)
-        started[0].kill(signal.SIGCONT)
-        assert nodes.until_plan("running", 3)["members"] == ["n0", "n1"]
-        assert [node.end() for node in started] == [0, 0], nodes.told()
-        assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
-        nodes.check(120)
-
-
 def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
         started = nodes.start("n0", "n1", **STEADY)
@@ -71,17 +57,6 @@ def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tm
         assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
         assert "the process of n0, which is silent, is ended" in started[1].said
         nodes.check(120)
-
-
-@pytest.mark.thorough
-def test_a_rank_frozen_in_a_save_is_named(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
-        nodes.run.mkdir()
-        nodes.do(0, "frozen", ".save")
-        started = nodes.start("n0", "n1")
-        assert [node.end() for node in started] == [0, 0], nodes.told()
-        assert nodes.faults() == [("frozen", ["n0"])], nodes.told()
-        nodes.check(60)
 
 
 def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):

@@ -154,14 +154,6 @@ def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp
     assert codes([refused]) == [2] and refused.fault["kind"] == "config"
 
 
-@pytest.mark.slow  # as from a scheduler: tests/checkpoint/test_faults.py
-def test_a_notice_to_one_process_stops_both_with_a_checkpoint(tmp_path):
-    ranks = start(tmp_path, 2, inject=("preempt@3:1",), steps=300)  # the processes agree on a step some way on
-    assert codes(ranks) == [75, 75], [rank.output.read_text() for rank in ranks]
-    assert 3 <= rows(tmp_path / "run")[-1]["step"] < 300
-    assert not any(rank.told.own("fault.json").exists() for rank in ranks)
-
-
 # 16 patches, as many positions as the text of `settings` has
 IMAGES: dict[str, dict] = {
     "model": {"family": "vit", "image_size": 16, "patch_size": 4, "channels": 1, "pool": "mean", "vocab_size": 10},

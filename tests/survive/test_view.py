@@ -62,14 +62,13 @@ def test_a_node_that_came_back_is_known_from_then_on(view: View) -> None:
 
 def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_life(view: View) -> None:
     other = Store(view.store.root.parent, "n1")
+    end = ProcessEnd(73, "peer", "ended")
     for tick in range(20):
-        other.publish(
-            Node("n1", "first", sequence=10 + tick, generation=1, state="ended", end=ProcessEnd(73, "peer", "ended"))
-        )
+        other.publish(Node("n1", "first", sequence=10 + tick, generation=1, state="ended", end=end))
         view.look(2.5 + tick / 2, Node("n0", "own"))
     assert of(view, "n1").age < 1.0
     assert of(view, "n1").ended_for > 9.0
-    other.publish(Node("n1", "first", sequence=50, generation=2, state="ended", end=ProcessEnd(73, "peer", "ended")))
+    other.publish(Node("n1", "first", sequence=50, generation=2, state="ended", end=end))
     view.look(12.5, Node("n0", "own"))
     assert of(view, "n1").ended_for == 0.0
 

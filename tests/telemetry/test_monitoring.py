@@ -15,7 +15,7 @@ import yaml
 
 from experiments.watch import servers
 from meshtrain.telemetry import dashboard
-from meshtrain.telemetry.__main__ import PRINTED, main
+from meshtrain.telemetry.__main__ import main
 from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX
 from meshtrain.telemetry.thresholds import THRESHOLDS, Span, prometheus_rules
 
@@ -35,16 +35,15 @@ def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():
         assert not metric.name.endswith("_total")
 
 
-@pytest.mark.parametrize("name, file", [("dashboard", "grafana-dashboard.json"), ("rules", "prometheus-rules.yaml")])
-def test_copies_are_those_of_now(name, file, capsys):
+@pytest.mark.parametrize(
+    "name, file, content",
+    [("dashboard", "grafana-dashboard.json", dashboard.document()), ("rules", "prometheus-rules.yaml", prometheus_rules())],
+)  # fmt: skip
+def test_copies_are_those_of_now(name, file, content, capsys):
     assert main([name]) == 0
     printed = capsys.readouterr().out
     assert (COPIES / file).read_text() == printed, f"python -m meshtrain.telemetry {name} > configs/monitoring/{file}"
-
-
-def test_what_is_printed_is_read_back_as_it_was():
-    assert json.loads(PRINTED["dashboard"][0]()) == dashboard.document()
-    assert yaml.safe_load(PRINTED["rules"][0]()) == prometheus_rules()
+    assert yaml.safe_load(printed) == content
 
 
 def test_the_catalogue_names_every_metric_and_every_alert(capsys):
@@ -53,9 +52,8 @@ def test_the_catalogue_names_every_metric_and_every_alert(capsys):
     assert {*(metric.sample for metric in METRICS), *(threshold.rule for threshold in THRESHOLDS)} <= set(words)
     assert main(["catalogue", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert [metric["name"] for metric in content["metrics"]] == list(BY_NAME) and len(content["alerts"]) == len(
-        THRESHOLDS
-    )
+    assert [metric["name"] for metric in content["metrics"]] == list(BY_NAME)
+    assert len(content["alerts"]) == len(THRESHOLDS)
 
 
 def test_each_threshold_has_a_rule_with_its_limit():
@@ -66,15 +64,12 @@ def test_each_threshold_has_a_rule_with_its_limit():
             assert re.search(rf"[<>] {threshold.fires:g}\b", rule["expr"]), rule["expr"]
 
 
-def test_queries_name_metrics_of_the_catalogue_only():
-    asked = [rule["expr"] for rule in RULES] + [query for _, query in dashboard.queries()]
-    named = {name for query in asked for name in re.findall(rf"\b{PREFIX}\w+", query)}
-    assert named <= SAMPLES | OVER
+def test_queries_name_metrics_of_the_catalogue_only_and_the_dashboard_shows_them_all():
+    def named(queries):
+        return {name for query in queries for name in re.findall(rf"\b{PREFIX}\w+", query)}
 
-
-def test_the_dashboard_shows_every_metric():
-    shown = {name for _, query in dashboard.queries() for name in re.findall(rf"\b{PREFIX}\w+", query)}
-    assert shown >= SAMPLES
+    shown = named(query for _, query in dashboard.queries())
+    assert shown | named(rule["expr"] for rule in RULES) <= SAMPLES | OVER and shown >= SAMPLES
 
 
 def test_no_panel_lies_on_another_or_beside_the_page():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from cgroup_files import memory_v2
 from fake_nvml import Nvml
 
 from meshtrain.telemetry import resources
@@ -13,6 +12,15 @@ from meshtrain.telemetry.catalogue import BY_NAME
 from meshtrain.telemetry.resources import Cgroup, Gpus, Resources
 
 NONE = "9223372036854771712\n"
+
+
+def memory_v2(where: str, limit: str, used: int, inactive: int = 0) -> dict[str, str]:
+    """What the kernel says of cgroups, as files."""
+    at = f"sys/fs/cgroup/{where}"
+    return {
+        f"{at}memory.max": f"{limit}\n", f"{at}memory.current": f"{used}\n",
+        f"{at}memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file 7\n",
+    }  # fmt: skip
 
 
 def machine(root, files):

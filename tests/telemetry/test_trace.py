@@ -104,9 +104,8 @@ def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path, run, capfd, mo
     (said,) = capfd.readouterr().err.splitlines()
     assert "is lost: no space left on device; training goes on, and no other is taken." in said
     assert list((tmp_path / "traces").iterdir()) == []
-
-
-def test_a_directory_that_is_not_to_be_written_is_a_sentence(tmp_path, run, capfd):
+    monkeypatch.undo()
+    (tmp_path / "traces").rmdir()
     (tmp_path / "traces").write_text("a file")
     run(1, 4, 2)
     assert "cannot begin: not a directory" in capfd.readouterr().err

@@ -50,9 +50,8 @@ def wandb_numbers(directory):
                 record, whole = messages.Record.FromString(whole), b""
                 runs += [record.run.run_id] if record.HasField("run") else []
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                found |= {
-                    (items["step"], name): value for name, value in items.items() if name != "step" and name[0] != "_"
-                }
+                named = [name for name in items if name != "step" and name[0] != "_"]
+                found |= {(items["step"], name): items[name] for name in named}
     return found, runs
 
 
@@ -97,10 +96,8 @@ def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monk
 
     def kept():
         (run,) = client.search_runs([client.get_experiment_by_name("meshtrain").experiment_id])
-        names = run.data.metrics
-        return run, {
-            (one.step, name): one.value for name in names for one in client.get_metric_history(run.info.run_id, name)
-        }
+        history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+        return run, {(one.step, name): one.value for name, values in history.items() for one in values}
 
     run, found = kept()
     assert found == written
