@@ -31,3 +31,8 @@ def count(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Returns a number with its noun: 1 node, 2 nodes."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

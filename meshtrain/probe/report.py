@@ -8,7 +8,7 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.draw.picture import columns
 from meshtrain.probe import describe, judge
 from meshtrain.probe.figures import XLA, Probe
-from meshtrain.units import duration, size
+from meshtrain.units import counted, duration, size
 
 MOST_DEVICES = 16  # whose matrix is written: beyond it a line is longer than a terminal
 
@@ -35,13 +35,9 @@ def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
 
 def about(probe: Probe, cluster: Cluster | None = None) -> str:
     """Returns what was measured, in a line."""
-    machines, processes = _count(len(set(probe.machines)), "machine"), _count(probe.processes, "process", "es")
+    machines, processes = counted(len(set(probe.machines)), "machine"), counted(probe.processes, "process", "processes")
     scores = f"; scores are of {cluster.name}" if cluster else ""
     return f"{probe.size} x {probe.kind}, {probe.mesh}, {machines}, {processes}{scores}"
-
-
-def _count(number: int, word: str, many: str = "s") -> str:
-    return f"{number} {word}{many if number > 1 else ''}"
 
 
 def axis_table(probe: Probe, axis: str, cluster: Cluster | None) -> Rows:
@@ -103,7 +99,7 @@ def _devices(probe: Probe, cluster: Cluster | None) -> list[str]:
     scores = {name: f" (score {score:.2f})" for name, score in judge.device_scores(cluster, probe).items()} if cluster else {}  # fmt: skip
     rates = ", ".join(f"{dtype} {_flops(rate)}{scores.get(dtype, '')}" for dtype, rate in devices.matmul.items())
     memory = f"{per_second(devices.memory_rate)}{scores.get('memory', '')}"
-    lines = [f"each of {_count(probe.size, 'device')}, all at once: {rates}; memory {memory}"]
+    lines = [f"each of {counted(probe.size, 'device')}, all at once: {rates}; memory {memory}"]
     if probe.size > 1:
         rows = [["  device alone", devices.dtype, "of the best", "memory", "of the best"]]
         each = zip(devices.flops.tolist(), devices.memory_bandwidth.tolist(), strict=True)

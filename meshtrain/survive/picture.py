@@ -14,8 +14,7 @@ from meshtrain.draw.svg import svg as drawing
 from meshtrain.survive.history import History, date, read, text
 from meshtrain.survive.ledger import COUNTED, GenerationTime, Ledger, NodeLife, dominant, ledger, lives, word
 from meshtrain.survive.reliability import Failure, failures
-from meshtrain.survive.stats import counted
-from meshtrain.units import duration
+from meshtrain.units import counted, duration
 
 FILL = {
     "step": BLUE, "compile": PURPLE, "init": "#6b727c", "checkpoint": YELLOW, "eval": GREEN, "restore": SKY, "data": ORANGE, "lost": VERMILION,

@@ -14,7 +14,7 @@ from meshtrain.survive.ledger import Ledger, dominant, ledger, word
 from meshtrain.survive.records import Node
 from meshtrain.survive.reliability import SURE, Reliability, by_kind, by_node, failures, reliability
 from meshtrain.survive.stragglers import own_share
-from meshtrain.units import duration
+from meshtrain.units import counted, duration
 
 BAR = 30  # letters of the longest bar
 LETTER = {
@@ -162,10 +162,6 @@ def timeline(history: History, times: Ledger, width: int = 100) -> list[str]:
     legend = ", ".join(f"{letter} {word(kind)}" for kind, letter in LETTER.items() if letter in letters)
     legend += f"; a letter is {duration(seconds)}"
     return [letters, marked, f"{legend}; ! a fault"] if marked else [letters, legend]
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _headline(history: History, times: Ledger) -> str:

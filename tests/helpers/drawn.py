@@ -1,6 +1,7 @@
 """What a reader sees of colours, and what every page and picture must have."""
 
 import re
+from html.parser import HTMLParser
 from itertools import combinations
 from xml.etree import ElementTree
 
@@ -22,9 +23,8 @@ def linear(colour: str) -> list[float]:
 
 def contrast(one: str, other: str) -> float:
     """By WCAG 2.2: 4.5 for text."""
-    low, high = sorted(
-        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in (one, other)
-    )
+    weights = (0.2126, 0.7152, 0.0722)
+    low, high = sorted(sum(w * c for w, c in zip(weights, linear(x), strict=True)) for x in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -58,8 +58,29 @@ def check_drawing(drawing: str) -> None:
     assert {e.get("fill") for e in texts} <= {None, INK, *DARK} and not any("fill" in e.get("style", "") for e in texts)
 
 
+class _Elements(HTMLParser):
+    """Notes unclosed elements, scripts and whatever would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.fetched = list[str](), list[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+        self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("#", "data:"))]
+        self.fetched += [k for k, _ in attrs if k.startswith("on")] + [tag] * (tag in ("script", "iframe", "object"))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
 def check_page(page: str) -> None:
-    """Every drawing is fit to be read; what may be too wide scrolls by itself; it is dark where its reader's screen is."""
+    """It closes what it opens and fetches nothing; every drawing is fit to be read; what may be too wide scrolls by itself; it is dark
+    where its reader's screen is."""
+    elements = _Elements()
+    elements.feed(page)
+    assert elements.open == [] and elements.fetched == [] and "@import" not in page and "url(http" not in page
     assert "@media screen and (prefers-color-scheme: dark)" in page and 'name="viewport"' in page
     for drawing in re.findall(r"<svg.*?</svg>", page, re.S):
         check_drawing(drawing)

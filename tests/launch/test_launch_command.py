@@ -5,6 +5,7 @@ import sys
 from itertools import permutations
 
 import pytest
+from refusals import code_of, refused
 
 from meshtrain.launch import outcome
 from meshtrain.launch.__main__ import LAUNCHERS, main
@@ -29,13 +30,6 @@ def test_the_text_is_on_stdout_alone_and_the_same_each_time(way, config, capsys)
     assert first.err.startswith("meshtrain: ") and first.err.count("\n") == 1
 
 
-def _code(words: list[str]) -> object:
-    try:
-        return main(words)
-    except SystemExit as ended:
-        return ended.code
-
-
 MISTAKES = [
     ("--nodes 3", "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8."),
     ("--nodes 0", "argument --nodes: '0' is not a whole number"),
@@ -50,9 +44,7 @@ MISTAKES = [
 @pytest.mark.parametrize("way", NEEDED)
 @pytest.mark.parametrize("more, sentence", MISTAKES)
 def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
-    assert _code([way, "--config", str(config), *NEEDED[way], *more.split()]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err and said.err.count("\n") == 1 and not said.out
+    assert sentence in refused(main, capsys, way, "--config", str(config), *NEEDED[way], *more.split())
 
 
 @pytest.mark.parametrize(
@@ -71,13 +63,11 @@ def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
     ],
 )
 def test_wrong_usage_is_one_sentence(words, sentence, capsys):
-    assert _code(words) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.count("\n") == 1
+    assert sentence in refused(main, capsys, *words)
 
 
 def test_the_help_has_every_way(capsys):
-    assert _code(["--help"]) == 0
+    assert code_of(main, ["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert all(launcher.meaning in said for launcher in LAUNCHERS.values())
 

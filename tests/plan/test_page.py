@@ -1,5 +1,4 @@
 import re
-from html.parser import HTMLParser
 
 import pytest
 from drawn import check_page
@@ -7,22 +6,6 @@ from drawn import check_page
 from meshtrain.plan import named, plan, scaling
 from meshtrain.plan import page as html
 from meshtrain.plan.estimate import PART_NAMES
-
-
-class Checker(HTMLParser):
-    """Notes unclosed elements and whatever would be fetched."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.fetched = [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br", "link"):
-            self.open.append(tag)
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("#", "data:"))]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 @pytest.fixture
@@ -33,9 +16,6 @@ def page(llama_8b):
 
 
 def test_the_page_is_well_formed_and_fetches_nothing(page):
-    checker = Checker()
-    checker.feed(page)
-    assert checker.open == [] and checker.fetched == [] and "<script" not in page
     assert "a &lt; b" in page
     check_page(page)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from free_port import free_port
 from probed import devices, pairs, probe
+from refusals import refused
 
 from meshtrain.cluster.algorithms import KINDS
 from meshtrain.config import ConfigError, MeshConfig
@@ -51,28 +52,19 @@ def test_another_mesh_is_one_sentence(text, said):
         (["--only", "pairs", "--output", "c.yaml"], "leave --only out"),
         (["--algorithms", "rink"], "--algorithms has 'rink'; did you mean ring?"),
         (["--only", "pairs", "--algorithms", "all"], "--algorithms are of collectives, which --only pairs leaves out"),
-        (
-            ["--mesh", "data=2", "--algorithms", "hierarchical"],
-            "hierarchical sums in islands first, and the mesh has none; give islands",
-        ),
+        (["--mesh", "data=2", "--algorithms", "hierarchical"], "hierarchical sums in islands first, and the mesh has none"),
         (["--html", "c.htm"], "must end in .html"),
         (["--output", "c.json"], "must end in .yaml"),
         (["--output", "nowhere/c.yaml"], "there is no directory"),
         (["--cluster", "h1000"], "there is no such file or accelerator"),
         (["--mesh", "data=4096"], "run.fake_devices fakes at most 1024"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured(arguments, said, capsys, monkeypatch):
     from meshtrain.probe import measure
 
     monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("it was measured"))
-    try:
-        code = command.main(arguments)
-    except SystemExit as stopped:
-        code = stopped.code
-    out, err = capsys.readouterr()
-    assert code == 2 and not out
-    assert err.startswith("meshtrain: ") and err.count("\n") == 1 and said in err
+    assert said in refused(command.main, capsys, *arguments)
 
 
 def test_a_cluster_smaller_than_what_is_measured_is_refused(tmp_path):
@@ -109,12 +101,8 @@ def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
     environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
-    both = [
-        subprocess.Popen(
-            words, env=environment | {"JAX_PROCESS_ID": str(rank)}, cwd=tmp_path, stdout=-1, stderr=-1, text=True
-        )
-        for rank in (0, 1)
-    ]
+    how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(words, env=environment | {"JAX_PROCESS_ID": str(rank)}, **how) for rank in (0, 1)]
     (out, err), (silent, _) = (process.communicate(timeout=120) for process in both)
     assert [process.returncode for process in both] == [0, 0], err
     found = json.loads(out)
@@ -147,7 +135,6 @@ def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsy
     arguments = ["--mesh", "data=4,islands=2", "--only", "collectives", "--algorithms", "all", "--html", "c.html"]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
-    assert (
-        "over island+data 4" in out and out.count("\n    hierarchical ") == 1 and out.count("\n    two_way_ring ") == 7
-    )
+    assert "over island+data 4" in out
+    assert (out.count("\n    hierarchical "), out.count("\n    two_way_ring ")) == (1, 7)
     assert err.endswith("wrote c.html\n") and "<td>hierarchical</td>" in (tmp_path / "c.html").read_text()

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from refusals import refused
 
 from experiments.watch.page import write_run
 from meshtrain.report.__main__ import main
@@ -23,13 +24,7 @@ def run(tmp_path_factory):
     ],
 )
 def test_wrong_usage_is_a_sentence_and_exit_code_2(arguments, sentence, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
+    assert sentence in refused(main, capsys, *arguments)
 
 
 def test_a_cluster_that_cannot_be_is_a_sentence(run, capsys):

@@ -1,7 +1,6 @@
 import json
 import random
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -16,32 +15,12 @@ from meshtrain.report.page import page
 from meshtrain.report.summary import summarise
 
 
-class Checker(HTMLParser):
-    """Notes unclosed elements, scripts and whatever would be fetched."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.fetched = [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br", "link"):
-            self.open.append(tag)
-        self.fetched += [v for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("#", "data:"))]
-        self.fetched += [k for k, _ in attrs if k.startswith("on")] + [tag] * (tag in ("script", "iframe", "object"))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def made(*runs):
     facts = [gather(run) for run in runs]
     return page(facts, [summarise(one) for one in facts], compare(*facts) if len(facts) == 2 else None)
 
 
 def checked(html):
-    checker = Checker()
-    checker.feed(html)
-    assert checker.open == [] and checker.fetched == [] and "@import" not in html and "url(http" not in html
     check_page(html)
     return html
 

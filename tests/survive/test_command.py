@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import refusals
 
 from meshtrain.config import load
 from meshtrain.config.inject import KINDS, parse
@@ -43,16 +45,7 @@ def run(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def refused(capsys, *words: str) -> str:
-    """The one sentence with which the command refuses."""
-    try:
-        code = main(list(words))
-    except SystemExit as ended:
-        code = ended.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, ""), err
-    assert err.startswith("meshtrain: ") and err.endswith((".\n", "?\n")) and err.count("\n") == 1, err
-    return err
+refused = partial(refusals.refused, main)
 
 
 @pytest.mark.parametrize(("address", "said"), [("127.0.1.1", 1), ("10.0.0.7", 0)])
