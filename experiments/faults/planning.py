@@ -51,7 +51,7 @@ kind(
     "cluster-file",
     "cluster/test_cluster.py::test_a_bad_description_is_one_sentence_with_what_is_legal",
     "cluster/test_cluster.py::test_an_empty_description_is_told_what_it_needs_and_that_is_enough",
-    "cluster/test_cluster.py::test_a_description_that_is_no_mapping_is_called_by_its_name",
+    "cluster/test_cluster.py::test_an_empty_description_is_told_what_it_needs_and_that_is_enough",
     "test_config.py::test_bad_input_is_refused_in_one_sentence",
 )
 cluster("that is empty", "", "c.yaml", point="13")
