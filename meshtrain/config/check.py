@@ -225,9 +225,9 @@ def _data_problems(config: Config) -> Iterator[str]:
         of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"
         yield from (f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple))
     if by_length and config.parallel.sequence_parallel and data.length_multiple % tensor:
-        uneven = f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}"
+        odd = f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}"
         needs = f"as parallel.sequence_parallel needs with data.batching {data.batching}"
-        yield f"{uneven}, {needs}; give a multiple of {tensor}."
+        yield f"{odd}, {needs}; give a multiple of {tensor}."
     uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(config)
     if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         yield (
