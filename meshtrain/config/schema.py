@@ -46,8 +46,8 @@ def _virtual_stages(config: "Config") -> int:
 planned_strategy = late("meshtrain.plan.choices:context_strategy")
 
 
-def _dispatch(config: "Config") -> str:
-    """With room for every row that may come, all-to-all sends at least what all-gather does."""
+def sends_less(config: "Config") -> str:
+    """Returns what parallel.experts.dispatch: auto stands for. With room for all rows that may come all-gather sends no more than all-to-all."""
     expert, capacity = config.mesh.expert, config.parallel.experts.capacity
     if expert == 1:
         return AUTO
@@ -89,7 +89,7 @@ class ExpertsConfig:
     dispatch: Literal["auto", "all_gather", "all_to_all"] = key(
         "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a reduce-scatter; all_to_all: each to where "
         "it is computed; auto: which sends less, all_gather where capacity is null",
-        follows=_dispatch, counts=lambda c: c.mesh.expert > 1
+        follows=sends_less, counts=lambda c: c.mesh.expert > 1
     )
     capacity: float | None = key(
         None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room for all", above=0.0

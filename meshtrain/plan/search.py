@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import float8_problems
-from meshtrain.config.follow import microbatch_rows, put, runs_table
+from meshtrain.config.follow import followed, microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
+from meshtrain.config.schema import sends_less
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
@@ -135,11 +136,14 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
+    follows = followed(config, "parallel.experts.dispatch")
     for sizes in choices.meshes(base, devices):
         data, tensor, stages = (sizes[axis] for axis in AXES)
         # The config's islands, as far as so many data ranks can be cut into them.
         islands = math.gcd(data, config.mesh.islands)
         mesh = put(base, mesh={**sizes, "islands": islands})
+        if follows:
+            mesh = put(mesh, parallel={"experts": {"dispatch": sends_less(mesh)}})
         if any(float8_problems(mesh)):
             continue
         splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)

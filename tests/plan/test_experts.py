@@ -14,6 +14,7 @@ from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.experts import expert_seconds, reached
+from meshtrain.plan.search import candidates
 from meshtrain.plan.seconds import layer_cost
 
 PUBLISHED = {"configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9), "configs/mixtral_8x7b.yaml": (46.7e9, 12.9e9)}
@@ -126,3 +127,14 @@ def test_a_search_looks_at_all_ranks_that_experts_divide_over():
     found = {(mesh["data"], mesh["expert"]) for mesh in meshes(config, 8)}
     assert {(8, 8), (8, 2), (4, 4), (2, 1)} <= found
     assert all(data % expert == 0 and 8 % expert == 0 for data, expert in found)
+
+
+@pytest.mark.parametrize("given", ["auto", "all_gather"])
+def test_a_search_has_rows_sent_as_each_number_of_ranks_asks_unless_the_config_says_how(given):
+    config = configuration(given, 1.25, data=8, expert=1)
+    found = {
+        (c.base.mesh.expert, c.base.parallel.experts.dispatch)
+        for c in candidates(config, named("h100", 8), 8, near=True)
+    }
+    chosen = {"auto": {(1, "auto"), (2, "all_gather"), (4, "all_to_all"), (8, "all_to_all")}}
+    assert found == chosen.get(given, {(ranks, given) for ranks in (1, 2, 4, 8)})
