@@ -24,7 +24,7 @@ them up by formula, and imports no JAX but for `--compile` and `--measure`.
 - `meshtrain.plan.compiled`: XLA's own figures for described devices.
 
 Measured (`python -m experiments.plan`): memory against XLA's analysis of 77 compiled configs: median error 1.0%, none more than 4.4% too
-little. Step time of 564 published runs, by a fit without their source: median 4.8%, ninetieth percentile 13%. Seconds by formula against those of the
+little. Step time of 572 published runs, by a fit without their source: median 4.8%, ninetieth percentile 13%. Seconds by formula against those of the
 compiled program: 22 of 26 configs within 5%.
 """
 
