@@ -124,7 +124,7 @@ FILE = {
 }
 THEIRS = {"model_name_or_path": HF_DIR, "stage": "sft", "finetuning_type": "lora", "dataset": "chats", "lora_rank": 8}
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
-PREPARE = "python -m meshtrain.data prepare --input my_text/ --tokenizer byte --output shards/"
+PREPARE = "python -m meshtrain.data prepare --input my_text/ --tokenizer byte --output shards/ --validation 0.2"
 MADE_BY = {"tokenizer.json": TOKENIZER, "data.source=shards/": PREPARE}  # what commands name that others make
 # A run that is as documented, but short; the others are quick.
 SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
