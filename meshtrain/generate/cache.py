@@ -140,7 +140,7 @@ def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool
 
 
 def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float, sinks_H: jax.Array | None = None) -> jax.Array:  # fmt: skip
-    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H K] in q's dtype.
+    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H*K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """

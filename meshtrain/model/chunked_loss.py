@@ -38,7 +38,7 @@ def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array,
     size = -(-tokens // count)
 
     def cut(a: jax.Array) -> jax.Array:
-        """[B T, ..] to [count, 1, size, ..]"""
+        """[B*T, ..] to [count, 1, size, ..]"""
         short = count * size - tokens
         padded = jnp.pad(a, ((0, short), *((0, 0) for _ in a.shape[1:]))) if short else a
         return padded.reshape(count, 1, size, *a.shape[1:])

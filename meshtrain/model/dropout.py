@@ -43,7 +43,7 @@ class Dropout:
     def rows_of(
         self, x_ND: jax.Array, first_column: jax.Array | int, positions: Callable[[int], jax.Array] = jnp.arange
     ) -> jax.Array:
-        """Drops from rows [B T, D], whose columns start at `first_column` of the whole, of the `positions` of T tokens."""
+        """Drops from rows [B*T, D], whose columns start at `first_column` of the whole, of the `positions` of T tokens."""
         if self.rate == 0.0:
             return x_ND
         # the loop in `keep_mask` wants one type of all that it carries
