@@ -20,13 +20,7 @@ FORKED.set_forkserver_preload(["meshtrain.serve.app", "meshtrain.serve.listening
 class FakeProcess:
     """`step`: seconds that a step of decoding takes; `loading`: until the model is there."""
 
-    def __init__(
-        self,
-        step: float = 0.0,
-        notice: float = 0.5,
-        drain: float = 20.0,
-        loading: float = 0.0,
-    ) -> None:
+    def __init__(self, step: float = 0.0, notice: float = 0.5, drain: float = 20.0, loading: float = 0.0) -> None:
         self.port = free_port()
         settings = step, notice, drain, loading
         self.process = FORKED.Process(target=_serve, args=(self.port, *settings), daemon=True)
