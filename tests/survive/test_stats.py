@@ -9,10 +9,11 @@ import pytest
 from drawn import check_drawing
 from synthetic_history import Synthetic, spoilt, told
 
+from meshtrain.plan.failures import daly, goodput
 from meshtrain.survive import picture, stats
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import dominant, ledger, lives
-from meshtrain.survive.reliability import mean_bounds, reliability
+from meshtrain.survive.reliability import by_kind, by_node, mean_bounds, reliability
 from meshtrain.survive.stats import timeline
 
 
@@ -20,88 +21,40 @@ def run(tmp_path, seed=1, nodes=4, faults=8):
     return Synthetic(random.Random(seed), nodes=nodes, faults=faults).play().write(tmp_path / "run")
 
 
-class Played:
-    """A run of one node whose faults come by chance, once in `between` seconds of its life: as the formulas take it."""
-
-    EVERY, STEP, WRITE, RESTART = 20, 1.0, 2.0, 6.0  # steps; seconds
-
-    def __init__(self, dice, between, steps):
-        self.now, self.generation, self.lines, self.plans = 0.0, 0, [], []
-        self.fault, saved, kind = dice.expovariate(1 / between), 0, "start"
-        self.say("join")
-        while saved < steps:
-            self.generation += 1
-            self.decide("forming", kind)
-            self.say("started")
-            saved, kind = self.live(saved, steps), "signal"
-            self.fault = self.now + dice.expovariate(1 / between) if self.now >= self.fault else self.fault
-        self.decide("over", "done")
-        self.history = told({"n0": self.lines}, self.plans)
-
-    def say(self, event, **fields):
-        self.lines.append({"wall": 1e9 + self.now, "event": event, "generation": self.generation, "rank": 0, **fields})
-
-    def decide(self, state, kind):
-        plan = {"number": len(self.plans), "generation": self.generation, "wall": 1e9 + self.now, "code": 0}
-        self.plans.append(plan | {"state": state, "kind": kind})
-
-    def spend(self, kind, seconds):
-        """Whether no fault came meanwhile."""
-        seconds = min(seconds, self.fault - self.now)
-        self.spent[kind] += seconds
-        self.now += seconds
-        return self.now < self.fault
-
-    def live(self, saved, steps):
-        """The newest step that is saved when a fault comes, or all are taken."""
-        start = taken = saved
-        self.spent = dict.fromkeys(("init", "step", "checkpoint"), 0.0)
-        on = self.spend("init", self.RESTART)
-        while on and saved < steps:
-            on = self.spend("step", self.STEP)
-            taken += on
-            if on and taken == start + 1:
-                self.say("going", start=start)
-            if on and taken % self.EVERY == 0:
-                self.say("save", step=taken, seconds=dict(self.spent))
-                on = self.spend("checkpoint", self.WRITE)
-                saved = taken if on else saved
-        self.say("ended", exit=0 if on else -9, step=taken, start=start, seconds=dict(self.spent))
-        return saved
-
-
-def test_goodput_is_that_of_dalys_formula_where_faults_come_by_chance():
-    for between in (60.0, 200.0, 1000.0):
-        found = Played(random.Random(3), between, steps=round(60 * between)).history
-        times = ledger(found)
-        said = reliability(found, times)
-        assert said.between == pytest.approx(between, rel=0.3)
-        assert said.between_least < between < said.between_most
-        assert (said.interval_steps, said.write) == (20, pytest.approx(2.0))
-        assert said.interval == pytest.approx(20.0)
-        assert said.expected == pytest.approx(times.goodput, abs=0.03)
-    # rarer faults, rarer saves: sqrt(2 * 2 s * 1000 s) are 63 steps of a second
-    assert said.advised == pytest.approx(63, rel=0.2)
+def of_two_generations(first_exit, plans=()):
+    """A run of 1,000 s: of ten seconds a step takes 9 at 1 s each and a save one; 100 s go by before either generation's first step."""
+    lines = [{"wall": 0.0, "event": "join"}]
+    for generation, began, ended, start, exit in ((1, 0.0, 500.0, 0, first_exit), (2, 600.0, 1000.0, 360, 0)):
+        at, going = {"generation": generation, "rank": 0, "start": start}, began + 100
+        lines += [{"wall": began, "event": "started", **at}, {"wall": going, "event": "going", **at}]
+        for k in range(1, round(ended - going) // 10 + 1):
+            spent = {"init": 100.0, "step": 9.0 * k, "checkpoint": k - 1.0}
+            lines.append({"wall": going + 10 * k - 1, "event": "save", **at, "step": start + 9 * k, "seconds": spent})
+        spent = spent | {"checkpoint": float(k)}
+        end = {"exit": exit, "step": start + 9 * k, "seconds": spent, "phase_seconds": 3.0}
+        lines.append({"wall": ended, "event": "ended", **at, **end})
+    history = told({"n0": lines}, plans)
+    return (times := ledger(history)), reliability(history, times)
 
 
 def test_starts_and_stops_in_good_order_are_no_failures_and_are_left_out_of_what_the_formula_expects():
-    lines = [{"wall": 0.0, "event": "join"}]
-    for generation, began, going, ended, start, exit in (
-        (1, 0.0, 100.0, 500.0, 0, 75),
-        (2, 600.0, 700.0, 1000.0, 360, 0),
-    ):
-        at = {"generation": generation, "rank": 0, "start": start}
-        lines += [{"wall": began, "event": "started", **at}, {"wall": going, "event": "going", **at}]
-        for k in range(1, round(ended - going) // 10 + 1):
-            spent = {"init": going - began, "step": 9.0 * k, "checkpoint": k - 1.0}
-            lines.append({"wall": going + 10 * k - 1, "event": "save", **at, "step": start + 9 * k, "seconds": spent})
-        spent = spent | {"checkpoint": float(k)}
-        lines.append({"wall": ended, "event": "ended", **at, "exit": exit, "step": start + 9 * k, "seconds": spent})
-    times = ledger(found := told({"n0": lines}))
-    said = reliability(found, times)
+    times, said = of_two_generations(75)
     assert (said.failures, said.between, said.restart) == ((), None, None)
     assert times.goodput == said.expected == pytest.approx(0.7 * 0.9)
     assert times.effective == pytest.approx(0.7)
+
+
+def test_the_formulas_are_given_what_a_history_says_of_a_failure():
+    plan = {"state": "forming", "kind": "signal", "blamed": ["n0"]}
+    faults = [plan | {"number": k, "generation": k + 1, "wall": wall} for k, wall in ((1, 505.0), (2, 1000.0))]
+    times, said = of_two_generations(-9, faults)
+    assert (by_kind(said.failures), by_node(said.failures)) == ([("signal", 2)], [("n0", 2)])
+    assert said.between_least < said.between == said.exposed / 2 == 500 < said.between_most
+    # From the last sign of progress, 3 s before a process ended, to the verdict, and from there to the first step after it.
+    assert (said.noticed, said.restart) == (pytest.approx((8 + 3) / 2), pytest.approx(195.0))
+    assert (said.interval, said.interval_steps, said.write, said.step) == pytest.approx((9.0, 9.0, 1.0, 1.0))
+    assert said.expected == pytest.approx(goodput(9.0, times.seconds["checkpoint"] / 70, 200.5, 500.0) * 0.9)
+    assert said.advised == round(daly(1.0, 500.0))
 
 
 def test_bounds_of_the_mean_time_between_failures_are_garwoods():
