@@ -73,7 +73,7 @@ class FrameworkProfile:
     # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where its experts take it
     # (DeepEP, HybridEP)
     token_per_node: bool = False
-    # to add a bias to an element of what goes into an expert's activation, and of its output: XLA reads it and writes it
+    # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and writes it
     bias_bytes: tuple[float, float] = (4.0, 4.0)
     regathers: bool = (
         True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole

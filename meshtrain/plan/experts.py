@@ -66,9 +66,10 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
 
     router = Seconds(matmul=product(device, "float32", tokens, d, moe.experts))
     # rows are read and written into slots, before all_to_all into what is sent too, and each slot of a token read once more
-    copies = 2 if config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all" else 1
-    copies = 0 if profile.token_per_node else copies
-    biases = [FAMILIES[config.model.family].biased_experts * nbytes / size for nbytes in profile.bias_bytes]
+    copies = 1
+    if config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all":
+        copies = 0 if profile.token_per_node else 2
+    biases = [FAMILIES[config.model.family].biased_experts * nbytes / 2 for nbytes in profile.bias_bytes]
     return dataclasses.replace(
         layer,
         mlp_in=layer.mlp_in
