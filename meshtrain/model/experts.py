@@ -28,7 +28,7 @@ from meshtrain.config import ModelConfig
 from meshtrain.config.model import MoeConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.grouped import grouped
+from meshtrain.model.grouped import by_rows, grouped
 from meshtrain.model.layers import hidden, make_parameters
 from meshtrain.model.rope import Routing, Sequence
 from meshtrain.model.weights import COUNTED, EXPERT_BLOCK
@@ -142,7 +142,7 @@ def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
         here = chosen < experts
         fits = jnp.cumsum(here) <= room
         chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
-    block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts).bit_length() - 1))
+    block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))
@@ -257,10 +257,15 @@ class Experts(nnx.Module):
             branches = [
                 b + of_slots(bias[...], slots) for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
             ]
-        h = self.hidden(*(checkpoint_name(b, "mlp_in") for b in branches))
-        # before the last product, so that its output is not kept for the weights' gradient
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
-        h = checkpoint_name(h * weights.astype(h.dtype), "mlp_hidden")
+
+        def weighted(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+            return self.hidden(gate, up) * weights.astype(gate.dtype)
+
+        # weights before the last product, so that its output is not kept for their gradient
+        of_block = slots.blocks, len(x) // len(slots.expert_of_block), collectives.platform
+        h = by_rows(weighted, *of_block, *(checkpoint_name(b, "mlp_in") for b in branches), weights)
+        h = checkpoint_name(h, "mlp_hidden")
         y = grouped(h, self.down[...], *block_of)
         if self.down_bias is not None:
             y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)

@@ -9,6 +9,7 @@ GPUs experts times the rows in memory.
 The backward is two loops or kernels, of the rows' gradient and of the weights', since a zero-bubble schedule puts them in different halves.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from meshtrain.compat import vary, varying
+from meshtrain.model.layers import keeping_arguments
 
 GroupedResiduals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array]
 
@@ -37,6 +39,49 @@ def grouped(
     """
     axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
     return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
+
+
+def by_rows(
+    function: Callable[..., jax.Array], blocks: jax.Array, length: int, platform: str, *arrays: jax.Array
+) -> jax.Array:
+    """Returns function(*arrays), [R, F] of arrays [R, ...], where each row of the result is of a row of each; its residuals are the arrays.
+
+    Where `grouped` is a loop, only of the `blocks` of `length` rows that are in use: there is room for many more than come.
+    """
+    if platform == "gpu":
+        return keeping_arguments(function)(*arrays)
+    axes = frozenset[str]().union(*map(varying, (blocks, *arrays)))
+    return _by_rows(function, length, *vary((blocks, *arrays), axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_rows(function: Callable[..., jax.Array], length: int, blocks: jax.Array, *arrays: jax.Array) -> jax.Array:
+    return _over_blocks(function, length, blocks, *arrays)
+
+
+def _rows_backward(function: Callable[..., jax.Array], length: int, residuals: tuple, g: jax.Array) -> tuple:
+    def cotangents(g: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(function, *arrays)[1](g)
+
+    blocks, *arrays = residuals
+    return None, *_over_blocks(cotangents, length, blocks, g, *arrays)
+
+
+_by_rows.defvjp(
+    lambda function, length, *given: (_over_blocks(function, length, *given), given),
+    _rows_backward,
+)
+
+
+def _over_blocks(function: Callable[..., Any], length: int, blocks: jax.Array, *arrays: jax.Array) -> Any:
+    """What a function of rows makes of the blocks in use; zeros of the others."""
+
+    def block(i: jax.Array, out: Any) -> Any:
+        of_block = function(*(_block(a, i, length) for a in arrays))
+        return jax.tree.map(lambda o, b: lax.dynamic_update_slice_in_dim(o, b, i * length, 0), out, of_block)
+
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arrays))
+    return lax.fori_loop(0, blocks, block, vary(empty, varying(arrays[0])))
 
 
 def _implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
