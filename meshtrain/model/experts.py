@@ -229,7 +229,9 @@ class Experts(nnx.Module):
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives) -> jax.Array:
         """The experts' output, [B, T, D] (T / tensor of it with sequence parallelism)."""
         moe, routing = self.moe, sequence.routing or Routing()
-        routed = jnp.ones(x_BTD.shape[:2], bool) if routing.routed_BT is None else routing.routed_BT
+        routed = (
+            jnp.ones(x_BTD.shape[:2], bool) if routing.routed_BT is None else collectives.own_part(routing.routed_BT)
+        )
         rows, load = x_BTD.reshape(-1, x_BTD.shape[-1]), self.load[...]
         logits = jnp.matmul(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
         if self.router_bias is not None:

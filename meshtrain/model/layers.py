@@ -248,10 +248,12 @@ class Block(nnx.Module):
         if self.attention_post_norm is not None:
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
-        h = enter(self.mlp_norm(x_BTD), collectives, self.mlp)
+        normed, of_experts = self.mlp_norm(x_BTD), collectives.of_experts()
+        parts = self.experts is not None and of_experts is not collectives
+        h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
         m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
         if self.experts is not None:
-            m = m + self.experts(unrounded(h), sequence, collectives)
+            m = m + self.experts(normed if parts else unrounded(h), sequence, of_experts)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)

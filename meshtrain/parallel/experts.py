@@ -9,24 +9,53 @@ Shapes are static: a rank has `room` for so many rows. Without a capacity these 
 all_to_all would send more than all_gather. With one, what is more than `capacity` times an even load is dropped, and counted.
 """
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.config.follow import expert_room
-from meshtrain.config.schema import ExpertsConfig
-from meshtrain.mesh import EXPERT
+from meshtrain.mesh import EXPERT, TENSOR
 from meshtrain.model.experts import Compute, collected, inverse_of, ranks_within, spread
+from meshtrain.parallel.tensor import SEQUENCE, MeshCollectives
+
+
+class PartsOfSequences(MeshCollectives):
+    """Of experts that lie over tensor too: nothing is gathered and summed over tensor, since a rank's router has its own part of the sequence."""
+
+    def __init__(self, of: MeshCollectives) -> None:
+        vars(self).update(vars(of))
+
+    def leave(self, y_BTD: jax.Array) -> jax.Array:
+        return y_BTD
+
+    def share(self, weight: jax.Array) -> jax.Array:
+        return weight
+
+    def once(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def row_sum(self, x: jax.Array) -> jax.Array:
+        return super().row_sum(lax.psum(x, TENSOR))
+
+    def own_part(self, x_BT: jax.Array) -> jax.Array:
+        length = x_BT.shape[SEQUENCE] // self.ranks
+        return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(TENSOR) * length, length, SEQUENCE)
 
 
 def dispatched(
-    config: ExpertsConfig, ranks: int, compute: Compute, experts: int, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array
+    collectives: MeshCollectives, compute: Compute, experts: int, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """What the chosen ones of all `experts` make of this rank's rows [N, D], and the pairs of a row and an expert that this rank dropped."""
+    config, ranks = collectives.experts, collectives.expert_ranks
     room = expert_room(config, ranks, experts // ranks, *chosen_NK.shape)
     if ranks == 1:
         return compute(rows_ND, chosen_NK, weights_NK, room)
-    by = by_all_to_all if config.dispatch == "all_to_all" else by_all_gather
+    by: Any = by_all_gather
+    if config.dispatch == "all_to_all":
+        by = partial(by_all_to_all, collectives.expert_axes)
     return by(compute, experts // ranks, room, rows_ND, chosen_NK, weights_NK)
 
 
@@ -46,6 +75,7 @@ def by_all_gather(
 
 
 def by_all_to_all(
+    axes: tuple[str, ...],
     compute: Compute,
     here: int,
     room: int,
@@ -53,8 +83,8 @@ def by_all_to_all(
     chosen_NK: jax.Array,
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each row to the ranks of its experts. Dropped is what this rank could not send."""
-    ranks, width, pairs = lax.axis_size(EXPERT), chosen_NK.shape[1], chosen_NK.reshape(-1)
+    """Each row to the ranks of its experts, along `axes`. Dropped is what this rank could not send."""
+    ranks, width, pairs = lax.axis_size(axes), chosen_NK.shape[1], chosen_NK.reshape(-1)
     each = room // ranks  # for what one rank sends to another
     # The rank of each pair's expert (`ranks`: none), and its place in what is sent there.
     to = pairs // here
@@ -64,7 +94,7 @@ def by_all_to_all(
     places_NK = places.reshape(chosen_NK.shape)
 
     def exchanged(x: jax.Array) -> jax.Array:
-        return lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=0, tiled=True)
+        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
     rows = exchanged(spread(rows_ND, sent // width, places_NK))
     weights = exchanged(spread(weights_NK.reshape(-1, 1), sent, places.reshape(-1, 1)))

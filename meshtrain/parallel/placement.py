@@ -7,7 +7,7 @@
     mlp        tensor                                        to a multiple
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
     patch      as vocab                                      to a multiple
-    experts    expert                                        never: expert divides them
+    experts    expert, or expert x tensor (see expert_axes)  never: they divide them
     others     nothing
 
 ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
@@ -101,8 +101,30 @@ def local_kv_heads(kv_heads: int, tensor: int) -> int:
     return kv_heads if kv_heads % tensor else kv_heads // tensor
 
 
-def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere."""
+def expert_axes(config: Config) -> tuple[str, ...]:
+    """The mesh axes that the experts of a layer lie over, major first.
+
+    Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor rank sends its own,
+    in place of all of them sending the same, and an expert's products are of its whole width.
+    """
+    mesh, parallel = config.mesh, config.parallel
+    if mesh.expert == 1:
+        return ()
+    sends_parts = parallel.sequence_parallel and mesh.tensor > 1 and parallel.experts.dispatch == "all_to_all"
+    divides = config.model.moe.experts % (mesh.expert * mesh.tensor) == 0
+    return (EXPERT, TENSOR) if sends_parts and divides else (EXPERT,)
+
+
+def expert_ranks(config: Config) -> int:
+    """The devices that share the experts of a layer."""
+    return _devices(config.mesh, expert_axes(config))
+
+
+def splits(
+    model: ModelConfig, mesh: MeshConfig, vocab: str, experts: tuple[str, ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere. `experts`: those of
+    `expert_axes`."""
     vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
     split_kv = local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
     return {
@@ -112,7 +134,7 @@ def splits(model: ModelConfig, mesh: MeshConfig, vocab: str) -> dict[str, tuple[
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
-        "experts": (EXPERT,) if mesh.expert > 1 else (),
+        "experts": experts,
     }
 
 
@@ -121,6 +143,8 @@ def place(
 ) -> Placed:
     """A weight on a mesh with `places` live places for its layers; `zero`: sharded over the axes along which tokens are split."""
     split = tuple(over.get(axis, ()) for axis in weight.axes)
+    # what splits the experts splits nothing within them
+    split = tuple(unused(axes, split[:d]) for d, axes in enumerate(split))
     ways = tuple(_devices(mesh, axes) for axes in split)
     sizes = zip(weight.axes, weight.shape, ways, strict=True)
     whole = [places if axis == "layers" else round_up(n, w) for axis, n, w in sizes]
@@ -170,12 +194,13 @@ def placed(
     zero_stage: int,
     lora: LoraConfig = NO_LORA,
     trainable: tuple[str, ...] = (),
+    experts: tuple[str, ...] = (),
 ) -> tuple[Placed, ...]:
     """Every weight of a model on a mesh, see `place`. ConfigError where a name of `trainable` is no weight's.
 
     Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards weights.
     """
-    over, every = splits(model, mesh, vocab), all_weights(model, lora)
+    over, every = splits(model, mesh, vocab, experts), all_weights(model, lora)
     for pattern in trainable:
         if not any(is_trained(weight, lora, (pattern,)) for weight in weights(model)):
             names = [weight.name for weight in weights(model)]
@@ -231,8 +256,8 @@ def all_placed(config: Config) -> tuple[Placed, ...]:
     """Every weight of a config, in the order of `model.weights`."""
     places, parallel = config.mesh.pipeline * stages(config).on_device, config.parallel
     return placed(
-        config.model, config.mesh, parallel.vocab, places, parallel.zero_stage, config.lora, config.train.trainable
-    )
+        config.model, config.mesh, parallel.vocab, places, parallel.zero_stage, config.lora, config.train.trainable, expert_axes(config)
+    )  # fmt: skip
 
 
 def zero_ways(config: Config) -> int:

@@ -16,8 +16,8 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import CONTEXT, PIPELINE, TENSOR
-from meshtrain.model.collectives import VocabularyShards
-from meshtrain.parallel.placement import splits
+from meshtrain.model.collectives import Collectives, VocabularyShards
+from meshtrain.parallel.placement import expert_axes, expert_ranks, splits
 
 SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
 
@@ -31,7 +31,11 @@ class MeshCollectives(VocabularyShards):
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
         self.context, strategy = config.mesh.context, config.parallel.context_strategy
         self.by_heads, self.rings = strategy == "ulysses", strategy == "ring"
-        self.experts, self.expert_ranks = config.parallel.experts, config.mesh.expert
+        self.experts, self.expert_axes, self.expert_ranks = (
+            config.parallel.experts,
+            expert_axes(config),
+            expert_ranks(config),
+        )
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -99,7 +103,14 @@ class MeshCollectives(VocabularyShards):
     def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         from meshtrain.parallel.experts import dispatched
 
-        return dispatched(self.experts, self.expert_ranks, compute, experts, rows, chosen, weights)
+        return dispatched(self, compute, experts, rows, chosen, weights)
+
+    def of_experts(self) -> Collectives:
+        if TENSOR not in self.expert_axes:
+            return self
+        from meshtrain.parallel.experts import PartsOfSequences
+
+        return PartsOfSequences(self)
 
     def once(self, x: jax.Array) -> jax.Array:
         return jax.numpy.where(lax.axis_index(TENSOR) == 0, x, 0) if self.ranks > 1 else x

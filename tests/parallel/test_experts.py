@@ -133,6 +133,14 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
     "swapped by 8": ("losses", {"data": 8, "expert": 8}, {"zero_stage": 2, "experts": SWAP, "remat": "full"}, False),
     "tensor": ("bias", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "experts": SWAP}, False),
     "sequences split": ("losses", {"data": 2, "expert": 2, "tensor": 4}, {"zero_stage": 3, "sequence_parallel": True}, False),
+    "parts swapped": ("losses", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 3, "sequence_parallel": True, "experts": SWAP}, False),
+    "parts swapped, packed": ("losses", {"data": 4, "expert": 2, "tensor": 2}, {"zero_stage": 1, "remat": "full", "sequence_parallel": True, "experts": SWAP}, True),
+    "parts swapped, shared experts, zero bubble": (
+        "bias", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2, "sequence_parallel": True, "experts": SWAP}, False,
+    ),
+    "parts of parts swapped": ("losses", {"data": 2, "expert": 2, "tensor": 2, "context": 2}, {"sequence_parallel": True, "experts": SWAP}, False),
+    "parts that do not divide experts": ("chosen", {"data": 2, "expert": 2, "tensor": 4}, {"sequence_parallel": True, "experts": SWAP}, False),
     "stages": ("chosen", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "experts": SWAP}, False),
     "zero bubble": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2}, False),
     "zero bubble, all split": (
