@@ -2,6 +2,7 @@
 
 python -m experiments.experts balance
 python -m experiments.experts speed
+python -m experiments.experts bytes     what crosses expert and tensor for the experts of a layer, in the compiled program
 """
 
 import argparse
@@ -85,11 +86,51 @@ def speed(rounds: int) -> None:
         print(f"{name:24} {middle:.3f} s a step, {middle / statistics.median(seconds['dense']):.2f} x dense")
 
 
+def crossing(tokens: int = 1024) -> None:
+    """With sequence parallelism, of layers whose experts lie over expert alone and over tensor too: 12 experts do not divide by 8 ranks, 16 do."""
+    print(
+        f"{tokens} tokens of {64} numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and step"
+    )
+    print(f"{'dispatch':12}{'experts over':16}{'tensor':>8}{'expert':>8}{'together':>10}")
+    for dispatch, capacity, experts in (("all_gather", None, 16), ("all_to_all", 1.25, 12), ("all_to_all", 1.25, 16)):
+        model = {
+            "layers": 2,
+            "d_model": 64,
+            "heads": 4,
+            "vocab_size": 256,
+            "moe": {"experts": experts, "top_k": 4, "d_ff": 64},
+        }
+        parallel = {
+            "sequence_parallel": True,
+            "zero_stage": 0,
+            "microbatches": 1,
+            "experts": {"dispatch": dispatch, "capacity": capacity},
+        }
+        mesh = {"data": 4, "expert": 4, "tensor": 2}
+        train = {"global_batch_size": 16, "sequence_length": tokens // 4}
+        program = mt.Program(mt.load({"model": model, "mesh": mesh, "parallel": parallel, "train": train}))
+        over, sent = (
+            program.local.forward.collectives.expert_axes,
+            dict.fromkeys(("tensor", "expert", "expert+tensor"), 0.0),
+        )
+        for c in program.collectives():
+            # of a layer, and not the sums of gradients after all of them
+            if c.axis in sent and "layer" in c.source and c.kind != "all-reduce":
+                sent[c.axis] += c.sent * c.times / 2e3
+        rows = sent["expert"] + sent["expert+tensor"]
+        print(
+            f"{dispatch:12}{' x '.join(over):16}{sent['tensor']:8.0f}{rows:8.0f}{sent['tensor'] + rows:10.0f}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["balance", "speed"])
+    parser.add_argument("what", choices=["balance", "speed", "bytes"])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     mt.fake_devices(8)
-    balance(arguments.steps) if arguments.what == "balance" else speed(arguments.rounds)
+    {"balance": lambda: balance(arguments.steps), "speed": lambda: speed(arguments.rounds), "bytes": crossing}[
+        arguments.what
+    ]()

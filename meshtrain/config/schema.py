@@ -48,10 +48,12 @@ planned_strategy = late("meshtrain.plan.choices:context_strategy")
 
 def sends_less(config: "Config") -> str:
     """Returns what parallel.experts.dispatch: auto stands for. With room for all rows that may come all-gather sends no more than all-to-all."""
-    expert, capacity = config.mesh.expert, config.parallel.experts.capacity
+    expert, tensor, capacity, moe = config.mesh.expert, config.mesh.tensor, config.parallel.experts.capacity, config.model.moe  # fmt: skip
     if expert == 1:
         return AUTO
-    return "all_gather" if capacity is None or expert - 1 <= capacity * config.model.moe.top_k else "all_to_all"
+    # by all-to-all parts of sequences are sent, see `placement.expert_axes`
+    ranks = expert * (tensor if config.parallel.sequence_parallel and moe.experts % (expert * tensor) == 0 else 1)
+    return "all_gather" if capacity is None or ranks - 1 <= capacity * moe.top_k else "all_to_all"
 
 
 def _schedule(config: "Config") -> str:

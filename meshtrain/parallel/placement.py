@@ -124,7 +124,7 @@ def splits(
     model: ModelConfig, mesh: MeshConfig, vocab: str, experts: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere. `experts`: those of
-    `expert_axes`."""
+    `expert_axes`, by default without tensor."""
     vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
     split_kv = local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
     return {
@@ -134,7 +134,7 @@ def splits(
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
-        "experts": experts,
+        "experts": experts or ((EXPERT,) if mesh.expert > 1 else ()),
     }
 
 

@@ -16,11 +16,11 @@ from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import expert_room, round_up
-from meshtrain.config.mesh import EXPERT
+from meshtrain.config.mesh import EXPERT, TENSOR
 from meshtrain.config.model import MoeConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import EXPERT_BLOCK
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import expert_axes, expert_ranks, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
@@ -40,7 +40,7 @@ class ExpertRows:
 
 def rows(config: Config) -> ExpertRows:
     """Returns the rows of a config with experts."""
-    moe, experts, ranks, tokens = config.model.moe, config.parallel.experts, config.mesh.expert, shapes.tokens(config)
+    moe, experts, ranks, tokens = config.model.moe, config.parallel.experts, expert_ranks(config), _tokens(config)
     local = moe.experts // ranks
     room = expert_room(experts, ranks, local, tokens, moe.top_k)
     sent = room if experts.dispatch == "all_to_all" else ranks * tokens
@@ -49,15 +49,20 @@ def rows(config: Config) -> ExpertRows:
 
 def width(config: Config) -> int:
     """Returns the columns of an expert on one device."""
-    return math.ceil(config.model.expert_width / config.mesh.tensor)
+    return math.ceil(config.model.expert_width / (1 if TENSOR in expert_axes(config) else config.mesh.tensor))
+
+
+def _tokens(config: Config) -> int:
+    """Returns the tokens that a device's router is given: where experts lie over tensor too, its part of each sequence."""
+    return shapes.tokens(config) // (config.mesh.tensor if TENSOR in expert_axes(config) else 1)
 
 
 def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile) -> Layer:
     """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than the mean the fullest
     device has."""
     moe, device, dtype = config.model.moe, cluster.accelerator, config.precision.compute
-    tokens, d, f, size = shapes.tokens(config), config.model.d_model, width(config), shapes.itemsize(dtype)
-    local, r = moe.experts // config.mesh.expert, rows(config)
+    tokens, d, f, size = _tokens(config), config.model.d_model, width(config), shapes.itemsize(dtype)
+    local, r = moe.experts // expert_ranks(config), rows(config)
     used = min(r.room, r.here * profile.imbalance) + local * EXPERT_BLOCK / 2
     each = used / local
 
@@ -97,7 +102,7 @@ def kept(config: Config, remat: str, names: tuple[str, ...]) -> float:
         return 0.0
     if remat in ("names", "selective"):
         return float(size * sum(by_name.get(name, 0) for name in names))
-    router = FLOAT32 * shapes.tokens(config) * (d + 3 * config.model.moe.experts)
+    router = FLOAT32 * _tokens(config) * (d + 3 * config.model.moe.experts)
     return float(size * (slots * (d + 4 * f)) + router)
 
 
@@ -112,7 +117,7 @@ def at_hand(config: Config) -> float:
 
 def expert_transfers(config: Config) -> list[tuple[str, Transfer]]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
-    return list(_transfers(config, config.mesh.expert)) if config.mesh.expert > 1 else []
+    return list(_transfers(config, expert_ranks(config))) if config.mesh.expert > 1 else []
 
 
 def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
@@ -148,7 +153,7 @@ def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
     """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the outermost first, to each
     block with one of them once; those of other blocks go on from there."""
     group, moe = cluster.axis(EXPERT, config.mesh), config.model.moe
-    seconds, inside, of_tokens = 0.0, 1, transfer.nbytes * shapes.tokens(config) / rows(config).sent
+    seconds, inside, of_tokens = 0.0, 1, transfer.nbytes * _tokens(config) / rows(config).sent
     for hop in group.hops:
         blocks = group.size / inside / hop.fan * (hop.fan - 1)
         nbytes = of_tokens * blocks * reached(moe, moe.experts * inside // group.size)

@@ -12,7 +12,7 @@ from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.model.weights import trained_text
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import expert_ranks, stages
 from meshtrain.plan import axes, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
@@ -26,7 +26,7 @@ from meshtrain.units import count, duration, size
 
 def _experts(plan: Plan) -> str:
     """How a layer's experts lie, and what is assumed of their loads."""
-    config, moe, ranks = plan.config, plan.config.model.moe, plan.config.mesh.expert
+    config, moe, ranks = plan.config, plan.config.model.moe, expert_ranks(plan.config)
     r = rows(config)
     return (
         f"experts {moe.experts // ranks} of {moe.experts} a device, {moe.top_k} a token"

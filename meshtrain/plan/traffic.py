@@ -19,11 +19,11 @@ from dataclasses import replace
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from meshtrain.config import Config
-from meshtrain.config.mesh import AXES, DATA
+from meshtrain.config.mesh import AXES, DATA, TENSOR
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import expert_axes, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
 from meshtrain.plan.compute import FrameworkProfile
@@ -90,7 +90,9 @@ def layer_transfers(config: Config) -> list[Moment]:
     # of the layer's own output the backward has no use, unless a norm stands behind it
     again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
     # Of products that are computed again the backward waits for the inputs; else only the weights' gradients take them.
-    late = ("qkv" in names) + ("mlp_in" in names) if parallel.remat != "dots" else 2
+    # where experts lie over tensor too nothing is gathered for them, but for shared ones
+    halves = 1 + (config.model.d_ff > 0 or TENSOR not in expert_axes(config))
+    late = ("qkv" in names) + (halves - 1) * ("mlp_in" in names) if parallel.remat != "dots" else halves
 
     def over(
         moment: str, kind: str, what: str, count: int, hides: bool = False, nbytes: float = stream_bytes
@@ -109,13 +111,13 @@ def layer_transfers(config: Config) -> list[Moment]:
     if parallel.sequence_parallel:
         entering = stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
         return [
-            over("forward", ALL_GATHER, "layer inputs gathered", 2, nbytes=entering),
-            over("forward", REDUCE_SCATTER, "layer outputs scattered", 2),
+            over("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
+            over("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
             over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering),
-            over("backward", ALL_GATHER, "layer inputs gathered again for products", 2 - late, nbytes=entering),
+            over("backward", ALL_GATHER, "layer inputs gathered again for products", halves - late, nbytes=entering),
             over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
-            over("backward", ALL_GATHER, "output cotangents gathered", 2),
-            over("backward", REDUCE_SCATTER, "input cotangents scattered", 2, hides=True),
+            over("backward", ALL_GATHER, "output cotangents gathered", halves),
+            over("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
             *over_heads,
         ]
     return [

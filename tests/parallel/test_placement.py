@@ -1,9 +1,11 @@
 """Where weights lie, in numbers: what splits which axis, and what each device holds of it."""
 
+import math
+
 import pytest
 
 from meshtrain.config import load
-from meshtrain.parallel.placement import notes, splits
+from meshtrain.parallel.placement import all_placed, notes, splits
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,20 @@ def test_what_a_mesh_pads_is_noted_with_its_price(sections, says):
     (note,) = notes(load({**sections, "model": {**model, **sections.get("model", {})}}))
     assert all(part in note for part in says), note
     assert note.endswith(".") and "\n" not in note
+
+
+def test_experts_lie_over_tensor_too_where_parts_of_sequences_are_sent_to_them():
+    def over(*overrides):
+        config = load(
+            {"model": {"moe": {"experts": 8, "d_ff": 32}}, "mesh": {"data": 4, "expert": 2, "tensor": 2}}, overrides
+        )
+        gate = next(weight for weight in all_placed(config) if weight.name == "blocks.experts.gate")
+        return gate.over, math.prod(gate.shape) // gate.on_device()
+
+    swapped = "parallel.experts.dispatch=all_to_all"
+    by_columns = ((("pipeline",), ("expert",), (), ("tensor",)), 4)
+    assert over() == over("parallel.sequence_parallel=true") == over(swapped) == by_columns
+    by_experts = over("parallel.sequence_parallel=true", swapped)
+    assert by_experts == ((("pipeline",), ("expert", "tensor"), (), ()), 4)
+    # 6 experts do not divide over 4 ranks
+    assert over("parallel.sequence_parallel=true", swapped, "model.moe.experts=6") == by_columns

@@ -10,6 +10,7 @@ from counted import before_or_after_the_clocks
 from meshtrain.config import load
 from meshtrain.config.model import MoeConfig
 from meshtrain.model.weights import parameters
+from meshtrain.parallel.placement import expert_axes
 from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
@@ -49,6 +50,7 @@ def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
         {"expert": 2},
         {"pipeline": 2},
         {"tensor": 2},
+        {"tensor": 2, "expert": 2, "remat": "full"},
         {"context": 2},
         {"context": 2, "remat": "full"},
     ],
@@ -59,7 +61,11 @@ def test_the_program_sends_over_expert_what_is_planned(dispatch, more):
     clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
     sent = replace(compiled, collectives=clocks).sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
-    assert planned["expert"] == pytest.approx(sent["expert"], rel=0.01)
+    over = ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)
+    assert expert_axes(config) == over
+    assert "+".join(over) in sent
+    assert planned["expert"] == pytest.approx(sent.get("expert", 0) + sent.get("expert+tensor", 0), rel=0.01)
+    assert planned["tensor"] == pytest.approx(sent.get("tensor", 0), rel=0.01)
 
 
 @pytest.mark.thorough
