@@ -60,8 +60,9 @@ def balance(steps: int) -> None:
 
 
 def speed(rounds: int) -> None:
-    """Steps of all kinds in turns, so that they see the same of what else the machine does."""
-    width, kinds, seconds = 256, {}, dict[str, list[float]]()
+    """Steps of all kinds in turns, so that they see the same of what else the machine does; and the processor time of each, which other work
+    hardly changes."""
+    width, kinds, seconds = 256, {}, dict[str, list[tuple[float, float]]]()
     capacity = ["parallel.experts.capacity=1.5", "parallel.experts.dispatch=all_to_all"]
     for name, moe, mesh, words in (
         ("dense", {}, {"data": 4, "pipeline": 2}, []),
@@ -76,14 +77,19 @@ def speed(rounds: int) -> None:
         seconds[name] = []
     for turn in range(rounds + 2):
         for name, (program, state, placed) in kinds.items():
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             state, _ = jax.block_until_ready(program.train_step(state, placed))
             kinds[name] = program, state, placed
             if turn >= 2:
-                seconds[name].append(time.perf_counter() - began)
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        print(f"{name:24} {middle:.3f} s a step, {middle / statistics.median(seconds['dense']):.2f} x dense")
+                seconds[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    of_kind = {
+        name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in seconds.items()
+    }
+    for name, (wall, processor) in of_kind.items():
+        dense = of_kind["dense"]
+        print(
+            f"{name:24} {wall:.3f} s a step, {wall / dense[0]:.2f} x dense; processor {processor:.3f} s, {processor / dense[1]:.2f} x"
+        )
 
 
 def crossing(tokens: int = 1024) -> None:
