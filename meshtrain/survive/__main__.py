@@ -160,7 +160,6 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stats_parser() -> Parser:
     parser = _parser_of_run("stats", "Where a run's time went, its faults, how reliable its nodes are.")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="writes a picture of the run's life")
     return parser
 
