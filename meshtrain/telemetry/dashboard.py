@@ -27,23 +27,16 @@ Panel = dict[str, Any]
 
 def document() -> dict[str, Any]:
     """Returns the dashboard, as Grafana imports it."""
+    variables = [
+        {"name": "datasource", "type": "datasource", "query": "prometheus"},
+        _variable("run", f"label_values({PREFIX}process_info, run)"),
+        _variable("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
+    ]
     return {
-        "title": "meshtrain",
-        "uid": "meshtrain",
-        "tags": ["meshtrain"],
-        "schemaVersion": 38,
-        "editable": True,
-        "time": {"from": "now-3h", "to": "now"},
-        "refresh": "10s",
-        "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "query": "prometheus"},
-                _variable("run", f"label_values({PREFIX}process_info, run)"),
-                _variable("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
-            ]
-        },
+        "title": "meshtrain", "uid": "meshtrain", "tags": ["meshtrain"], "schemaVersion": 38, "editable": True,
+        "time": {"from": "now-3h", "to": "now"}, "refresh": "10s", "templating": {"list": variables},
         "panels": [{"id": k, **panel} for k, panel in enumerate(_placed(), 1)],
-    }
+    }  # fmt: skip
 
 
 def queries() -> list[tuple[str, str]]:
