@@ -6,7 +6,8 @@
 The formulas of `plan.seconds` say what a step should take; this says what the program that XLA made of it takes by the same rates: products
 of the shapes that it has, bytes that it moves, collectives that it sends, and what hides what. Loops count by their turns.
 
-`python -m experiments.plan.timed CONFIG TARGET` prints the plan of a config and its compiled step, with the program's seconds, as JSON.
+`python -m experiments.plan.timed CONFIG TARGET` prints the plan of a config and its compiled step, with the program's seconds, and what
+travels under products, as JSON.
 """
 
 import json
@@ -14,7 +15,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -193,8 +194,10 @@ def main(path: str, target: str) -> None:
     name = parse_target(target, config.mesh.devices)
     cluster = named(CLUSTERS.get(name, name), config.mesh.devices)
     compiled = compile_step(config, target)
-    seconds = timed(compiled.module, compiled.mesh, config, cluster).seconds
-    print(json.dumps(plan(config, cluster).as_json() | {"compiled": compiled.as_json(), "program_seconds": seconds}))
+    program = timed(compiled.module, compiled.mesh, config, cluster)
+    sent = {f"{kind} over {axis}": asdict(spent) for (axis, kind), spent in program.sent.items()}
+    found = {"compiled": compiled.as_json(), "program_seconds": program.seconds, "program_sent": sent}
+    print(json.dumps(plan(config, cluster).as_json() | found))
 
 
 if __name__ == "__main__":
