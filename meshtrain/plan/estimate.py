@@ -200,7 +200,7 @@ def _step_time(
     data -= hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
     sends = layer.forward_sends + layer.backward_sends
     # Of what is sent within layers, the share that is waited for where pairs hide the rest.
-    waited = 1.0 - pipeline.pairs(config) * (layer.forward_hidden + layer.backward_hidden) / sends if sends else 1.0
+    waited = 1.0 - pipeline.hidden(config, layer) / sends if sends else 1.0
     return StepTime(
         matmul=layers * useful.matmul,
         attention=layers * useful.attention,

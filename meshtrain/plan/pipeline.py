@@ -10,7 +10,7 @@ from meshtrain.config.follow import runs_table
 from meshtrain.parallel.placement import stages
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
-from meshtrain.plan.seconds import MicrobatchCosts
+from meshtrain.plan.seconds import LayerCost, MicrobatchCosts
 from meshtrain.schedule.buffers import executed
 from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
 from meshtrain.schedule.generators import make_table
@@ -119,10 +119,11 @@ def timeline(
     return simulate(of_step, durations(config, costs, of_step.split, optimizer), profile.execution)
 
 
-def pairs(config: Config) -> float:
-    """The share of a stage's forwards and backwards that stand in pairs."""
-    known = facts(config)
-    return known.paired * min(1.0, known.together / (config.parallel.microbatches * stages(config).chunks))
+def hidden(config: Config, layer: LayerCost) -> float:
+    """Seconds of a layer's messages that pairs hide, of one microbatch in the mean: in pairs of F and B those of both, of I and W those of I."""
+    known, count = facts(config), config.parallel.microbatches * stages(config).chunks
+    together, covered = known.paired * known.together / count, known.covered / count
+    return min(1.0, together) * layer.forward_hidden + min(1.0, together + covered) * layer.backward_hidden
 
 
 def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
