@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import logging
+import math
 import os
 import re
 import select
@@ -157,12 +158,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
-        self.add_argument(
-            "--config",
-            required=required,
-            metavar="FILE|NAME",
-            help="the YAML file of the run, or one that comes along, such as quickstart",
-        )
+        meaning = "the YAML file of the run, or one that comes along, such as quickstart"
+        self.add_argument("--config", required=required, metavar="FILE|NAME", help=meaning)
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
 
@@ -171,11 +168,8 @@ class Parser(argparse.ArgumentParser):
         add = self.add_argument
         add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
         add("--mesh", metavar="data=A,tensor=B", help="over which devices (default: the fewest that it fits)")
-        add(
-            "--precision",
-            metavar="DTYPE",
-            help="what it computes in: float32, bfloat16, float16 (default: the model's)",
-        )
+        meaning = "what it computes in: float32, bfloat16, float16 (default: the model's)"
+        add("--precision", metavar="DTYPE", help=meaning)
         add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
         add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
 
@@ -240,6 +234,23 @@ def whole_number(text: str) -> int:
         legal = f"a whole number of at least 1 and at most {LARGEST[int]}"
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is not {legal}")
     return int(text)
+
+
+def number_from(least: float, most: float = math.inf, kind: type[float] = float) -> Callable[[str], float]:
+    """Returns the type of an option that is a number, of a kind, from `least` to `most`."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or value == math.inf:
+            what = "a whole number" if kind is int else "a number"
+            legal = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+            raise argparse.ArgumentTypeError(f"{short(repr(text))} is not {what} {legal}")
+        return value
+
+    return number
 
 
 def step(text: str) -> int | Literal["newest", "best"]:

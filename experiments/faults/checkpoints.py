@@ -46,7 +46,7 @@ kind(
     "checkpoint/test_odd_steps.py::test_a_renamed_step_directory_is_never_restored",
     "checkpoint/test_odd_steps.py::test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_restored",
     "checkpoint/test_odd_steps.py::test_the_real_step_is_saved_later_and_what_had_its_name_stays",
-    "checkpoint/test_command.py::test_verify_names_each_that_is_not_the_step_of_its_name",
+    "checkpoint/test_command.py::test_ls_and_verify_name_each_that_is_not_the_step_of_its_name",
 )
 
 

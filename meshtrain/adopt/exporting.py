@@ -222,7 +222,6 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors of each file."""
     by_name, tensors = mappings(model), dict[str, Tensor]()
     for layer in (None, *range(model.layers)):
         for mapping in by_name.values():

@@ -55,7 +55,6 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def _kind(path: Path) -> str:
-    """Returns in words what stands among the steps and is none."""
     aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
     try:
         return "; ".join(filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed")))
@@ -134,7 +133,6 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def _differences(a: StepManifest, b: StepManifest) -> Iterator[str]:
-    """Yields a line on each thing in which two manifests differ."""
     for what in ("step", "loss", "eval_loss"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
@@ -180,7 +178,6 @@ def _directories(path: Path) -> list[Path]:
 
 
 def _named(options: argparse.Namespace) -> list[Path]:
-    """Returns the one step that --step names, or all; ConfigError if there is none."""
     directories = _directories(options.directory)
     if options.step is None:
         return directories

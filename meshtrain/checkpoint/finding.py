@@ -134,7 +134,6 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
 
 
 def _set_aside(directory: Path) -> str:
-    """Sets a damaged step aside; returns what became of it, in words."""
     try:
         return f"it is set aside as {steps.set_aside(directory).name}"
     except OSError as error:

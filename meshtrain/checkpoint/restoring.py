@@ -91,7 +91,6 @@ def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Confi
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a value with tuples in the place of JSON's lists."""
     if isinstance(value, Mapping):
         return {name: _tuples(x) for name, x in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -223,7 +222,6 @@ def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bo
 
 
 def _check_adapters(converter: GlobalArrays, start: Start) -> None:
-    """Raises ConfigError if the checkpoint has adapters, and this run none or others."""
     section = known(start.manifest.config, Config).get("lora", {})
     if not section.get("rank"):
         return

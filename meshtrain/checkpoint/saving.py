@@ -188,7 +188,6 @@ class Saver:
             return str(error), None
 
     def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
-        """Has Orbax begin to write each place's arrays."""
         written: Written = []
         for place in steps.PLACES:
             here = {name: x for name, x in values.items() if (name in self._frozen) == (place == steps.FROZEN)}

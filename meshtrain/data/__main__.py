@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, whole_number
+from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, number_from, whole_number
 from meshtrain.data import show
 from meshtrain.data.documents import documents
 from meshtrain.data.formats import wanted_for
@@ -86,7 +86,7 @@ def parser() -> Parser:
     workers = os.cpu_count() or 1
     prepares.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
     share = "share of the documents held out"
-    prepares.add_argument("--validation", type=_share, default=PrepareOptions.validation, help=share)
+    prepares.add_argument("--validation", type=number_from(0, 0.5), default=PrepareOptions.validation, help=share)
     bad = "documents that are empty, damaged, not UTF-8, without text"
     prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
     prepares.set_defaults(run=_prepare)
@@ -104,11 +104,11 @@ def parser() -> Parser:
     trains = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
     _add_input(trains)
     trains.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
-    trains.add_argument("--output", required=True, type=_file, help="the tokenizer.json to write")
+    trains.add_argument("--output", required=True, type=Path, help="the tokenizer.json to write")
     trains.set_defaults(run=_train_tokenizer)
 
     verifies = commands.add_parser("verify", help="compares prepared shards with their manifest")
-    verifies.add_argument("directory", type=_path)
+    verifies.add_argument("directory", type=Path)
     verifies.add_argument(
         "--json", action="store_true", help="the same for programs: documents, tokens and shards of each split"
     )
@@ -129,32 +129,10 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
 
 
-def _path(text: str) -> Path:
-    if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file or directory")
-    return Path(text)
-
-
 def _directory(text: str) -> Path:
-    if os.path.isfile(_path(text)):
+    if os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"{short(text)} is a file; the output is a directory")
     return Path(text)
-
-
-def _file(text: str) -> Path:
-    if os.path.exists(_path(text)) and not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{short(text)} is there and no file; the output is a file")
-    return Path(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 0.5:
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not a number from 0 to 0.5")
-    return share
 
 
 def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]:

@@ -146,7 +146,6 @@ RECORDS = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _decoded(name: str, data: bytes, take: Callable[[str], Document]) -> Document:
-    """The document that `take` makes of some JSON, or why it makes none."""
     try:
         return take(data.decode())
     except UnicodeDecodeError:

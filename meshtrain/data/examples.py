@@ -27,10 +27,10 @@ import numpy as np
 from meshtrain.data.chat import Conversation, Unfit, conversation, pair
 from meshtrain.data.documents import Document
 from meshtrain.data.manifest import Contents
-from meshtrain.data.shards import ID, LEARNED, REJECTED
+from meshtrain.data.shards import LEARNED, REJECTED
 from meshtrain.data.template import ChatTemplate
 from meshtrain.data.tokenizer import Spans, Tokenizer
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import short
 
 # Counts of a preparation of conversations.
 EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
@@ -54,10 +54,6 @@ class Examples:
     """Makes examples of records, with one template and one tokenizer, and counts what is in them."""
 
     def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        if tokenizer.vocab_size > ID + 1:
-            raise ConfigError(
-                f"the tokenizer {tokenizer.name} has ids of more than 30 bits, too many for conversations."
-            )
         self.contents, self.template, self.tokenizer = contents, template, tokenizer
         # The longest first, of which others are the beginning.
         special = sorted(tokenizer.special, key=len, reverse=True)

@@ -74,7 +74,10 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
             f"give at least {tokenizer.vocab_size}."
         )
     if not has_documents(data.source):
-        train, validation = (_drawn(config, tokenizer, split) for split in SPLITS)
+        opens = SOURCES[data.source].rows
+        assert opens is not None, f"{data.source} is registered without a function that opens it"
+        rows = (RowBatches(opens(config, split), config.train.global_batch_size, pad=False) for split in SPLITS)
+        train, validation = (TextBatches(b, data.source, "", tokenizer, multiple=row_multiple(config)) for b in rows)
         return train, validation
     names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
     key = "data.mixture" if data.mixture else "data.source"
@@ -92,7 +95,6 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
 
 
 def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Opens what a key names, preparing it first if it is text; ConfigError (one sentence) on bad input."""
     if name in SOURCES and data.format != "text":
         raise ConfigError(
             f"{key} is {name}, which holds no conversations; with data.format {data.format} name files of them."
@@ -124,17 +126,9 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     )
 
 
-def _drawn(config: Config, tokenizer: Tokenizer, split: str) -> TextBatches:
-    opens = SOURCES[config.data.source].rows
-    assert opens is not None, f"{config.data.source} is registered without a function that opens it"
-    batches = RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
-    return TextBatches(batches, config.data.source, "", tokenizer, multiple=row_multiple(config))
-
-
 def _batches(
     config: Config, tokenizer: Tokenizer, sources: Sequence[Source], weights: Sequence[float], split: str
 ) -> TextBatches:
-    """The batches of a split of the sources that have any document in it; ConfigError if that is too little."""
     pairs = [(s, corpus, w) for s, w in zip(sources, weights, strict=True) if (corpus := s.corpus(split)) is not None]
     name = " + ".join(source.name for source in sources)
     purpose = f" for {split}" if split != "all" else ""

@@ -135,7 +135,6 @@ class Grouped:
         return {"weights": places.weights(), **places.read(self.corpus)}
 
     def _place(self, k: int) -> tuple[int, int]:
-        """The group of global batch k, and which of its batches it is."""
         block, index = divmod(k, AHEAD)
         groups, indices = self._places(block)
         return int(groups[index]), int(indices[index])

@@ -149,7 +149,6 @@ class _Search:
                     self._entry(entry.path, own, f"{real}/{entry.name}", entry.stat(follow_symlinks=False).st_mode)
 
     def _entry(self, path: str, name: str, real: str, mode: int) -> None:
-        """Takes what a folder holds, or a link in it leads to."""
         base = os.path.basename(name)
         if stat.S_ISDIR(mode):
             if base not in self.without:

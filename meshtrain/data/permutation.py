@@ -51,7 +51,6 @@ def _network(value: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.uint64 | n
 
 
 def _mix(half: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
-    """32 bits that look random."""
     mixed = (half + key) * _ODD[0]
     mixed ^= mixed >> _HALF
     return (mixed * _ODD[1]) >> _HALF

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -55,12 +56,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def environment(now: float) -> jinja2.Environment:
     """Makes what chat templates expect, as transformers' documentation says ("Writing a chat template"): blocks trimmed, and these functions.
 
@@ -73,7 +68,7 @@ def environment(now: float) -> jinja2.Environment:
         loader=jinja2.FunctionLoader(_no_file),
     )
     sandbox.extend(marks=("", ""), used=False)
-    sandbox.filters["tojson"] = _tojson
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals.update(
         raise_exception=_raise_exception,
         strftime_now=lambda form: datetime.fromtimestamp(now, UTC).strftime(form),

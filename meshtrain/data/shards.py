@@ -222,7 +222,6 @@ def _readable_digest(path: Path) -> str:
 
 
 def _checked_stamp(path: Path, expected: int) -> Stamp:
-    """The stamp of a shard of the expected size; ConfigError for another size."""
     try:
         stat = path.stat()
     except FileNotFoundError:

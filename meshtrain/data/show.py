@@ -22,7 +22,7 @@ from meshtrain.data.input_files import InputFile
 from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, printable, short
 
 GREEN, RED, PLAIN = "\033[1;32m", "\033[1;31m", "\033[0m"
 MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}  # by whether the answer is the rejected one
@@ -90,18 +90,13 @@ def _runs(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool,
     for (learned, rejected), run in groupby(
         tokens.tolist(), lambda token: (bool(token & int(LEARNED)), bool(token & int(REJECTED)))
     ):
-        yield "".join(tokenizer.spell(np.array(list(run), np.uint32) & ID)), learned, rejected
+        yield tokenizer.spell(np.array(list(run), np.uint32) & ID), learned, rejected
 
 
 def _marked(tokens: np.ndarray, tokenizer: Tokenizer, colours: bool) -> Iterator[str]:
     for spelt, learned, rejected in _runs(tokens, tokenizer):
-        text = "".join(map(_visible, spelt))
+        text = printable(spelt, "\n")
         begin, end = (RED if rejected else GREEN, PLAIN) if colours else MARKS[rejected]
         # A colour ends with its line, for those who scroll by lines.
         inner = text.replace("\n", f"{end}\n{begin}") if colours else text
         yield f"{begin}{inner}{end}" if learned else text
-
-
-def _visible(character: str) -> str:
-    """A character with what a terminal would obey as its escape."""
-    return character if character.isprintable() or character == "\n" else ascii(character)[1:-1]

@@ -18,7 +18,6 @@ from meshtrain.files import write_atomically
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
 MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of it
-MOST_IDS = 1 << 31  # batches are int32
 
 
 class FileTokenizer:
@@ -52,8 +51,6 @@ class FileTokenizer:
         size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
         self.vocab_size = max(size, self.end_of_document + 1)
-        if self.vocab_size > MOST_IDS:
-            raise ConfigError(f"{path} has the id {self.vocab_size - 1}; ids of more than 31 bits do not fit a batch.")
         self.name = f"{type(self._tokenizer.model).__name__}-{self.vocab_size}"
         self.digest = hashlib.sha256(data).hexdigest()
 

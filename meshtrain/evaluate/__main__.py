@@ -6,14 +6,13 @@ Without --text, --tasks and --images the run's own validation data is taken, and
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.cli import DONE, Parser, command, whole_number
+from meshtrain.cli import DONE, Parser, command, number_from, whole_number
 from meshtrain.data.unit import PrepareOptions
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError
 from meshtrain.evaluate import USUAL
 
 
@@ -50,9 +49,8 @@ def parser() -> Parser:
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
     of_tasks.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, YAML files")
-    of_tasks.add_argument(
-        "--shots", type=_from_0, metavar="N", help="examples before each question (default: the task's own)"
-    )
+    examples = "examples before each question (default: the task's own)"
+    of_tasks.add_argument("--shots", type=number_from(0, 9999, int), metavar="N", help=examples)
     of_tasks.add_argument("--limit", type=whole_number, metavar="N", help="questions of each task (default: all)")
     of_tasks.add_argument("--chat", action="store_true", default=None, help="ask by the model's own chat template")
     places = f"tokens of a row (default: what the model was made for; of text at most {USUAL})"
@@ -60,12 +58,6 @@ def parser() -> Parser:
     parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="rows at once")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     return parser
-
-
-def _from_0(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,4}", text):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not a whole number from 0 to 9999")
-    return int(text)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -167,7 +167,6 @@ def _total(scores: Any) -> tuple[float, bool]:
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
-    """Greedy unless a task asks for anything else."""
     temperature = float(settings.get("temperature") or 0.0)
     if settings.get("do_sample") is False:
         temperature = 0.0

@@ -147,7 +147,6 @@ def perplexity(
 
 
 def _encoded(document: Document, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    """The document's tokens, int32 [n], as training on it would have them."""
     tokens = np.concatenate([ids.astype(np.int32) for ids in tokenizer.encode(list(cut(document.text)))])
     if len(tokens) and tokens.max() >= vocab_size:
         raise ConfigError(

@@ -102,7 +102,6 @@ class Scorer:
         return self._program(self.model.params, *(jax.device_put(array, sharding) for array in (tokens, at, labels)))
 
     def _finish(self, rows: Sequence[TokenRow], batch: Sequence[int], outputs: Any) -> dict[int, Scores]:
-        """Waits for one batch: the scores of each of its rows by their number."""
         logprobs, greedy = map(np.asarray, outputs)
         scores = {n: Scores(logprobs[k, : rows[n].scored], greedy[k, : rows[n].scored]) for k, n in enumerate(batch)}
         if not all(np.isfinite(row.logprobs).all() for row in scores.values()):

@@ -3,13 +3,11 @@
 Standard output holds what the model says and nothing else, as it comes; what there is to say about it goes to standard error.
 """
 
-import argparse
-import math
 import sys
 from collections.abc import Sequence
 
-from meshtrain.cli import Parser, command, whole_number
-from meshtrain.errors import ConfigError, short
+from meshtrain.cli import Parser, command, number_from, whole_number
+from meshtrain.errors import ConfigError
 
 
 @command
@@ -41,41 +39,13 @@ def parser() -> Parser:
     add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
     add("--system", metavar="TEXT", help="of a conversation: what it begins with")
     add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most")
-    add("--temperature", type=_temperature, metavar="T", help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
+    add("--temperature", type=number_from(0), metavar="T", help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
     add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
-    add("--top-p", type=_share, metavar="P", help="among the fewest whose probabilities sum to this")
-    add("--seed", type=_seed, metavar="S", help="the same one makes the same choices (default: 0)")
+    add("--top-p", type=number_from(0, 1), metavar="P", help="among the fewest whose probabilities sum to this")
+    add("--seed", type=number_from(0, kind=int), metavar="S", help="the same one makes the same choices (default: 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
     add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (default: the model's)")
     return parser
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no {what}")
-    return number
-
-
-def _temperature(text: str) -> float:
-    if (temperature := _number(text, "temperature")) < 0:
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is below 0")
-    return temperature
-
-
-def _share(text: str) -> float:
-    if not 0 < (share := _number(text, "share")) <= 1:
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no share; it must be above 0 and at most 1")
-    return share
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no seed; it must be a whole number from 0")
-    return int(text)
 
 
 if __name__ == "__main__":

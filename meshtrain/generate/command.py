@@ -162,7 +162,6 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, line: str) -> int:
-    """Answers a line, adds both to the messages, and returns the exit code."""
     asked = [*messages, {"role": USER, "content": line}]
     try:
         fitting, tokens = _prompt(engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM))

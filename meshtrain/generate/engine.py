@@ -226,7 +226,6 @@ class Engine:
         return prefilled
 
     def _decode(self) -> bool:
-        """Dispatches a step for those that need one more token."""
         running_slots = [(slot, running) for slot, running in enumerate(self._running) if running is not None]
         places: Places = [(slot, running) for slot, running in running_slots if running.dispatched < running.most]
         if not places:

@@ -211,7 +211,6 @@ def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: in
 
 
 def _check_there(root: Path, given: str) -> None:
-    """ConfigError for a path that is none, which for a repository's name of Hugging Face's says what it is."""
     if root.is_dir():
         return
     legal = "give a run, one of its checkpoints, or a Hugging Face directory."

@@ -84,7 +84,6 @@ def _by_part(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
 
 
 def _specs(weight: Placed) -> list[PartitionSpec]:
-    """Returns the PartitionSpec of each of its layers."""
     return [PartitionSpec(*shard_spec(weight)[weight.stacked :])] * (weight.shape[0] if weight.stacked else 1)
 
 

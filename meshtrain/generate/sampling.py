@@ -86,7 +86,6 @@ def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Ar
 
 
 def _noise(seed: ArrayLike, position: jax.Array, vocabulary: int) -> jax.Array:
-    """Gumbel noise [V], of which an entry depends on seed, position and id."""
     # Which generator JAX uses otherwise is a setting.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.gumbel(key, (vocabulary,), jnp.float32)

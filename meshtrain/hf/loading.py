@@ -185,7 +185,6 @@ class _Leaf:
             yield tuple(piece)
 
     def _read_piece(self, layer: int | None, box: Box, dtype: Any) -> np.ndarray:
-        """Returns a box of the live weight, padding included."""
         dims = [n for _, n in self.weight.dims]
         inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(box, dims, strict=True))
         array = np.zeros([s.stop - s.start for s in box], dtype)

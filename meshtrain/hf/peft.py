@@ -137,7 +137,6 @@ def adapter_metadata(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
 
 
 def _adapted_modules(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[PeftModule, int]]:
-    """Yields the modules that are adapted, and how many of our projections in each."""
     chosen = adapted(model, lora)
     for module in peft_modules(model):
         if parts := sum(_projection(weight) in chosen for weight in module.projections):
@@ -193,7 +192,6 @@ class Adapters:
         return len(self._thirds) if self._thirds and module.fused else 1
 
     def _find_modules(self) -> list[PeftModule]:
-        """Returns the modules that have adapters, each in all layers."""
         present, used, modules = set(self.files.names), set[str](), []
         directory = short(self.directory)
         for module in peft_modules(self.model):

@@ -1,13 +1,12 @@
 """python -m meshtrain.serve RUN: a model behind OpenAI's API; RUN is a run directory, a checkpoint or a Hugging Face directory."""
 
-import argparse
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from meshtrain.cli import Parser, command, whole_number
+from meshtrain.cli import Parser, command, number_from, whole_number
 from meshtrain.errors import ConfigError, short
 
 KEY = "MESHTRAIN_API_KEY"
@@ -38,10 +37,9 @@ def parser() -> Parser:
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
-    add, seconds = parser.add_argument, _up_to(1e9, float, "number of seconds")
-    port = _up_to(65535, int, "port; ports are 0 to 65535")
+    add, seconds = parser.add_argument, number_from(0, 1e9)
     add("--host", default="127.0.0.1", help="the address it listens on; 127.0.0.1: this machine alone")
-    add("--port", type=port, default=8000, help="0: any that is free")
+    add("--port", type=number_from(0, 65535, int), default=8000, help="0: any that is free")
     add("--name", help="what clients call the model (default: that of its run)")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")
@@ -63,21 +61,6 @@ def _key(variable: str | None) -> str | None:
     if not re.fullmatch("[!-~]*", key):
         raise ConfigError(f"the key in {short(variable or KEY)} must be of printable ASCII characters, without spaces.")
     return key or None
-
-
-def _up_to(most: float, kind: type, meaning: str) -> Callable[[str], float]:
-    """Returns an option's type: a number from 0 on."""
-
-    def number(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = -1
-        if not 0 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{short(repr(text))} is no {meaning}")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ class Answers:
         return self._head | {"object": self.chunk_kind, "choices": choices} | count
 
     def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
-        """`form`: of a conversation, message or delta."""
         raise NotImplementedError
 
 

@@ -97,6 +97,9 @@ def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path)
         (["inspect", "/no/such"], "/no/such/config.json cannot be read"),
         (["export", str(GOLDEN / "gpt2"), str(GOLDEN)], "is there already"),
         (["exprot", "a", "b"], "did you mean export?"),
+        (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
+        (["config"], "the following arguments are required: FILE"),
+        (["config", "x.yaml", "--devices", "0"], "'0' is not a whole number of at least 1"),
         (
             ["export", str(GOLDEN / "gpt2"), "/no/such/out", "--tokenizer", "/no/such"],
             "no directory with a tokenizer.json",

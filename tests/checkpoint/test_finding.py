@@ -5,10 +5,11 @@ import os
 import random
 import shutil
 
+import checkpoint_runs
 import pytest
-from checkpoint_runs import config, numbered, program, same, saved
+from checkpoint_runs import config, numbered, opened, program, same, saved
 
-from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.finding import by_eval_loss, retained
 from meshtrain.config import CheckpointConfig, ConfigError
 from meshtrain.run.directory import NEWEST
@@ -18,12 +19,9 @@ FLIPS = 6  # in each kind of file
 
 def restored(directory, read=None, **checkpoint):
     """(the step that a run in `directory` starts from, its state, what it said)."""
-    said, settings = [], config(directory, checkpoint={"keep": 3, **checkpoint})
-    checkpointer = Checkpointer(settings, program(), say=said.append, read=read)
-    try:
-        state, step = checkpointer.restore_or_init()
-    finally:
-        checkpointer.close()
+    state, step, said = checkpoint_runs.restored(
+        config(directory, checkpoint={"keep": 3, **checkpoint}), program(), read=read
+    )
     return step, state, said
 
 
@@ -54,13 +52,10 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             content = bytearray(damaged.read_bytes())
             content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
             damaged.write_bytes(content)
-            checkpointer = Checkpointer(config(run), program(), say=(said := []).append)
-            try:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
-                    assert checkpointer.restore_or_init() == ("2", 2), damaged
-            finally:
-                checkpointer.close()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
+                state, step, said = checkpoint_runs.restored(config(run), program())
+            assert (state, step) == ("2", 2), damaged
             assert len(said) == 1 and "checkpoints/3 is damaged: " in said[0]
             assert str(path.relative_to(kept)) in said[0] or path.name == steps.COMMIT
             assert said[0].endswith("it is set aside as 3.damaged.")
@@ -126,12 +121,11 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
         for path in (run / "checkpoints" / step).rglob("*"):
             os.utime(path, (4e9 + 86400 * day,) * 2)  # in the year 2096, the lowest step last
         os.utime(run / "checkpoints" / step, (4e9 + 86400 * day,) * 2)
-    checkpointer = Checkpointer(config(run, checkpoint={"keep": 3}), program())
-    state, step = checkpointer.restore_or_init()
-    assert step == 3
-    checkpointer.save(4, state, 1.0)
-    checkpointer.wait()
-    checkpointer.close()
+    with opened(config(run, checkpoint={"keep": 3}), program()) as (checkpointer, _):
+        state, step = checkpointer.restore_or_init()
+        assert step == 3
+        checkpointer.save(4, state, 1.0)
+        checkpointer.wait()
     assert steps.committed_in(run / "checkpoints") == [2, 3, 4]
 
 
@@ -254,9 +248,8 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path)
 
 @pytest.mark.thorough
 def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_on_may_not(tmp_path):
-    checkpointer = Checkpointer(config(tmp_path / "old"), program(), read={"digest": "aa"})
-    checkpointer.save(1, numbered(program(), 1), loss=1.0)
-    checkpointer.close()
+    with opened(config(tmp_path / "old"), program(), read={"digest": "aa"}) as (checkpointer, _):
+        checkpointer.save(1, numbered(program(), 1), loss=1.0)
     old, other = str(tmp_path / "old"), {"digest": "bb"}
     assert restored(tmp_path / "same", {"digest": "aa"}, resume=old)[::2] == (1, [])
     assert restored(tmp_path / "weights", other, resume=old, weights_only=True)[0] == 0

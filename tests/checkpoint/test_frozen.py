@@ -9,7 +9,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import build_for, config, numbered, program, same, saved
+from checkpoint_runs import build_for, config, numbered, opened, program, restored, same, saved
 
 from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
 from meshtrain.checkpoint.__main__ import main
@@ -191,11 +191,8 @@ def test_a_killed_process_s_links_go_and_the_files_stay(copied, tuned):
 def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
     half = build_for(config(precision={"compute": "bfloat16"}, **LORA))
     settings = config(copied, precision={"compute": "bfloat16"}, checkpoint={"keep": 9}, **LORA)
-    said = []
-    checkpointer = Checkpointer(settings, half, say=said.append)
-    state, _ = checkpointer.restore_or_init()
-    checkpointer.save(4, state, 1.0)
-    checkpointer.close()
+    with opened(settings, half) as (checkpointer, said):
+        checkpointer.save(4, checkpointer.restore_or_init()[0], 1.0)
     leaf, rest = said[-1].split(maxsplit=1)
     assert rest.startswith(f"is frozen as float32 in {copied}/checkpoints/3 and held as bfloat16 from here on: ")
     assert StepManifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"] == "bfloat16"
@@ -223,14 +220,11 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tune
 @pytest.mark.thorough
 def test_what_is_frozen_in_a_checkpoint_may_be_trained_by_who_starts_from_it(tmp_path):
     frozen = build_for(config(train={"trainable": ["head.*"]}))
-    checkpointer = Checkpointer(config(tmp_path, train={"trainable": ["head.*"]}), frozen)
     state = numbered(frozen)
-    checkpointer.save(1, state, 1.0)
-    checkpointer.close()
+    with opened(config(tmp_path, train={"trainable": ["head.*"]}), frozen) as (checkpointer, _):
+        checkpointer.save(1, state, 1.0)
     resume = {"resume": str(tmp_path), "weights_only": True}
-    checkpointer = Checkpointer(config(tmp_path / "full", checkpoint=resume), program())
-    began, step = checkpointer.restore_or_init()
-    checkpointer.close()
+    began, step, _ = restored(config(tmp_path / "full", checkpoint=resume), program())
     assert step == 0 and same(began.params, state.params)
 
 

@@ -3,13 +3,13 @@
 from functools import cache
 from typing import Any
 
+import checkpoint_runs
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import LAYOUTS, build_for, config, take
+from checkpoint_runs import LAYOUTS, build_for, config, opened, take
 from covering import slow_but
 
-from meshtrain.checkpoint import Checkpointer
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.config import Config
 
@@ -58,13 +58,12 @@ def sources(tmp_path_factory):
     @cache
     def source(layout):
         directory, built = str(tmp_path_factory.mktemp("run")), program(layout)
-        checkpointer = Checkpointer(settings(layout, directory), built)
-        state, loss = checkpointer.restore_or_init()[0], np.nan
-        for step in range(1, STEPS + 1):
-            state, loss = take(built, state, step)
-        checkpointer.save(STEPS, state, loss)
-        before = {name: np.array(x) for name, x in GlobalArrays(built).arrays(state).items()}
-        checkpointer.close()
+        with opened(settings(layout, directory), built) as (checkpointer, _):
+            state, loss = checkpointer.restore_or_init()[0], np.nan
+            for step in range(1, STEPS + 1):
+                state, loss = take(built, state, step)
+            checkpointer.save(STEPS, state, loss)
+            before = {name: np.array(x) for name, x in GlobalArrays(built).arrays(state).items()}
         return directory, before, losses_after(built, state)
 
     return source
@@ -80,10 +79,7 @@ def losses_after(built, state):
 
 
 def restored(directory, layout):
-    said: list[str] = []
-    checkpointer = Checkpointer(settings(layout, directory), program(layout), say=said.append)
-    state, step = checkpointer.restore_or_init()
-    checkpointer.close()
+    state, step, said = checkpoint_runs.restored(settings(layout, directory), program(layout))
     assert step == STEPS == int(state.step)
     return state, said
 

@@ -7,23 +7,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import config, numbered, program, same
+from checkpoint_runs import config, numbered, opened, program, restored, same
 
-from meshtrain.checkpoint import Checkpointer, finding, steps
+from meshtrain.checkpoint import finding, steps
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import ConfigError
 
 
 def chosen(directory, **checkpoint):
     """(the step that a run in `directory` would restore, what it said); nothing is read but what is verified."""
-    said = []
-    checkpointer = Checkpointer(config(directory, checkpoint={"keep": 3, **checkpoint}), program(), say=said.append)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
-            state, step = checkpointer.restore_or_init()
-    finally:
-        checkpointer.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
+        state, step, said = restored(config(directory, checkpoint={"keep": 3, **checkpoint}), program())
     assert step == 0 or Path(state).name == str(step)
     return step, said
 
@@ -53,11 +48,10 @@ def test_a_renamed_step_directory_is_never_restored(put, left, run):
 def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
     root = run / "checkpoints"
     (root / "1").rename(root / "4")
-    checkpointer = Checkpointer(config(run, checkpoint={"keep": 3}), program(), say=[].append)
-    state, step = checkpointer.restore_or_init()
-    checkpointer.save(step + 1, state, 1.0)
-    checkpointer.wait()
-    checkpointer.close()
+    with opened(config(run, checkpoint={"keep": 3}), program()) as (checkpointer, _):
+        state, step = checkpointer.restore_or_init()
+        checkpointer.save(step + 1, state, 1.0)
+        checkpointer.wait()
     assert names(run) == ["2", "3", "4", "4.damaged"]
     assert finding.problems(root / "4") == [] and StepManifest.read(root / "4").step == 4
     assert finding.problems(root / "4.damaged") == [] and StepManifest.read(root / "4.damaged").step == 1
@@ -112,12 +106,7 @@ def test_a_step_of_another_disk_under_its_own_name_is_restored(run):
 
 def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(run, tmp_path):
     (run / "checkpoints" / "2").rename(run / "best")
-    said = []
-    checkpointer = Checkpointer(
-        config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program(), say=said.append
-    )
-    state, step = checkpointer.restore_or_init()
-    checkpointer.close()
+    state, step, said = restored(config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program())
     assert (step, said) == (2, []) and same(state, numbered(program(), seed=2))
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from checkpoint_runs import build_for, take
+from checkpoint_runs import build_for, opened, restored, take
 from free_port import free_port
 from process_of_two import settings
 
-from meshtrain.checkpoint import Checkpointer, digests, steps
+from meshtrain.checkpoint import digests, steps
 
 WORKER = Path(__file__).parents[1] / "helpers" / "process_of_two.py"
 
@@ -23,13 +23,12 @@ def two(tmp_path_factory):
     """What two processes said that went on from step 2 of one process: (its program, its loss of step 3, their words)."""
     directory = tmp_path_factory.mktemp("run")
     program = build_for(settings(directory))
-    checkpointer = Checkpointer(program.config, program)
-    state, loss = checkpointer.restore_or_init()[0], 0.0
-    for step in (1, 2):
-        state, loss = take(program, state, step)
-    checkpointer.save(2, state, loss)
-    _, after = take(program, state, 3)
-    checkpointer.close()
+    with opened(program.config, program) as (checkpointer, _):
+        state, loss = checkpointer.restore_or_init()[0], 0.0
+        for step in (1, 2):
+            state, loss = take(program, state, step)
+        checkpointer.save(2, state, loss)
+        _, after = take(program, state, 3)
     port = free_port()
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
@@ -77,9 +76,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(two):
 def test_one_process_goes_on_from_the_checkpoint_of_two(two):
     program, _, heard = two
     assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3, 4]
-    checkpointer = Checkpointer(program.config, program)
-    state, step = checkpointer.restore_or_init()
-    checkpointer.close()
+    state, step, _ = restored(program.config, program)
     assert step == 4
     _, loss = take(program, state, 5)
     assert abs(loss - heard[0]["losses"][2]) <= 2e-6 * loss

@@ -7,18 +7,14 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import LAYOUTS, config, program, same, take
+from checkpoint_runs import LAYOUTS, config, opened, program, restored, same, take
 from short_runs import canonical_numbers, place
 
-from meshtrain.checkpoint import Checkpointer, rearrangement
+from meshtrain.checkpoint import rearrangement
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.parallel.layout import shard_spec
 
 INTERLEAVED = "data 2, pipeline 2, interleaved, ZeRO-1"
-
-
-def leaves(built):
-    return built.layout.flat
 
 
 def together(canonical, entries, live):
@@ -66,20 +62,16 @@ def test_save_returns_before_anything_is_rearranged_and_the_next_steps_do_not_ch
     gate, assembled = threading.Event(), rearrangement.assembled
     monkeypatch.setattr(rearrangement, "assembled", lambda *given: (gate.wait(30), assembled(*given))[1])
     built = program(INTERLEAVED)
-    checkpointer = Checkpointer(config(tmp_path, INTERLEAVED), built)
-    state, _ = checkpointer.restore_or_init()
-    state, loss = take(built, state, 1)
-    kept = jax.tree.map(lambda x: x.copy(), state)
-    checkpointer.save(1, state, loss)
-    for step in range(2, 5):  # donates the state that is still to be written
-        state, _ = take(built, state, step)
-    gate.set()
-    checkpointer.wait()
-    checkpointer.close()
-    again = Checkpointer(config(tmp_path, INTERLEAVED), built)
-    restored, step = again.restore_or_init()
-    again.close()
-    assert step == 1 and same(restored, kept) and not same(restored, state)
+    with opened(config(tmp_path, INTERLEAVED), built) as (checkpointer, _):
+        state, loss = take(built, checkpointer.restore_or_init()[0], 1)
+        kept = jax.tree.map(lambda x: x.copy(), state)
+        checkpointer.save(1, state, loss)
+        for step in range(2, 5):  # donates the state that is still to be written
+            state, _ = take(built, state, step)
+        gate.set()
+        checkpointer.wait()
+    found, step, _ = restored(config(tmp_path, INTERLEAVED), built)
+    assert step == 1 and same(found, kept) and not same(found, state)
 
 
 def test_live_blocks_are_let_go_leaf_by_leaf(monkeypatch):
@@ -113,11 +105,10 @@ def batches(built):
 def test_every_leaf_comes_and_goes_bit_for_bit(layout):
     built = program(layout)
     numbers = canonical_numbers(built.layout)
-    expected = {f"params.{leaf.name}": x for leaf, x in zip(live_leaves(built), jax.tree.leaves(numbers), strict=True)}
-    live = {
-        f"params.{leaf.name}": x
-        for leaf, x in zip(live_leaves(built), jax.tree.leaves(place(built.layout, numbers)), strict=True)
-    }
+    expected, live = (
+        {f"params.{leaf.name}": x for leaf, x in zip(built.layout.flat, jax.tree.leaves(tree), strict=True)}
+        for tree in (numbers, place(built.layout, numbers))
+    )
     canonical, found = batches(built)
     for batch in found:
         there = canonical.rearranged("global", batch, [live[e.name] for e in batch])
@@ -139,7 +130,7 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
     """XLA, given shardings alone, replicates here; ours must have no all-gather, and nothing larger than a device's share."""
     built = program(layout)
     # 24 wide: every axis finds a place
-    leaf = next(leaf for leaf in live_leaves(built) if leaf.name == "blocks.attention.q")
+    leaf = next(leaf for leaf in built.layout.flat if leaf.name == "blocks.attention.q")
     way = rearrangement.rearrangement(built.layout, leaf, built.mesh)
     assert all(move.after is not None for move in way.moves)
     mapped = jax.shard_map(way.to_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec)
@@ -149,7 +140,3 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
     share = np.prod(live.sharding.shard_shape(live.shape))
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) <= share
-
-
-def live_leaves(built):
-    return built.layout.flat

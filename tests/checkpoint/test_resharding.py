@@ -1,17 +1,17 @@
 """Residuals and the state of replica groups from one mesh onto another."""
 
-from contextlib import closing
 from pathlib import Path
 
+import checkpoint_runs
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import build_for, config, same
+from checkpoint_runs import build_for, config, opened, same
 from covering import thorough_but
 from island_runs import largest_difference, numbers, run, same_bits, spoiled
 from island_runs import settings as island_settings
 
-from meshtrain.checkpoint import Checkpointer, steps
+from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.resharding import COUNTED, check_sync_start, initial_groups
 from meshtrain.config import ConfigError, replaced
@@ -84,9 +84,8 @@ def written(tmp_path_factory):
             chosen = settings(tmp_path_factory.mktemp("run"), layout, **reduce)
             program = build_for(chosen)
             state = numbered(program)
-            checkpointer = Checkpointer(chosen, program)
-            checkpointer.save(3, state._replace(step=jax.numpy.int32(3)), 1.0)
-            checkpointer.close()
+            with opened(chosen, program) as (checkpointer, _):
+                checkpointer.save(3, state._replace(step=jax.numpy.int32(3)), 1.0)
             made[key] = chosen.run.directory, program, state
         return made[key]
 
@@ -94,13 +93,9 @@ def written(tmp_path_factory):
 
 
 def resumed(directory, layout, **reduce):
-    chosen, said = settings(directory, layout, **reduce), []
+    chosen = settings(directory, layout, **reduce)
     program = build_for(chosen)
-    checkpointer = Checkpointer(chosen, program, say=said.append)
-    try:
-        state, step = checkpointer.restore_or_init()
-    finally:
-        checkpointer.close()
+    state, step, said = checkpoint_runs.restored(chosen, program)
     assert step == 3
     for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shapes), strict=True):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
@@ -180,9 +175,7 @@ def test_weights_alone_take_nothing_of_it(written, tmp_path):
         checkpoint={"resume": str(directory), "weights_only": True},
     )
     program = build_for(chosen)
-    checkpointer = Checkpointer(chosen, program, say=lambda _: None)
-    state, _ = checkpointer.restore_or_init()
-    checkpointer.close()
+    state, _, _ = checkpoint_runs.restored(chosen, program)
     assert same(State(*[None] * 4, state.reduce), State(*[None] * 4, program.init().reduce))
 
 
@@ -200,21 +193,18 @@ def built_for(directory, mesh=FLAT, sync=SYNC, **sections):
 def saved(built, after):
     """Saves the states after some of the first steps; their numbers by step."""
     state, before, states = built.init(), 0, {}
-    checkpointer = Checkpointer(replaced(built.config, checkpoint={"keep": 20}), built)
-    checkpointer.restore_or_init()
-    for step in after:
-        state, _ = run(built, state, step - before)
-        checkpointer.save(step, state, loss=1.0)
-        checkpointer.wait()
-        states[step], before = [x.copy() for x in numbers(state)], step
-    checkpointer.close()
+    with opened(replaced(built.config, checkpoint={"keep": 20}), built) as (checkpointer, _):
+        checkpointer.restore_or_init()
+        for step in after:
+            state, _ = run(built, state, step - before)
+            checkpointer.save(step, state, loss=1.0)
+            checkpointer.wait()
+            states[step], before = [x.copy() for x in numbers(state)], step
     return states
 
 
-def restored(built, said=None, **keys):
-    config, heard = replaced(built.config, checkpoint=keys), said if said is not None else []
-    with closing(Checkpointer(config, built, heard.append)) as checkpointer:
-        return checkpointer.restore_or_init()
+def restored(built, **keys):
+    return checkpoint_runs.restored(replaced(built.config, checkpoint=keys), built)
 
 
 def killed_after(built, step):
@@ -232,7 +222,7 @@ def test_a_run_goes_on_from_any_step_with_fragments_under_way_on_stages_with_pad
     states = saved(built, [1, 4, 5, 7, 9, 11])
     for step in (9, 7, 5, 4, 1):
         killed_after(built, step)
-        state, found = restored(built)
+        state, found, _ = restored(built)
         assert found == step and same_bits(state, states[step])
         assert any(x.any() for x in numbers(state.islands.under_way)) == (step >= 5)
         state, _ = run(built, state, 11 - step)
@@ -286,8 +276,7 @@ def test_other_islands_each_begin_with_the_mean_and_the_outer_momentum_is_kept(m
     allow = ["train.global_batch_size", "parallel.sync.every", "parallel.sync.start"]
     directory = here.config.run.directory
     there = built_for(directory, mesh, sync, parallel={**parallel, "sync": sync}, optimizer=SGD, train=batch)
-    said: list[str] = []
-    state, step = restored(there, said, allow=allow)
+    state, step, said = restored(there, allow=allow)
     assert step == 6
     ours = [of_islands(here, tree, 2) for tree in (was.islands.params, moment(was))]
     if not islands:
@@ -314,11 +303,9 @@ def test_a_broken_island_is_left_out_of_what_other_islands_begin_with(tmp_path):
     own, optimizer = jax.tree.map(drawn, (state.islands.params, state.optimizer))
     # another one in its weights than in its moments, each in one leaf alone
     state = state._replace(islands=state.islands._replace(params=spoiled(own, 0)), optimizer=spoiled(optimizer, 1))
-    with closing(Checkpointer(here.config, here)) as checkpointer:
+    with opened(here.config, here) as (checkpointer, _):
         checkpointer.save(6, state, loss=1.0)
-    there = built_for(tmp_path, {"data": 4, "islands": 4}, optimizer=SGD)
-    said: list[str] = []
-    found, _ = restored(there, said)
+    found, _, said = restored(built_for(tmp_path, {"data": 4, "islands": 4}, optimizer=SGD))
     for tree, wanted, island in ((found.islands.params, own, 1), (found.optimizer, optimizer, 0)):
         for x, y in zip(numbers(tree), numbers(wanted), strict=True):
             assert all(np.array_equal(x[i], y[island]) for i in range(4)) or x.dtype == np.int32
@@ -338,12 +325,11 @@ def test_islands_of_a_checkpoint_that_does_not_say_how_much_they_learned_from_ha
 def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
     plain = built_for(tmp_path, sync={}, optimizer=SGD)
     saved(plain, [2])
-    was, _ = restored(plain)
+    was, *_ = restored(plain)
     ours = built_for(tmp_path, sync={"every": 3}, optimizer=SGD)
     with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 3 but was 0"):
         restored(ours)
-    said: list[str] = []
-    state, _ = restored(ours, said, allow=["parallel.sync.every"])
+    state, _, said = restored(ours, allow=["parallel.sync.every"])
     assert any("the 2 islands begin with the weights and moments of the checkpoint" in s for s in said)
     for tree, own in ((was.params, state.islands.params), (was.optimizer, state.optimizer)):
         assert all(
@@ -371,8 +357,8 @@ def test_islands_that_have_moved_apart_cannot_be_held_to_be_equal_again():
 def test_weights_alone_begin_on_every_island(tmp_path):
     plain = built_for(tmp_path / "plain", sync={}, optimizer=SGD)
     saved(plain, [2])
-    was, _ = restored(plain)
+    was, *_ = restored(plain)
     ours = built_for(tmp_path / "ours", sync={"every": 3}, optimizer=SGD)
-    state, step = restored(ours, resume=str(tmp_path / "plain"), weights_only=True)
+    state, step, _ = restored(ours, resume=str(tmp_path / "plain"), weights_only=True)
     assert step == 0 and same_bits(state.params, was.params)
     assert largest_difference(state.params, [x[1] for x in numbers(state.islands.params)]) == 0

@@ -8,9 +8,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import ODD, build_for, config, numbered, program, saved
+from checkpoint_runs import ODD, build_for, config, numbered, opened, program, restored, saved
 
-from meshtrain.checkpoint import Checkpointer, digests, steps
+from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import check_keys, compare, compare_data, compare_versions
@@ -251,13 +251,8 @@ def one(tmp_path_factory):
 
 
 def start(settings):
-    said = []
-    checkpointer = Checkpointer(settings, build_for(settings), say=said.append)
-    try:
-        state, step = checkpointer.restore_or_init()
-    finally:
-        checkpointer.close()
-    return state, step, said, {n: np.asarray(x) for n, x in GlobalArrays(checkpointer.program).arrays(state).items()}
+    state, step, said = restored(settings)
+    return state, step, said, {n: np.asarray(x) for n, x in GlobalArrays(build_for(settings)).arrays(state).items()}
 
 
 def source():
@@ -284,10 +279,9 @@ def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, lay
 def test_a_run_that_began_with_weights_goes_on_with_all_of_its_own(one, tmp_path):
     keys = {"resume": str(one), "weights_only": True}
     settings = config(tmp_path, checkpoint=keys)
-    checkpointer = Checkpointer(settings, program())
-    checkpointer.restore_or_init()
-    checkpointer.save(4, numbered(program(), 4), 1.0)
-    checkpointer.close()
+    with opened(settings, program()) as (checkpointer, _):
+        checkpointer.restore_or_init()
+        checkpointer.save(4, numbered(program(), 4), 1.0)
     _, step, _, found = start(settings)
     assert step == 4 and found["optimizer.mu.head.weight"].any()
 
@@ -374,9 +368,7 @@ def test_the_state_before_and_the_one_restored_are_never_both_there(one, tmp_pat
     settings = config(one)
     built = build_for(settings)
     monkeypatch.setattr(built, "init", lambda: pytest.fail("initialised although there is a checkpoint"))
-    checkpointer = Checkpointer(settings, built)
-    assert checkpointer.restore_or_init()[1] == 1
-    checkpointer.close()
+    assert restored(settings, built)[1] == 1
 
 
 def test_the_manifest_says_what_a_run_needs_to_know(one):

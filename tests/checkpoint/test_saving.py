@@ -5,19 +5,22 @@ import os
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import jax
 import pytest
-from checkpoint_runs import config, numbered, program, same, take
+from checkpoint_runs import config, numbered, opened, program, restored, same, take
 
-from meshtrain.checkpoint import Checkpointer, CheckpointError, arrays, digests, saving, steps
+from meshtrain.checkpoint import CheckpointError, arrays, digests, saving, steps
 from meshtrain.checkpoint.manifest import StepManifest
 
 
-def open_run(directory, said=None, **checkpoint):
-    said = [] if said is None else said
-    return Checkpointer(config(directory, checkpoint={"keep": 5, **checkpoint}), program(), say=said.append)
+@pytest.fixture
+def open_run(tmp_path):
+    """A function (keys of checkpoint) -> a checkpointer of the run, closed at the end, and what it says."""
+    with ExitStack() as stack:
+        yield lambda **keys: stack.enter_context(opened(config(tmp_path, checkpoint={"keep": 5, **keys}), program()))
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ def committed(directory):
 
 
 @pytest.mark.thorough
-def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path):
-    checkpointer = open_run(tmp_path)
+def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path, open_run):
+    checkpointer, _ = open_run()
     state, _ = checkpointer.restore_or_init()
     state, loss = take(program(), state, 1)
     kept = jax.tree.map(lambda x: x.copy(), state)
@@ -44,25 +47,14 @@ def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_
         state, _ = take(program(), state, step)
     checkpointer.wait()
     checkpointer.close()
-    again = open_run(tmp_path)
-    restored, step = again.restore_or_init()
-    again.close()
-    assert step == 1 and same(restored, kept) and not same(restored, state)
+    found, step, _ = restored(config(tmp_path), program())
+    assert step == 1 and same(found, kept) and not same(found, state)
 
 
-def test_save_returns_while_the_step_is_still_being_written(tmp_path, gate):
-    checkpointer = open_run(tmp_path)
+def test_a_second_save_waits_for_the_first(tmp_path, gate, open_run):
+    checkpointer, _ = open_run()
     checkpointer.save(1, numbered(program()), 1.0)
-    assert committed(tmp_path) == [] and checkpointer.metrics() == {}
-    gate.set()
-    checkpointer.wait()
-    assert committed(tmp_path) == [1]
-    checkpointer.close()
-
-
-def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    checkpointer = open_run(tmp_path)
-    checkpointer.save(1, numbered(program()), 1.0)
+    assert committed(tmp_path) == [] and checkpointer.metrics() == {}, "it returns while the step is being written"
     second = threading.Thread(target=checkpointer.save, args=(2, numbered(program()), 1.0))
     second.start()
     second.join(0.3)
@@ -73,8 +65,8 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
     assert committed(tmp_path) == [1, 2]
 
 
-def test_the_metrics_count_each_save_once(tmp_path, gate):
-    checkpointer = open_run(tmp_path)
+def test_the_metrics_count_each_save_once(tmp_path, gate, open_run):
+    checkpointer, _ = open_run()
     began = time.perf_counter()
     checkpointer.save(1, numbered(program()), 1.0)
     blocked = time.perf_counter() - began
@@ -83,46 +75,39 @@ def test_the_metrics_count_each_save_once(tmp_path, gate):
     checkpointer.wait()
     found = checkpointer.metrics()
     assert checkpointer.metrics() == {}
-    checkpointer.close()
     assert 0 < found["checkpoint_blocked_seconds"] <= blocked
     assert found["checkpoint_seconds"] >= found["checkpoint_blocked_seconds"] + 0.2
     assert found["checkpoint_bytes"] == digests.total_bytes(tmp_path / "checkpoints" / "1") > program().state_bytes
 
 
-def test_due_follows_every(tmp_path):
-    checkpointer = open_run(tmp_path, every=3)
-    assert [step for step in range(1, 10) if checkpointer.due(step)] == [3, 6, 9]
-    checkpointer.close()
-    checkpointer = open_run(tmp_path, every=0)
-    assert not any(checkpointer.due(step) for step in range(1, 10))
-    checkpointer.close()
+@pytest.mark.parametrize(("every", "due"), [(3, [3, 6, 9]), (0, [])])
+def test_due_follows_every(open_run, every, due):
+    checkpointer, _ = open_run(every=every)
+    assert [step for step in range(1, 10) if checkpointer.due(step)] == due
 
 
 @pytest.mark.thorough
-def test_retention_removes_what_it_need_not_keep(tmp_path):
-    checkpointer = open_run(tmp_path, keep=2, keep_best=1, keep_every=4)
+def test_retention_removes_what_it_need_not_keep(tmp_path, open_run):
+    checkpointer, _ = open_run(keep=2, keep_best=1, keep_every=4)
     for step, eval_loss in enumerate([5.0, 1.0, None, 3.0, 4.0, 2.0, 6.0], start=1):
         checkpointer.save(step, numbered(program()), 1.0, eval_loss)
     checkpointer.wait()
-    checkpointer.close()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
 
 
-def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path):
-    checkpointer = open_run(tmp_path)
+def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path, open_run):
+    checkpointer, _ = open_run()
     checkpointer.save(1, numbered(program()), 1.0)
     checkpointer.save(1, numbered(program()), 1.0)  # nor while it is being written
     checkpointer.wait()
     before = (tmp_path / "checkpoints" / "1").stat().st_ino
     checkpointer.save(1, numbered(program()), 1.0)
     checkpointer.wait()
-    checkpointer.close()
     assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
 
 
-def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path):
-    said = []
-    checkpointer = open_run(tmp_path, said, keep=1, keep_best=0)
+def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path, open_run):
+    checkpointer, said = open_run(keep=1, keep_best=0)
     for step in (1, 2, 3):
         checkpointer.save(step, numbered(program()), 1.0)
         checkpointer.wait()
@@ -130,24 +115,21 @@ def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path
             manifest = tmp_path / "checkpoints" / "1" / steps.MANIFEST
             size = manifest.stat().st_size
             manifest.write_text("{")
-    checkpointer.close()
     assert committed(tmp_path) == [1, 3]
     assert said == [
         f"checkpoint {tmp_path}/checkpoints/1 is left alone: manifest.json has 1 bytes instead of {size:,}."
     ]
 
 
-def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(tmp_path, monkeypatch):
+def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(tmp_path, monkeypatch, open_run):
     def refused(directory):
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(steps, "remove", refused)
-    said = []
-    checkpointer = open_run(tmp_path, said, keep=1, keep_best=0, on_failed_save="stop")
+    checkpointer, said = open_run(keep=1, keep_best=0, on_failed_save="stop")
     for step in (1, 2):
         checkpointer.save(step, numbered(program()), 1.0)
     checkpointer.wait()
-    checkpointer.close()
     assert committed(tmp_path) == [1, 2]
     sentence = f"checkpoint {tmp_path}/checkpoints/1 need not stay but cannot be removed: permission denied."
     assert said == [sentence]
@@ -169,50 +151,38 @@ def full_at_step_2(monkeypatch):
 SENTENCE = "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
 
 
-def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2):
-    said = []
-    checkpointer = open_run(tmp_path, said)
+def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2, open_run):
+    checkpointer, said = open_run()
     for step in (1, 2, 3):
         checkpointer.save(step, numbered(program()), 1.0)
     checkpointer.wait()
-    checkpointer.close()
     assert said == [SENTENCE]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 
 @pytest.mark.parametrize(("free", "inodes"), [(0, 9), (9, 0)])
-def test_what_is_not_found_since_the_disk_is_full_is_said_so(tmp_path, monkeypatch, free, inodes):
+def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypatch, free, inodes):
     def lost(directory, known):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "array_metadatas/process_0")
 
     monkeypatch.setattr(digests, "write", lost)
     room = SimpleNamespace(f_bavail=free, f_frsize=1 << 16, f_files=9, f_favail=inodes)
     monkeypatch.setattr(os, "statvfs", lambda path: room)
-    said = []
-    checkpointer = open_run(tmp_path, said)
+    checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     assert said == ["the checkpoint of step 2 could not be written: no space left on device; there is none before it."]
 
 
-def test_a_failed_save_stops_the_run_if_it_is_to(tmp_path, full_at_step_2):
-    checkpointer = open_run(tmp_path, on_failed_save="stop")
-    checkpointer.save(1, numbered(program()), 1.0)
-    checkpointer.save(2, numbered(program()), 1.0)
+def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(tmp_path, full_at_step_2, open_run):
+    checkpointer, _ = open_run(on_failed_save="stop")
+    for step in (1, 2):
+        checkpointer.save(step, numbered(program()), 1.0)
     with pytest.raises(CheckpointError) as stopped:
         checkpointer.save(3, numbered(program()), 1.0)
-    checkpointer.close()
-    assert str(stopped.value) == SENTENCE
-    assert committed(tmp_path) == [1]
-
-
-def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, full_at_step_2):
-    checkpointer = open_run(tmp_path)
-    checkpointer.save(1, numbered(program()), 1.0)
-    checkpointer.save(2, numbered(program()), 1.0)
+    assert str(stopped.value) == SENTENCE and committed(tmp_path) == [1]
     with pytest.raises(CheckpointError, match="step 2 could not be written"):
         checkpointer.wait()
-    checkpointer.close()
 
 
 class Unfinished:
@@ -233,11 +203,10 @@ class Unfinished:
 
 
 @pytest.mark.parametrize("writes_on", [False, True])
-def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, monkeypatch, writes_on):
+def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(open_run, monkeypatch, writes_on):
     monkeypatch.setattr(saving, "POLL_EVERY", 0.05)
     monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on))
-    said = []
-    checkpointer = open_run(tmp_path, said)
+    checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     assert said == [
@@ -245,14 +214,13 @@ def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(tmp_path, 
     ]
 
 
-def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch):
+def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run):
     def late(self, timeout=None):
         raise TimeoutError("a barrier timed out")
 
     monkeypatch.setattr(Unfinished, "result", late)
     monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent))
-    said = []
-    checkpointer = open_run(tmp_path, said)
+    checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     assert "a barrier timed out" in said[0]
@@ -277,37 +245,33 @@ def a_link_to_nothing(path):
 
 @pytest.mark.parametrize("stands", [a_full_directory, a_file, a_link_to_nothing])
 @pytest.mark.parametrize("name", ["2", "2.writing"])
-def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(name, stands, tmp_path):
-    said, path = [], tmp_path / "checkpoints" / name
-    checkpointer = open_run(tmp_path, said)
+def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(name, stands, tmp_path, open_run):
+    path, (checkpointer, said) = tmp_path / "checkpoints" / name, open_run()
     stands(path)
     before = path.lstat().st_ino
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.wait()
-    checkpointer.close()
     assert said == [f"{path} stood where a checkpoint belongs; it is set aside as {name}.damaged."]
     assert path.with_name(f"{name}.damaged").lstat().st_ino == before
     assert StepManifest.read(tmp_path / "checkpoints" / "2").step == 2
 
 
-def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatch):
+def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatch, open_run):
     def refused(path):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(steps, "set_aside", refused)
     path = tmp_path / "checkpoints" / "2.writing"
-    checkpointer = open_run(tmp_path)
+    checkpointer, _ = open_run()
     a_full_directory(path)
     checkpointer.save(2, numbered(program()), 1.0)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"):
         checkpointer.wait()
-    checkpointer.close()
     assert (path / "file").read_text() == "mine"
 
 
-def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path):
-    said, root = [], tmp_path / "checkpoints"
-    checkpointer = open_run(tmp_path, said, keep=2, keep_best=0)
+def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path, open_run):
+    root, (checkpointer, said) = tmp_path / "checkpoints", open_run(keep=2, keep_best=0)
     for step in (1, 2, 3):
         checkpointer.save(step, numbered(program()), 1.0)
         checkpointer.wait()

@@ -18,11 +18,6 @@ def step(tmp_path):
     return directory
 
 
-def test_a_committed_step_has_no_problem(step):
-    assert steps.commit_problem(step) is None
-    assert digests.problems(step) == []
-
-
 def test_every_bit_of_the_marker_and_of_the_digests_counts(step):
     for name in (steps.COMMIT, steps.DIGESTS):
         path = step / name

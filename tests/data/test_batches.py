@@ -47,9 +47,7 @@ def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("batching", ["window", "packed"])
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (257, 2)])
-def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(
-    batching: str, length: int, size: int, shards: Path
-) -> None:
+def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(batching, length, size, shards):
     settings = config(shards, length=length, batch=size, batching=batching, last="pad", verify=False)
     train, _ = open_data(settings)
     last = train.batches_per_epoch - 1
@@ -70,7 +68,7 @@ def small(batching: str, text: Path, other_text: Path) -> Config:
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget", "mixture", "synthetic"])
-def test_a_batch_is_the_same_whatever_was_asked_for_before(batching: str, text: Path, other_text: Path) -> None:
+def test_a_batch_is_the_same_whatever_was_asked_for_before(batching, text, other_text):
     settings = small(batching, text, other_text)
     train, _ = open_data(settings)
     many = min(2 * train.batches_per_epoch + 1, 70)  # beyond what is located at a time
@@ -83,7 +81,7 @@ def test_a_batch_is_the_same_whatever_was_asked_for_before(batching: str, text: 
             assert all(np.array_equal(x, expected[k][name][rows]) for name, x in found.items())
 
 
-def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped() -> None:
+def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped():
     rows = in_rows(6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6]))
     assert rows.first.tolist() == [10, 20, PADDING, PADDING, 30]
     assert rows.lengths.tolist() == [4, 1, 1, 6, 6]

@@ -27,7 +27,7 @@ def prepared_in(cache: Path) -> dict[str, int]:
     return {p.parent.name: p.stat().st_mtime_ns for p in cache.glob("*/manifest.json")}
 
 
-def test_text_is_prepared_once_and_again_when_it_changes(text: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_text_is_prepared_once_and_again_when_it_changes(text, tmp_path, own_cache):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "a.txt").write_text("words " * 1000)
@@ -41,22 +41,20 @@ def test_text_is_prepared_once_and_again_when_it_changes(text: Path, tmp_path: P
     assert second.digest != first.digest and "other" in second.tokenizer.decode(second.batch(0)["tokens"].ravel())
 
 
-def test_without_xdg_the_cache_lies_in_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_xdg_the_cache_lies_in_the_home_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "meshtrain"
 
 
-def test_a_cache_that_cannot_be_written_is_reported(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(text, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to a directory with room"):
         open_data(config(text))
 
 
-def test_processes_that_start_at_once_share_one_preparation(own_cache: Path) -> None:
+def test_processes_that_start_at_once_share_one_preparation(own_cache):
     script = (
         "from meshtrain.config import load; from meshtrain.data import open_data; print(open_data(load({}))[0].digest)"
     )
@@ -73,9 +71,7 @@ def test_processes_that_start_at_once_share_one_preparation(own_cache: Path) -> 
     assert left == []
 
 
-def test_skipped_documents_are_named_in_a_log(
-    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_documents_are_named_in_a_log(tmp_path, own_cache, caplog):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "good.txt").write_text("words " * 1000)
     (tmp_path / "text" / "bad.txt").write_bytes(b"\xff")
@@ -87,9 +83,7 @@ def test_skipped_documents_are_named_in_a_log(
 
 
 @pytest.mark.thorough
-def test_preparing_text_is_logged_with_how_far_it_is(
-    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparing_text_is_logged_with_how_far_it_is(tmp_path, own_cache, caplog, monkeypatch):
     # Two units of 4 MiB.
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{"." * 100}"}}\n' * 50_000)
     monkeypatch.setattr(user_cache, "SILENCE", 0)
@@ -122,9 +116,7 @@ def damage(directory: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "altered", "offsets", "manifest", "note"])
-def test_cached_shards_that_are_damaged_are_reported_and_made_again(
-    how: str, text: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cached_shards_that_are_damaged_are_reported_and_made_again(how, text, own_cache, caplog):
     before = open_data(config(text))[0]
     rows = [before.batch(k)["tokens"].tobytes() for k in range(3)]
     (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
@@ -137,13 +129,13 @@ def test_cached_shards_that_are_damaged_are_reported_and_made_again(
     assert len(caplog.messages) == 1
 
 
-def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path: Path, own_cache: Path) -> None:
+def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path, own_cache):
     (tmp_path / "manifest.json").write_text('{"name": "an extension"}' * 100)
     (tmp_path / "plan.json").write_text('{"monday": "walk"}')
     assert open_data(config(tmp_path, validation=0.0))[0].batches_per_epoch > 0
 
 
-def test_a_user_without_a_home_hears_of_the_cache(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_hears_of_the_cache(text, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
     with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
@@ -158,14 +150,12 @@ def test_a_user_without_a_home_hears_of_the_cache(text: Path, monkeypatch: pytes
         ("/dev/null", "/dev/null is neither a file nor a directory; write the text"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source: str, said: str) -> None:
+def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source, said):
     with pytest.raises(ConfigError, match=said):
         open_data(config(source))
 
 
-def test_what_is_left_out_of_text_is_reported_when_it_is_prepared(
-    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_out_of_text_is_reported_when_it_is_prepared(tmp_path, own_cache, caplog):
     (tmp_path / "a.txt").write_text("words " * 1000)
     (tmp_path / "loop").symlink_to(tmp_path)
     open_data(config(tmp_path, validation=0.0))

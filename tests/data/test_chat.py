@@ -1,7 +1,5 @@
 """Records of conversations: three forms say the same, pairs in five, and one reason for each record that is none."""
 
-from typing import Any
-
 import pytest
 
 from meshtrain.data.chat import Unfit, conversation, pair
@@ -19,18 +17,18 @@ SHAREGPT = {
 ALPACA = {"system": "Be brief.", "instruction": "And", "input": "3+3?", "output": "6", "history": [["2+2?", "4"]]}
 
 
-def test_three_forms_of_a_record_are_one_conversation() -> None:
+def test_three_forms_of_a_record_are_one_conversation():
     found = conversation(OPENAI)
     assert list(found.messages) == OPENAI["messages"] and found.learned == (2, 4)
     assert conversation(SHAREGPT) == found and conversation(ALPACA) == found
 
 
-def test_an_answer_that_weighs_nothing_is_context() -> None:
+def test_an_answer_that_weighs_nothing_is_context():
     found = conversation({"messages": [ASKED[0], {**ASKED[1], "weight": 0}, *LAST]})
     assert found.learned == (3,) and "weight" not in found.messages[1]
 
 
-def test_tools_come_with_their_calls_in_both_forms() -> None:
+def test_tools_come_with_their_calls_in_both_forms():
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     openai = {
         "tools": [{"name": "add"}],
@@ -43,7 +41,7 @@ def test_tools_come_with_their_calls_in_both_forms() -> None:
     assert conversation(openai) == conversation({"tools": '[{"name": "add"}]', "conversations": said})
 
 
-def test_of_a_prompt_and_its_completion_only_the_completion_is_learned() -> None:
+def test_of_a_prompt_and_its_completion_only_the_completion_is_learned():
     found = conversation({"prompt": [*ASKED, LAST[0]], "completion": "6"})
     assert list(found.messages) == [*ASKED, *LAST] and found.learned == (3,)
 
@@ -61,7 +59,7 @@ CHOSEN, REJECTED = {"role": "assistant", "content": "6"}, {"role": "assistant", 
         {"instruction": "And", "input": "3+3?", "chosen": "6", "rejected": "5"},
     ],
 )  # fmt: skip
-def test_pairs_are_two_conversations_that_differ_in_the_answer(record: dict[str, Any]) -> None:
+def test_pairs_are_two_conversations_that_differ_in_the_answer(record):
     chosen, rejected = pair(record)
     assert list(chosen.messages) == [LAST[0], CHOSEN] and list(rejected.messages) == [LAST[0], REJECTED]
     assert chosen.learned == rejected.learned == (1,)
@@ -84,13 +82,13 @@ def test_pairs_are_two_conversations_that_differ_in_the_answer(record: dict[str,
         ({"messages": [ASKED[0], {"role": "assistant", "content": " "}]}, "with an empty answer", ""),
     ],
 )  # fmt: skip
-def test_a_record_that_is_no_conversation_says_why(record: Any, kind: str, detail: str) -> None:
+def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
     with pytest.raises(Unfit) as caught:
         conversation(record)
     assert caught.value.kind == kind and detail in caught.value.detail
 
 
 @pytest.mark.parametrize("record", [{"prompt": "x", "chosen": "y"}, {"prompt": "x", "chosen": "y", "rejected": "y"}])
-def test_a_record_without_two_different_answers_is_no_pair(record: Any) -> None:
+def test_a_record_without_two_different_answers_is_no_pair(record):
     with pytest.raises(Unfit, match="no pair"):
         pair(record)

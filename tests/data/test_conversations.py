@@ -90,7 +90,7 @@ def whole(n: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("source", ["chats.jsonl", "list.json"])
-def test_an_epoch_has_each_conversation_once_and_learns_its_answers(source: str, folder: Path) -> None:
+def test_an_epoch_has_each_conversation_once_and_learns_its_answers(source, folder):
     train, _ = open_data(config(folder, source, data={"last": "pad"}))
     assert {name: x.dtype for name, x in train.batch(0).items()} == {
         "tokens": np.int32, "labels": np.int32, "segments": np.int32, "positions": np.int32, "weights": np.float32
@@ -100,9 +100,7 @@ def test_an_epoch_has_each_conversation_once_and_learns_its_answers(source: str,
 
 @pytest.mark.parametrize("count", [2, 20, 240])
 @pytest.mark.parametrize("kind", ["chat", "pairs"])
-def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(
-    kind: str, count: int, folder: Path, tmp_path: Path
-) -> None:
+def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(kind, count, folder, tmp_path):
     rows = [
         {"prompt": f"{n}", "chosen": f"C{n}", "rejected": f"R{n}"} if kind == "pairs" else {"messages": [say("user", f"{n}"), say("assistant", f"A{n}")]}
         for n in range(count)
@@ -121,13 +119,13 @@ def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(
     assert [split.digest for split in again if split] == [split.digest for split in splits if split]
 
 
-def test_the_only_conversation_is_learned(folder: Path, tmp_path: Path) -> None:
+def test_the_only_conversation_is_learned(folder, tmp_path):
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": [say("user", "a"), say("assistant", "b")]}))
     train, held_out = open_data(config(folder, "", data={"source": str(tmp_path / "one.jsonl"), "validation": 0.01}))
     assert train.batches_per_epoch == 1 and held_out is None
 
 
-def test_conversations_of_parquet_are_those_of_json_lines(folder: Path, tmp_path: Path) -> None:
+def test_conversations_of_parquet_are_those_of_json_lines(folder, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     # So that every other message has a field that is null.
@@ -137,7 +135,7 @@ def test_conversations_of_parquet_are_those_of_json_lines(folder: Path, tmp_path
     assert examples(train) == sorted(whole(n) for n in range(COUNT))
 
 
-def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder: Path) -> None:
+def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder):
     """Conversation n asks with n + 1 letters: its first answer begins at token n + 4."""
     train, _ = open_data(config(folder, "chats.jsonl", length=12, data={"last": "pad"}))
     texts = [whole(n)[0] + "." for n in range(COUNT)]
@@ -156,7 +154,7 @@ def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder: Path) 
         open_data(config(folder, "chats.jsonl", length=2))
 
 
-def test_the_sides_of_a_pair_stand_side_by_side(folder: Path) -> None:
+def test_the_sides_of_a_pair_stand_side_by_side(folder):
     train, _ = open_data(config(folder, "pairs.jsonl", length=40, data={"format": "pairs", "last": "pad"}))
     found = []
     for row in epoch(train):
@@ -175,9 +173,7 @@ def test_the_sides_of_a_pair_stand_side_by_side(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "data"), [("chats.jsonl", {}), ("pairs.jsonl", {"format": "pairs"}), ("pairs.jsonl", {"format": "pairs", "batching": "grouped", "lengths": 1})])  # fmt: skip
-def test_places_of_rows_of_conversations_are_those_of_the_whole(
-    folder: Path, file: str, data: dict, bytes_read: list[int]
-) -> None:
+def test_places_of_rows_of_conversations_are_those_of_the_whole(folder, file, data, bytes_read):
     train, _ = open_data(config(folder, file, length=48, data={**data, "last": "pad"}))
     places = np.r_[6:12, 30:36]
     whole = train.batch(0)
@@ -189,7 +185,7 @@ def test_places_of_rows_of_conversations_are_those_of_the_whole(
     )  # where a pair's second half begins is read with the first
 
 
-def test_a_pair_that_is_longer_than_a_row_is_left_out(folder: Path) -> None:
+def test_a_pair_that_is_longer_than_a_row_is_left_out(folder):
     train, _ = open_data(config(folder, "pairs.jsonl", length=24, data={"format": "pairs", "last": "pad"}))
     lengths = [len(f"u{'U' * (n + 1)}.aC{n}.") + len(f"u{'U' * (n + 1)}.aR{n}R{n}.") - 1 for n in range(COUNT)]
     left_out = sum(length > 24 for length in lengths)
@@ -198,7 +194,7 @@ def test_a_pair_that_is_longer_than_a_row_is_left_out(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_packed_and_one_by_one_the_loss_is_the_same(folder: Path) -> None:
+def test_packed_and_one_by_one_the_loss_is_the_same(folder):
     model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 257}
     losses = []
     for data, length, batch in (({"batching": "packed"}, 512, 1), ({"batching": "grouped", "lengths": 1}, 64, COUNT)):
@@ -210,9 +206,7 @@ def test_packed_and_one_by_one_the_loss_is_the_same(folder: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 500)
     options = PrepareOptions(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
     files = find([str(folder / "chats.jsonl")]).files
@@ -229,7 +223,7 @@ def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
     assert main(["verify", str(tmp_path / "one")]) == 2 and "has been altered" in capsys.readouterr().err
 
 
-def test_shards_of_something_else_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_shards_of_something_else_are_refused(folder, tmp_path):
     options = PrepareOptions(validation=0.0, contents="chat", template=str(folder / "template.jinja"))
     prepare(find([str(folder / "chats.jsonl")]).files, tmp_path / "shards", options)
     (tmp_path / "other.jinja").write_text(TEMPLATE + " ")
@@ -251,14 +245,14 @@ def test_shards_of_something_else_are_refused(folder: Path, tmp_path: Path) -> N
         ("[1]\n{\n", "2 skipped: 1 no conversation, 1 not JSON"),
     ],
 )  # fmt: skip
-def test_a_source_without_an_answer_is_refused(lines: str, said: str, folder: Path, tmp_path: Path) -> None:
+def test_a_source_without_an_answer_is_refused(lines, said, folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ConfigError) as caught:
         open_data(config(folder, "", data={"source": str(tmp_path / "bad.jsonl")}))
     assert str(caught.value).startswith("the input holds no document") and said in str(caught.value)
 
 
-def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder, tmp_path):
     (tmp_path / "some.jsonl").write_text((folder / "chats.jsonl").read_text() + '{"messages": []}\n')
     data = {"source": str(tmp_path / "some.jsonl"), "last": "pad"}
     assert len(examples(open_data(config(folder, "", data=data))[0])) == COUNT
@@ -266,7 +260,7 @@ def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder: Path, tmp_pa
         open_data(config(folder, "", data={**data, "bad_documents": "refuse"}))
 
 
-def test_text_has_no_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_has_no_template(folder, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"data\.template is .*, but data\.format is text"):
         config(folder, "chats.jsonl", data={"format": "text"})
     arguments = ["prepare", "--input", str(folder / "chats.jsonl"), "--template", "x.jinja", "--output"]
@@ -275,18 +269,18 @@ def test_text_has_no_template(folder: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
-def test_a_source_of_no_conversations_is_refused(source: str, folder: Path) -> None:
+def test_a_source_of_no_conversations_is_refused(source, folder):
     with pytest.raises(ConfigError, match=rf"data\.source is {source}, which holds no conversations"):
         open_data(config(folder, "", data={"source": source, "validation": None}))
 
 
-def test_conversations_in_a_file_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_conversations_in_a_file_of_another_kind_are_refused(folder, tmp_path):
     (tmp_path / "chats.txt").write_text((folder / "chats.jsonl").read_text())
     with pytest.raises(ConfigError, match=r"chats\.txt, is no conversation \(they are read from \.jsonl, "):
         open_data(config(folder, "", data={"source": str(tmp_path / "chats.txt")}))
 
 
-def test_steps_follow_from_epochs(folder: Path) -> None:
+def test_steps_follow_from_epochs(folder):
     given = config(folder, "chats.jsonl", train={"epochs": 2.5})
     assert in_epochs(given, 7).train.steps == 18
     # As a run directory's own config.yaml says it.
@@ -297,7 +291,7 @@ def test_steps_follow_from_epochs(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(folder: Path, tmp_path: Path) -> None:
+def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(folder, tmp_path):
     here = config(
         folder, "chats.jsonl", length=32, data={"last": "pad"}, train={"epochs": 1.5}, run={"directory": str(tmp_path / "run")},
         model={"layers": 1, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 257},
@@ -309,9 +303,7 @@ def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(folder
     assert load(tmp_path / "run" / "config.yaml").train.steps == steps
 
 
-def test_an_example_is_shown_with_what_is_learned_between_marks(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_is_shown_with_what_is_learned_between_marks(folder, capsys):
     arguments = ["show", "--template", str(folder / "template.jinja"), "--input"]
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "2"]) == 0
     assert capsys.readouterr().out == "uUU.a[[A10.]]uUU.a[[A11.]]\nchats.jsonl#90: 18 tokens, 8 learned\n"
@@ -329,7 +321,7 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(
     assert "there are 12 examples in the input, of which none is number 13" in capsys.readouterr().err
 
 
-def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

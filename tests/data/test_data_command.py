@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("validation", ["0.1", "0"])
-def test_prepare_then_verify_then_damage(
-    validation: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_then_verify_then_damage(validation, text, tmp_path, capsys):
     out = tmp_path / "shards"
     arguments = ["prepare", "--input", str(text), "--output", str(out), "--workers", "1", "--validation", validation]
     assert main(arguments) == 0
@@ -39,7 +37,7 @@ def test_prepare_then_verify_then_damage(
     assert "has been altered" in capsys.readouterr().err
 
 
-def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_path, capsys) -> None:
+def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_path, capsys):
     (tmp_path / "d.txt").write_text("words")  # its name is in the half that is held out
     arguments = ["prepare", "--input", str(tmp_path / "d.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert main([*arguments, "--validation", "0.5"]) == 2
@@ -47,9 +45,7 @@ def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_pat
 
 
 @pytest.mark.parametrize(("validation", "warned"), [("0.01", True), ("0", False)])
-def test_prepare_says_that_it_held_out_nothing_though_asked_to(
-    validation: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_says_that_it_held_out_nothing_though_asked_to(validation, warned, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("words")
     arguments = ["prepare", "--input", str(tmp_path / "one.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert main([*arguments, "--validation", validation]) == 0
@@ -58,7 +54,7 @@ def test_prepare_says_that_it_held_out_nothing_though_asked_to(
     assert ("meshtrain: no document is held out: of few documents --validation 0.01 " in caught.err) == warned
 
 
-def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     file, out = tmp_path / "made" / "tokenizer.json", tmp_path / "shards"
     assert main(["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output", str(file)]) == 0
     assert (
@@ -85,9 +81,7 @@ def test_a_tokenizer_can_be_trained_and_used(text: Path, tmp_path: Path) -> None
         (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999…' is not a whole number"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exit_code_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said, capsys):
     try:
         code = main(arguments)
     except SystemExit as stopped:
@@ -98,7 +92,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how, tmp_path):
     big, out = tmp_path / "big.jsonl", tmp_path / "out"
     big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(42_000)))  # two units of 4 MiB
     words = ["prepare", "--input", str(big), "--output", str(out), "--workers"]
@@ -118,9 +112,7 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how: signal.Signals,
     assert manifest.count("train", "documents") + manifest.count("validation", "documents") == 42_000
 
 
-def test_the_output_may_lie_in_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_may_lie_in_the_input(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     monkeypatch.chdir(tmp_path)
@@ -135,7 +127,7 @@ def test_the_output_may_lie_in_the_input(
     assert main(command) == 2 and "made from different input" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_path):
     if not may_mount():
         pytest.skip("a process may not have mounts of its own here")
     out, said = tmp_path / "out", tmp_path / "said"
@@ -156,19 +148,14 @@ def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_pat
     ]
 
 
-def test_a_tokenizer_that_cannot_be_written_is_reported(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_cannot_be_written_is_reported(text, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    command = ["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output"]
-    assert main([*command, str(tmp_path / "file" / "t.json")]) == 1
-    assert f"meshtrain: {tmp_path}/file/t.json cannot be written: " in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, str(tmp_path)])
-    assert "is there and no file; the output is a file" in capsys.readouterr().err
+    for output in (tmp_path / "file" / "t.json", tmp_path):
+        assert main(["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output", str(output)]) == 1
+        assert f"meshtrain: {output} cannot be written: " in capsys.readouterr().err
 
 
-def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"body": "words"}\n')
     command = ["train-tokenizer", "--input", str(tmp_path), "--output", str(tmp_path / "t.json"), "--vocab-size"]
     assert main([*command, "300"]) == 2
@@ -179,7 +166,7 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path, capsys: pytest.Ca
     assert main([*command, "300"]) == 0 and "1 skipped: 1 without text" in capsys.readouterr().err
 
 
-def test_standard_output_that_is_full_is_reported(text: Path, tmp_path: Path) -> None:
+def test_standard_output_that_is_full_is_reported(text, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(text), "--output", str(tmp_path / "o")],

@@ -17,23 +17,23 @@ def read_file(path: Path, field: str = "text") -> list[Document]:
     return [document for unit in units(find([str(path)]).files) for part in unit for document in read(part, field)]
 
 
-def test_a_file_named_itself_is_read_whatever_its_suffix(tmp_path: Path) -> None:
+def test_a_file_named_itself_is_read_whatever_its_suffix(tmp_path):
     (tmp_path / "notes.xyz").write_text("words")
     assert read_file(tmp_path / "notes.xyz") == [Document("notes.xyz", "words")]
 
 
-def test_gzipped_text_reads_as_the_text_itself(tmp_path: Path) -> None:
+def test_gzipped_text_reads_as_the_text_itself(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("zipped ü".encode(), mtime=0))
     assert read_file(tmp_path / "a.txt.gz") == [Document("a.txt.gz", "zipped ü")]
 
 
-def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
     assert read_file(tmp_path / "a.txt")[0].text == "words"
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Path, zipped: bool) -> None:
+def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path, zipped):
     lines = b'{"body": "one"}\n\n{"body": "two\\nlines"}\n{"body": "last"}'
     path = tmp_path / ("a.jsonl.gz" if zipped else "a.jsonl")
     path.write_bytes(gzip.compress(lines, mtime=0) if zipped else lines)
@@ -72,7 +72,7 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path: Pa
         ("a.TXT.GZ", b"not gzip", "unreadable"),
     ],
 )
-def test_a_bad_document_is_reported_by_name_and_kind(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
+def test_a_bad_document_is_reported_by_name_and_kind(tmp_path, name, data, kind):
     (tmp_path / name).write_bytes(data)
     (document,) = read_file(tmp_path / name)
     assert document.name.startswith(name) and document.text == "" and document.kind == kind
@@ -90,14 +90,14 @@ def test_a_bad_document_is_reported_by_name_and_kind(tmp_path: Path, name: str, 
     ],
     ids=["a number of 5,000 digits", "NaN", "a field within", "a key twice elsewhere", "NUL", "byte order mark"],
 )
-def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path: Path, line: str, text: str) -> None:
+def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path, line, text):
     (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
     assert [document.text for document in read_file(tmp_path / "a.jsonl")] == [text]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "checksum", "followed by junk"])
-def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: str, how: str) -> None:
+def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path, ending, how):
     data = compress(ending, "".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode())
     middle = len(data) // 2
     damaged = {
@@ -114,7 +114,7 @@ def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path: Path, ending: s
     assert (document.name, document.text, document.kind) == (path.name, "", "unreadable")
 
 
-def test_a_long_look_for_damage_can_be_stopped(tmp_path: Path) -> None:
+def test_a_long_look_for_damage_can_be_stopped(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 300_000, mtime=0))
     calls = []
 
@@ -129,7 +129,7 @@ def test_a_long_look_for_damage_can_be_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_compressed_files_in_several_pieces_are_read_whole(tmp_path: Path, ending: str) -> None:
+def test_compressed_files_in_several_pieces_are_read_whole(tmp_path, ending):
     pieces = [b'{"text": "one"}\n{"te', b"", b'xt": "two"}\n']
     (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
     assert [document.text for document in read_file(tmp_path / f"a.jsonl{ending}")] == ["one", "two"]
@@ -152,7 +152,7 @@ def parquet(tmp_path: Path) -> Path:
     return tmp_path / "a.parquet"
 
 
-def test_parquet_gives_a_document_a_row_named_by_its_number(parquet: Path) -> None:
+def test_parquet_gives_a_document_a_row_named_by_its_number(parquet):
     assert [(d.name, d.text, d.kind) for d in read_file(parquet)] == [
         ("a.parquet#0", "one", ""),
         ("a.parquet#1", "", "without text"),
@@ -163,13 +163,13 @@ def test_parquet_gives_a_document_a_row_named_by_its_number(parquet: Path) -> No
 
 
 @pytest.mark.parametrize("field", ["body", "number"])
-def test_parquet_without_the_column_is_one_bad_document(parquet: Path, field: str) -> None:
+def test_parquet_without_the_column_is_one_bad_document(parquet, field):
     assert [(d.name, d.problem) for d in read_file(parquet, field)] == [
         ("a.parquet", f"without text in a column {field!r}")
     ]
 
 
-def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path: Path) -> None:
+def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     for number, kind in enumerate(("string", "large_string", "binary", "dictionary")):
         column = pyarrow.array(["one", "two"]).cast("string" if kind == "dictionary" else kind)
@@ -182,7 +182,7 @@ def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path: Path) -> Non
     assert [document.kind for document in read_file(tmp_path / "bad.parquet")] == ["", "not UTF-8"]
 
 
-def test_of_a_damaged_parquet_file_no_row_is_taken(parquet: Path) -> None:
+def test_of_a_damaged_parquet_file_no_row_is_taken(parquet):
     data = parquet.read_bytes()
     last = data.rindex(b"last")  # in the last row group
     for damaged in (data[:-20], data[: last - 20] + bytes(20) + data[last:], b"no parquet"):
@@ -190,7 +190,7 @@ def test_of_a_damaged_parquet_file_no_row_is_taken(parquet: Path) -> None:
         assert [document.kind for document in read_file(parquet)] == ["unreadable"]
 
 
-def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path: Path) -> None:
+def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 40)))
     whole = read_file(path)
@@ -201,7 +201,7 @@ def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path: Pa
         assert [document for part in parts for document in read(part, "text")] == whole
 
 
-def test_units_cover_every_byte_once_and_only_json_lines_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_cover_every_byte_once_and_only_json_lines_are_cut(monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 100)
     sizes = {"a.txt": 30, "b.txt": 80, "c.jsonl": 950, "d.txt": 500, "e.txt.gz": 90, "f.jsonl.gz": 300, "g.txt": 0}
     files = [InputFile(name, name, size, 0) for name, size in sizes.items()]

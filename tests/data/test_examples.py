@@ -58,14 +58,14 @@ def learned(examples: Examples, tokens: np.ndarray) -> list[str]:
 
 @pytest.mark.parametrize("text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"])
 @pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
-def test_ids_and_masks_are_those_of_transformers(number: int, text: str, make: Make) -> None:
+def test_ids_and_masks_are_those_of_transformers(number, text, make):
     golden = CONVERSATIONS[number]
     (tokens,) = tokens_of(make(text), golden["messages"])
     assert (tokens & ID).tolist() == golden["ids"]
     assert ((tokens & LEARNED) > 0).astype(int).tolist() == golden["learned"]
 
 
-def test_special_tokens_in_what_is_said_are_counted(make: Make) -> None:
+def test_special_tokens_in_what_is_said_are_counted(make):
     counts: Counter[str] = Counter()
     for golden in CONVERSATIONS:
         tokens_of(make(PLAIN), golden["messages"], counts)
@@ -73,7 +73,7 @@ def test_special_tokens_in_what_is_said_are_counted(make: Make) -> None:
 
 
 @pytest.mark.parametrize("text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"])
-def test_an_answer_of_no_weight_is_not_learned(text: str, make: Make) -> None:
+def test_an_answer_of_no_weight_is_not_learned(text, make):
     messages = [dict(each) for each in CONVERSATIONS[1]["messages"]]
     messages[2]["weight"] = 0
     examples = make(text)
@@ -81,7 +81,7 @@ def test_an_answer_of_no_weight_is_not_learned(text: str, make: Make) -> None:
     assert learned(examples, tokens) == ["漢字 😀<|end|>"]
 
 
-def test_a_template_that_forgets_thoughts_makes_an_example_of_each_answer(make: Make) -> None:
+def test_a_template_that_forgets_thoughts_makes_an_example_of_each_answer(make):
     examples, counts = make(FORGETTING), Counter[str]()
     said = [("user", "2?"), ("assistant", "hm/4"), ("user", "3?"), ("assistant", "oh/6")]
     found = tokens_of(examples, [{"role": role, "content": content} for role, content in said], counts)
@@ -89,7 +89,7 @@ def test_a_template_that_forgets_thoughts_makes_an_example_of_each_answer(make: 
     assert examples.tokenizer.spell(found[1] & ID).count("hm/") == 0 and counts[APART] == 1
 
 
-def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make: Make) -> None:
+def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make):
     """Without one the white space behind an answer is all that ends it."""
     bare = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
@@ -106,13 +106,13 @@ def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make: 
         (MARKED.text.replace("generation %}{{", "generation %}{{ '' and"), "without an answer", "that the template marks"),
     ],
 )  # fmt: skip
-def test_answers_that_cannot_be_found_are_refused(text: str, kind: str, detail: str, make: Make) -> None:
+def test_answers_that_cannot_be_found_are_refused(text, kind, detail, make):
     with pytest.raises(Unfit) as caught:
         tokens_of(make(text), CONVERSATIONS[0]["messages"])
     assert caught.value.kind == kind and detail in caught.value.detail
 
 
-def test_of_a_pair_both_answers_are_marked_and_nothing_of_what_they_share(make: Make) -> None:
+def test_of_a_pair_both_answers_are_marked_and_nothing_of_what_they_share(make):
     examples = make(PLAIN, contents="pairs")
     shared = CONVERSATIONS[1]["messages"][:4]
     record = {"prompt": shared, "chosen": "the mesh", "rejected": "of a token"}

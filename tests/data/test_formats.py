@@ -1,7 +1,6 @@
 """What needs a library says which."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from meshtrain.data.input_files import find
         ("a.parquet", "is a Parquet file, which the pyarrow library reads"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
-    tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(tmp_path, name, said, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda library: None)
     (tmp_path / name).write_bytes(b"x")
     for given in (tmp_path, tmp_path / name):

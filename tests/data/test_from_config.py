@@ -37,7 +37,7 @@ def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-def test_the_standard_library_is_there_without_a_config() -> None:
+def test_the_standard_library_is_there_without_a_config():
     train, validation = open_data(load({}))
     assert validation is not None
     batch = train.batch(0)
@@ -49,28 +49,28 @@ def test_the_standard_library_is_there_without_a_config() -> None:
     assert validation.batches_per_epoch >= 64  # text enough to measure a loss on
 
 
-def test_held_out_text_is_not_trained_on(text: Path) -> None:
+def test_held_out_text_is_not_trained_on(text):
     train, validation = open_data(config(text, batch=1, validation=0.3))
     assert validation is not None
     seen = [{b.batch(k)["labels"].tobytes() for k in range(b.batches_per_epoch)} for b in (train, validation)]
     assert len(seen[1]) > 20 and not seen[0] & seen[1]
 
 
-def test_held_out_text_may_be_a_source_of_its_own(text: Path, other_text: Path) -> None:
+def test_held_out_text_may_be_a_source_of_its_own(text, other_text):
     _, validation = open_data(config(text, batch=1, validation_source=str(other_text), last="pad"))
     assert validation is not None
     labels = sum(int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch))
     assert labels == sum(path.stat().st_size + 1 for path in other_text.iterdir())
 
 
-def test_prepared_shards_are_read_with_their_tokenizer(prepared: Path) -> None:
+def test_prepared_shards_are_read_with_their_tokenizer(prepared):
     train, validation = open_data(config(prepared, tokenizer=str(prepared / "tokenizer.json")))
     assert validation is not None
     assert train.tokenizer.name == read_manifest(prepared).tokenizer == f"BPE-{train.tokenizer.vocab_size}"
     assert "mesh" in train.tokenizer.decode(train.batch(0)["tokens"].ravel())
 
 
-def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary() -> None:
+def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary():
     train, validation = open_data(config("synthetic", seed=4))
     again, _ = open_data(config("synthetic", seed=4))
     other, _ = open_data(config("synthetic", seed=5))
@@ -91,7 +91,7 @@ def refusal(source: str, **data: Any) -> str:
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
-def test_a_line_of_the_log_says_what_an_epoch_is(batching: str, text: Path) -> None:
+def test_a_line_of_the_log_says_what_an_epoch_is(batching, text):
     train, _ = open_data(config(text, batching=batching, last="pad"))
     batches = [train.batch(k) for k in range(train.batches_per_epoch)]
     places, labels = (
@@ -103,7 +103,7 @@ def test_a_line_of_the_log_says_what_an_epoch_is(batching: str, text: Path) -> N
 
 
 @pytest.mark.parametrize("share", [{}, {"validation": 0.0}])
-def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(share: dict, tmp_path: Path) -> None:
+def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(share, tmp_path):
     (tmp_path / "one.txt").write_text("words " * 1000)
     assert open_data(config(tmp_path / "one.txt", **share))[1] is None
     data = {"source": str(tmp_path / "one.txt"), **share}
@@ -120,7 +120,7 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
-def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text: Path, batching: str) -> None:
+def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text, batching):
     _, held_out = open_data(config(text, validation=0.3, batch=5, batching=batching))
     assert held_out is not None and held_out.one_pass(2) == range(2)
     everything = held_out.one_pass(1000)
@@ -138,7 +138,7 @@ def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text: Pa
     assert not held_out.fewer(len(everything))
 
 
-def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path: Path) -> None:
+def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path):
     (tmp_path / "train.txt").write_text("words " * 1000)
     (tmp_path / "short.txt").write_text("words")
     given = {"source": str(tmp_path / "train.txt"), "validation": 0.0, "validation_source": str(tmp_path / "short.txt")}
@@ -147,7 +147,7 @@ def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path:
     assert held_out.fewer(8) == ["1 batch is all that is held out, fewer than eval.batches 8"]
 
 
-def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> None:
+def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
     assert "did you mean stdlib?" in refusal("stdlibs")
     assert "no such file or directory" in refusal("/no/such/folder")
     assert "data.validation_source is 'nope', but" in refusal("stdlib", validation_source="nope")
@@ -155,18 +155,18 @@ def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling() -> N
     assert said.endswith("text, prepared shards or stdlib.")
 
 
-def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text: Path) -> None:
+def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text):
     with pytest.raises(ConfigError, match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte"):
         open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
 
-def test_shards_of_another_tokenizer_or_share_are_refused_with_the_right_one(prepared: Path, bpe: Path) -> None:
+def test_shards_of_another_tokenizer_or_share_are_refused_with_the_right_one(prepared, bpe):
     assert f"set data.tokenizer to {prepared}/tokenizer.json" in refusal(str(prepared))
     said = refusal(str(prepared), tokenizer=str(bpe), validation=0.2)
     assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
 
 
-def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared: Path, tmp_path: Path) -> None:
+def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared, tmp_path):
     copy = tmp_path / "shards"
     shutil.copytree(prepared, copy)
     shard = copy / "train-00000.tokens"
@@ -176,7 +176,7 @@ def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared: 
     open_data(config(copy, tokenizer=tokenizer, verify=False))
 
 
-def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path) -> None:
+def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(
         '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}', encoding="utf-8"
     )
@@ -188,7 +188,7 @@ def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
-def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path: Path, batching: str) -> None:
+def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path, batching):
     (tmp_path / "short.txt").write_text("x" * 99)
     source = str(tmp_path / "short.txt")
     train, _ = open_data(config(source, length=50, batching=batching))
@@ -198,7 +198,7 @@ def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path: Path, batching
         assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
 
 
-def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text: Path, tmp_path: Path) -> None:
+def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text, tmp_path):
     copy = tmp_path / "elsewhere" / text.name
     shutil.copytree(text, copy, copy_function=shutil.copy)  # with new dates
 
@@ -213,7 +213,7 @@ def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_writ
     assert digest(copy) != before
 
 
-def test_the_digest_of_held_out_text_is_its_own(text: Path, other_text: Path) -> None:
+def test_the_digest_of_held_out_text_is_its_own(text, other_text):
     train, validation = open_data(config(text, validation=0.3, batch=1))
     assert validation is not None and validation.digest != train.digest
     same, other = open_data(config(text, validation=0.3, batch=1, validation_source=str(other_text)))
@@ -222,14 +222,14 @@ def test_the_digest_of_held_out_text_is_its_own(text: Path, other_text: Path) ->
     assert mirror is not None and mirror.digest not in (train.digest, validation.digest)  # all of the text
 
 
-def test_a_skipped_document_leaves_the_digest_as_it_is(text: Path, tmp_path: Path) -> None:
+def test_a_skipped_document_leaves_the_digest_as_it_is(text, tmp_path):
     copy = tmp_path / text.name
     shutil.copytree(text, copy)
     (copy / "damaged.txt").write_bytes(b"\xff")
     assert open_data(config(copy))[0].digest == open_data(config(text))[0].digest
 
 
-def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: Path) -> None:
+def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -258,7 +258,7 @@ def test_a_preparation_that_was_not_finished_is_reported(text: Path, tmp_path: P
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values: dict, said: str) -> None:
+def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values, said):
     with pytest.raises(ConfigError, match=said):
         load(values)
 
@@ -273,7 +273,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
     return SOURCES
 
 
-def test_a_kind_of_source_with_documents_is_one_entry(sources: Registry[SourceKind], other_text: Path) -> None:
+def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
     def open_mine(data: DataConfig, tokenizer: Tokenizer) -> Source:
         return open_files(find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data)
 
@@ -287,7 +287,7 @@ def test_a_kind_of_source_with_documents_is_one_entry(sources: Registry[SourceKi
     assert "it takes stdlib, mine, text and prepared shards" in refusal("mixture", mixture=["synthetic"], weights=[1])
 
 
-def test_a_kind_of_source_of_rows_is_one_entry(sources: Registry[SourceKind]) -> None:
+def test_a_kind_of_source_of_rows_is_one_entry(sources):
     class Counting:
         """Row r is r, r + 1, r + 2 ..."""
 

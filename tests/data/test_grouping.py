@@ -1,7 +1,6 @@
 """Grouping by length: few lengths, little padding, full batches, every piece once."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ def padded(counts: np.ndarray, lengths: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_the_lengths_chosen_need_the_least_padding_of_all_choices(most: int) -> None:
+def test_the_lengths_chosen_need_the_least_padding_of_all_choices(most):
     counts = np.bincount(np.random.default_rng(0).integers(1, 49, 200) ** 2 // 48, minlength=49)
     counts[0] = 0
     chosen = choose_lengths(counts, most, 8)
@@ -27,23 +26,23 @@ def test_the_lengths_chosen_need_the_least_padding_of_all_choices(most: int) -> 
     assert padded(counts, chosen) == min(padded(counts, lengths) for lengths in every)
 
 
-def test_lengths_are_multiples_even_where_the_longest_is_not() -> None:
+def test_lengths_are_multiples_even_where_the_longest_is_not():
     lengths = choose_lengths(np.arange(101), 4, 16)
     assert lengths[-1] == 100 and all(n % 16 == 0 for n in lengths[:-1]) and len(lengths) == 4
 
 
-def test_very_long_rows_are_chosen_from_a_bounded_number_of_lengths() -> None:
+def test_very_long_rows_are_chosen_from_a_bounded_number_of_lengths():
     lengths = choose_lengths(np.ones(131_073), 8, 16)
     assert len(lengths) == 8 and lengths[-1] == 131_072 and all(n % 16 == 0 for n in lengths)
 
 
-def test_a_budget_gives_more_rows_to_shorter_lengths_and_is_never_exceeded() -> None:
+def test_a_budget_gives_more_rows_to_shorter_lengths_and_is_never_exceeded():
     rows = [budget_rows(16 * 1024, length, 4) for length in (64, 100, 300, 1000, 1024)]
     assert rows == [256, 160, 52, 16, 16]
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_groups_fill_all_their_batches_but_the_last(pad: bool) -> None:
+def test_groups_fill_all_their_batches_but_the_last(pad):
     counts = np.array([0, 5, 0, 9, 1, 30, 2, 0, 11])
     pieces = DocumentPieces(np.cumsum(counts), np.zeros(counts.sum(), np.uint64))
     groups = make_groups(pieces, (2, 4, 6, 8), (4, 4, 4, 4), pad)
@@ -67,14 +66,14 @@ def random_batches_padding(train_pieces: DocumentPieces, size: int, seed: int) -
 
 @pytest.mark.parametrize("length", [1024, 8192])
 @pytest.mark.parametrize("batching", ["grouped", "budget"])
-def test_padding_is_at_most_a_third_of_that_of_random_batches(batching: str, length: int) -> None:
+def test_padding_is_at_most_a_third_of_that_of_random_batches(batching, length):
     train, _ = open_data(config("stdlib", length=length, batching=batching))
     grouped = train.batches
     assert train.padding <= random_batches_padding(grouped.pieces, 8, seed=0) / 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("batching", ["grouped", "budget"])
-def test_every_batch_has_a_shape_of_the_known_set(text: Path, batching: str) -> None:
+def test_every_batch_has_a_shape_of_the_known_set(text, batching):
     train, _ = open_data(config(text, batching=batching, lengths=4, length_multiple=8, rows_multiple=2, last="pad"))
     seen = set()
     for k in range(train.batches_per_epoch):
@@ -91,7 +90,7 @@ def test_every_batch_has_a_shape_of_the_known_set(text: Path, batching: str) -> 
 
 
 @pytest.mark.parametrize("batching", ["grouped", "budget"])
-def test_which_documents_share_a_batch_changes_with_the_epoch(text: Path, batching: str) -> None:
+def test_which_documents_share_a_batch_changes_with_the_epoch(text, batching):
     train, _ = open_data(config(text, batching=batching, last="pad"))
 
     def batches(epoch: int) -> set[frozenset[bytes]]:
@@ -101,7 +100,7 @@ def test_which_documents_share_a_batch_changes_with_the_epoch(text: Path, batchi
     assert len(batches(0) & batches(1)) < len(batches(0)) / 4
 
 
-def test_padding_stands_behind_the_document_with_no_weight(text: Path) -> None:
+def test_padding_stands_behind_the_document_with_no_weight(text):
     train, _ = open_data(config(text, batching="grouped", last="pad"))
     for k in range(train.batches_per_epoch):
         batch = train.batch(k)
@@ -112,7 +111,7 @@ def test_padding_stands_behind_the_document_with_no_weight(text: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["drop", "pad"])
-def test_tokens_per_batch_is_the_mean_over_an_epoch(text: Path, last: str) -> None:
+def test_tokens_per_batch_is_the_mean_over_an_epoch(text, last):
     train, _ = open_data(config(text, batching="budget", last=last))
     labels = sum(train.batch(k)["weights"].sum() for k in range(train.batches_per_epoch))
     assert abs(train.tokens_per_batch * train.batches_per_epoch / labels - 1) < (1e-9 if last == "pad" else 0.02)

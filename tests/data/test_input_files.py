@@ -22,7 +22,7 @@ def write(folder: Path, *paths: str) -> None:
         (folder / path).write_text(path)
 
 
-def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path: Path) -> None:
+def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path):
     taken, left = ("b.md", "a.txt", "c/d.py", "c/e.jsonl.gz"), (".git/config.txt", "__pycache__/x.py", ".hidden.txt")
     for name in (*taken, "picture.png", *left):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path: Pa
     assert found.ignored == {".png": 1}
 
 
-def test_suffixes_in_capitals_are_taken_as_those_in_small_letters(tmp_path: Path) -> None:
+def test_suffixes_in_capitals_are_taken_as_those_in_small_letters(tmp_path):
     write(tmp_path, "A.TXT", "B.JSONL", "C.Md.GZ", "D.PNG", "e.png")
     found = find([str(tmp_path)])
     assert names(found) == [f"{tmp_path.name}/{name}" for name in ("A.TXT", "B.JSONL", "C.Md.GZ")]
@@ -41,7 +41,7 @@ def test_suffixes_in_capitals_are_taken_as_those_in_small_letters(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "pictures"])
-def test_nothing_to_read_is_refused(tmp_path: Path, what: str) -> None:
+def test_nothing_to_read_is_refused(tmp_path, what):
     said = {
         "missing": "there is no file or directory",
         "empty": "no file at all",
@@ -56,7 +56,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path, what: str) -> None:
         find([str(path)])
 
 
-def test_links_are_followed_and_what_they_reach_again_is_read_once(tmp_path: Path) -> None:
+def test_links_are_followed_and_what_they_reach_again_is_read_once(tmp_path):
     text, other = tmp_path / "text", tmp_path / "other"
     write(text, "a/one.txt", "b/two.txt")
     write(other, "three.txt", "deep/four.txt")
@@ -87,7 +87,7 @@ def test_links_are_followed_and_what_they_reach_again_is_read_once(tmp_path: Pat
     )
 
 
-def test_an_input_named_twice_is_read_once(tmp_path: Path) -> None:
+def test_an_input_named_twice_is_read_once(tmp_path):
     write(tmp_path, "text/a.txt", "text/b.txt")
     text, file = str(tmp_path / "text"), str(tmp_path / "text" / "a.txt")
     assert names(find([text, file, text + "/."])) == ["text/a.txt", "text/b.txt"]
@@ -95,15 +95,13 @@ def test_an_input_named_twice_is_read_once(tmp_path: Path) -> None:
     assert names(found) == ["a.txt", "text/b.txt"] and found.left_out == {"reached twice": ["text/a.txt"]}
 
 
-def test_two_names_of_one_file_that_are_no_links_are_two_documents(tmp_path: Path) -> None:
+def test_two_names_of_one_file_that_are_no_links_are_two_documents(tmp_path):
     write(tmp_path, "a.txt")
     os.link(tmp_path / "a.txt", tmp_path / "b.txt")
     assert len(find([str(tmp_path)]).files) == 2
 
 
-def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(tmp_path, monkeypatch):
     write(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     monkeypatch.chdir(tmp_path)  # the names of sockets must be short
@@ -121,7 +119,7 @@ def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(
         find([str(tmp_path / "shards")])
 
 
-def test_what_is_no_input_is_reported_as_what_it_is(tmp_path: Path) -> None:
+def test_what_is_no_input_is_reported_as_what_it_is(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "nowhere").symlink_to("missing")
@@ -140,7 +138,7 @@ def test_what_is_no_input_is_reported_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
-def test_a_directory_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_read_is_reported(tmp_path):
     write(tmp_path, "a.txt", "secret/b.txt")
     for mode in (0, 0o600):
         (tmp_path / "secret").chmod(mode)

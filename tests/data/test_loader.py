@@ -25,7 +25,7 @@ class Squares:
         return (k % 3 + 2, 4, 4, 3)
 
 
-def test_batches_come_in_order_from_where_it_starts_and_through_put() -> None:
+def test_batches_come_in_order_from_where_it_starts_and_through_put():
     loader = Loader(
         Squares(), start=3, part=lambda shape: (slice(0, 2), None), put=lambda batch: batch["image"].sum() / 96
     )
@@ -33,14 +33,14 @@ def test_batches_come_in_order_from_where_it_starts_and_through_put() -> None:
     loader.close()
 
 
-def test_a_part_may_depend_on_how_large_a_batch_is() -> None:
+def test_a_part_may_depend_on_how_large_a_batch_is():
     loader = Loader(Squares(), part=lambda shape: (slice(shape[0] // 2, shape[0]), None))
     assert [next(loader)[1]["image"].shape[0] for _ in range(3)] == [1, 2, 2]
     loader.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_it_reads_ahead_as_deep_as_asked_and_no_deeper(depth: int) -> None:
+def test_it_reads_ahead_as_deep_as_asked_and_no_deeper(depth):
     source = Squares()
     loader = Loader(source, depth=depth)
     deadline = time.monotonic() + 10
@@ -51,7 +51,7 @@ def test_it_reads_ahead_as_deep_as_asked_and_no_deeper(depth: int) -> None:
     loader.close()
 
 
-def test_time_waited_is_counted_only_when_the_data_is_late() -> None:
+def test_time_waited_is_counted_only_when_the_data_is_late():
     slow = Loader(Squares(lambda k: time.sleep(0.05)))
     for _ in range(4):
         next(slow)
@@ -65,7 +65,7 @@ def test_time_waited_is_counted_only_when_the_data_is_late() -> None:
     ready.close()
 
 
-def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None:
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for():
     def fail(k: int) -> None:
         if k == 2:
             raise OSError("the disk is gone")
@@ -78,7 +78,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None
         next(loader)
 
 
-def test_closing_ends_the_thread_at_once_wherever_it_is() -> None:
+def test_closing_ends_the_thread_at_once_wherever_it_is():
     before = threading.active_count()
     loaders = [Loader(Squares(), depth=1), Loader(Squares(lambda k: time.sleep(0.02)))]
     next(loaders[0])

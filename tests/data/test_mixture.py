@@ -17,7 +17,7 @@ def mixture(one: Path, other: Path, weights: tuple[float, ...] = (3.0, 1.0), **d
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1), (1000.0, 1.0, 1e-6)])
-def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights: tuple[float, ...]) -> None:
+def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights):
     draw = Draw(weights, seed=1)
     assert draw.quotas.sum() == BLOCK and draw.quotas.min() >= 1
     exact = np.array(weights) / sum(weights)
@@ -29,19 +29,19 @@ def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights: tu
             assert (sources[block * BLOCK : (block + 1) * BLOCK] == source).sum() == quota
 
 
-def test_any_number_can_be_asked_for_alone() -> None:
+def test_any_number_can_be_asked_for_alone():
     draw = Draw((0.6, 0.4), seed=2)
     together = np.stack(draw.at(np.arange(BLOCK - 50, BLOCK + 50)))
     alone = [np.stack(Draw((0.6, 0.4), seed=2).at(np.array([n])))[:, 0] for n in range(BLOCK - 50, BLOCK + 50)]
     assert np.array_equal(together, np.array(alone).T)
 
 
-def test_sources_alternate_within_a_block() -> None:
+def test_sources_alternate_within_a_block():
     sources, _ = Draw((0.5, 0.5), seed=0).at(np.arange(BLOCK))
     assert 0.45 < (np.diff(sources) != 0).mean() < 0.55
 
 
-def test_rows_come_from_the_sources_in_their_shares(text: Path, other_text: Path) -> None:
+def test_rows_come_from_the_sources_in_their_shares(text, other_text):
     """The rows of each source alone are known, and with them where each row of the mixture is from."""
     rows: list[set[bytes]] = []
     for source in (text, other_text):
@@ -60,7 +60,7 @@ def test_rows_come_from_the_sources_in_their_shares(text: Path, other_text: Path
 
 
 @pytest.mark.parametrize("batching", ["packed", "grouped", "budget"])
-def test_every_batching_can_be_mixed(text: Path, other_text: Path, batching: str) -> None:
+def test_every_batching_can_be_mixed(text, other_text, batching):
     train, validation = open_data(mixture(text, other_text, batching=batching, validation=0.2, last="pad"))
     assert validation is not None
     labels = 0.0
@@ -72,7 +72,7 @@ def test_every_batching_can_be_mixed(text: Path, other_text: Path, batching: str
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
-def test_an_evaluation_ends_before_a_source_comes_round(text: Path, other_text: Path, batching: str) -> None:
+def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batching):
     """The one with few held-out rows has most of the weight."""
     _, held_out = open_data(mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2))
     assert held_out is not None
@@ -91,9 +91,7 @@ def test_an_evaluation_ends_before_a_source_comes_round(text: Path, other_text: 
     assert held_out.fewer(1000) == [said] and not held_out.fewer(2)
 
 
-def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(
-    text: Path, tmp_path: Path
-) -> None:
+def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(text, tmp_path):
     (tmp_path / "tiny.txt").write_text("tiny")
     with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length"):
         open_data(mixture(text, tmp_path / "tiny.txt", validation=0.0))
@@ -113,7 +111,7 @@ def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_
         ({"source": "stdlib"}, "set data.source to mixture, or leave it out"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(changes: dict[str, object], said: str) -> None:
+def test_a_mixture_that_makes_no_sense_is_refused(changes, said):
     values: dict[str, Any] = {"source": "mixture", "mixture": ["stdlib", "here"], "weights": [1.0, 2.0], **changes}
     with pytest.raises(ConfigError, match=said):
         config(str(values.pop("source")), **values)

@@ -49,7 +49,7 @@ def whole(train: TextBatches, steps: int = STEPS) -> list[dict[str, np.ndarray]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_the_rows_of_all_ranks_together_are_the_global_batch(setting: Config, ranks: int) -> None:
+def test_the_rows_of_all_ranks_together_are_the_global_batch(setting, ranks):
     expected = whole(open_data(setting)[0])
     readers = [open_data(setting)[0] for _ in range(ranks)]
     for k, batch in enumerate(expected):
@@ -58,7 +58,7 @@ def test_the_rows_of_all_ranks_together_are_the_global_batch(setting: Config, ra
         assert equal({name: np.concatenate([part[name] for part in parts]) for name in batch}, batch)
 
 
-def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting: Config, bytes_read: list[int]) -> None:
+def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting, bytes_read):
     ranks, train, read = 4, open_data(setting)[0], []
     for k in range(8):
         batch, (rows, length) = train.batch(k), train.batch_shape(k)
@@ -74,7 +74,7 @@ def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting:
     assert all(seen == right > 0 for seen, right in read) and not train.batch(0, slice(0), places)["labels"].size
 
 
-def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(setting: Config) -> None:
+def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(setting):
     expected = whole(open_data(setting)[0])
     stops = sorted(np.random.default_rng(5).choice(np.arange(1, STEPS), 5, replace=False).tolist())
     for begin, end, ranks in zip([0, *stops], [*stops, STEPS], (1, 8, 2, 4, 1, 8), strict=True):
@@ -109,9 +109,7 @@ np.savez(out, **found)
 
 
 @pytest.mark.parametrize("batching", ["mixture", "budget"])
-def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
-    batching: str, text: Path, other_text: Path, tmp_path: Path
-) -> None:
+def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(batching, text, other_text, tmp_path):
     setting = chosen(batching, text, other_text)
     (tmp_path / "config.yaml").write_text(to_yaml(setting))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
@@ -151,7 +149,7 @@ def labels_seen(train: TextBatches, epoch: int) -> Counter[int]:
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_every_document_and_every_token_is_seen_exactly_once_an_epoch(batching: str, epoch: int, text: Path) -> None:
+def test_every_document_and_every_token_is_seen_exactly_once_an_epoch(batching, epoch, text):
     train, _ = open_data(config(text, length=64, batching=batching, last="pad", validation=0.0))
     texts = [path.read_bytes() for path in sorted(text.iterdir())]
     assert labels_seen(train, epoch) == Counter(b"".join(texts)) + Counter({256: len(texts)})
@@ -160,7 +158,7 @@ def test_every_document_and_every_token_is_seen_exactly_once_an_epoch(batching: 
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_each_epoch_and_each_seed_has_an_order_of_its_own(batching: str, text: Path) -> None:
+def test_each_epoch_and_each_seed_has_an_order_of_its_own(batching, text):
     def order(seed: int, epoch: int) -> list[bytes]:
         train, _ = open_data(config(text, seed=seed, batching=batching, last="pad"))
         first = epoch * train.batches_per_epoch
@@ -174,7 +172,7 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own(batching: str, text: P
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_drop_leaves_out_only_what_does_not_fill_a_batch(batching: str, text: Path) -> None:
+def test_drop_leaves_out_only_what_does_not_fill_a_batch(batching, text):
     train, _ = open_data(config(text, batching=batching, last="drop", validation=0.0))
     everything = sum(path.stat().st_size + 1 for path in text.iterdir())
     seen = 0
@@ -187,7 +185,7 @@ def test_drop_leaves_out_only_what_does_not_fill_a_batch(batching: str, text: Pa
     assert 0 <= everything - seen < (most_rows + 1) * 64
 
 
-def test_the_order_is_the_same_in_every_version(tmp_path: Path) -> None:
+def test_the_order_is_the_same_in_every_version(tmp_path):
     """Written down once: a run that is resumed after an upgrade must meet the rest of its epoch."""
     lines = "".join(json.dumps({"text": "abcdefghij"[: 1 + i % 10] + str(i)}) + "\n" for i in range(40))
     (tmp_path / "some.jsonl").write_text(lines)

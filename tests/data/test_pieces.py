@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,7 @@ def corpus(text: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 64, 10_000])
-def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(
-    corpus: Corpus, tmp_path: Path, longest: int
-) -> None:
+def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(corpus, tmp_path, longest):
     table = open_pieces(corpus, longest, tmp_path / "table")
     numbers = np.arange(len(table.first))
     lengths, first = table.lengths(numbers), table.first.astype(int)
@@ -40,9 +37,7 @@ def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(
     assert (lengths[cut] == longest).all()
 
 
-def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(corpus, tmp_path, monkeypatch):
     def table(at_once: int) -> DocumentPieces:
         monkeypatch.setattr(pieces, "DOCUMENTS_AT_ONCE", at_once)
         return open_pieces(corpus, 64, tmp_path / str(at_once))
@@ -51,7 +46,7 @@ def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(
     assert np.array_equal(whole.ends, bit_by_bit.ends) and np.array_equal(whole.first, bit_by_bit.first)
 
 
-def test_the_table_is_made_once(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_table_is_made_once(corpus, tmp_path):
     open_pieces(corpus, 64, tmp_path / "table")
     made = (tmp_path / "table").stat()
     open_pieces(corpus, 64, tmp_path / "table")
@@ -73,9 +68,7 @@ def test_the_table_is_made_once(corpus: Corpus, tmp_path: Path) -> None:
     ],
     ids=["digest", "counts", "places", "truncated", "cut within a number", "longer", "of an older version", "empty"],
 )
-def test_a_damaged_table_is_reported_and_made_again(
-    corpus: Corpus, tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_table_is_reported_and_made_again(corpus, tmp_path, damage, caplog):
     path = tmp_path / "table"
     good = open_pieces(corpus, 64, path)
     ends, first, whole = good.ends, good.first.copy(), path.read_bytes()
@@ -87,7 +80,7 @@ def test_a_damaged_table_is_reported_and_made_again(
     assert f"{path} is damaged; it is made again" in said
 
 
-def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus, tmp_path):
     open_pieces(corpus + corpus, 64, tmp_path / "other")
     (tmp_path / "other").rename(tmp_path / "table")
     assert len(open_pieces(corpus, 64, tmp_path / "table").first) == len(
@@ -95,7 +88,7 @@ def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus: Corpus, 
     )
 
 
-def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corpus: Corpus, tmp_path: Path) -> None:
+def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corpus, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "directory" / "with").mkdir(parents=True)
@@ -106,7 +99,7 @@ def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corp
         open_pieces(corpus, 64, tmp_path / "directory")
 
 
-def test_what_a_killed_process_left_of_a_table_is_removed(corpus: Corpus, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_of_a_table_is_removed(corpus, tmp_path):
     left = temporary_beside(tmp_path / "table")
     left.write_bytes(b"half")
     (tmp_path / ".mine").write_bytes(b"kept")
@@ -114,7 +107,7 @@ def test_what_a_killed_process_left_of_a_table_is_removed(corpus: Corpus, tmp_pa
     assert not left.exists() and (tmp_path / ".mine").exists()
 
 
-def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus, tmp_path):
     if not may_mount():
         pytest.skip("a process may not have mounts of its own here")
     cache = tmp_path / "cache"
@@ -130,7 +123,7 @@ def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus: Corpus
     assert exit_code_of(on_a_small_disk) == 0
 
 
-def test_a_cache_that_cannot_be_written_is_reported(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         open_pieces(corpus, 64, tmp_path / "file" / "table")

@@ -55,7 +55,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "LEAST_UNIT", 5000)
 
 
-def test_every_document_is_there_once_in_order_in_one_split(text: Path, tmp_path: Path, small_units: None) -> None:
+def test_every_document_is_there_once_in_order_in_one_split(text, tmp_path, small_units):
     manifest = run(text, tmp_path / "out", validation=0.2)
     assert len(manifest.shards["train"]) > 3
     expected: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -68,13 +68,13 @@ def test_every_document_is_there_once_in_order_in_one_split(text: Path, tmp_path
 
 
 @pytest.mark.thorough
-def test_three_workers_write_the_same_bytes_as_one(text: Path, tmp_path: Path, small_units: None) -> None:
+def test_three_workers_write_the_same_bytes_as_one(text, tmp_path, small_units):
     run(text, tmp_path / "one", validation=0.2)
     run(text, tmp_path / "three", workers=3, validation=0.2)
     assert same(tmp_path / "one", tmp_path / "three")
 
 
-def test_the_manifest_tells_the_same_wherever_the_text_lies(text: Path, tmp_path: Path) -> None:
+def test_the_manifest_tells_the_same_wherever_the_text_lies(text, tmp_path):
     copy = tmp_path / "elsewhere" / text.name
     copy.mkdir(parents=True)
     for path in text.iterdir():
@@ -82,13 +82,13 @@ def test_the_manifest_tells_the_same_wherever_the_text_lies(text: Path, tmp_path
     assert run(text, tmp_path / "one") == run(copy, tmp_path / "two")
 
 
-def test_the_held_out_share_is_about_what_was_asked_for() -> None:
+def test_the_held_out_share_is_about_what_was_asked_for():
     names = [f"folder/{i}.txt" for i in range(20_000)]
     for share in (0.0, 0.01, 0.2):
         assert abs(sum(held_out(name, share) for name in names) / len(names) - share) < 0.005
 
 
-def test_a_file_whose_name_is_not_utf8_is_read_all_the_same(tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_utf8_is_read_all_the_same(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / os.fsdecode(b"\xff.txt")).write_text("good")
@@ -97,7 +97,7 @@ def test_a_file_whose_name_is_not_utf8_is_read_all_the_same(tmp_path: Path) -> N
     assert (tmp_path / "out" / "skipped.log").read_bytes() == b"text/\xfe.txt\tempty\n"
 
 
-def test_an_interrupted_run_goes_on_where_it_was(text: Path, tmp_path: Path, small_units: None) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, small_units):
     run(text, tmp_path / "whole")
     done: list[int] = []
 
@@ -119,7 +119,7 @@ def test_an_interrupted_run_goes_on_where_it_was(text: Path, tmp_path: Path, sma
 
 
 @pytest.mark.thorough
-def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
+def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text, tmp_path):
     big = tmp_path / "big.jsonl"
     big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(63_000)))  # three units of 4 MiB
     command = [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(big), "--workers", "2", "--output"]
@@ -135,9 +135,7 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text: Path, tmp_pat
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
-def test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left(
-    text: Path, tmp_path: Path, small_units: None
-) -> None:
+def test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left(text, tmp_path, small_units):
     run(text, tmp_path / "whole")
     run(text, tmp_path / "out")
     for name in ("train-00000.tokens", "train-00001.offsets", "units/00002.json"):
@@ -153,7 +151,7 @@ def test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left(
 
 
 @pytest.mark.parametrize("name", ["units/00000.json", "units/00000.skipped", ".lock", "train-00000.tokens"])
-def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text: Path, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text, tmp_path, name):
     manifest = run(text, tmp_path / "out")
     (tmp_path / "out" / name).unlink()
     os.mkfifo(tmp_path / "out" / name)
@@ -161,7 +159,7 @@ def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text: Path, tmp_path:
     open_corpus(tmp_path / "out", manifest, "train", verify=True)
 
 
-def test_a_directory_in_the_place_of_a_file_is_named(text: Path, tmp_path: Path) -> None:
+def test_a_directory_in_the_place_of_a_file_is_named(text, tmp_path):
     (tmp_path / "out" / "units").mkdir(parents=True)
     run(text, tmp_path / "out")
     (tmp_path / "out" / "train-00000.tokens").unlink()
@@ -171,7 +169,7 @@ def test_a_directory_in_the_place_of_a_file_is_named(text: Path, tmp_path: Path)
     assert refusal_at(error.value) == "is a directory: train-00000.tokens"
 
 
-def test_a_damaged_plan_is_reported(text: Path, tmp_path: Path) -> None:
+def test_a_damaged_plan_is_reported(text, tmp_path):
     run(text, tmp_path / "out")
     (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")
     with pytest.raises(
@@ -180,7 +178,7 @@ def test_a_damaged_plan_is_reported(text: Path, tmp_path: Path) -> None:
         run(text, tmp_path / "out")
 
 
-def test_a_shard_that_went_missing_or_short_is_made_again(text: Path, tmp_path: Path, small_units: None) -> None:
+def test_a_shard_that_went_missing_or_short_is_made_again(text, tmp_path, small_units):
     run(text, tmp_path / "whole")
     run(text, tmp_path / "out")
     (tmp_path / "out" / "train-00000.tokens").unlink()
@@ -190,9 +188,7 @@ def test_a_shard_that_went_missing_or_short_is_made_again(text: Path, tmp_path: 
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
-def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(
-    text: Path, other_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(text, other_text, tmp_path, monkeypatch):
     run(text, tmp_path / "out")
     with pytest.raises(ConfigError, match="made from different input"):
         run(other_text, tmp_path / "out")
@@ -206,7 +202,7 @@ def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(
         run(text, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
-def test_a_directory_that_holds_something_else_is_left_alone(text: Path, tmp_path: Path) -> None:
+def test_a_directory_that_holds_something_else_is_left_alone(text, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"is not empty \(thesis\.tex\)"):
         run(text, tmp_path)
@@ -225,7 +221,7 @@ def mixed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_bad_documents_are_counted_named_and_skipped(mixed: Path, tmp_path: Path) -> None:
+def test_bad_documents_are_counted_named_and_skipped(mixed, tmp_path):
     manifest = run(mixed, tmp_path / "out", validation=0.0)
     assert texts(tmp_path / "out", manifest, "train") == ["good", "good too"]
     assert manifest.skipped == {"empty": 1, "not UTF-8": 1, "without text": 1}
@@ -234,9 +230,7 @@ def test_bad_documents_are_counted_named_and_skipped(mixed: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_documents_are_refused_by_choice(
-    mixed: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 1)
     with pytest.raises(ConfigError, match=r"the document mixed/\S+ is (not UTF-8|empty|without text)"):
         run(mixed, tmp_path / "out", workers=workers, bad="refuse")
@@ -254,7 +248,7 @@ def test_bad_documents_are_refused_by_choice(
         ("a.jsonl", b"\n\n", "the input holds no document."),
     ],
 )
-def test_an_input_of_bad_documents_alone_is_refused(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+def test_an_input_of_bad_documents_alone_is_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError) as error:
         run(tmp_path / name, tmp_path / "out")
@@ -262,9 +256,7 @@ def test_an_input_of_bad_documents_alone_is_refused(tmp_path: Path, name: str, d
 
 
 @pytest.mark.thorough
-def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
-    text: Path, tmp_path: Path, small_units: None
-) -> None:
+def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(text, tmp_path, small_units):
     folder = tmp_path / "mixed"
     shutil.copytree(text, folder)
     data = gzip.compress("".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode(), mtime=0)
@@ -279,7 +271,7 @@ def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
         run(folder, tmp_path / "refused", bad="refuse")
 
 
-def test_a_name_of_several_lines_is_one_line_of_the_log(tmp_path: Path) -> None:
+def test_a_name_of_several_lines_is_one_line_of_the_log(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "good.txt").write_text("good")
@@ -291,7 +283,7 @@ def test_a_name_of_several_lines_is_one_line_of_the_log(tmp_path: Path) -> None:
     )
 
 
-def test_a_large_vocabulary_is_stored_in_four_bytes(text: Path, tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_stored_in_four_bytes(text, tmp_path):
     vocabulary = {f"w{i}": i for i in range(70_000)} | {"[UNK]": 70_000}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -307,7 +299,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(text: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
 
 
-def test_long_texts_are_cut_at_line_ends_and_lose_nothing() -> None:
+def test_long_texts_are_cut_at_line_ends_and_lose_nothing():
     text = "a line of text\n" * 100 + "x" * 500 + "\nend"
     pieces = list(cut(text, 100))
     assert "".join(pieces) == text

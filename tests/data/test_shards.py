@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +46,7 @@ def read_all(corpus: Corpus, start: int, n: int) -> tuple[list[int], list[int]]:
     return tokens.tolist(), labels.tolist()
 
 
-def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared: tuple[Path, ShardManifest]) -> None:
+def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)
     assert (corpus.documents, corpus.labels) == (5, len(STREAM) - 1)
     for start in range(corpus.labels):
@@ -55,7 +54,7 @@ def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared:
             assert read_all(corpus, start, n) == (STREAM[start : start + n], STREAM[start + 1 : start + n + 1])
 
 
-def test_a_manifest_is_read_back_as_it_was_written(prepared: tuple[Path, ShardManifest]) -> None:
+def test_a_manifest_is_read_back_as_it_was_written(prepared):
     directory, manifest = prepared
     assert read_manifest(directory) == manifest
     assert read_manifest(directory).digest == manifest.digest
@@ -69,7 +68,7 @@ def shards_of(directory: Path, count: int) -> Corpus:
     return Corpus(files, [])
 
 
-def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepared: tuple[Path, ShardManifest]) -> None:
+def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)
     first, lengths = np.array([7, PADDING, 0, 5, 5]), np.array([6, 3, 4, 2, 1])
     tokens, labels = corpus.read(first, lengths)
@@ -79,7 +78,7 @@ def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepare
         assert (tokens[begin : begin + n].tolist(), labels[begin : begin + n].tolist()) == (whole[:-1], whole[1:])
 
 
-def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared: tuple[Path, ShardManifest]) -> None:
+def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)  # shards of 5, 2 and 9 labels
     counts, first, lengths = corpus.cut(np.array([4, 0, 5, 3, 9]), np.array([1, 5, 2, 7, 7]))
     assert counts.tolist() == [1, 1, 1, 3, 1]
@@ -87,7 +86,7 @@ def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared: tuple[P
     assert lengths.tolist() == [1, 5, 2, 2, 2, 3, 7]
 
 
-def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path, monkeypatch):
     opened = lru_cache(maxsize=3)(shards.descriptor.__wrapped__)
     monkeypatch.setattr(shards, "descriptor", opened)
     corpus, before = shards_of(tmp_path, 10), len(os.listdir("/proc/self/fd"))
@@ -98,9 +97,7 @@ def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path: Path, monk
     assert len(os.listdir("/proc/self/fd")) == before + 3
 
 
-def test_threads_that_close_each_others_files_never_read_the_wrong_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_close_each_others_files_never_read_the_wrong_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "descriptor", lru_cache(maxsize=2)(shards.descriptor.__wrapped__))
     corpus = shards_of(tmp_path, 8)
 
@@ -118,7 +115,7 @@ def test_threads_that_close_each_others_files_never_read_the_wrong_one(
         sys.setswitchinterval(interval)
 
 
-def test_a_shard_cut_short_while_it_is_read_is_an_error(prepared: tuple[Path, ShardManifest]) -> None:
+def test_a_shard_cut_short_while_it_is_read_is_an_error(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)
     damage(prepared[0], "truncated")
     with pytest.raises(OSError, match=r"train-00002\.tokens was cut short"):
@@ -137,7 +134,7 @@ def with_old_times(path: Path) -> None:
 
 
 @pytest.mark.parametrize("alter", [overwrite, with_old_times])
-def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepared, alter) -> None:
+def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepared, alter):
     directory, manifest = prepared
     for verify in (True, False):
         corpus = open_corpus(directory, manifest, "train", verify)
@@ -151,7 +148,7 @@ def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepar
         (directory / "train-00000.tokens").write_bytes(content)
 
 
-def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says(prepared) -> None:
+def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says(prepared):
     directory, manifest = prepared
     corpus, path = open_corpus(directory, manifest, "train", verify=True), directory / "train-00000.tokens"
     read_all(corpus, 0, 4)
@@ -162,7 +159,7 @@ def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says
         assert read_all(corpus, 0, 4) == (STREAM[:4], STREAM[1:5])
 
 
-def test_two_corpora_are_read_as_one(prepared: tuple[Path, ShardManifest]) -> None:
+def test_two_corpora_are_read_as_one(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)
     both = corpus + corpus
     assert (both.documents, both.labels) == (10, 2 * corpus.labels)
@@ -194,14 +191,14 @@ def damage(directory: Path, how: str) -> None:
         ("offsets", "train-00002.offsets has been altered"),
     ],
 )
-def test_a_damaged_shard_is_refused_by_name(prepared: tuple[Path, ShardManifest], how: str, said: str) -> None:
+def test_a_damaged_shard_is_refused_by_name(prepared, how, said):
     directory, manifest = prepared
     damage(directory, how)
     with pytest.raises(ConfigError, match=said):
         open_corpus(directory, manifest, "train", verify=True)
 
 
-def test_sizes_are_checked_even_without_digests(prepared: tuple[Path, ShardManifest]) -> None:
+def test_sizes_are_checked_even_without_digests(prepared):
     directory, manifest = prepared
     damage(directory, "altered")
     open_corpus(directory, manifest, "train", verify=False)
@@ -221,7 +218,7 @@ def test_sizes_are_checked_even_without_digests(prepared: tuple[Path, ShardManif
         ("\\ud800", "is not the manifest of prepared shards"),
     ],
 )
-def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path, content, said):
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ConfigError, match=said):
@@ -236,9 +233,7 @@ def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path: Path, conte
         ("shards", {"train": []}, "validation"),
     ],
 )
-def test_a_manifest_whose_values_make_no_sense_is_refused(
-    prepared: tuple[Path, ShardManifest], key: str, value: Any, said: str
-) -> None:
+def test_a_manifest_whose_values_make_no_sense_is_refused(prepared, key, value, said):
     path = prepared[0] / "manifest.json"
     values = json.loads(path.read_bytes())
     place = values if key in values else values["shards"]["train"][0]

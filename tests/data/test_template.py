@@ -1,7 +1,6 @@
 """Chat templates: where one is found, and that none reaches files or Python's insides."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ def render(text: str, now: float = 0.0) -> str:
     return template.render(MESSAGES, None, [(2, False)], "chats.jsonl#7")[0][0]
 
 
-def test_a_template_has_what_templates_expect() -> None:
+def test_a_template_has_what_templates_expect():
     text = """{%- for m in messages %}
     {% if loop.last %}{% break %}{% endif %}
 {{ bos_token ~ m | tojson ~ strftime_now('%d %B %Y') ~ add_generation_prompt }}
@@ -35,18 +34,18 @@ def test_a_template_has_what_templates_expect() -> None:
         ("{% for %}", "is not Jinja (line 1: "),
     ],
 )  # fmt: skip
-def test_a_template_that_does_harm_ends_in_a_sentence(text: str, reason: str) -> None:
+def test_a_template_that_does_harm_ends_in_a_sentence(text, reason):
     with pytest.raises(ConfigError) as caught:
         render(text)
     assert str(caught.value).startswith("the chat template mine.jinja ") and reason in str(caught.value)
 
 
-def test_messages_that_a_template_does_not_take_are_the_record_s_fault() -> None:
+def test_messages_that_a_template_does_not_take_are_the_record_s_fault():
     with pytest.raises(Unfit, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
 
-def test_a_template_is_found_beside_its_tokenizer(tmp_path: Path) -> None:
+def test_a_template_is_found_beside_its_tokenizer(tmp_path):
     tokenizer = str(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"there is neither chat_template\.jinja nor"):
         find_template(None, tokenizer)
@@ -62,6 +61,6 @@ def test_a_template_is_found_beside_its_tokenizer(tmp_path: Path) -> None:
     assert given.text == "mine" and given.special == found.special
 
 
-def test_bytes_have_no_template() -> None:
+def test_bytes_have_no_template():
     with pytest.raises(ConfigError, match=r"the tokenizer byte has none; give one with data\.template"):
         find_template(None, "byte")

@@ -1,6 +1,7 @@
 """Small states and runs, shared by the tests of the checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -82,15 +83,28 @@ def take(built: Program, state: State, step: int) -> tuple[State, float]:
     return state, float(metrics["loss"])
 
 
+@contextmanager
+def opened(settings: Config, built: Program | None = None, **more: Any) -> Iterator[tuple[Checkpointer, list[str]]]:
+    """The checkpointer of a run, closed at the end, and what it says."""
+    said: list[str] = []
+    with closing(Checkpointer(settings, built or build_for(settings), say=said.append, **more)) as checkpointer:
+        yield checkpointer, said
+
+
+def restored(settings: Config, built: Program | None = None, **more: Any) -> tuple[State, int, list[str]]:
+    """(the state that a run starts from, its step, what was said)."""
+    with opened(settings, built, **more) as (checkpointer, said):
+        return *checkpointer.restore_or_init(), said
+
+
 def saved(
     directory: Path, steps: int = 3, evals: Mapping[int, float] = MappingProxyType({}), **checkpoint: Any
 ) -> Path:
     """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k, with the eval loss that `evals` has for it."""
-    checkpointer = Checkpointer(config(directory, checkpoint={"keep": steps, **checkpoint}), program())
-    for step in range(1, steps + 1):
-        checkpointer.save(step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step))
-    checkpointer.wait()
-    checkpointer.close()
+    with opened(config(directory, checkpoint={"keep": steps, **checkpoint}), program()) as (checkpointer, _):
+        for step in range(1, steps + 1):
+            checkpointer.save(step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step))
+        checkpointer.wait()
     return directory
 
 

@@ -46,7 +46,6 @@ def _stage(stage: Any) -> dict[str, Any]:
 
 
 def _targets(value: Any) -> list[str]:
-    """Returns ours by their modules' names; [] for all of them."""
     targets: list[str] = []
     for word in words(value):
         if word in ("all", "all-linear"):

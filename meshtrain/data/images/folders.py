@@ -188,7 +188,6 @@ def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> tuple
 
 
 def _check(file: InputFile) -> tuple[str, str]:
-    """The digest of a file, and what is wrong with it as an image."""
     try:
         data = Path(file.path).read_bytes()
     except OSError as error:

@@ -155,7 +155,6 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
 
 
 def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config) -> ArrayPart:
-    """The images and labels of these names; ConfigError for shapes and numbers that no images have."""
     images, labels = (arrays[name] for name in names)
     what, shape = f"{names[0]} of {short(path)}", list(images.shape)
     if images.ndim not in (3, 4) or not images.size:
@@ -191,7 +190,6 @@ def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], 
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays by name; those of a directory are memory-mapped."""
     if path.is_dir():
         return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
     names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}

@@ -10,7 +10,7 @@ PIXELS = np.random.default_rng(0).integers(1, 256, (6, 6, 1), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(("down", "right"), [(0, 0), (2, -1), (-3, 4), (6, 0), (-7, 1)])
-def test_a_shift_moves_pixels_and_leaves_black(down: int, right: int) -> None:
+def test_a_shift_moves_pixels_and_leaves_black(down, right):
     moved = shifted(PIXELS, down, right)
     for y, x in np.ndindex(6, 6):
         inside = 0 <= y - down < 6 and 0 <= x - right < 6
@@ -18,7 +18,7 @@ def test_a_shift_moves_pixels_and_leaves_black(down: int, right: int) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(50, 80), (224, 224), (7, 300)])
-def test_a_crop_keeps_its_share_of_the_area_and_about_its_shape(height: int, width: int) -> None:
+def test_a_crop_keeps_its_share_of_the_area_and_about_its_shape(height, width):
     draw, shares = np.random.default_rng(0), []
     for _ in range(500):
         left, top, right, bottom = random_box(height, width, 0.08, draw)
@@ -32,7 +32,7 @@ def test_a_crop_keeps_its_share_of_the_area_and_about_its_shape(height: int, wid
         assert 0.06 < min(shares) < 0.2 and 0.6 < max(shares) <= 1 and 0.3 < np.mean(shares) < 0.6
 
 
-def test_each_shift_of_up_to_so_many_pixels_and_each_side_comes_up_as_often() -> None:
+def test_each_shift_of_up_to_so_many_pixels_and_each_side_comes_up_as_often():
     single = np.zeros((7, 7, 1), np.uint8)
     single[3, 2] = 255
     seen = np.zeros((7, 7), int)
@@ -46,12 +46,12 @@ def test_each_shift_of_up_to_so_many_pixels_and_each_side_comes_up_as_often() ->
     assert (abs(reached - expected) < 5 * expected**0.5).all(), reached
 
 
-def test_without_anything_asked_for_an_image_stays_as_it_is() -> None:
+def test_without_anything_asked_for_an_image_stays_as_it_is():
     assert augmented(PIXELS, ImagesConfig(), 6, np.random.default_rng(0)) is PIXELS
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_a_row_is_mixed_with_the_one_beside_it_in_its_batch(count: int) -> None:
+def test_a_row_is_mixed_with_the_one_beside_it_in_its_batch(count):
     rows = np.arange(count)
     other = partners(rows, np.full(count, count))
     assert other.tolist() == {1: [0], 2: [1, 0], 5: [1, 0, 3, 2, 3], 8: [1, 0, 3, 2, 5, 4, 7, 6]}[count]
@@ -64,7 +64,7 @@ def blended(images: ImagesConfig, draw: np.random.Generator, size: int = 16) -> 
     return first, share
 
 
-def test_mixup_is_the_same_share_everywhere_drawn_from_beta() -> None:
+def test_mixup_is_the_same_share_everywhere_drawn_from_beta():
     draw, shares = np.random.default_rng(0), []
     for _ in range(2000):
         left, share = blended(ImagesConfig(mixup=0.8), draw)
@@ -76,7 +76,7 @@ def test_mixup_is_the_same_share_everywhere_drawn_from_beta() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 7])
-def test_cutmix_pastes_one_box_whose_area_is_the_other_classes_share(size: int) -> None:
+def test_cutmix_pastes_one_box_whose_area_is_the_other_classes_share(size):
     draw, shares = np.random.default_rng(0), []
     for _ in range(500):
         left, share = blended(ImagesConfig(cutmix=1.0), draw, size)
@@ -89,7 +89,7 @@ def test_cutmix_pastes_one_box_whose_area_is_the_other_classes_share(size: int) 
     assert min(shares) < 0.2 and max(shares) > 0.95
 
 
-def test_both_are_switched_between_and_some_images_are_left_alone() -> None:
+def test_both_are_switched_between_and_some_images_are_left_alone():
     draw, kinds = np.random.default_rng(0), []
     for _ in range(2000):
         left, share = blended(ImagesConfig(mixup=0.8, cutmix=1.0, switch=0.25, mixed=0.6), draw)
@@ -99,6 +99,6 @@ def test_both_are_switched_between_and_some_images_are_left_alone() -> None:
     np.testing.assert_allclose(shares, [0.4, 0.15, 0.45], atol=0.04)
 
 
-def test_nothing_is_mixed_where_nothing_is_asked_for() -> None:
+def test_nothing_is_mixed_where_nothing_is_asked_for():
     assert mixes(ImagesConfig(mixup=0.8)) and mixes(ImagesConfig(cutmix=1.0))
     assert not mixes(ImagesConfig()) and not mixes(ImagesConfig(mixup=0.8, mixed=0.0))

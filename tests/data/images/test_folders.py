@@ -35,7 +35,7 @@ def names(batches: ImageBatches) -> list[str]:
 
 
 @pytest.mark.parametrize("validation", ["validation", "val"])
-def test_a_folder_with_train_and_validation_has_its_own_split(tmp_path: Path, validation: str) -> None:
+def test_a_folder_with_train_and_validation_has_its_own_split(tmp_path, validation):
     write_images(tmp_path / "train", {"dog": 3, "cat": 2})
     write_images(tmp_path / validation, {"cat": 3}, seed=1)
     train, held = opened(tmp_path)
@@ -52,7 +52,7 @@ def test_a_folder_with_train_and_validation_has_its_own_split(tmp_path: Path, va
 
 
 @pytest.mark.parametrize("inside", ["", "train"])
-def test_without_held_out_images_a_share_is_held_out_by_name(tmp_path: Path, inside: str) -> None:
+def test_without_held_out_images_a_share_is_held_out_by_name(tmp_path, inside):
     write_images(tmp_path / inside, {"a": 30, "b": 30}, size=(4, 4))
     train, held = opened(tmp_path, size=4, validation=0.3)
     assert held is not None
@@ -64,7 +64,7 @@ def test_without_held_out_images_a_share_is_held_out_by_name(tmp_path: Path, ins
     assert after is not None and set(names(after)) == set(names(held)) - {"a/0.png", "a/1.png"}
 
 
-def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does_not(tmp_path: Path) -> None:
+def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does_not(tmp_path):
     write_images(tmp_path, {"cat": 1, "cat/more": 1, ".cache": 1, "dog": 1})
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     Image.new("RGB", (4, 4)).save(tmp_path / "stray.png")
@@ -73,7 +73,7 @@ def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does
     assert train.describe().endswith("1 images that stand in no class's folder are left out")
 
 
-def test_a_class_without_images_and_a_folder_without_classes_are_refused(tmp_path: Path) -> None:
+def test_a_class_without_images_and_a_folder_without_classes_are_refused(tmp_path):
     assert "holds no folder; each class of images has one of its own" in refusal(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "holds no images: no file at all" in refusal(tmp_path)
@@ -95,7 +95,7 @@ def damage(folder: Path) -> None:
     (folder / "b" / "x.jpeg").write_bytes(cut[: len(cut) * 3 // 4])
 
 
-def test_files_that_are_no_whole_images_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_no_whole_images_are_skipped_and_named(tmp_path, caplog):
     damage(tmp_path)
     train, _ = opened(tmp_path, validation=0.0)
     assert names(train) == [f"{c}/{i}.png" for c in "ab" for i in range(3)]
@@ -111,15 +111,13 @@ def test_files_that_are_no_whole_images_are_skipped_and_named(tmp_path: Path, ca
     ]
 
 
-def test_files_that_are_no_whole_images_are_refused_by_choice(tmp_path: Path) -> None:
+def test_files_that_are_no_whole_images_are_refused_by_choice(tmp_path):
     damage(tmp_path)
     said = refusal(tmp_path, validation=0.0, bad_documents="refuse")
     assert "4 files cannot be taken" in said and "cut.png" in said and "data.bad_documents" in said
 
 
-def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(tmp_path, monkeypatch):
     write_images(tmp_path / "once", {"a": 3, "b": 3})
     looked: list[str] = []
     from meshtrain.data.images import folders
@@ -133,7 +131,7 @@ def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(
     assert opened(tmp_path / "once", validation=0.0)[0].digest != before and len(looked) == 13
 
 
-def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, cache: Path) -> None:
+def test_an_index_that_is_damaged_is_made_again(tmp_path, cache):
     write_images(tmp_path / "again", {"a": 3})
     before = opened(tmp_path / "again", validation=0.0)[0].digest
     (found,) = (cache / "meshtrain" / "images").glob("again-*/index.json")
@@ -142,14 +140,14 @@ def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, cache: Path) -> 
         assert opened(tmp_path / "again", validation=0.0)[0].digest == before
 
 
-def test_a_cache_without_room_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_room_is_a_sentence(tmp_path, monkeypatch):
     write_images(tmp_path / "data", {"a": 3})
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "set XDG_CACHE_HOME to a directory with room" in refusal(tmp_path / "data", validation=0.0)
 
 
-def test_pictures_of_every_kind_are_read_as_grey_or_colours_the_right_way_up(tmp_path: Path) -> None:
+def test_pictures_of_every_kind_are_read_as_grey_or_colours_the_right_way_up(tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8)
     image = Image.fromarray(colours)
     saved: dict[str, Image.Image] = {
@@ -170,7 +168,7 @@ def test_pictures_of_every_kind_are_read_as_grey_or_colours_the_right_way_up(tmp
     assert np.array_equal(decoded((tmp_path / "turned.png").read_bytes(), 3), np.rot90(colours, -1))
 
 
-def test_without_pillow_a_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_a_sentence_names_the_extra(tmp_path, monkeypatch):
     write_images(tmp_path, {"a": 3})
     real = builtins.__import__
 
@@ -183,7 +181,7 @@ def test_without_pillow_a_sentence_names_the_extra(tmp_path: Path, monkeypatch: 
     assert "needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'" in refusal(tmp_path)
 
 
-def test_a_jpeg_of_fewer_than_eight_pixels_a_side_is_an_image() -> None:
+def test_a_jpeg_of_fewer_than_eight_pixels_a_side_is_an_image():
     stream = io.BytesIO()
     Image.new("RGB", (5, 40)).save(stream, "JPEG")
     assert problem_of(stream.getvalue()) == ""

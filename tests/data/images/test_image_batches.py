@@ -43,7 +43,7 @@ def pictures(batches: SplitBatches, k: int, **rows) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("policy", "last"), [("randaugment", "pad"), ("autoaugment", "drop")])
-def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(policy: str, last: str, folder: Path) -> None:
+def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(policy, last, folder):
     for size in (6, 5):
         given = image_config(
             folder, channels=3, batch=size, images=EVERYTHING | {"policy": policy}, validation=0.0, last=last
@@ -57,7 +57,7 @@ def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(policy:
                 assert same(fresh.batch(k, rows), part(batch, rows)), (size, k, rows)  # fmt: skip
 
 
-def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder: Path) -> None:
+def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder):
     train, _ = open_data(changed(folder))
     again, _ = open_data(changed(folder))
     other, _ = open_data(changed(folder, seed=1))
@@ -68,7 +68,7 @@ def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder: Path) 
     assert not np.array_equal(other.batch(0)["patches"], batches[0]["patches"])
 
 
-def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(folder: Path) -> None:
+def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(folder):
     train, _ = open_data(image_config(folder, size=10, channels=3, validation=0.0, last="pad", batch=6))
     assert train.batches_per_epoch == 4
     epochs = []
@@ -84,7 +84,7 @@ def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(folder: Path) ->
 
 
 @pytest.mark.parametrize("last", ["pad", "drop"])
-def test_mixed_images_are_what_their_labels_and_shares_say(folder: Path, last: str) -> None:
+def test_mixed_images_are_what_their_labels_and_shares_say(folder, last):
     """Nothing else is random here, so each row can be told from the unmixed batch of the same seed."""
     shape = {"size": 10, "channels": 3, "validation": 0.0, "batch": 5, "last": last}
     plain, _ = open_data(image_config(folder, **shape))
@@ -108,7 +108,7 @@ def test_mixed_images_are_what_their_labels_and_shares_say(folder: Path, last: s
         np.testing.assert_allclose(left.mean((1, 2)), cutmix.batch(k)["mix"][:rows, 0], atol=1e-6)
 
 
-def test_held_out_images_are_not_changed_and_none_is_left_out(folder: Path) -> None:
+def test_held_out_images_are_not_changed_and_none_is_left_out(folder):
     given = image_config(folder, size=10, channels=3, images={**EVERYTHING, "crop": 0.3}, validation=0.3, batch=4)
     plain = image_config(folder, size=10, channels=3, validation=0.3, batch=4)
     (_, held), (_, untouched) = open_data(given), open_data(plain)
@@ -120,7 +120,7 @@ def test_held_out_images_are_not_changed_and_none_is_left_out(folder: Path) -> N
     assert count == len(held.batches.rows.indices) and count % 4  # type: ignore[attr-defined]
 
 
-def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder: Path) -> None:
+def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder):
     uneven = load(changed(folder, batch=5), ["train.uneven_batch=pad", "mesh.data=4"])
     train, alone = open_data(uneven)[0], open_data(changed(folder, batch=5))[0]
     assert train.batch_shape(0) == (8, 17) and train.tokens(0) == 5 * 17
@@ -130,14 +130,14 @@ def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder: Path) -> None:
     assert same(train.batch(0, slice(4, 8)), part(batch, slice(4, 8)))
 
 
-def test_many_threads_make_of_large_images_what_one_makes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_make_of_large_images_what_one_makes(folder, monkeypatch):
     given = image_config(folder, size=64, patch=16, channels=3, images=EVERYTHING, validation=0.0, batch=8)
     threaded = open_data(given)[0].batch(3)
     monkeypatch.setattr("meshtrain.data.images.image_batches.LARGE", 1000)
     assert same(open_data(given)[0].batch(3), threaded)
 
 
-def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder: Path, tmp_path: Path) -> None:
+def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     train, _ = open_data(image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23))
     (tmp_path / "copy" / "dog" / "4.png").unlink()
@@ -146,7 +146,7 @@ def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder: Path, tmp_p
 
 
 @pytest.mark.thorough
-def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same() -> None:
+def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same():
     train, held = open_data(image_config("digits", batch=36))
     assert held is not None and train.describe() == "digits: 39 batches an epoch of 36 images; 10 classes"
     assert held.batches_per_epoch == 10 and "weights" not in held.batch(0)
@@ -159,12 +159,12 @@ def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same() -> None:
     assert classes.min() >= 20 and classes.sum() == 360
 
 
-def test_digits_have_the_share_held_out_that_is_asked_for() -> None:
+def test_digits_have_the_share_held_out_that_is_asked_for():
     _, held = open_data(image_config("digits", validation=0.1, batch=10))
     assert held is not None and len(held.batches.rows.indices) == 180  # type: ignore[attr-defined]
 
 
-def test_drawn_images_follow_from_the_seed_and_fill_the_classes() -> None:
+def test_drawn_images_follow_from_the_seed_and_fill_the_classes():
     given = {"size": 6, "patch": 3, "channels": 2, "classes": 7, "batch": 200}
     train, held = open_data(image_config("synthetic", **given))
     again, other = (open_data(image_config("synthetic", seed=seed, **given))[0] for seed in (0, 1))
@@ -176,14 +176,14 @@ def test_drawn_images_follow_from_the_seed_and_fill_the_classes() -> None:
     assert batch["patches"].min() == -1 and batch["patches"].max() == 1
 
 
-def test_more_classes_than_the_model_has_are_refused_with_their_number(tmp_path: Path) -> None:
+def test_more_classes_than_the_model_has_are_refused_with_their_number(tmp_path):
     write_images(tmp_path, {"a": 3, "b": 3, "c": 3})
     said = refusal(tmp_path, channels=3, classes=2)
     assert "model.vocab_size 2 is less than the 3 classes of data.source" in said and said.endswith("give at least 3.")
     open_data(image_config(tmp_path, channels=3, classes=3))
 
 
-def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_path: Path) -> None:
+def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_path):
     write_images(tmp_path, {"a": 3, "b": 2})
     train, held = open_data(image_config(tmp_path, channels=3, validation=0.0, batch=6))
     assert held is None and train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 5
@@ -195,13 +195,13 @@ def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_p
         open_data(asked)
 
 
-def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling(tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling(tmp_path):
     assert refusal("digit").endswith("or synthetic or digits; did you mean digits?")
     (tmp_path / "a.png").write_bytes(b"")
     assert "is a file, but none of arrays" in refusal(tmp_path / "a.png")
 
 
-def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_path: Path) -> None:
+def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_path):
     write_images(tmp_path / "one", {"a": 4, "b": 4})
     write_images(tmp_path / "two", {"a": 2, "b": 3}, seed=1)
     write_images(tmp_path / "three", {"a": 2, "c": 3}, seed=2)
@@ -217,7 +217,7 @@ def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_
     assert "its labels mean others" in refusal(tmp_path / "one", validation_source=str(tmp_path / "four"), **more)
 
 
-def test_the_digest_names_what_is_read_and_not_where_it_lies(tmp_path: Path) -> None:
+def test_the_digest_names_what_is_read_and_not_where_it_lies(tmp_path):
     write_images(tmp_path / "one", {"a": 4, "b": 4})
     shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "one", copy_function=shutil.copy)
 

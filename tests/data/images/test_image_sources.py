@@ -29,9 +29,7 @@ def write(path: Path, kind: str, **arrays: np.ndarray) -> Path:
 @pytest.mark.parametrize(
     "names", [("images", "labels"), ("x", "y"), ("train_images", "train_labels"), ("x_train", "y_train")]
 )
-def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(
-    tmp_path: Path, kind: str, names: tuple
-) -> None:
+def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(tmp_path, kind, names):
     path = write(tmp_path / "data", kind, **dict(zip(names, (COLOURS, LABELS[:, None]), strict=True)), other=np.ones(3))
     source = open_arrays(path, image_config(path, channels=3))
     assert all(np.array_equal(source.pictures.pixels(i), COLOURS[i]) for i in range(20))
@@ -40,14 +38,14 @@ def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(
     assert mapped == (kind == "folder")
 
 
-def test_arrays_are_read_in_both_orders_and_all_number_types(tmp_path: Path) -> None:
+def test_arrays_are_read_in_both_orders_and_all_number_types(tmp_path):
     floats = (GREY / 255).astype(">f4")
     path = write(tmp_path / "data", "folder", images=np.asfortranarray(floats), labels=LABELS.astype(np.uint8))
     source = open_arrays(path, image_config(path))
     assert all(np.array_equal(source.pictures.pixels(i)[..., 0], GREY[i]) for i in range(20))
 
 
-def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_path: Path) -> None:
+def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_path):
     path = write(
         tmp_path / "data", "plain", x_train=GREY[:15], y_train=LABELS[:15], x_test=GREY[15:], y_test=LABELS[15:]
     )
@@ -61,7 +59,7 @@ def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_p
     assert "has x_test of its own; leave the key out" in refusal(path, validation=0.2)
 
 
-def test_a_share_of_arrays_is_held_out_to_the_image(tmp_path: Path) -> None:
+def test_a_share_of_arrays_is_held_out_to_the_image(tmp_path):
     path = write(tmp_path / "data", "folder", images=GREY, labels=LABELS)
     train, held = open_data(image_config(path, batch=5, validation=0.25))
     assert held is not None and (train.batches_per_epoch, held.batches_per_epoch) == (3, 1)
@@ -69,7 +67,7 @@ def test_a_share_of_arrays_is_held_out_to_the_image(tmp_path: Path) -> None:
     assert len(rows) == 20
 
 
-def test_the_digest_follows_from_the_content(tmp_path: Path) -> None:
+def test_the_digest_follows_from_the_content(tmp_path):
     first = open_data(image_config(write(tmp_path / "a", "folder", images=GREY, labels=LABELS)))[0].digest
     assert open_data(image_config(write(tmp_path / "b", "folder", images=GREY, labels=LABELS)))[0].digest == first
     other = GREY.copy()
@@ -95,12 +93,12 @@ def test_the_digest_follows_from_the_content(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "folder"])
-def test_arrays_that_are_no_images_with_classes_are_refused(tmp_path: Path, kind: str, arrays: dict, said: str) -> None:
+def test_arrays_that_are_no_images_with_classes_are_refused(tmp_path, kind, arrays, said):
     assert said in refusal(write(tmp_path / "data", kind, **arrays))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.95])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, keep: float) -> None:
+def test_a_file_that_is_cut_off_is_refused(tmp_path, keep):
     path = write(tmp_path / "data", "plain", images=GREY, labels=LABELS)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])

@@ -22,7 +22,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, int]]:
     return found
 
 
-def test_randaugment_draws_n_operations_evenly_all_of_one_magnitude(noted: list) -> None:
+def test_randaugment_draws_n_operations_evenly_all_of_one_magnitude(noted):
     draw = np.random.default_rng(0)
     for _ in range(1400):
         randaugment(None, draw, 3, 12.0)
@@ -33,7 +33,7 @@ def test_randaugment_draws_n_operations_evenly_all_of_one_magnitude(noted: list)
     assert abs(sum(sign for _, _, sign in noted)) < 5 * 4200**0.5
 
 
-def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_policy_says(noted: list) -> None:
+def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_policy_says(noted):
     draw, times = np.random.default_rng(0), 10_000
     for _ in range(times):
         autoaugment(None, draw)
@@ -80,36 +80,36 @@ def after(name: str, pixels: np.ndarray, share: float, sign: int = 1) -> np.ndar
 
 
 @pytest.mark.parametrize("name", ["shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness", "identity"])  # fmt: skip
-def test_a_magnitude_of_nothing_changes_nothing(name: str) -> None:
+def test_a_magnitude_of_nothing_changes_nothing(name):
     for sign in (1, -1):
         assert np.array_equal(after(name, COLOURS, 0.0, sign), COLOURS)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_that_of_pillow(name: str) -> None:
+def test_an_operation_is_that_of_pillow(name):
     for sign in (1, -1):
         expected = PILLOW[name](Image.fromarray(SMOOTH // 2), sign)
         assert np.array_equal(after(name, SMOOTH // 2, 0.5, sign), np.asarray(expected))
 
 
 @pytest.mark.parametrize(("share", "bits"), [(0.0, 8), (0.3, 7), (0.5, 6), (0.75, 5), (1.0, 4)])
-def test_posterize_keeps_eight_to_four_bits(share: float, bits: int) -> None:
+def test_posterize_keeps_eight_to_four_bits(share, bits):
     assert np.array_equal(after("posterize", COLOURS, share), COLOURS >> (8 - bits) << (8 - bits))
 
 
 @pytest.mark.parametrize(("share", "threshold"), [(0.0, 256), (0.25, 192), (1.0, 0)])
-def test_solarize_inverts_from_a_threshold_on(share: float, threshold: int) -> None:
+def test_solarize_inverts_from_a_threshold_on(share, threshold):
     assert np.array_equal(
         after("solarize", COLOURS, share), np.where(threshold > COLOURS, COLOURS, 255 - COLOURS.astype(int))
     )
 
 
-def test_every_operation_takes_grey_images_too() -> None:
+def test_every_operation_takes_grey_images_too():
     for name in OPERATIONS:
         assert after(name, COLOURS[..., 0], 0.5).shape == (24, 30), name
 
 
-def test_policies_are_as_long_as_their_papers_have_them_and_name_operations_that_there_are() -> None:
+def test_policies_are_as_long_as_their_papers_have_them_and_name_operations_that_there_are():
     assert len(RANDAUGMENT) == len(set(RANDAUGMENT)) == 14 and len(IMAGENET) == 25
     assert {*RANDAUGMENT, *(name for pair in IMAGENET for name, _, _ in pair)} == set(OPERATIONS)
     assert all(0 <= p <= 1 and 0 <= magnitude <= 9 for pair in IMAGENET for _, p, magnitude in pair)
