@@ -29,11 +29,7 @@ class Checkpointer(Saver):
     lock: RunLock | None = None  # on the first process
 
     def __init__(
-        self,
-        config: Config,
-        program: Program,
-        say: Callable[[str], None] = say,
-        read: Mapping[str, str] | None = None,
+        self, config: Config, program: Program, say: Callable[[str], None] = say, read: Mapping[str, str] | None = None
     ) -> None:
         root = Path(config.run.directory).absolute() / CHECKPOINTS
         on_first = lambda sentence: say(sentence) if is_first() else None  # noqa: E731

@@ -190,11 +190,7 @@ def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str
 
 
 def from_means(
-    converter: GlobalArrays,
-    directory: Path,
-    leaves: Leaves,
-    entries: Sequence[GlobalArray],
-    say: Callable[[str], None],
+    converter: GlobalArrays, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray], say: Callable[[str], None]
 ) -> dict[str, jax.Array]:
     """Returns live arrays, of each group where there are groups, from the means over the groups of a checkpoint. `say` reports which of
     them are left out: those with weights, or moments, that are not finite (as by `IslandSteps.mend`)."""

@@ -47,10 +47,7 @@ def read(program: mt.Program) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param("one", marks=pytest.mark.slow), "2x2x2", "uneven stages"],
-)
+@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "2x2x2", "uneven stages"])
 def test_logits_are_those_of_transformers(mesh):
     program, params = adopted(mesh)
     rows = np.resize(read(program), (4, 9, 75))

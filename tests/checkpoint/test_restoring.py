@@ -140,10 +140,7 @@ def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
             {"weights_only": True},
             "takes the weights of another run, but checkpoint.resume is auto; give that run's path",
         ),
-        (
-            {"allow": ["data.sorce"]},
-            "checkpoint.allow has 'data.sorce'; did you mean data.source",
-        ),
+        ({"allow": ["data.sorce"]}, "checkpoint.allow has 'data.sorce'; did you mean data.source"),
         ({"allow": ["model.layers"]}, "with checkpoint.weights_only model.layers and model.vocab_size can"),
         (
             {"allow": ["model.d_model"], "weights_only": True, "resume": "runs/a"},

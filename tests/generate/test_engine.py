@@ -45,18 +45,25 @@ def engine_of(slots: int = 2, waiting: int = 64, length: int = 64, **settings) -
     return Engine(fake_opened(length), slots, waiting=waiting, decoding=faked(**settings))
 
 
-def run(engine: Engine, most: int = 10_000) -> int:
+def run(engine: Engine) -> None:
     """Turns until nothing is left to do."""
-    for turn in range(1, most + 1):
+    for _ in range(10_000):
         if not engine.step():
-            return turn
+            return
     raise AssertionError("it does not end")
 
 
-def test_a_request_gets_what_it_gets_alone():
-    engine, heard = engine_of(), Heard()
-    engine.submit(asked(), heard)
+def answers(engine: Engine, *requests: Request) -> list[Heard]:
+    """What is told to each, all submitted at once."""
+    heards = [Heard() for _ in requests]
+    for request, heard in zip(requests, heards, strict=True):
+        engine.submit(request, heard)
     run(engine)
+    return heards
+
+
+def test_a_request_gets_what_it_gets_alone():
+    (heard,) = answers(engine_of(), asked())
     assert list(heard.text.encode()) == continuation(b"hello", 8)
     assert (heard.finish, heard.pieces[-1].tokens, heard.pieces[-1].problem) == ("length", 8, "")
 
@@ -70,10 +77,7 @@ def test_what_runs_beside_changes_nothing(synchronous):
         for i in range(11)
     ]
     for slots in (1, 3, 8):
-        engine, heards = engine_of(slots, synchronous=synchronous), [Heard() for _ in requests]
-        for request, heard in zip(requests, heards, strict=True):
-            engine.submit(request, heard)
-        run(engine)
+        heards = answers(engine_of(slots, synchronous=synchronous), *requests)
         for request, heard in zip(requests, heards, strict=True):
             expected = continuation(bytes(request.tokens.tolist()), request.most, request.sampling)
             assert list(heard.text.encode()) == expected
@@ -94,74 +98,45 @@ def test_requests_are_admitted_in_order_while_others_decode():
     assert all(("decode",) in calls[a:b] for a, b in pairwise(prefills[1:]))
 
 
-def test_a_step_is_dispatched_before_the_one_before_it_is_read():
+def test_a_step_is_dispatched_before_the_one_before_it_is_read_and_none_that_nobody_asked_for():
     engine = engine_of(slots=1)
-    engine.submit(asked(most=6), Heard())
-    run(engine)
+    answers(engine, asked(most=6))
     device = [call for call in engine._decoding.calls if call[0] != "prefill"]
-    assert device[:6] == [
-        ("decode",),
-        ("read", "prefill", 0),
-        ("decode",),
-        ("read", "decode"),
-        ("decode",),
-        ("read", "decode"),
-    ]
+    assert device[:4] == [("decode",), ("read", "prefill", 0), ("decode",), ("read", "decode")]
+    assert device[4:6] == device[2:4] and device.count(("decode",)) == 5 == engine.status.steps
 
 
 def test_fake_cpu_devices_have_no_two_programs_under_way():
     engine = engine_of(slots=2, synchronous=True)
-    for _ in range(3):
-        engine.submit(asked(most=6), Heard())
-    run(engine)
+    answers(engine, *[asked(most=6)] * 3)
     calls = engine._decoding.calls
     assert len(calls) > 12 and all(read[0] == "read" for read in calls[1::2])
 
 
-def test_no_step_is_dispatched_for_a_token_that_nobody_asked_for():
-    engine = engine_of(slots=1)
-    engine.submit(asked(most=6), Heard())
-    run(engine)
-    assert engine._decoding.calls.count(("decode",)) == 5 == engine.status.steps
-
-
 def test_an_end_token_ends_the_text_and_is_no_part_of_it():
-    engine, heard, beyond = engine_of(choose=saying("good")), Heard(), Heard()
-    engine.submit(asked(b">", 20, logprobs=0), heard)
-    engine.submit(asked(b">", 20, ignore_ends=True), beyond)
-    run(engine)
+    good = faked(choose=saying("good"))
+    engine = Engine(fake_opened(), 2, decoding=good)
+    heard, beyond = answers(engine, asked(b">", 20, logprobs=0), asked(b">", 20, ignore_ends=True))
     assert (heard.text, heard.finish, heard.pieces[-1].tokens) == ("good", "stop", 5)
     assert [chosen.text for piece in heard.pieces for chosen in piece.chosen] == list("good")
     assert (beyond.finish, beyond.pieces[-1].tokens) == ("length", 20)
-
-
-def test_any_of_several_end_tokens_ends_it():
-    opened = fake_opened(ends=frozenset({256, ord("x"), ord("d")}))
-    engine, heard = Engine(opened, 1, decoding=faked(choose=saying("good"))), Heard()
-    engine.submit(asked(b">", 20), heard)
-    run(engine)
+    several = fake_opened(ends=frozenset({256, ord("x"), ord("d")}))
+    (heard,) = answers(Engine(several, 1, decoding=good), asked(b">", 20))
     assert (heard.text, heard.finish) == ("goo", "stop")
 
 
 def test_a_text_ends_before_the_first_stop_string_and_nothing_of_one_is_given_out():
-    engine, heard = engine_of(choose=saying("one STO two STOP three")), Heard()
-    engine.submit(asked(b">", 40, stop=("STOP", "three")), heard)
-    run(engine)
+    (heard,) = answers(engine_of(choose=saying("one STO two STOP three")), asked(b">", 40, stop=("STOP", "three")))
     assert (heard.text, heard.finish) == ("one STO two ", "stop")
 
 
 def test_an_answer_ends_where_the_slot_has_no_more_positions():
-    engine, heard = engine_of(length=16), Heard()
-    engine.submit(asked(b"0123456789", 50), heard)
-    run(engine)
+    (heard,) = answers(engine_of(length=16), asked(b"0123456789", 50))
     assert (heard.finish, heard.pieces[-1].tokens) == ("length", 6)
 
 
 def test_the_likeliest_tokens_are_told_where_they_are_asked_for():
-    engine, told, untold = engine_of(), Heard(), Heard()
-    engine.submit(asked(most=4, logprobs=3), told)
-    engine.submit(asked(most=4), untold)
-    run(engine)
+    told, untold = answers(engine_of(), asked(most=4, logprobs=3), asked(most=4))
     chosen = [each for piece in told.pieces for each in piece.chosen]
     assert [each.token for each in chosen] == continuation(b"hello", 4)
     for each in chosen:
@@ -243,10 +218,8 @@ def failing(what: str, times: int):
 
 @pytest.mark.parametrize("what", ["prefill", "decode", "read", "empty"])
 def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_are_answered(what, caplog):
-    engine, heards = engine_of(slots=2, fails=failing(what, 1)), [Heard() for _ in range(5)]
-    for heard in heards:
-        engine.submit(asked(), heard)
-    run(engine)
+    engine = engine_of(slots=2, fails=failing(what, 1))
+    heards = answers(engine, *[asked()] * 5)
     lost = [heard for heard in heards if heard.finish == "error"]
     assert 1 <= len(lost) <= 2 and engine.status.failures == 1 and not engine.status.broken
     assert lost[0].pieces[-1].problem == "the device's program failed: out of memory."
@@ -255,11 +228,8 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
 
 
 def test_a_device_that_fails_again_and_again_breaks_the_engine_and_nobody_waits(caplog):
-    engine, heards = engine_of(slots=1, fails=failing("read", 1000)), [Heard() for _ in range(6)]
-    for heard in heards:
-        engine.submit(asked(), heard)
-    run(engine)
-    assert [heard.finish for heard in heards] == ["error"] * 6
+    engine = engine_of(slots=1, fails=failing("read", 1000))
+    assert [heard.finish for heard in answers(engine, *[asked()] * 6)] == ["error"] * 6
     assert engine.status.broken == "the device's program failed: out of memory." and engine.status.failures == 3
     with pytest.raises(Closed, match="out of memory"):
         engine.submit(asked(), Heard())
@@ -274,10 +244,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
         )
         return found
 
-    engine, lost, other = Engine(fake_opened(), 2, decoding=decoding), Heard(), Heard()
-    engine.submit(asked(), lost)
-    engine.submit(asked(), other)
-    run(engine)
+    lost, other = answers(Engine(fake_opened(), 2, decoding=decoding), asked(), asked())
     assert (lost.finish, lost.pieces[-1].problem) == ("error", "the model's logits are not finite numbers.")
     assert other.finish == "length"
 
@@ -299,11 +266,8 @@ def test_a_listener_that_raises_loses_its_own_request_alone(caplog):
 
 def test_counts_are_what_was_done():
     engine = engine_of()
-    for most in (3, 5):
-        engine.submit(asked(most=most), Heard())
-    run(engine)
-    engine.submit(asked(b"x" * 20, most=2), Heard())
-    run(engine)
+    answers(engine, asked(most=3), asked(most=5))
+    answers(engine, asked(b"x" * 20, most=2))
     status = engine.status
     assert (status.requests, status.tokens, status.prompt_tokens) == (3, 10, 30)
     assert status.compiled == 3 and status.turn_began is None and 0 < status.last_step <= time.monotonic()

@@ -34,10 +34,7 @@ def logits(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, sizes",
-    [("qwen3", {"tensor": 2, "pipeline": 2}), ("gpt2", {"data": 2})],
-)
+@pytest.mark.parametrize("name, sizes", [("qwen3", {"tensor": 2, "pipeline": 2}), ("gpt2", {"data": 2})])
 def test_a_base_with_an_adapter_has_pefts_logits_on_a_mesh(name, sizes):
     model = mt.read_model(GOLDEN / name, mesh=make_mesh(load({"mesh": sizes})), adapter=GOLDEN / f"{name}_lora")
     np.testing.assert_allclose(model(TOKENS), logits(f"{name}_lora"), atol=1e-4)
