@@ -31,7 +31,7 @@ import numpy as np
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, Contents, ShardManifest, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, short
 
 if TYPE_CHECKING:
     from meshtrain.data.pieces import DocumentPieces
@@ -197,7 +197,7 @@ def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bo
     if verify:
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            digests = pool.map(_readable_digest, stamps)
+            digests = pool.map(digest_of_file, stamps)
             altered = next((path for (path, _, digest), now in zip(files, digests, strict=True) if now != digest), None)
         if altered is not None:
             raise ConfigError(f"{altered} has been altered: its digest is not the manifest's; prepare the text again.")
@@ -214,13 +214,6 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _readable_digest(path: Path) -> str:
-    try:
-        return digest_of_file(path)
-    except OSError as error:
-        raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
-
-
 def _checked_stamp(path: Path, expected: int) -> Stamp:
     try:
         stat = path.stat()
@@ -228,8 +221,6 @@ def _checked_stamp(path: Path, expected: int) -> Stamp:
         raise ConfigError(
             f"the shard {path} is missing, though the manifest beside it names it; prepare the text again."
         ) from None
-    except OSError as error:
-        raise ConfigError(f"the shard {path} cannot be read: {refusal(error)}.") from None
     if stat.st_size != expected:
         what = "truncated" if stat.st_size < expected else "not what was prepared"
         raise ConfigError(

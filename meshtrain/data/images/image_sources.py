@@ -22,7 +22,7 @@ from meshtrain.config import Config
 from meshtrain.data.images.pixels import check_channels, in_channels
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.shards import digest_of_file
-from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, short
 
 VALIDATION = 0.01  # where data.validation is null
 ARRAYS, ARRAY = ".npz", ".npy"
@@ -125,8 +125,6 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     """Opens arrays; ConfigError for those that are not there, of other shapes or numbers, or damaged."""
     try:
         arrays = _read(path)
-    except OSError as error:
-        raise ConfigError(f"{short(path)} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
         raise ConfigError(f"{short(path)} holds no arrays that can be read ({short(error)}).") from None
     pairs = [
