@@ -422,8 +422,7 @@ def again(what: str, pattern: str, way: str) -> None:
 
 kind(
     "output-damaged",
-    "data/test_prepare.py::test_an_altered_shard_is_made_again_and_what_is_not_ours_is_left",
-    "data/test_prepare.py::test_a_shard_that_went_missing_or_short_is_made_again",
+    "data/test_prepare.py::test_what_was_altered_cut_or_removed_is_made_again_and_what_is_not_ours_is_left",
     "data/test_prepare.py::test_a_directory_in_the_place_of_a_file_is_named",
 )
 for way in ("with a bit flipped", "truncated", "removed", "emptied", "become a directory"):

@@ -261,7 +261,7 @@ def shard(what: str, pattern: str, way: str) -> None:
 
 kind(
     "shard-damaged",
-    "data/test_shards.py::test_a_damaged_shard_is_refused_by_name",
+    "data/test_shards.py::test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without_digests",
     "data/test_shards.py::test_a_directory_without_a_manifest_of_ours_is_refused",
     "data/test_data_command.py::test_prepare_then_verify_then_damage",
 )
@@ -295,7 +295,7 @@ kind(
     "shard-manifest",
     "data/test_shards.py::test_a_manifest_whose_values_make_no_sense_is_refused",
     "data/test_shards.py::test_a_directory_without_a_manifest_of_ours_is_refused",
-    "data/test_shards.py::test_sizes_are_checked_even_without_digests",
+    "data/test_shards.py::test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without_digests",
 )
 manifest("with a dtype that there is not", lambda v: v.update(dtype="float99"))
 manifest("with another dtype", lambda v: v.update(dtype="uint32"))

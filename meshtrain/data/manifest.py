@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, refusal
 
 MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
@@ -104,5 +104,7 @@ def read_manifest(directory: Path) -> ShardManifest:
         return manifest
     except ConfigError:
         raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None

@@ -39,7 +39,6 @@ def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_standard_library_is_there_without_a_config():
     train, validation = open_data(load({}))
-    assert validation is not None
     batch = train.batch(0)
     assert batch.keys() == {"tokens", "labels"}
     assert all(array.shape == (16, 256) and array.dtype == np.int32 for array in batch.values())
@@ -51,14 +50,12 @@ def test_the_standard_library_is_there_without_a_config():
 
 def test_held_out_text_is_not_trained_on(text):
     train, validation = open_data(config(text, batch=1, validation=0.3))
-    assert validation is not None
     seen = [{b.batch(k)["labels"].tobytes() for k in range(b.batches_per_epoch)} for b in (train, validation)]
     assert len(seen[1]) > 20 and not seen[0] & seen[1]
 
 
 def test_held_out_text_may_be_a_source_of_its_own(text, other_text):
     _, validation = open_data(config(text, batch=1, validation_source=str(other_text), last="pad"))
-    assert validation is not None
     labels = sum(int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch))
     assert labels == sum(path.stat().st_size + 1 for path in other_text.iterdir())
 
@@ -74,7 +71,6 @@ def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary():
     train, validation = open_data(config("synthetic", seed=4))
     again, _ = open_data(config("synthetic", seed=4))
     other, _ = open_data(config("synthetic", seed=5))
-    assert validation is not None
     batches = [b.batch(7)["tokens"] for b in (train, again, other, validation)]
     assert np.array_equal(batches[0], batches[1])
     assert not any(np.array_equal(batches[0], batch) for batch in batches[2:])
@@ -94,9 +90,7 @@ def refusal(source: str, **data: Any) -> str:
 def test_a_line_of_the_log_says_what_an_epoch_is(batching, text):
     train, _ = open_data(config(text, batching=batching, last="pad"))
     batches = [train.batch(k) for k in range(train.batches_per_epoch)]
-    places, labels = (
-        sum(count) for count in zip(*((b["weights"].size, int(b["weights"].sum())) for b in batches), strict=True)
-    )
+    places, labels = sum(b["weights"].size for b in batches), sum(int(b["weights"].sum()) for b in batches)
     says = f"{text}: {len(batches)} batches an epoch of {labels / len(batches):,.0f} tokens"
     says += f" in {len(train.shapes)} shapes" if batching in ("grouped", "budget") else ""
     assert train.describe() == f"{says}, {1 - labels / places:.1%} padding"
@@ -110,11 +104,9 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     asked = load({"data": data, "train": {"sequence_length": 64}, "eval": {"every": 5}})
     with pytest.raises(ConfigError) as refused:
         open_data(asked)
-    said = str(refused.value)
-    assert re.search(
-        r"eval.every is 5, but of held-out text \S+one\.txt holds no document for validation; hold out", said
-    )
-    assert said.endswith(", give text of its own as data.validation_source, or set eval.every to 0.")
+    held_out = rf"{tmp_path}/one\.txt holds no document for validation; hold out"
+    own = "give text of its own as data.validation_source, or set eval.every to 0."
+    assert re.fullmatch(f"eval.every is 5, but of held-out text {held_out}.*, {own}", str(refused.value))
     open_data(load(asked, ["eval.every=0"]))
     open_data(load(asked, [f"data.validation_source={tmp_path / 'one.txt'}"]))
 
@@ -122,7 +114,7 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
 def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text, batching):
     _, held_out = open_data(config(text, validation=0.3, batch=5, batching=batching))
-    assert held_out is not None and held_out.one_pass(2) == range(2)
+    assert held_out.one_pass(2) == range(2)
     everything = held_out.one_pass(1000)
     assert len(everything) == held_out.batches_per_epoch
     many, rows = 0, []
@@ -132,9 +124,8 @@ def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text, ba
     source: Any = held_out.batches
     corpus = source.rows.corpus if batching in ("window", "packed") else source.corpus
     assert many == corpus.labels and len(set(rows)) == len(rows)
-    assert held_out.fewer(1000) == [
-        f"{len(everything)} batches are all that are held out, fewer than eval.batches 1000"
-    ]
+    fewer = f"{len(everything)} batches are all that are held out, fewer than eval.batches 1000"
+    assert held_out.fewer(1000) == [fewer]
     assert not held_out.fewer(len(everything))
 
 
@@ -143,7 +134,7 @@ def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path)
     (tmp_path / "short.txt").write_text("words")
     given = {"source": str(tmp_path / "train.txt"), "validation": 0.0, "validation_source": str(tmp_path / "short.txt")}
     _, held_out = open_data(load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}}))
-    assert held_out is not None and held_out.batch(0)["weights"].sum() == 6 and held_out.one_pass(8) == range(1)
+    assert held_out.batch(0)["weights"].sum() == 6 and held_out.one_pass(8) == range(1)
     assert held_out.fewer(8) == ["1 batch is all that is held out, fewer than eval.batches 8"]
 
 
@@ -177,9 +168,8 @@ def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared, 
 
 
 def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(
-        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}', encoding="utf-8"
-    )
+    only = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}'
+    (tmp_path / "tokenizer.json").write_text(only, encoding="utf-8")
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("hello world")
@@ -239,28 +229,21 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("data", "others", "said"),
     [
-        ({"data": {"source": "synthetic", "batching": "packed"}}, "synthetic tokens form no documents"),
-        ({"data": {"batching": "pack"}}, "did you mean packed"),
+        ({"source": "synthetic", "batching": "packed"}, {}, "synthetic tokens form no documents"),
+        ({"batching": "pack"}, {}, "did you mean packed"),
+        ({"batching": "budget", "rows_multiple": 3}, {"mesh": {"data": 2}}, "multiple of mesh.data x parallel.microbatches"),
+        ({"batching": "budget", "rows_multiple": 32}, {}, "at most train.global_batch_size 16"),
         (
-            {"data": {"batching": "budget", "rows_multiple": 3}, "mesh": {"data": 2}},
-            "multiple of mesh.data x parallel.microbatches",
-        ),
-        ({"data": {"batching": "budget", "rows_multiple": 32}}, "at most train.global_batch_size 16"),
-        (
-            {
-                "data": {"batching": "grouped", "length_multiple": 3},
-                "mesh": {"tensor": 2},
-                "parallel": {"sequence_parallel": True},
-            },
+            {"batching": "grouped", "length_multiple": 3}, {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
             "mesh.tensor 2 does not divide data.length_multiple 3",
         ),
     ],
-)
-def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(values, said):
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(data, others, said):
     with pytest.raises(ConfigError, match=said):
-        load(values)
+        load({"data": data, **others})
 
 
 # --- kinds of source from outside
