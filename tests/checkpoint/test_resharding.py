@@ -168,12 +168,8 @@ def test_other_compression_is_told_with_what_becomes_of_its_state(cell, written)
 @pytest.mark.thorough
 def test_weights_alone_take_nothing_of_it(written, tmp_path):
     directory, _, _ = written(FOUR, **POWER)
-    chosen = config(
-        tmp_path,
-        mesh={"data": 4},
-        parallel={"reduce": POWER},
-        checkpoint={"resume": str(directory), "weights_only": True},
-    )
+    weights = {"resume": str(directory), "weights_only": True}
+    chosen = config(tmp_path, mesh={"data": 4}, parallel={"reduce": POWER}, checkpoint=weights)
     program = build_for(chosen)
     state, _, _ = checkpoint_runs.restored(chosen, program)
     assert same(State(*[None] * 4, state.reduce), State(*[None] * 4, program.init().reduce))
@@ -185,9 +181,8 @@ SGD = {"name": "sgd", "beta1": 0.5, "learning_rate": 1.0}  # one moment, so that
 
 
 def built_for(directory, mesh=FLAT, sync=SYNC, **sections):
-    return Program(
-        config := island_settings(mesh, sync, run={"directory": str(directory)}, **sections), make_mesh(config)
-    )
+    config = island_settings(mesh, sync, run={"directory": str(directory)}, **sections)
+    return Program(config, make_mesh(config))
 
 
 def saved(built, after):
@@ -230,9 +225,8 @@ def test_a_run_goes_on_from_any_step_with_fragments_under_way_on_stages_with_pad
 
 
 def canonical(built, tree):
-    return [
-        np.asarray(built.layout.canonical_leaf(w, x)) for w, x in zip(built.layout.flat, numbers(tree), strict=True)
-    ]
+    flat = zip(built.layout.flat, numbers(tree), strict=True)
+    return [np.asarray(built.layout.canonical_leaf(weight, x)) for weight, x in flat]
 
 
 def of_islands(built, tree, islands):
@@ -309,11 +303,8 @@ def test_a_broken_island_is_left_out_of_what_other_islands_begin_with(tmp_path):
     for tree, wanted, island in ((found.islands.params, own, 1), (found.optimizer, optimizer, 0)):
         for x, y in zip(numbers(tree), numbers(wanted), strict=True):
             assert all(np.array_equal(x[i], y[island]) for i in range(4)) or x.dtype == np.int32
-    sentences = [s for s in said if "left out" in s]
-    assert [s[: s.index(" in the")] for s in sorted(sentences)] == [
-        "the moments of island 1",
-        "the weights of island 0",
-    ]
+    left_out = sorted(s[: s.index(" in the")] for s in said if "left out" in s)
+    assert left_out == ["the moments of island 1", "the weights of island 0"]
 
 
 def test_islands_of_a_checkpoint_that_does_not_say_how_much_they_learned_from_have_the_same_voice(tmp_path):
@@ -332,10 +323,8 @@ def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
     state, _, said = restored(ours, allow=["parallel.sync.every"])
     assert any("the 2 islands begin with the weights and moments of the checkpoint" in s for s in said)
     for tree, own in ((was.params, state.islands.params), (was.optimizer, state.optimizer)):
-        assert all(
-            np.array_equal(x, y[0]) and np.array_equal(x, y[1])
-            for x, y in zip(numbers(tree), numbers(own), strict=True)
-        )
+        for x, y in zip(numbers(tree), numbers(own), strict=True):
+            assert np.array_equal(x, y[0]) and np.array_equal(x, y[1])
     assert not any(x.any() for x in numbers(state.islands.momentum))
     state, rows = run(ours, state, 1)
     assert "sync_islands" in rows[0]
@@ -343,10 +332,8 @@ def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
 
 def test_islands_that_have_moved_apart_cannot_be_held_to_be_equal_again():
     old = {"parallel": {"sync": {"every": 5, "start": 10}}}
-    with pytest.raises(
-        ConfigError,
-        match=r"step 12, and its islands .* since step 10, but parallel\.sync\.start is 20; give at most 12",
-    ):
+    says = r"step 12, and its islands .* since step 10, but parallel\.sync\.start is 20; give at most 12"
+    with pytest.raises(ConfigError, match=says):
         check_sync_start(old, 12, SyncConfig(every=5, start=20), "checkpoint x")
     check_sync_start(old, 12, SyncConfig(every=5, start=12), "checkpoint x")
     check_sync_start(old, 10, SyncConfig(every=5, start=20), "checkpoint x")

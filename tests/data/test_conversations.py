@@ -50,13 +50,8 @@ def say(role: str, content: str) -> dict[str, str]:
 
 
 def config(folder: Path, source: str, *, length: int = 64, batch: int = 2, **sections: dict[str, Any]) -> Config:
-    data = {
-        "source": str(folder / source),
-        "format": "chat",
-        "template": str(folder / "template.jinja"),
-        "validation": 0.0,
-    }
-    data |= sections.pop("data", {})
+    data = {"source": str(folder / source), "format": "chat", "template": str(folder / "template.jinja")}
+    data |= {"validation": 0.0} | sections.pop("data", {})
     train = {"sequence_length": length, "global_batch_size": batch, **sections.pop("train", {})}
     if data["format"] == "pairs":
         sections["lora"] = {"rank": 1}
@@ -143,11 +138,9 @@ def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder):
     assert [text for text, _ in found] == sorted(text for text, _ in kept) and all(learned for _, learned in found)
     cut = sum(len(text) - 1 > 12 for text, end in zip(texts, ends, strict=True) if end <= 12)
     assert len(kept) < COUNT and cut
-    assert f"{cut} of 12 examples end at token 12" in train.describe()
-    assert (
-        f"{COUNT - len(kept)} of 12 examples are left out, since no answer begins in their first 12 tokens"
-        in train.describe()
-    )
+    said = train.describe()
+    assert f"{cut} of 12 examples end at token 12" in said
+    assert f"{COUNT - len(kept)} of 12 examples are left out, since no answer begins in their first 12 tokens" in said
     with pytest.raises(ConfigError, match=r"none has a learned answer within train\.sequence_length 2"):
         open_data(config(folder, "chats.jsonl", length=2))
 

@@ -185,33 +185,20 @@ def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
     rows = [json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()]
     hand = made[2]
     best = [int(np.argmax([hand.loglikelihood(r["question"], f" {c}")[0] for c in r["choices"]])) for r in rows]
-    assert results["results"]["meshtrain_choice"]["acc,none"] == np.mean(
-        [b == r["answer"] for b, r in zip(best, rows, strict=True)]
-    )
-    assert results["results"]["meshtrain_again"]["exact_match,none"] == 0 and math.isfinite(
-        results["results"]["meshtrain_choice"]["acc_norm,none"]
-    )
-    with pytest.raises(
-        ConfigError, match=r"there is no task meshtrain_choise in .* or in lm-eval; did you mean meshtrain_choice"
-    ):
+    found = results["results"]
+    right = [b == r["answer"] for b, r in zip(best, rows, strict=True)]
+    assert found["meshtrain_choice"]["acc,none"] == np.mean(right)
+    assert found["meshtrain_again"]["exact_match,none"] == 0
+    assert math.isfinite(found["meshtrain_choice"]["acc_norm,none"])
+    says = r"there is no task meshtrain_choise in .* or in lm-eval; did you mean meshtrain_choice"
+    with pytest.raises(ConfigError, match=says):
         run_tasks(made[1].opened, ["meshtrain_choise"], include=TASKS)
 
 
 def test_the_command_prints_the_table_alone_on_stdout(lm_eval, made):
-    words = [
-        "-m",
-        "meshtrain.evaluate",
-        str(made[0]),
-        "--tasks",
-        "meshtrain_choice",
-        "--limit",
-        "3",
-        "--include-path",
-        str(TASKS),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    words = f"-m meshtrain.evaluate {made[0]} --tasks meshtrain_choice --limit 3 --include-path {TASKS}".split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("|") and all(line.startswith("|") for line in done.stdout.splitlines() if line)
     assert "meshtrain_choice" in done.stdout and "acc_norm" in done.stdout

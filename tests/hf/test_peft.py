@@ -58,9 +58,8 @@ def test_an_adapter_goes_out_bit_for_bit_as_it_came(imported, tmp_path):
     for name, array in came.items():
         assert array.dtype == went[name].dtype
         np.testing.assert_array_equal(array, went[name])
-    came, went = (
-        json.loads((at / peft.ADAPTER_CONFIG).read_text()) for at in (GOLDEN / "qwen3_lora", tmp_path / "out")
-    )
+    both = GOLDEN / "qwen3_lora", tmp_path / "out"
+    came, went = (json.loads((at / peft.ADAPTER_CONFIG).read_text()) for at in both)
     differ = {key for key in went if went[key] != came[key]} - {"base_model_name_or_path"}
     assert differ <= {"target_modules"} and set(went["target_modules"]) == set(came["target_modules"])
     assert went["base_model_name_or_path"] == str(GOLDEN / "qwen3")
@@ -77,10 +76,8 @@ def test_shares_of_a_fused_projection_are_read_again_as_they_were(imported, tmp_
     # for PEFT it is one adapter of rank 3 r, of the same scale
     given = json.loads((tmp_path / "out" / peft.ADAPTER_CONFIG).read_text())
     assert given["rank_pattern"] == {"attn.c_attn": 12} and given["alpha_pattern"] == {"attn.c_attn": 18}
-    assert load_file(tmp_path / "out" / FILE)["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"].shape == (
-        48,
-        12,
-    )
+    written = load_file(tmp_path / "out" / FILE)
+    assert written["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"].shape == (48, 12)
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -147,11 +147,8 @@ def test_before_a_model_is_loaded_it_says_so():
         server.service.served, served = None, server.service.served
         assert server.client.get("/health").json()["status"] == "loading"
         answer = server.completion()
-        assert (
-            answer.status_code == 503
-            and answer.json()["error"]["code"] == "loading"
-            and "retry-after" in answer.headers
-        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+        assert "retry-after" in answer.headers
         server.service.served = served
         assert server.completion().status_code == 200
 

@@ -67,9 +67,8 @@ def test_a_stream_is_the_whole_answer_and_ends_on_what_it_took(real):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
-        whole.choices[0].finish_reason
-    ]
+    ends = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert ends == [whole.choices[0].finish_reason]
     streamed = api.completions.create(model="tiny", prompt="to be", max_tokens=9, temperature=0, stream=True)
     alone = api.completions.create(model="tiny", prompt="to be", max_tokens=9, temperature=0)
     assert "".join(chunk.choices[0].text for chunk in streamed) == alone.choices[0].text
@@ -94,14 +93,8 @@ def test_200_requests_with_8_at_once_get_what_each_gets_alone(real):
     api = client(real)
 
     def ask(k):
-        answer = api.completions.create(
-            model="tiny",
-            prompt=[7 + k % 25, 9],
-            max_tokens=8,
-            temperature=k % 2,
-            seed=k % 50,
-            extra_body={"ignore_eos": True, "top_k": 20},
-        )
+        how = {"temperature": k % 2, "seed": k % 50, "extra_body": {"ignore_eos": True, "top_k": 20}}
+        answer = api.completions.create(model="tiny", prompt=[7 + k % 25, 9], max_tokens=8, **how)
         assert answer.usage.completion_tokens == 8
         return answer.choices[0].text
 

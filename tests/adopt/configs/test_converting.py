@@ -181,10 +181,8 @@ def test_no_key_is_passed_over_in_silence(theirs, capsys):
 def test_a_file_that_deepspeed_names_and_that_is_not_there_is_said(theirs, write, capsys):
     theirs.write_text(yaml.safe_dump(LF | {"deepspeed": "nowhere.json"}))
     assert main(["config", str(theirs)]) == 0
-    assert (
-        "deepspeed nowhere.json" in (said := capsys.readouterr().err)
-        and "is no file here: give it after this one" in said
-    )
+    said = capsys.readouterr().err
+    assert "deepspeed nowhere.json" in said and "is no file here: give it after this one" in said
     # given, it is the one that is meant
     assert main(["config", str(theirs), str(write(DS, as_json=True))]) == 0
     assert "nowhere" not in capsys.readouterr().err
