@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,12 +109,6 @@ def test_one_part_has_no_index(tmp_path):
     program, files = adopted(GOLDEN / "llama3")
     export(program.config, loading.layer_source(program.config.model, files), tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, SINGLE]
-
-
-def test_nothing_is_written_over(tmp_path):
-    program, files = adopted(GOLDEN / "llama3")
-    with pytest.raises(ConfigError, match="is there already"):
-        export(program.config, loading.layer_source(program.config.model, files), Path(tmp_path))
 
 
 def test_a_bias_of_the_routers_is_refused_and_not_left_out(tmp_path):

@@ -57,19 +57,12 @@ def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
         code, (line,), _ = call(capsys, "verify", run, "--step", word)
         assert code == 0 and line.startswith(f"{named}: intact")
-    listed, shown, (first, *_) = (
-        json.loads("".join(call(capsys, word, run, "--json")[1])) for word in ("ls", "show", "verify")
-    )
-    assert [(entry["step"], entry["best"], entry["eval_loss"]) for entry in listed] == [
-        (1, False, 0.5),
-        (2, True, 0.25),
-        (3, False, 0.75),
-    ]
-    assert (
-        shown["step"] == 3
-        and "blocks.mlp.gate" in " ".join(shown["leaves"])
-        and listed[2]["bytes"] == shown["bytes"] > 0
-    )
+    as_json = ("".join(call(capsys, word, run, "--json")[1]) for word in ("ls", "show", "verify"))
+    listed, shown, (first, *_) = map(json.loads, as_json)
+    found = [(entry["step"], entry["best"], entry["eval_loss"]) for entry in listed]
+    assert found == [(1, False, 0.5), (2, True, 0.25), (3, False, 0.75)]
+    assert shown["step"] == 3 and "blocks.mlp.gate" in " ".join(shown["leaves"])
+    assert listed[2]["bytes"] == shown["bytes"] > 0
     assert (first["name"], first["intact"], first["problems"]) == ("1", True, [])
     assert call(capsys, "show", run, "--step", "4")[2] == f"meshtrain: there is no step 4 in {run}; it has 1, 2, 3.\n"
 
@@ -167,12 +160,8 @@ def odd(run, tmp_path):
     return root.parent
 
 
-NAMED = {
-    "3": "COMMIT is no file",
-    "40": "it is step 1, renamed",
-    "050": "it is step 2, renamed",
-    "60": "it is no directory",
-}
+RENAMED = {"40": "it is step 1, renamed", "050": "it is step 2, renamed"}
+NAMED = {"3": "COMMIT is no file", **RENAMED, "60": "it is no directory"}
 
 
 def test_ls_and_verify_name_each_that_is_not_the_step_of_its_name(odd, capsys):
@@ -200,9 +189,8 @@ def test_show_and_diff_refuse_what_is_not_the_step_of_its_name(command, odd, cap
         arguments = [*command, path] if command == ["show"] else [*command, odd / "checkpoints" / "2", path]
         sentence = f"meshtrain: {path} cannot be read: {text}.\n"
         if path.is_file():
-            sentence = (
-                f"meshtrain: there is no directory {path}; give a run directory, its checkpoints/, or one step.\n"
-            )
+            legal = "give a run directory, its checkpoints/, or one step"
+            sentence = f"meshtrain: there is no directory {path}; {legal}.\n"
         assert call(capsys, *arguments) == (2, [], sentence)
 
 

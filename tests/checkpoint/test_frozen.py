@@ -130,9 +130,8 @@ def test_a_run_that_keeps_one_step_has_one_copy_and_says_plainly_that_it_is_dama
     run.close()
     assert second < first / 2 and steps.committed_in(run.root) == [2]
     flip(largest(run.root / "2" / "frozen"))
-    with pytest.raises(
-        ConfigError, match=r"every checkpoint in .* is damaged \(2: frozen/\S+ is damaged between bytes"
-    ):
+    says = r"every checkpoint in .* is damaged \(2: frozen/\S+ is damaged between bytes"
+    with pytest.raises(ConfigError, match=says):
         Run(tmp_path, tuned, keep=1)
 
 
@@ -180,11 +179,10 @@ def test_a_process_that_goes_on_links_to_what_it_has_verified_once_it_has_anothe
 
 
 def test_a_killed_process_s_links_go_and_the_files_stay(copied, tuned):
-    shutil.copytree(
-        copied / "checkpoints" / "3" / "frozen", copied / "checkpoints" / "9.writing", copy_function=os.link
-    )
+    third, ninth = copied / "checkpoints" / "3", copied / "checkpoints" / "9.writing"
+    shutil.copytree(third / "frozen", ninth, copy_function=os.link)
     Run(copied, tuned).close()
-    assert not (copied / "checkpoints" / "9.writing").exists() and not digests.problems(copied / "checkpoints" / "3")
+    assert not ninth.exists() and not digests.problems(third)
 
 
 @pytest.mark.thorough
@@ -203,9 +201,7 @@ def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
 def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tuned):
     other = build_for(config(layout=INTERLEAVED, **LORA))
     run = Run(copied, other)
-    before, after = (
-        GlobalArrays(built).arrays(state) for built, state in ((tuned, three[0].state), (other, run.state))
-    )
+    before, after = (GlobalArrays(b).arrays(state) for b, state in ((tuned, three[0].state), (other, run.state)))
     assert all(np.array_equal(before[name], after[name]) for name in before)
     run.save(4, 5)
     run.close()

@@ -30,12 +30,6 @@ def vouch(step):
     steps.commit(step)
 
 
-def test_the_manifest_of_an_intact_step_is_read(step):
-    manifest = StepManifest.read(step)
-    assert manifest.step == 1
-    assert manifest.leaves[LEAF] == {"shape": [24, program().config.model.vocab_size], "dtype": "float32"}
-
-
 @pytest.mark.parametrize("name, is_good", [("1", True), ("best", True), ("01", False), ("40", False)])
 def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_good, step):
     renamed = step.rename(step.with_name(name))
