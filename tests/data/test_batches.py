@@ -62,9 +62,9 @@ def small(batching: str, text: Path, other_text: Path) -> Config:
     if batching == "mixture":
         mixed = {"batching": "packed", "mixture": [str(text), str(other_text)], "weights": [0.7, 0.3]}
         return config("mixture", length=256, **{**options, **mixed})
-    return config(
-        "synthetic" if batching == "synthetic" else text, length=256, **({} if batching == "synthetic" else options)
-    )
+    if batching == "synthetic":
+        return config("synthetic", length=256)
+    return config(text, length=256, **options)
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget", "mixture", "synthetic"])

@@ -55,14 +55,10 @@ def test_a_cache_that_cannot_be_written_is_reported(text, tmp_path, monkeypatch)
 
 
 def test_processes_that_start_at_once_share_one_preparation(own_cache):
-    script = (
-        "from meshtrain.config import load; from meshtrain.data import open_data; print(open_data(load({}))[0].digest)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    imports = "from meshtrain.config import load; from meshtrain.data import open_data"
+    command = [sys.executable, "-c", f"{imports}; print(open_data(load({{}}))[0].digest)"]
+    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **how) for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(set(outputs)) == 1 and len(outputs[0]) == 17

@@ -30,15 +30,10 @@ def test_an_answer_that_weighs_nothing_is_context():
 
 def test_tools_come_with_their_calls_in_both_forms():
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    openai = {
-        "tools": [{"name": "add"}],
-        "messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [call]}],
-    }
-    said = [
-        {"from": "human", "value": "2+2?"},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
-    ]
-    assert conversation(openai) == conversation({"tools": '[{"name": "add"}]', "conversations": said})
+    messages = [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    called = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'}
+    sharegpt = {"tools": '[{"name": "add"}]', "conversations": [SHAREGPT["conversations"][0], called]}
+    assert conversation({"tools": [{"name": "add"}], "messages": messages}) == conversation(sharegpt)
 
 
 def test_of_a_prompt_and_its_completion_only_the_completion_is_learned():

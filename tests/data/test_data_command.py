@@ -57,9 +57,8 @@ def test_prepare_says_that_it_held_out_nothing_though_asked_to(validation, warne
 def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     file, out = tmp_path / "made" / "tokenizer.json", tmp_path / "shards"
     assert main(["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output", str(file)]) == 0
-    assert (
-        main(["prepare", "--input", str(text), "--tokenizer", str(file), "--output", str(out), "--workers", "1"]) == 0
-    )
+    arguments = ["prepare", "--input", str(text), "--tokenizer", str(file), "--output", str(out), "--workers", "1"]
+    assert main(arguments) == 0
     assert read_manifest(out).vocab_size == 300
     assert (out / "tokenizer.json").read_bytes() == file.read_bytes()
 
@@ -74,10 +73,7 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
         (["prepare", "--input", "", "--output", "y"], "an argument is empty"),
         (["prepare", "--input", "x", "--output="], "an argument is empty; give --output a value"),
         (["prepare", "--input", "/dev/null", "--output", "y"], "/dev/null is neither a file nor a directory"),
-        (
-            ["prepare", "--input", str(ROOT / "tests"), "--output", __file__],
-            "test_data_command.py is a file; the output is a directory",
-        ),
+        (["prepare", "--input", str(ROOT / "tests"), "--output", __file__], "is a file; the output is a directory"),
         (["prepare", "--input", "x", "--output", "y", "--workers", "9" * 5000], "999…' is not a whole number"),
     ],
 )
@@ -96,10 +92,9 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how, tmp_path):
     big, out = tmp_path / "big.jsonl", tmp_path / "out"
     big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(42_000)))  # two units of 4 MiB
     words = ["prepare", "--input", str(big), "--output", str(out), "--workers"]
+    command = [sys.executable, "-m", "meshtrain.data", *words, "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshtrain.data", *words, "2"], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     while not (out / "plan.json").exists() and process.poll() is None:
         time.sleep(0.002)
     time.sleep(0.1)
@@ -167,13 +162,9 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
 
 
 def test_standard_output_that_is_full_is_reported(text, tmp_path):
+    command = [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(text), "--output", str(tmp_path / "o")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(text), "--output", str(tmp_path / "o")],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == ["meshtrain: standard output cannot be written: no space left on device."]

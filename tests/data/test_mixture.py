@@ -61,8 +61,7 @@ def test_rows_come_from_the_sources_in_their_shares(text, other_text):
 
 @pytest.mark.parametrize("batching", ["packed", "grouped", "budget"])
 def test_every_batching_can_be_mixed(text, other_text, batching):
-    train, validation = open_data(mixture(text, other_text, batching=batching, validation=0.2, last="pad"))
-    assert validation is not None
+    train, _ = open_data(mixture(text, other_text, batching=batching, validation=0.2, last="pad"))
     labels = 0.0
     for k in range(200):
         batch = train.batch(k)
@@ -75,7 +74,6 @@ def test_every_batching_can_be_mixed(text, other_text, batching):
 def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batching):
     """The one with few held-out rows has most of the weight."""
     _, held_out = open_data(mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2))
-    assert held_out is not None
     once, epoch = held_out.one_pass(1000), held_out.batches_per_epoch
 
     def rows(numbers: range) -> list[bytes]:
@@ -85,10 +83,8 @@ def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batchi
     assert 1 < len(once) < epoch and len(set(rows(once))) == len(rows(once))
     further = range(len(once) + 1)
     assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(2) == range(2)
-    said = (
-        f"evaluations read {len(once)} batches, fewer than eval.batches 1000: then a source of the mixture comes round"
-    )
-    assert held_out.fewer(1000) == [said] and not held_out.fewer(2)
+    fewer = f"evaluations read {len(once)} batches, fewer than eval.batches 1000"
+    assert held_out.fewer(1000) == [f"{fewer}: then a source of the mixture comes round"] and not held_out.fewer(2)
 
 
 def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(text, tmp_path):

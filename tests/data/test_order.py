@@ -191,9 +191,8 @@ def test_the_order_is_the_same_in_every_version(tmp_path):
     (tmp_path / "some.jsonl").write_text(lines)
     found = {}
     for batching in BATCHINGS:
-        train, _ = open_data(
-            config(tmp_path / "some.jsonl", length=16, batch=2, batching=batching, validation=0.0, seed=3)
-        )
+        options = {"batching": batching, "validation": 0.0, "seed": 3}
+        train, _ = open_data(config(tmp_path / "some.jsonl", length=16, batch=2, **options))
         found[batching] = [train.tokenizer.decode(row[row > 0]) for row in train.batch(5)["labels"]]
     assert found == {
         "window": ["gh7abcdefghi8a", "abcdefg6abcdef"],

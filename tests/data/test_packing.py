@@ -51,9 +51,8 @@ def test_segments_and_positions_follow_the_documents_and_padding_counts_nothing(
     for k in range(train.batches_per_epoch):
         batch = train.batch(k)
         for row in range(8):
-            tokens, labels, segments, positions, weights = (
-                batch[name][row] for name in ("tokens", "labels", "segments", "positions", "weights")
-            )
+            names = "tokens", "labels", "segments", "positions", "weights"
+            tokens, labels, segments, positions, weights = (batch[name][row] for name in names)
             real = segments > 0
             assert np.array_equal(weights, real.astype(np.float32))
             used = int(real.sum())
@@ -72,8 +71,7 @@ def test_which_documents_share_a_row_changes_with_the_epoch(other_text):
 
     def rows(epoch: int) -> set[bytes]:
         first = epoch * train.batches_per_epoch
-        return {
-            row.tobytes() for k in range(first, first + train.batches_per_epoch) for row in train.batch(k)["labels"]
-        }
+        batches = map(train.batch, range(first, first + train.batches_per_epoch))
+        return {row.tobytes() for batch in batches for row in batch["labels"]}
 
     assert rows(0) != rows(1)
