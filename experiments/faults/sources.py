@@ -69,7 +69,7 @@ kind(
     "data-changed",
     "checkpoint/test_training.py::test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed",
     "checkpoint/test_restoring.py::test_data_that_changed_are_refused_with_the_ways_out",
-    "checkpoint/test_restoring.py::test_data_that_changed_and_are_allowed_to_are_reported",
+    "checkpoint/test_restoring.py::test_data_that_changed_and_are_allowed_to_or_are_held_out_are_reported",
 )
 changed("half of the files deleted", half)
 changed("a file edited", lambda p: p.file("text/03.txt", text(77)))

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import meshtrain as mt
 from meshtrain.adopt.__main__ import main
-from meshtrain.hf.hf_directory import TensorFiles
+from meshtrain.hf.hf_directory import INDEX, TensorFiles
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -25,23 +25,20 @@ def test_inspect_tells_the_section_that_a_config_takes(capsys, tmp_path):
     assert mt.load(tmp_path / "x.yaml").model.qkv_bias is True
 
 
-def _without(model):
-    (model / "model.safetensors.index.json").write_text(
-        (model / "model.safetensors.index.json").read_text().replace("model.norm.weight", "model.other.weight")
-    )
+def _replaced(name, old, new):
+    return lambda model: (model / name).write_text((model / name).read_text().replace(old, new))
 
 
 def _text(name, text):
-    return lambda model: [
-        (model / file).write_text(given) for file, given in {"tokenizer.json": TOKENIZER, name: text}.items()
-    ]
+    files = {"tokenizer.json": TOKENIZER, name: text}
+    return lambda model: [(model / file).write_text(content) for file, content in files.items()]
 
 
 def _tensor(change):
     def changed(model):
         files = TensorFiles(model)
         save_file({name: change(name, files.tensor(name)) for name in files.names}, model / "model.safetensors")
-        (model / "model.safetensors.index.json").unlink()
+        (model / INDEX).unlink()
 
     return changed
 
@@ -51,9 +48,8 @@ BROKEN = {
     "shape": (_tensor(lambda name, array: array[:-1] if name == "model.norm.weight" else array), "is [15]; this model's is [16]"),
     "int8": (_tensor(lambda name, array: array.astype(np.int8) if "norm" in name else array), "is I8; it must be one of"),
     "nan": (_tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array), "model.norm.weight in"),
-    "missing": (_without, "but it is not in there"),
-    "other layers": (lambda model: (model / "config.json").write_text(
-        (model / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')), "has no place"),
+    "missing": (_replaced(INDEX, "model.norm.weight", "model.other.weight"), "but it is not in there"),
+    "other layers": (_replaced("config.json", '"num_hidden_layers": 3', '"num_hidden_layers": 2'), "has no place"),
     "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is no JSON"),
     "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
@@ -77,15 +73,12 @@ def test_what_is_not_whole_is_neither_called_so_nor_imported(tmp_path, monkeypat
 
 @pytest.mark.thorough
 def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path):
-    config = mt.load(
-        {
-            "run": {"directory": str(tmp_path / "run")},
-            "model": {"family": "qwen3", "layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260},
-            "data": {"source": "synthetic"},
-            "train": {"steps": 1, "global_batch_size": 2, "sequence_length": 8},
-        }
+    model = {"family": "qwen3", "layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260}
+    train = {"steps": 1, "global_batch_size": 2, "sequence_length": 8}
+    run = {"directory": str(tmp_path / "run")}
+    assert (
+        mt.train(mt.load({"run": run, "model": model, "data": {"source": "synthetic"}, "train": train})).exit_code == 0
     )
-    assert mt.train(config).exit_code == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     one, two = (mt.read_model(tmp_path / name)([[5, 6, 7, 8]]) for name in ("run", "hf"))
     assert (one == two).all()
@@ -100,10 +93,7 @@ def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path)
         (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
         (["config"], "the following arguments are required: FILE"),
         (["config", "x.yaml", "--devices", "0"], "'0' is not a whole number of at least 1"),
-        (
-            ["export", str(GOLDEN / "gpt2"), "/no/such/out", "--tokenizer", "/no/such"],
-            "no directory with a tokenizer.json",
-        ),
+        (["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"], "no directory with a tokenizer.json"),
     ],
 )
 def test_a_mistake_gets_one_sentence(capsys, words, says):

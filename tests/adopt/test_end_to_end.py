@@ -58,11 +58,8 @@ def base(tmp_path_factory) -> Path:
 def chats(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     turns = [("colour of grass?", "green."), ("colour of sky?", "blue."), ("two and two?", "4."), ("name?", "mesh.")]
-    records = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
-        for asked, answer in turns * 40
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns * 40]
+    path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
     return path
 
 
@@ -137,14 +134,12 @@ def theirs(directory: Path, asked: list[int], said: list[int]) -> None:
         import transformers
     except ImportError:
         return
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
-    )
+    of_text = transformers.AutoModelForCausalLM
+    model, told = of_text.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
     with torch.no_grad():
-        found = model.generate(
-            torch.tensor([asked]), max_new_tokens=len(said), do_sample=False, eos_token_id=2, pad_token_id=0
-        )
+        ends = {"max_new_tokens": len(said), "eos_token_id": 2, "pad_token_id": 0}
+        found = model.generate(torch.tensor([asked]), do_sample=False, **ends)
     assert found[0, len(asked) :].tolist() == said
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompt = [{"role": "user", "content": "colour of sky?"}]

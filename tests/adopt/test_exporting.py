@@ -115,9 +115,8 @@ def test_a_bias_of_the_routers_is_refused_and_not_left_out(tmp_path):
     config = config_of(GOLDEN / "mixtral", overrides=["model.moe.balance=bias"])
     read = loading.layer_source(config.model, TensorFiles(GOLDEN / "mixtral"))
     export(config, read, tmp_path / "zeros", "float32")
-    with pytest.raises(
-        ConfigError, match=r"MixtralForCausalLM .* has no bias .* model\.moe\.balance bias has trained one"
-    ):
+    says = r"MixtralForCausalLM .* has no bias .* model\.moe\.balance bias has trained one"
+    with pytest.raises(ConfigError, match=says):
         export(config, lambda weight, layer: read(weight, layer) + weight.counts * (layer == 2), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["zeros"]
 

@@ -57,16 +57,11 @@ def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
     section = {k: v for k, v in dataclasses.asdict(load(out / "config.yaml").model).items() if v is not None}
-    config = load(
-        {
-            "run": {"directory": str(tmp_path)},
-            "model": section,
-            "mesh": {"data": 2, "pipeline": 2},
-            "data": {"source": "synthetic", "tokenizer": "byte"},
-            "checkpoint": {"resume": str(out), "weights_only": weights_only},
-            "train": {"global_batch_size": 4, "sequence_length": 16},
-        }
-    )
+    config = load({
+        "run": {"directory": str(tmp_path)}, "model": section, "mesh": {"data": 2, "pipeline": 2},
+        "data": {"source": "synthetic", "tokenizer": "byte"}, "train": {"global_batch_size": 4, "sequence_length": 16},
+        "checkpoint": {"resume": str(out), "weights_only": weights_only},
+    })  # fmt: skip
     program = mt.Program(config)
     checkpointer = mt.Checkpointer(config, program, say=[].append)
     state, step = checkpointer.restore_or_init()

@@ -36,6 +36,12 @@ def committed(directory):
     return steps.committed_in(directory / "checkpoints")
 
 
+def save(checkpointer, *steps):
+    for step in steps:
+        checkpointer.save(step, numbered(program()), 1.0)
+    checkpointer.wait()
+
+
 @pytest.mark.thorough
 def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path, open_run):
     checkpointer, _ = open_run()
@@ -97,28 +103,22 @@ def test_retention_removes_what_it_need_not_keep(tmp_path, open_run):
 
 def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path, open_run):
     checkpointer, _ = open_run()
-    checkpointer.save(1, numbered(program()), 1.0)
-    checkpointer.save(1, numbered(program()), 1.0)  # nor while it is being written
-    checkpointer.wait()
+    save(checkpointer, 1, 1)  # nor while it is being written
     before = (tmp_path / "checkpoints" / "1").stat().st_ino
-    checkpointer.save(1, numbered(program()), 1.0)
-    checkpointer.wait()
+    save(checkpointer, 1)
     assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
 
 
 def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path, open_run):
     checkpointer, said = open_run(keep=1, keep_best=0)
-    for step in (1, 2, 3):
-        checkpointer.save(step, numbered(program()), 1.0)
-        checkpointer.wait()
-        if step == 1:
-            manifest = tmp_path / "checkpoints" / "1" / steps.MANIFEST
-            size = manifest.stat().st_size
-            manifest.write_text("{")
+    save(checkpointer, 1)
+    manifest = tmp_path / "checkpoints" / "1" / steps.MANIFEST
+    size = manifest.stat().st_size
+    manifest.write_text("{")
+    save(checkpointer, 2, 3)
     assert committed(tmp_path) == [1, 3]
-    assert said == [
-        f"checkpoint {tmp_path}/checkpoints/1 is left alone: manifest.json has 1 bytes instead of {size:,}."
-    ]
+    wrong = f"manifest.json has 1 bytes instead of {size:,}"
+    assert said == [f"checkpoint {tmp_path}/checkpoints/1 is left alone: {wrong}."]
 
 
 def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(tmp_path, monkeypatch, open_run):
@@ -127,9 +127,7 @@ def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(t
 
     monkeypatch.setattr(steps, "remove", refused)
     checkpointer, said = open_run(keep=1, keep_best=0, on_failed_save="stop")
-    for step in (1, 2):
-        checkpointer.save(step, numbered(program()), 1.0)
-    checkpointer.wait()
+    save(checkpointer, 1, 2)
     assert committed(tmp_path) == [1, 2]
     sentence = f"checkpoint {tmp_path}/checkpoints/1 need not stay but cannot be removed: permission denied."
     assert said == [sentence]
@@ -153,9 +151,7 @@ SENTENCE = "the checkpoint of step 2 could not be written: no space left on devi
 
 def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2, open_run):
     checkpointer, said = open_run()
-    for step in (1, 2, 3):
-        checkpointer.save(step, numbered(program()), 1.0)
-    checkpointer.wait()
+    save(checkpointer, 1, 2, 3)
     assert said == [SENTENCE]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
@@ -209,9 +205,8 @@ def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(open_run, 
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
-    assert said == [
-        "the checkpoint of step 2 could not be written: another process could not write its part; there is none before it."
-    ]
+    why = "another process could not write its part"
+    assert said == [f"the checkpoint of step 2 could not be written: {why}; there is none before it."]
 
 
 def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run):
@@ -249,8 +244,7 @@ def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(nam
     path, (checkpointer, said) = tmp_path / "checkpoints" / name, open_run()
     stands(path)
     before = path.lstat().st_ino
-    checkpointer.save(2, numbered(program()), 1.0)
-    checkpointer.wait()
+    save(checkpointer, 2)
     assert said == [f"{path} stood where a checkpoint belongs; it is set aside as {name}.damaged."]
     assert path.with_name(f"{name}.damaged").lstat().st_ino == before
     assert StepManifest.read(tmp_path / "checkpoints" / "2").step == 2
@@ -264,23 +258,18 @@ def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatc
     path = tmp_path / "checkpoints" / "2.writing"
     checkpointer, _ = open_run()
     a_full_directory(path)
-    checkpointer.save(2, numbered(program()), 1.0)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"):
-        checkpointer.wait()
+        save(checkpointer, 2)
     assert (path / "file").read_text() == "mine"
 
 
 def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path, open_run):
     root, (checkpointer, said) = tmp_path / "checkpoints", open_run(keep=2, keep_best=0)
-    for step in (1, 2, 3):
-        checkpointer.save(step, numbered(program()), 1.0)
-        checkpointer.wait()
-        if step == 1:
-            (root / "1").rename(tmp_path / "elsewhere")
-            (root / "1").symlink_to(tmp_path / "elsewhere")
-            shutil.copytree(tmp_path / "elsewhere", root / "9")
-    checkpointer.save(4, numbered(program()), 1.0)
-    checkpointer.close()
+    save(checkpointer, 1)
+    (root / "1").rename(tmp_path / "elsewhere")
+    (root / "1").symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", root / "9")
+    save(checkpointer, 2, 3, 4)
     assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "9"]
     assert StepManifest.read(tmp_path / "elsewhere").step == 1
     assert said == [f"checkpoint {root}/9 is left alone: it is step 1, renamed."]
