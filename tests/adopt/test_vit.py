@@ -176,9 +176,8 @@ def test_transformers_reads_what_was_exported(tmp_path):
     torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
     program, params = adopted()
     export_beside_theirs(program, params, tmp_path / "out")
-    read, told = hf.AutoModelForImageClassification.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
-    )
+    of_images = hf.AutoModelForImageClassification
+    read, told = of_images.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
     assert read.config.id2label[3] == "fish"
     processor = hf.AutoImageProcessor.from_pretrained(tmp_path / "out")

@@ -45,12 +45,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 def of_batches(batches, shape):
     """Held-out data of these batches, which would come round again."""
-    source = SimpleNamespace(
-        batch=lambda k, rows, columns: batches[k % len(batches)],
-        batch_shape=lambda k: shape,
-        batches_per_epoch=len(batches),
-        batches_once=len(batches),
-    )
+    batch, many = lambda k, rows, columns: batches[k % len(batches)], len(batches)
+    source = SimpleNamespace(batch=batch, batch_shape=lambda k: shape, batches_per_epoch=many, batches_once=many)
     return SplitBatches(source, "held out", "")
 
 
@@ -72,16 +68,11 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread
         tokens, labels = random.integers(0, 257, (2, 8, length), np.int32)
         batches.append({"tokens": tokens, "labels": labels, "weights": weights})
     held_out = of_batches(batches, (8, length))
-    asked = SimpleNamespace(
-        config=config(eval={"every": 1, "batches": 4}),
-        part=built.part,
-        place=built.place,
-        eval_step=built.eval_step,
-        of_images=False,
-    )
-    params = built.init().params
+    settings = config(eval={"every": 1, "batches": 4})
+    how = {"part": built.part, "place": built.place, "eval_step": built.eval_step, "of_images": False}
+    asked = SimpleNamespace(config=settings, **how)
     # Larger weights, so that losses differ.
-    params = train.jax.tree.map(lambda x: x * 8, params)
+    params = train.jax.tree.map(lambda x: x * 8, built.init().params)
     whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     found = Evaluation(asked, held_out, tmp_path / "none", 0).measure(params, True)
     assert found["eval_loss"] == pytest.approx(float(built.eval_step(params, built.place(whole))), rel=1e-6)

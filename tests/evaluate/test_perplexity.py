@@ -74,9 +74,8 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [3])
-def test_the_batch_changes_nothing(model, text, rows):
-    assert measured(model, text, rows=rows).nats == pytest.approx(measured(model, text).nats, rel=1e-6)
+def test_the_batch_changes_nothing(model, text):
+    assert measured(model, text, rows=3).nats == pytest.approx(measured(model, text).nats, rel=1e-6)
 
 
 @pytest.mark.thorough
@@ -108,9 +107,8 @@ def test_nothing_to_score_is_a_sentence(model, tmp_path):
 
 def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
     (tmp_path / "a.txt").write_text("abc ü")
-    with pytest.raises(
-        ConfigError, match=r"the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
-    ):
+    says = "the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
+    with pytest.raises(ConfigError, match=says):
         measured(byte_model(128), [str(tmp_path / "a.txt")])
 
 
@@ -119,16 +117,8 @@ def test_more_than_a_number_can_hold_is_infinite():
     assert record["perplexity"] == record["word_perplexity"] == math.inf
 
 
-CASES = [
-    (n, length, stride)
-    for n in (1, 2, 7, 8, 9, 30, 31)
-    for length in (1, 5, 8)
-    for stride in (1, 3, 5, 8)
-    if stride <= length
-]
-
-
-@pytest.mark.parametrize(("n", "length", "stride"), CASES)
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 30, 31])
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 3), (5, 5), (8, 1), (8, 3), (8, 5), (8, 8)])
 def test_each_token_is_scored_once_with_the_context_that_there_is(n, length, stride):
     tokens = np.arange(100, 100 + n)
     whole = [7, *tokens]

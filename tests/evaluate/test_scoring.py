@@ -118,9 +118,8 @@ def test_what_cannot_be_scored_is_a_sentence(one):
         Scorer(one)([TokenRow(np.array([1, 1000]))])
     gpt2 = model("gpt2")
     longest = gpt2.config.model.max_positions
-    with pytest.raises(
-        ConfigError, match=f"{longest + 1} positions are asked for, but the model has learned {longest}"
-    ):
+    says = f"{longest + 1} positions are asked for, but the model has learned {longest}"
+    with pytest.raises(ConfigError, match=says):
         Scorer(gpt2)([TokenRow(np.zeros(longest + 2, np.int32))])
     (full,) = Scorer(gpt2)([TokenRow(np.zeros(longest + 1, np.int32))])
     assert len(full.logprobs) == longest

@@ -70,10 +70,8 @@ def test_another_text_than_the_run_read_is_said(run, capsys):
 
 def test_what_was_not_trained_here_has_no_text_of_its_own():
     model = mt.read_model(GOLDEN / "llama3")
-    with pytest.raises(
-        ConfigError,
-        match="llama3 was not trained here, so that it has no held-out text of its own; give text with --text",
-    ):
+    says = "llama3 was not trained here, so that it has no held-out text of its own; give text with --text"
+    with pytest.raises(ConfigError, match=says):
         validation_text(GOLDEN / "llama3", model)
 
 
@@ -99,10 +97,7 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
         ("--stride 3", "--stride is given without --text, to which it belongs."),
         ("--text a --shots 3", "--shots is given without --tasks, to which it belongs."),
         ("--length 64", "--length is given without --text or --tasks; what a run holds out has rows"),
-        (
-            "--text a --length 8 --stride 9",
-            "--stride is 9, but --length 8: what lies between two rows would not be scored.",
-        ),
+        ("--text a --length 8 --stride 9", "--stride is 9, but --length 8: what lies between two rows would not be"),
         ("--images a", "--images is for models of images, but {} is one of text (family llama)."),
         ("--text {}/none.txt", "there is no file or directory {}/none.txt to read text from."),
         ("--precision float8", "the precision 'float8' is none to compute in; did you mean float32?"),

@@ -70,22 +70,18 @@ def test_of_other_images_the_places_are_those_of_the_logits(run, model, tmp_path
     # pixels from 0 to 1, less 0.5, over 0.5; a patch's numbers row by row
     whole = (others["images"].astype(np.float32) / 255 - 0.5) / 0.5
     side = SIZE // PATCH
-    patches = (
-        whole.reshape(-1, side, PATCH, side, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, side * side, PATCH * PATCH)
-    )
+    cut = whole.reshape(-1, side, PATCH, side, PATCH).transpose(0, 1, 3, 2, 4)
+    patches = cut.reshape(-1, side * side, PATCH * PATCH)
     order = np.argsort(-np.asarray(model(patches)), axis=1, kind="stable")
     places = np.argmax(order == others["labels"][:, None], axis=1)
     assert found["images"] == 21
-    assert found["eval_accuracy"] == pytest.approx(np.mean(places == 0)) and found["top_5"] == pytest.approx(
-        np.mean(places < 5)
-    )
+    shares = np.mean(places == 0), np.mean(places < 5)
+    assert (found["eval_accuracy"], found["top_5"]) == pytest.approx(shares)
 
 
 def test_what_was_not_trained_here_has_no_images_of_its_own(model):
-    with pytest.raises(
-        ConfigError,
-        match="llama3 was not trained here, so that it has no held-out images of its own; give some with --images",
-    ):
+    says = "llama3 was not trained here, so that it has no held-out images of its own; give some with --images"
+    with pytest.raises(ConfigError, match=says):
         validation_images(GOLDEN / "llama3", model.config, None)
 
 
@@ -96,9 +92,8 @@ def test_equal_logits_come_in_the_order_of_their_classes(run, model):
     batches, count = validation_images(run[0], model.config, None)
     found = evaluate_images(zero, batches, count, 8)
     labels = np.concatenate([batches.batch(k)["labels"][:, 0] for k in batches.one_pass(count)])[:27]
-    assert found["eval_accuracy"] == pytest.approx(np.mean(labels == 0)) and found["top_5"] == pytest.approx(
-        np.mean(labels < 5)
-    )
+    shares = np.mean(labels == 0), np.mean(labels < 5)
+    assert (found["eval_accuracy"], found["top_5"]) == pytest.approx(shares)
 
 
 def test_the_command_says_the_same_as_the_run(run, capsys):

@@ -352,9 +352,8 @@ def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
         for request, heard in zip((long, beside, later), heards, strict=True):
             engine.submit(request, heard)
         assert heards[1].over.wait(90) and heards[2].over.wait(90), "the others go on"
-        assert (
-            not heards[0].pieces and engine.status.compiling and (engine.status.waiting, engine.status.busy) == (1, 0)
-        )
+        assert not heards[0].pieces and engine.status.compiling
+        assert (engine.status.waiting, engine.status.busy) == (1, 0)
         turns = engine.status.last_step
         time.sleep(0.05)
         assert engine.status.last_step == turns, "who waits for a program keeps nobody busy"

@@ -15,9 +15,8 @@ RANDOM = np.random.default_rng(3)
 # Of 1 to 30 tokens: buckets of 16 and 32.
 PROMPTS = [RANDOM.integers(6, 45, n).astype(np.int32) for n in (1, 3, 16, 17, 30, 5, 2, 9)]
 HOW = [Sampling(), Sampling(0.9, seed=1), Sampling(1.0, top_k=5, seed=2), Sampling(0.7, top_p=0.8, seed=3)] * 2
-REQUESTS = [
-    Request(prompt, 12 + i, how, ignore_ends=True) for i, (prompt, how) in enumerate(zip(PROMPTS, HOW, strict=True))
-]
+LENGTHS = range(12, 20)
+REQUESTS = [Request(*each, ignore_ends=True) for each in zip(PROMPTS, LENGTHS, HOW, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -97,9 +97,8 @@ def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
 def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
     asked = []
     submit = Engine.submit
-    monkeypatch.setattr(
-        Engine, "submit", lambda self, r, hear: asked.append(r.tokens.tolist()) or submit(self, r, hear)
-    )
+    noting = lambda self, r, hear: asked.append(r.tokens.tolist()) or submit(self, r, hear)  # noqa: E731
+    monkeypatch.setattr(Engine, "submit", noting)
     here("one\n\n  \ntwo\n")
     code, out, err = said("tiny --chat --system be.kind --tokens 4", capsys)
     assert (code, err) == (0, "") and out.count("\n") == 2 and len(asked) == 2
@@ -267,13 +266,9 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(models):
 def endless(models):
     """The command at an answer that does not end, once it has begun to say it."""
     words = [sys.executable, "-m", "meshtrain.generate", "tiny", "--prompt", "a", "--temperature", "1"]
-    with subprocess.Popen(
-        [*words, "--tokens", "100000", "--length", "200000"],
-        cwd=models,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    words += ["--tokens", "100000", "--length", "200000"]
+    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=models, **how) as process:
         assert process.stdout.read(3)
         yield process
 

@@ -38,11 +38,8 @@ def test_devices_that_tensor_ranks_do_not_divide_are_refused(converted):
 def test_a_warm_up_that_is_a_share_of_unknown_steps_is_said(converted):
     sections, text, said = converted({"stage": "sft", "warmup_ratio": 0.1})
     assert sections["optimizer"]["warmup_steps"] == 0
-    assert (
-        "warmup_ratio 0.1" in said[0]
-        and "set optimizer.warmup_steps, or give --steps" in said[0]
-        and "# To do: warmup_ratio" in text
-    )
+    assert "warmup_ratio 0.1" in said[0] and "set optimizer.warmup_steps, or give --steps" in said[0]
+    assert "# To do: warmup_ratio" in text
 
 
 def test_what_was_never_evaluated_is_not_evaluated_here(converted):
@@ -52,28 +49,21 @@ def test_what_was_never_evaluated_is_not_evaluated_here(converted):
 
 
 def test_a_dataset_is_the_file_that_their_list_names(write, tmp_path):
-    listed = {
-        "one": {"file_name": "first.json", "formatting": "sharegpt", "columns": {"messages": "talk"}},
-        "two": {"file_name": "second.json"},
-    }
-    write(json.dumps(listed), "data/dataset_info.json")
+    one = {"file_name": "first.json", "formatting": "sharegpt", "columns": {"messages": "talk"}}
+    write(json.dumps({"one": one, "two": {"file_name": "second.json"}}), "data/dataset_info.json")
     write("x" * 300, "data/first.json")
     write("x" * 100, "data/second.json")
     file = write({"stage": "sft", "dataset": "one,two"}, "examples/train_lora/x.yaml")
     text, said = convert([file], 1)
-    assert (
-        f"mixture: [{tmp_path}/data/first.json, {tmp_path}/data/second.json]" in text
-        and "weights: [300.0, 100.0]" in text
-    )
+    assert f"mixture: [{tmp_path}/data/first.json, {tmp_path}/data/second.json]" in text
+    assert "weights: [300.0, 100.0]" in text
     assert said == ["dataset one: its columns talk are to be renamed."]
 
 
 @pytest.mark.parametrize("media", ["images", "videos"])
 def test_a_dataset_of_pictures_is_refused(write, media):
-    write(
-        json.dumps({"mine": {"file_name": "x.json", "columns": {"messages": "messages", media: media}}}),
-        "data/dataset_info.json",
-    )
+    mine = {"file_name": "x.json", "columns": {"messages": "messages", media: media}}
+    write(json.dumps({"mine": mine}), "data/dataset_info.json")
     file = write({"stage": "sft", "dataset": "mine"}, "examples/x.yaml")
     with pytest.raises(ConfigError, match=f"dataset mine has {media} beside its text, which are not read here"):
         convert([file], 1)
