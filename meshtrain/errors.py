@@ -20,6 +20,11 @@ class ConfigError(ValueError):
         return [f"{PREFIX}{self}"]
 
 
+def not_installed(what: str, extra: str) -> ConfigError:
+    """Returns the error of something that needs a library (`what` names both), with the extra that brings it."""
+    return ConfigError(f"{what}, which is not installed: pip install 'meshtrain[{extra}]'.")
+
+
 def refusal(error: OSError) -> str:
     """Returns the system's reason, to stand within a sentence: no space left on device."""
     return (error.strerror or str(error)).lower()

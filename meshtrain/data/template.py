@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.data.chat import Unfit
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.files import read_text
 
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
@@ -98,9 +98,7 @@ class ChatTemplate:
 
     def __init__(self, source: TemplateText, now: float = 0.0) -> None:
         if importlib.util.find_spec("jinja2") is None:
-            raise ConfigError(
-                "chat templates need the jinja2 library, which is not installed: pip install 'meshtrain[chat]'."
-            )
+            raise not_installed("chat templates need the jinja2 library", "chat")
         from jinja2 import TemplateSyntaxError
 
         from meshtrain.data.rendering import environment

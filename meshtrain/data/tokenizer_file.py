@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.data.tokenizer import Spans
-from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.errors import ConfigError, not_installed, refusal, short
 from meshtrain.files import write_atomically
 
 # What others call the end of a document.
@@ -124,7 +124,5 @@ def _library() -> Any:
         import tokenizers
         import tokenizers.models
     except ImportError:
-        raise ConfigError(
-            "a tokenizer.json needs the tokenizers library, which is not installed: pip install 'meshtrain[tokenizers]'."
-        ) from None
+        raise not_installed("a tokenizer.json needs the tokenizers library", "tokenizers") from None
     return tokenizers

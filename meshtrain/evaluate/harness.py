@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.errors import ConfigError, nearest, say, short
+from meshtrain.errors import ConfigError, nearest, not_installed, say, short
 from meshtrain.evaluate.perplexity import begin_of, rows_of
 from meshtrain.evaluate.scoring import Scorer, TokenRow
 from meshtrain.generate.engine import Engine
@@ -35,7 +35,6 @@ MOST_TOKENS = 256  # of an answer, where the task does not say
 MOST_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SETTINGS = ("mesh", "precision", "step", "adapter")  # of model_args, as open_model takes them
 SHOWN = ("results", "groups", "n-shot", "versions", "n-samples")  # what --json has of lm-eval's results
-NEEDS = "tasks need lm-evaluation-harness, which is not installed: pip install 'meshtrain[evaluate]'."
 
 
 class Harness:
@@ -187,7 +186,7 @@ def model_class() -> type[Any]:
         from lm_eval.api.model import LM
         from lm_eval.api.registry import register_model
     except ImportError:
-        raise ConfigError(NEEDS) from None
+        raise not_installed("tasks need lm-evaluation-harness", "evaluate") from None
 
     class MeshtrainLM(Harness, LM):
         """model_args: path=RUN, and perhaps mesh, precision, step, adapter, max_length."""

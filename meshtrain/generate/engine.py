@@ -22,18 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtrain.generate.compiling import CompilingAhead, reason
-from meshtrain.generate.request import (
-    Busy,
-    Closed,
-    EngineStatus,
-    Finish,
-    Listener,
-    Piece,
-    Request,
-    Running,
-    Ticket,
-    check,
-)
+from meshtrain.generate.request import Busy, Closed, EngineStatus, Finish, Listener, Piece, Request, Running, Ticket
 from meshtrain.generate.text import Spelling
 
 # A server listens before JAX is imported.
@@ -94,7 +83,7 @@ class Engine:
 
         Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none will be.
         """
-        check(request, self.length, self._decoding.vocabulary)
+        request.check(self.length, self._decoding.vocabulary)
         ticket = Ticket(request, listener, self._notify)
         with self._changed:
             if self._broken or self._closing is not None:

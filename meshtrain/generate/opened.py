@@ -34,7 +34,7 @@ from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.generate.cache import OwnGroups
-from meshtrain.generate.request import Sampling, check_sampling
+from meshtrain.generate.request import Sampling
 from meshtrain.generate.text import Conversations
 from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
 from meshtrain.mesh import kind_of, make_mesh
@@ -271,7 +271,7 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str
             raise ConfigError(f"{GENERATION}: {name} is {short(repr(value))}, which is no number that it can be.")
     sampling = Sampling(**{"temperature": 1.0, **values})
     try:
-        check_sampling(sampling)
+        sampling.check()
     except ConfigError as error:
         raise ConfigError(f"{GENERATION}: {error}") from None
     how = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1"

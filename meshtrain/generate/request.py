@@ -28,6 +28,15 @@ class Sampling:
     top_p: float = 1.0  # among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
     seed: int = 0
 
+    def check(self) -> None:
+        """ConfigError for what is no way to choose a token."""
+        if not (0 <= self.temperature < np.inf):
+            raise ConfigError(f"temperature is {self.temperature}; it must be a number from 0.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+        if not 0 <= self.top_k < 1 << 31:
+            raise ConfigError(f"top_k is {self.top_k}; it must be from 0, which leaves all tokens.")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -39,6 +48,22 @@ class Request:
     stop: tuple[str, ...] = ()  # the text ends before the first of them
     ignore_ends: bool = False  # go on behind an end token
     logprobs: int | None = None  # tell of so many of the most likely tokens; None: of no token
+
+    def check(self, length: int, vocabulary: int) -> None:
+        """ConfigError for what cannot be answered with so many positions and tokens, in a sentence."""
+        tokens = np.asarray(self.tokens)
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise ConfigError("a prompt must be one token at least.")
+        if len(tokens) >= length:
+            both = f"prompt and answer together have {length} positions here"
+            raise ConfigError(f"the prompt is {len(tokens)} tokens long; {both}.")
+        if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+            raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
+        if self.most < 1:
+            raise ConfigError(f"{self.most} tokens are asked for; it must be 1 at least.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LIKELY:
+            raise ConfigError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_LIKELY}.")
+        self.sampling.check()
 
 
 @dataclass(frozen=True)
@@ -60,34 +85,6 @@ class Piece:
     tokens: int = 0  # chosen so far, an end token among them
     finish: Finish | None = None
     problem: str = ""  # of finish error, a sentence
-
-
-def check(request: Request, length: int, vocabulary: int) -> None:
-    """ConfigError for a request that cannot be answered with so many positions and tokens, in a sentence."""
-    tokens = np.asarray(request.tokens)
-    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        raise ConfigError("a prompt must be one token at least.")
-    if len(tokens) >= length:
-        raise ConfigError(
-            f"the prompt is {len(tokens)} tokens long; prompt and answer together have {length} positions here."
-        )
-    if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
-        raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
-    if request.most < 1:
-        raise ConfigError(f"{request.most} tokens are asked for; it must be 1 at least.")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
-        raise ConfigError(f"logprobs is {request.logprobs}; it must be from 0 to {MOST_LIKELY}.")
-    check_sampling(request.sampling)
-
-
-def check_sampling(how: Sampling) -> None:
-    """ConfigError for what is no way to choose a token."""
-    if not (0 <= how.temperature < np.inf):
-        raise ConfigError(f"temperature is {how.temperature}; it must be a number from 0.")
-    if not 0 < how.top_p <= 1:
-        raise ConfigError(f"top_p is {how.top_p}; it must be above 0 and at most 1.")
-    if not 0 <= how.top_k < 1 << 31:
-        raise ConfigError(f"top_k is {how.top_k}; it must be from 0, which leaves all tokens.")
 
 
 log = logging.getLogger(__name__)

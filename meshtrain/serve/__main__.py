@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.cli import Parser, command, number_from, whole_number
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, not_installed, short
 
 KEY = "MESHTRAIN_API_KEY"
 
@@ -18,9 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.key = _key(options.key_env)
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"a server needs {' and '.join(missing)}, which is not installed: pip install 'meshtrain[serve]'."
-        )
+        raise not_installed(f"a server needs {' and '.join(missing)}", "serve")
     # whoever asks for --help does not wait for JAX
     from meshtrain.serve.listening import run
 

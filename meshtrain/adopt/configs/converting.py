@@ -13,18 +13,9 @@ from typing import Any
 
 import yaml
 
-from meshtrain.adopt.configs import deepspeed, llama_factory
+from meshtrain.adopt.configs import deepspeed, key_rows, llama_factory
 from meshtrain.adopt.configs.following import follow, path_near
-from meshtrain.adopt.configs.key_rows import (
-    DIFFERS,
-    FactValue,
-    GivenKey,
-    KeyFacts,
-    LeftOut,
-    RefusedValue,
-    Table,
-    row_of,
-)
+from meshtrain.adopt.configs.key_rows import FactValue, GivenKey, KeyFacts, LeftOut, RefusedValue, Table, row_of
 from meshtrain.config import Config, load
 from meshtrain.config.values import compose, problem
 from meshtrain.errors import ConfigError, short
@@ -181,7 +172,7 @@ def _add(facts: KeyFacts, kind: str, given: GivenKey, kinds: set[str]) -> None:
             return
         except RefusedValue as refused:
             raise given.refused(str(refused)) from None
-        differs = values.pop(DIFFERS, row.differs if values else "")
+        differs = values.pop(key_rows.DIFFERS, row.differs if values else "")
         for path, value in values.items():
             facts.add(path, value, given)
         if differs:

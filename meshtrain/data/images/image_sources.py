@@ -22,7 +22,7 @@ from meshtrain.config import Config
 from meshtrain.data.images.pixels import check_channels, in_channels
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.shards import digest_of_file
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, not_installed, short
 
 VALIDATION = 0.01  # where data.validation is null
 ARRAYS, ARRAY = ".npz", ".npy"
@@ -204,9 +204,7 @@ def open_digits(config: Config) -> ImageSource:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError(
-            "the digits of data.source digits come with scikit-learn, which is not installed: pip install 'meshtrain[vision]'."
-        ) from None
+        raise not_installed("the digits of data.source digits come with scikit-learn", "vision") from None
     digits = load_digits()
     # Their numbers go from 0 to 16.
     pixels, labels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None], digits.target.astype(np.int32)

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import numpy as np
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, not_installed
 
 # The weights of red, green and blue in grey (ITU-R BT.601), of 2^16, as Pillow has it.
 GREY = np.array([19595, 38470, 7471], np.uint32)
@@ -29,9 +29,7 @@ def pillow(why: str) -> ModuleType:
     try:
         from PIL import Image
     except ImportError:
-        raise ConfigError(
-            f"{why} needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'."
-        ) from None
+        raise not_installed(f"{why} needs the Pillow library", "vision") from None
     return Image
 
 
