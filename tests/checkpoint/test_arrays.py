@@ -21,11 +21,7 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, shape, sentence",
     [
-        (
-            "params.head.weight",
-            (24, 256),
-            r"arrays cannot be read by Orbax .*: Requested shape: \(24, 256\) is not compat",
-        ),
+        ("params.head.weight", (24, 256), r"arrays cannot be read by Orbax .*: Requested shape: \(24, 256\) is not"),
         ("params.head.nothing", (24, 257), r"arrays has no array params\.head\.nothing\.$"),
     ],
 )
@@ -51,11 +47,8 @@ def test_orbax_logs_no_traceback_and_all_else_is_logged():
 def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch):
     passed = []
     monkeypatch.setattr(arrays, "unraisable_hook", passed.append)
-    for error in (
-        RuntimeError("Event loop is closed"),
-        RuntimeError("something else"),
-        OSError("Event loop is closed"),
-    ):
+    closed = "Event loop is closed"
+    for error in (RuntimeError(closed), RuntimeError("something else"), OSError(closed)):
         arrays._report(SimpleNamespace(exc_type=type(error), exc_value=error))
     assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
 

@@ -123,12 +123,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(name
 
 def one_of_two(rank, port):
     """Says to this process, as Slurm does, that it is one of two."""
-    os.environ |= {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": str(rank),
-    }
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": "2", "PROCID": str(rank)}
+    os.environ |= {f"SLURM_{name}": value for name, value in slurm.items()}
     os.environ |= {"SLURM_LOCALID": str(rank), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
 
 

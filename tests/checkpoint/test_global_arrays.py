@@ -56,10 +56,8 @@ def test_names_are_the_models_own():
 def test_a_state_of_every_optimizer_survives_a_change_of_layout(optimizer, tmp_path):
     """One device -> interleaved stages with ZeRO and padding -> canonical again, bit for bit."""
     there = {"optimizer": {"name": optimizer}, "precision": {"compute": "float16"}}
-    one, other = (
-        build_for(config(layout=layout, **there))
-        for layout in ("one device", "data 2, pipeline 2, interleaved, ZeRO-1")
-    )
+    layouts = "one device", "data 2, pipeline 2, interleaved, ZeRO-1"
+    one, other = (build_for(config(layout=layout, **there)) for layout in layouts)
     canonical = GlobalArrays(one)
     before = {e.name: np.asarray(x) for e, x in zip(canonical.entries, jax.tree.leaves(numbered(one)), strict=True)}
     arrays.write(tmp_path / "arrays", {name: jax.device_put(x) for name, x in before.items()}).result()

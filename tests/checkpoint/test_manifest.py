@@ -12,6 +12,8 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 
 LEAF = "params.head.weight"
+SHAPES = None, 24, "24", [24, -1], [24, "257"], [24, 257.0], [2**63], [2**62] * 30
+DTYPES = None, 32, "", "floaty", "object", "f4,f4", "(2,)f4", ["f4"], "\ud800", "\0"
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +51,9 @@ def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_go
         *((("data",), value) for value in (None, {}, {"batches": "many"})),
         *((("rng",), value) for value in (None, {}, {"seed": 1.5})),
         *(((key,), value) for key in ("leaves", "config", "versions") for value in (None, [], {"a": 7})),
-        *(
-            (("leaves", LEAF, "shape"), value)
-            for value in (None, 24, "24", [24, -1], [24, "257"], [24, 257.0], [2**63], [2**62] * 30)
-        ),
-        *(
-            (("leaves", LEAF, "dtype"), value)
-            for value in (None, 32, "", "floaty", "object", "f4,f4", "(2,)f4", ["f4"], "\ud800", "\0")
-        ),
+        *((("leaves", LEAF, "shape"), value) for value in SHAPES), *((("leaves", LEAF, "dtype"), value) for value in DTYPES),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_value_of_its_key_is_named(key, value, step):
     content = json.loads((step / steps.MANIFEST).read_text())
     place = content
@@ -101,9 +96,8 @@ def test_a_loss_of_another_type_is_saved_as_a_number(step):
 
 FILE = {"bytes": 20, "sha256": ["0", "0"]}
 NO_FILES = [[], {"manifest.json": []}, {"manifest.json": {"bytes": 20}}, {"\ud800": {"bytes": 0, "sha256": ["0"]}}]
-NO_FILES += [
-    {"manifest.json": FILE | wrong} for wrong in ({"bytes": -1}, {"bytes": "20"}, {"bytes": 10**30}, {"sha256": 7})
-]
+WRONG = {"bytes": -1}, {"bytes": "20"}, {"bytes": 10**30}, {"sha256": 7}
+NO_FILES += [{"manifest.json": FILE | wrong} for wrong in WRONG]
 NO_RECORDS = [{}, {"block": 16}, *({"block": block, "files": {"manifest.json": FILE}} for block in (0, -1, "16", 1.5))]
 NO_RECORDS += [{"block": 16, "files": files} for files in NO_FILES]
 

@@ -85,9 +85,8 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two):
 @pytest.mark.thorough
 def test_two_processes_write_what_is_frozen_once_and_link_to_what_they_went_on_from(two):
     root = Path(two[0].config.run.directory) / "checkpoints"
-    one, other, last = (
-        {p.stat().st_ino for p in (root / step / "frozen").rglob("*") if p.is_file()} for step in ("2", "3", "4")
-    )
+    frozen = [(root / step / "frozen").rglob("*") for step in ("2", "3", "4")]
+    one, other, last = ({path.stat().st_ino for path in paths if path.is_file()} for paths in frozen)
     assert last == one and other and not other & one
     assert not digests.problems(root / "4")
 

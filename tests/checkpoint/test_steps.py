@@ -31,21 +31,24 @@ def test_every_bit_of_the_marker_and_of_the_digests_counts(step):
     assert steps.commit_problem(step) is None
 
 
+def mark(step, head):
+    """A marker of these lines, under their own digest."""
+    own = hashlib.sha256(head).hexdigest().encode()
+    (step / steps.COMMIT).write_bytes(head + b"the lines above sha256 " + own + b"\n")
+
+
 @pytest.mark.parametrize(
     "first", [b"format x", b"format 0", b"format -1", b"format 1e9", "format １".encode(), b"\xff\xfe 2"]
 )
 def test_a_marker_with_another_number_is_damaged_even_if_its_digest_is_right(first, step):
     head = b"meshtrain checkpoint, " + first + b"\n" + (step / steps.COMMIT).read_bytes().splitlines(keepends=True)[1]
-    own = hashlib.sha256(head).hexdigest().encode()
-    (step / steps.COMMIT).write_bytes(head + b"the lines above sha256 " + own + b"\n")
+    mark(step, head)
     assert steps.commit_problem(step) == "COMMIT is damaged"
 
 
 def test_a_marker_that_vouches_for_nothing_is_damage(step):
     for rest in (b"", b"digests.json\n", b"digests.json sha256\n", b"\xff\xff\xff\n"):
-        head = b"meshtrain checkpoint, format 1\n" + rest
-        own = hashlib.sha256(head).hexdigest().encode()
-        (step / steps.COMMIT).write_bytes(head + b"the lines above sha256 " + own + b"\n")
+        mark(step, b"meshtrain checkpoint, format 1\n" + rest)
         assert steps.commit_problem(step) == "digests.json is damaged"
 
 
@@ -71,11 +74,8 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
         (tmp_path / name / "arrays").mkdir(parents=True)
     (tmp_path / "60.writing").write_text("a file")
     (tmp_path / "70.removing").symlink_to(tmp_path / "9")
-    said = steps.remove_leftovers(tmp_path)
-    assert [sentence.split(",")[0] for sentence in said] == [
-        f"removed {tmp_path}/30.writing",
-        f"removed {tmp_path}/50.removing",
-    ]
+    said = [sentence.split(",")[0] for sentence in steps.remove_leftovers(tmp_path)]
+    assert said == [f"removed {tmp_path}/30.writing", f"removed {tmp_path}/50.removing"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["40.damaged", "60.writing", "70.removing", "9"]
     assert (tmp_path / "9" / "arrays").is_dir()
 

@@ -301,11 +301,8 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(folder, capsys):
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "2", "--json", "--length", "16"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [shown[name] for name in ("example", "tokens", "taken", "learned")] == ["chats.jsonl#90", 18, 17, 7]
-    assert [(part["text"], part["learned"]) for part in shown["parts"][:3]] == [
-        ("uUU.a", False),
-        ("A10.", True),
-        ("uUU.a", False),
-    ]
+    parts = [(part["text"], part["learned"]) for part in shown["parts"][:3]]
+    assert parts == [("uUU.a", False), ("A10.", True), ("uUU.a", False)]
     assert main([*arguments, str(folder / "pairs.jsonl"), "--format", "pairs"]) == 0
     assert capsys.readouterr().out.startswith("uU.a[[C0.]]uU.a{{R0R0.}}\n")
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "13"]) == 2

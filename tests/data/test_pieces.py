@@ -83,9 +83,8 @@ def test_a_damaged_table_is_reported_and_made_again(corpus, tmp_path, damage, ca
 def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus, tmp_path):
     open_pieces(corpus + corpus, 64, tmp_path / "other")
     (tmp_path / "other").rename(tmp_path / "table")
-    assert len(open_pieces(corpus, 64, tmp_path / "table").first) == len(
-        open_pieces(corpus, 64, tmp_path / "new").first
-    )
+    found, made = (open_pieces(corpus, 64, tmp_path / name) for name in ("table", "new"))
+    assert len(found.first) == len(made.first)
 
 
 def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corpus, tmp_path):
