@@ -118,7 +118,7 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
             )
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
-        raise ConfigError(f"{key} {short(error.filename or name)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
     raise ConfigError(
         f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of text, prepared shards "

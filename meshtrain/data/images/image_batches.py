@@ -99,7 +99,7 @@ def _open(key: str, name: str, config: Config) -> ImageSource:
                     f"{key} {short(name)} is a file, but none of arrays (.npz); give a folder with a folder for each class."
                 )
         except OSError as error:
-            raise ConfigError(f"{key} {short(error.filename or name)} cannot be read: {refusal(error)}.") from None
+            raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     if len(source.classes) > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is less than the {len(source.classes):,} classes of {key} {short(name)}; give at least "
