@@ -40,8 +40,6 @@ def short(value: object) -> str:
 
 def printable(text: str, and_also: str = "") -> str:
     """Escapes what no terminal shows: control characters, and those that turn letters round (U+202E)."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() or c in and_also else ascii(c)[1:-1] for c in text)
 
 

@@ -18,10 +18,7 @@ KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a 
 
 
 def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int) -> str:
-    """Returns the text of a file of at most `most` bytes, or of a shell's <(command).
-
-    Raises ConfigError that says `what` it should be, and what `takes` it.
-    """
+    """Returns the text of a file of at most `most` bytes, or of a shell's <(command); ConfigError says `what` it should be, and what `takes` it."""
     path, shown = Path(name), short(name)
     if not shown:
         raise ConfigError(f"the name of the {what} is empty; {takes}.")
