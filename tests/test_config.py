@@ -73,6 +73,10 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "activations on the host that stages would have to reach": (
         GOOD, ["mesh.pipeline=2", "parallel.remat=names", "parallel.remat_offload=[qkv]"], ["remat_offload", "mesh.pipeline is 2", "remat_keep"]
     ),
+    "activations on the host that a pair would have to reach": (
+        GOOD, ["parallel.schedule=paired", "parallel.microbatches=2", "parallel.remat=names", "parallel.remat_offload=[qkv]"],
+        ["remat_offload", "parallel.schedule is paired", "remat_keep"]
+    ),
     "names that nobody asked for": (GOOD, ["parallel.remat_keep=[qkv]"], ["parallel.remat_keep", "remat: names"]),
     "an empty file": ("", [], ["is empty"]),
     "a binary file": (b"\x89PNG\r\n\x1a\n\x00\xff", [], ["is not text", "UTF-8"]),

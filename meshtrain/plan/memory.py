@@ -237,7 +237,10 @@ def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str,
     gathered = block if config.parallel.zero_stage == 3 else trained
     weight = size * gathered.largest * stages(config).on_device if degree > 1 and not gathers else 0
     gathering = MemoryItem("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree))
-    loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work]
+    # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
+    stream = 2 * size * shapes.tokens(config) * config.model.d_model if facts.paired else 0
+    pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
+    loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work, pair]
     return {"gathering": [gathering], "loss": loss, "backward": backward}
 
 

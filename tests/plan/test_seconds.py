@@ -22,6 +22,30 @@ def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b
     assert found.time.bubble / found.timeline.makespan == pytest.approx(found.bubble_fraction, rel=0.05)
 
 
+@pytest.mark.parametrize("paired, plain", [("paired", "interleaved"), ("zb_paired", "zb_interleaved")])
+def test_pairs_wait_for_fewer_messages_and_hold_what_a_forward_has_at_hand_too(llama_8b, paired, plain):
+    mesh = {"data": 1, "tensor": 4, "pipeline": 4}
+    keys = {"virtual_stages": 2, "microbatches": 16, "sequence_parallel": True}
+    after, before = (plan(llama_8b(mesh, schedule=name, **keys), named("h100", 16)) for name in (paired, plain))
+    assert sum(seconds for _, seconds in after.time.parts()) == pytest.approx(after.seconds)
+    sent = 16 * 8 * (after.costs.layer.forward_sends + after.costs.layer.backward_sends)
+    hidden = before.time.tensor - after.time.tensor
+    # the first forwards have no backward beside them; of zb_paired the last backwards have weight gradients
+    assert (0.5 if paired == "paired" else 0.6) * sent < hidden < 0.9 * sent
+    assert after.seconds < before.seconds < after.seconds + 1.5 * hidden
+    held = {item.name: item.nbytes for item in after.memory}
+    assert held["work of one layer's forward beside it"] == 2 * 2 * 4096 * shapes.tokens(after.config)
+    places = after.depths.stash - before.depths.stash
+    assert places == (1 if paired == "paired" else 2) and after.bytes > before.bytes
+
+
+def test_on_one_stage_the_backward_of_a_microbatch_is_a_pair_with_the_forward_of_the_next(llama_8b):
+    mesh, cluster = {"data": 2, "tensor": 8}, named("h100", 16)
+    after, before = (plan(llama_8b(mesh, schedule=name, microbatches=8), cluster) for name in ("paired", "auto"))
+    assert after.time.tensor < 0.4 * before.time.tensor and after.clocks == 9 and before.clocks == 8
+    assert plan(llama_8b(mesh, schedule="paired", microbatches=1), cluster).clocks == 1
+
+
 def test_the_shares_of_a_steps_parts_that_are_printed_sum_to_all_of_it(llama_8b):
     *shares, total = report._time(plan(llama_8b(), named("h100", 16))).columns[2].cells
     assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=1) and total == "100%"
