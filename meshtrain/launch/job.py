@@ -72,7 +72,7 @@ def add_engine(parser: Parser) -> None:
 
 def add_flags(parser: Parser) -> None:
     """The options of all launchers that say which flags of XLA and NCCL the nodes get (`meshtrain.launch.flags`)."""
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get (default: as for meshtrain.plan)")  # fmt: skip
+    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get (default: as for meshtrain plan)")  # fmt: skip
     parser.add_argument("--no-flags", action="store_true", help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain plan --flags shows them")  # fmt: skip
 
 
