@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from checkpoint_runs import saved
+from refusals import refused
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.__main__ import main
@@ -69,11 +70,10 @@ def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
 
 def test_no_step_is_the_best_where_none_was_evaluated(run, capsys):
     assert not any("best" in line for line in call(capsys, "ls", run)[1])
-    code, _, said = call(capsys, "verify", run, "--step", "best")
-    assert code == 2 and said.startswith(f"meshtrain: no checkpoint in {run} has an eval loss, so none is the best;")
-    with pytest.raises(SystemExit, match="2"):
-        main(["show", str(run), "--step", "lowest"])
-    assert "'lowest' is none; give a number, newest or best" in capsys.readouterr().err
+    none = f"meshtrain: no checkpoint in {run} has an eval loss, so none is the best;"
+    assert refused(main, capsys, "verify", str(run), "--step", "best").startswith(none)
+    lowest = refused(main, capsys, "show", str(run), "--step", "lowest")
+    assert "'lowest' is none; give a number, newest or best" in lowest
 
 
 def test_verify_tells_intact_from_damaged(run, damaged, capsys):
@@ -100,12 +100,10 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
 
 
 def test_wrong_usage_is_one_sentence_and_exit_code_2(tmp_path, damaged, capsys):
-    for arguments in (["ls", tmp_path / "nothing"], ["verify", tmp_path], ["show", tmp_path]):
-        code, lines, said = call(capsys, *arguments)
-        assert code == 2 and lines == [] and said.count("\n") == 1 and said.startswith("meshtrain: there is no ")
+    for word, path in (("ls", tmp_path / "nothing"), ("verify", tmp_path), ("show", tmp_path)):
+        assert refused(main, capsys, word, str(path)).startswith("meshtrain: there is no ")
     (damaged / "checkpoints" / "3" / steps.COMMIT).unlink()
-    code, _, said = call(capsys, "show", damaged)
-    assert code == 2 and "3 cannot be read: it has no COMMIT file" in said
+    assert "3 cannot be read: it has no COMMIT file" in refused(main, capsys, "show", str(damaged))
 
 
 def test_nothing_that_is_damaged_is_read(damaged, capsys):
@@ -114,13 +112,11 @@ def test_nothing_that_is_damaged_is_read(damaged, capsys):
         manifest.write_text(content)
         assert "manifest.json" in call(capsys, "ls", damaged)[1][3]
         for command in (["show", damaged], ["diff", "--no-values", damaged, damaged]):
-            code, lines, said = call(capsys, *command)
-            assert code == 2 and lines == [] and said.count("\n") == 1 and "3 cannot be read: manifest.json" in said
+            assert "3 cannot be read: manifest.json" in refused(main, capsys, *map(str, command))
     second = damaged / "checkpoints" / "2"
     array = max((second / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
     array.write_bytes(array.read_bytes()[:-1])
-    code, lines, said = call(capsys, "diff", second, damaged / "checkpoints" / "1")
-    assert code == 2 and lines == [] and "2 is damaged: arrays/" in said
+    assert "2 is damaged: arrays/" in refused(main, capsys, "diff", str(second), str(damaged / "checkpoints" / "1"))
     assert call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0] == 1
 
 

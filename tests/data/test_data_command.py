@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mounts import exit_code_of, may_mount, mount, own_mounts
+from refusals import refused
 
 from meshtrain.data.__main__ import main
 from meshtrain.data.manifest import read_manifest
@@ -33,8 +34,7 @@ def test_prepare_then_verify_then_damage(validation, text, tmp_path, capsys):
     assert verified["train"]["documents"] > 0 and verified["train"]["tokens"] > verified["train"]["shards"] > 0
     shard = out / "train-00000.tokens"
     shard.write_bytes(b"\0\0" + shard.read_bytes()[2:])
-    assert main(["verify", str(out)]) == 2
-    assert "has been altered" in capsys.readouterr().err
+    assert "has been altered" in refused(main, capsys, "verify", str(out))
 
 
 def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_path, capsys):
@@ -78,12 +78,7 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as stopped:
-        code = stopped.code  # type: ignore[assignment]
-    error = capsys.readouterr().err
-    assert code == 2 and said in error and len(error.strip().splitlines()) == 1
+    assert said in refused(main, capsys, *arguments)
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 from tiny_models import SPECIAL, hugging_face
 
 pytest.importorskip("safetensors")
@@ -127,13 +128,20 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_s
         ("nowhere --prompt x", "there is no directory nowhere; give a run, one of its checkpoints, or a Hugging Face directory."),
         ("tinny --prompt x", "there is no directory tinny; did you mean tiny?"),
         ("org/Model-8B --prompt x", "there is no directory org/Model-8B; a repository of Hugging Face's is not downloaded here"),
-        ("tiny", None),
         ("tiny --chat --prompt x", "--prompt and --chat are given"),
         ("tiny --prompt x --system y", "--system is given, but it begins a conversation; give --chat too."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, says, here, capsys):
-    refused(words, says, capsys)
+    assert says in refused(main, capsys, *words.split())
+
+
+def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(here, capsys, monkeypatch):
+    master, slave = pty.openpty()
+    with os.fdopen(slave) as terminal, os.fdopen(master, "wb"):
+        monkeypatch.setattr(sys, "stdin", terminal)
+        sentence = "there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input."
+        assert sentence in refused(main, capsys, "tiny")
 
 
 @pytest.mark.thorough
@@ -150,28 +158,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words, says, here, capsys):
     ],
 )  # fmt: skip
 def test_what_a_model_cannot_is_one_sentence_and_exit_code_2(words, says, here, capsys):
-    refused(words, says, capsys)
-
-
-def refused(words: str, says: str | None, capsys) -> None:
-    if says is None:
-        # standard input is a terminal
-        says = "there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input."
-        master, slave = pty.openpty()
-        with os.fdopen(slave) as terminal, os.fdopen(master, "wb"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdin", terminal)
-            code, out, err = said(words, capsys)
-    else:
-        code, out, err = said(words, capsys)
-    assert (code, out) == (2, "") and says in err
-    assert err.startswith("meshtrain: ") and err.count("\n") == 1 and len(err) < 500
+    sentence = refused(main, capsys, *words.split())
+    assert says in sentence and len(sentence) < 500
 
 
 def test_what_is_no_text_is_refused(here, capsys):
     here(b"\xff\xfe")
-    assert said("tiny", capsys) == (2, "", "meshtrain: standard input is no text in UTF-8.\n")
-    assert main(["tiny", "--prompt", "a\udcff"]) == 2
-    assert "is no text in UTF-8." in capsys.readouterr().err
+    assert refused(main, capsys, "tiny") == "meshtrain: standard input is no text in UTF-8.\n"
+    assert "is no text in UTF-8." in refused(main, capsys, "tiny", "--prompt", "a\udcff")
 
 
 @pytest.mark.thorough
