@@ -24,7 +24,7 @@ from ragged_tables import ragged_table
 from short_runs import canonical_numbers, place, token_batches
 
 from meshtrain import xla
-from meshtrain.config import Config, load
+from meshtrain.config import Config, load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.parallelize import LocalStep
@@ -200,6 +200,70 @@ def test_gradients_are_those_of_one_device(cell, tmp_path):
 
 def test_the_chosen_cells_have_every_schedule_in_both_modes():
     assert {(c.schedule, c.masked) for c in CHOSEN} == set(product((*SCHEDULES, "csv"), (False, True)))
+
+
+OWN_PAIRS = """\
+# stages=2 microbatches=4
+stage 0,stage 1
+F0,
+F1,F0
+F2,F1
+F3,B0
+B0,F2+B1
+B1,F3+B2
+B2,B3
+B3,
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_clock_of_pairs_may_have_the_halves_on_different_stages(masked, tmp_path):
+    (tmp_path / "pairs.csv").write_text(OWN_PAIRS)
+    config = configuration(Cell("1f1b", (1, 2, 2), 1, 4, layers="uneven"), tmp_path)
+    assert_gradients(replaced(config, parallel={"schedule": str(tmp_path / "pairs.csv")}), masked)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "experts": {
+        "model": {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "d_ff": 24}},
+        "mesh": {"data": 2, "expert": 2},
+    },
+    "dropout": {"model": {"dropout": 0.2}},
+    "adapters": {"lora": {"rank": 2}},
+    "float16": {"precision": {"compute": "float16"}},
+    "context": {"mesh": {"context": 2}},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("feature", FEATURES)
+def test_on_one_stage_pairs_give_the_gradients_of_microbatches_one_after_the_other(feature):
+    model = {"layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": VOCABULARY}
+    more, found = FEATURES[feature], []
+    mesh = {"tensor": 2} | more.get("mesh", {})
+    for schedule in ("auto", "paired"):
+        given = more | {
+            "model": {key: value for key, value in (model | more.get("model", {})).items() if value},
+            "mesh": mesh,
+            "parallel": {"schedule": schedule, "microbatches": 3},
+            "train": {"global_batch_size": 3 * mesh.get("data", 1), "sequence_length": LENGTH},
+        }
+        config = load(given)
+        program = Program(config, make_mesh(config))
+        program.local = LocalStep(program.layout, "accelerator", program.hooks)
+        assert (program.layout.table is not None) == (schedule == "paired")
+        tokens, labels = token_batches(config, 1)[0]
+        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+        live = place(program.layout, canonical_numbers(program.layout))
+        loss, gradient = jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))[:2]
+        found.append((float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]))
+    (loss, gradients), (paired_loss, paired) = found
+    tolerance = 2e-3 if feature == "float16" else 1e-5
+    assert paired_loss == pytest.approx(loss, rel=tolerance) and len(paired) == len(gradients) > 5
+    for seen, right in zip(paired, gradients, strict=True):
+        assert np.abs(seen - right).max() <= tolerance * np.abs(right).max()
+    assert max(np.abs(leaf).max() for leaf in gradients) > 1e-3
 
 
 def innermost_loops(jaxpr: Any) -> list[set[str]]:
