@@ -284,12 +284,12 @@ def platform(mesh: Mesh) -> str:
     return kind_of(mesh.devices.flat[0])
 
 
-def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False) -> dict[str, int]:
+def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False, sends_by_table: bool = False) -> dict[str, int]:
     """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
     flags = os.environ.get("XLA_FLAGS", "")
-    options = step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter)
+    options = step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter, sends_by_table)
     return {option.name: option.value for option in options if option.name not in flags}
 
 

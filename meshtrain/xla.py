@@ -50,8 +50,10 @@ class Option(NamedTuple):
     reason: str
 
 
-def step_options(devices: int, tensor: int, overlaps_reduce_scatter: bool) -> list[Option]:
-    """Returns options for the step on a mesh of so many devices and tensor ranks; `overlaps_reduce_scatter`: see `config.reduce`.
+def step_options(
+    devices: int, tensor: int, overlaps_reduce_scatter: bool, sends_by_table: bool = False
+) -> list[Option]:
+    """Returns options for the step on a mesh of so many devices and tensor ranks; the last two: see `config.reduce`.
 
     By default one collective is under way at a time, so that nothing could travel during a layer with tensor parallelism, whose
     backward alone may have three: a cotangent's and two gathers that only the weights' gradients need.
@@ -66,4 +68,7 @@ def step_options(devices: int, tensor: int, overlaps_reduce_scatter: bool) -> li
     if overlaps_reduce_scatter:
         together = "a bucket's gradients are one message, of any size, and so one of those that may be under way"
         options.append(Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**33, together))
+    if sends_by_table:
+        together = "a chunk's weights are one message, of any size, and so one of those that may be under way"
+        options.append(Option("xla_gpu_all_gather_combine_threshold_bytes", 2**33, together))
     return options

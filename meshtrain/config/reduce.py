@@ -83,6 +83,14 @@ def overlaps_reduce_scatter(config: Any) -> bool:
     return scatters and not scatters_at_use(config) and not keeps_feedback(config) and not sums_in_place(config)
 
 
+def sends_by_table(config: Any) -> bool:
+    """Returns whether the schedule's table says when a chunk's weights are gathered over data and its gradient is reduced (see
+    `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs all weights before.
+    """
+    chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
+    return chunked and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
+
+
 def sums_in_place(config: Any) -> bool:
     """Returns whether whole gradients of several microbatches on one stage are summed in bfloat16, to save memory: on accelerators a
     layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced early they would lie there twice.

@@ -107,6 +107,9 @@ class ParallelConfig:
         False, "ZeRO-2/3 with several microbatches: hold full gradients (2, which is stage 1 then) or gathered weights (3) over the whole "
         "step; more memory, and traffic that does not grow with the microbatches"
     )
+    prefetch: Literal[1] = key(
+        1, "layers whose weights ZeRO-3 gathers ahead: one, the layer that computes; further ahead costs more in copies than it hides"
+    )
     sequence_parallel: bool = key(False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)")
     context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
         "auto",

@@ -22,7 +22,7 @@ from meshtrain import xla
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.cluster.topology import RAILS
 from meshtrain.config import Config
-from meshtrain.config.reduce import overlaps_reduce_scatter
+from meshtrain.config.reduce import overlaps_reduce_scatter, sends_by_table
 
 JAXLIB, NCCL = "jaxlib", "NCCL"
 PACKAGES = {JAXLIB: ("jaxlib",), NCCL: ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
@@ -151,7 +151,8 @@ def by_the_step(config: Config, cluster: Cluster) -> list[Setting]:
     """Returns what the step sets in the compiler, whoever starts it."""
     if cluster.accelerator.platform != "gpu":
         return []
-    options = xla.step_options(config.mesh.devices, config.mesh.tensor, overlaps_reduce_scatter(config))
+    ways = overlaps_reduce_scatter(config), sends_by_table(config)
+    options = xla.step_options(config.mesh.devices, config.mesh.tensor, *ways)
     return [Setting(option.name, str(option.value), "", option.reason) for option in options]
 
 

@@ -22,8 +22,7 @@ from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
-from meshtrain.parallel.placement import Placed, all_placed, stages
-from meshtrain.schedule.generators import make_table
+from meshtrain.parallel.placement import Placed, all_placed, stages, table
 from meshtrain.schedule.table import Table
 from meshtrain.shown import Shown
 
@@ -66,8 +65,7 @@ class Layout(Shown):
         run."""
         if not runs_table(self.config):
             return None
-        parallel = self.config.parallel
-        return make_table(parallel.schedule, self.pipeline, parallel.microbatches, self.chunks)
+        return table(self.config)
 
     @cached_property
     def layer_at(self) -> np.ndarray:

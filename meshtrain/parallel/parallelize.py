@@ -87,7 +87,7 @@ class LocalStep:
     ) -> Gradients:
         """`scale` times the gradient of the mean loss; `feedback` is what compression kept of the last step."""
         with jax.named_scope(xla.ZERO):
-            weights = self.zero.gather_params(masters)
+            weights = self.zero.gather_params(masters, blocks=not (self.executor and self.executor.sends))
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
         key = None

@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from meshtrain.config.follow import round_up
 from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
+from meshtrain.config.reduce import sends_by_table
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
+from meshtrain.schedule.generators import make_table, with_sends
+from meshtrain.schedule.table import Table
 
 NO_LORA = LoraConfig()
 BUCKETS = 8
@@ -263,6 +266,15 @@ def all_placed(config: Config) -> tuple[Placed, ...]:
 def zero_ways(config: Config) -> int:
     """Over how many devices ZeRO shards masters and optimizer state."""
     return config.mesh.shards if config.parallel.zero_stage else 1
+
+
+def table(config: Config) -> Table:
+    """The table of a config's schedule: with G and R where it says when they are sent over data. ConfigError for one that cannot run."""
+    parallel = config.parallel
+    made = make_table(parallel.schedule, config.mesh.pipeline, parallel.microbatches, stages(config).chunks)
+    if made.has_sends == sends_by_table(config):
+        return made
+    return made.without_sends() if made.has_sends else with_sends(made)
 
 
 def buckets(layers: int) -> list[tuple[int, int]]:

@@ -94,14 +94,27 @@ class Zero:
         self.gathers_at_use, self.scatters_at_use = gathers_at_use(config), scatters_at_use(config)
         self.overlaps_reduce_scatter = overlaps_reduce_scatter(config)
 
-    def gather_params(self, masters: Tree) -> Weights:
-        """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes with."""
+    def gather_params(self, masters: Tree, blocks: bool = True) -> Weights:
+        """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes with; without the
+        `blocks`, whose shards `gather_layers` takes.
+        """
         computed = self.layout.map(lambda weight, x: x if weight.float32 else x.astype(self.compute), masters)
         shards = vary(computed, self.axes)
         resident = shards if self.gathers_at_use else self.layout.map(gather, shards)
+        if not blocks:
+            resident = {**resident, "blocks": shards["blocks"]}
         read_too = self.scatters_at_use and not self.gathers_at_use
         constant = self.layout.map(lambda weight, x: x if read_too or not weight.trained else None, resident)
         return Weights(self.layout.only_trained(shards if self.scatters_at_use else resident), constant)
+
+    def gather_layers(self, shards: Weights) -> Weights:
+        """Full weights of some layers, stacked, from their shards."""
+
+        def full(weight: Placed, shard: jax.Array | None) -> jax.Array | None:
+            return None if shard is None else gather(weight, shard)
+
+        placed = self.layout.weights["blocks"]
+        return Weights(*(jax.tree.map(full, placed, tree, is_leaf=is_placed) for tree in shards))
 
     def gather_at_use(self, part: str, weights: Weights) -> Tree:
         """Full weights for the model from a part of `Weights` (of the blocks: a layer's, unstacked).

@@ -17,6 +17,7 @@ from meshtrain.plan.memory import MemoryItem
 from meshtrain.plan.seconds import (
     MicrobatchCosts,
     StepTime,
+    chunk_seconds,
     data_seconds,
     hidden_seconds,
     microbatch_costs,
@@ -152,11 +153,18 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     skips = skips_idle_work(config, platform)
     items = memory.items(config, facts, platform)
     timeline, seconds, clocks, peak, bubble = None, m * costs.stage, m, 1, 0.0
+    hidden = hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
     if runs_table(config):
-        timeline = pipeline.timeline(config, costs, profile)
+        *sent, head = chunk_seconds(config, cluster) if profile.compiled else (0.0, 0.0, 0.0)
+        timeline = pipeline.timeline(config, costs, profile, sent=sent)
         seconds, clocks = timeline.makespan, timeline.table.clocks
         peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
-    time = _step_time(config, cluster, costs, seconds, profile)
+        if any(sent):
+            # the rest of what is sent has no cell, and is waited for
+            waits, seconds = seconds, pipeline.timeline(config, costs, profile).makespan
+            counts = (timeline.table.sends >= 0).sum(axis=1).tolist()
+            hidden = sent[0] * counts[0] + sent[1] * counts[1] + head - (waits - seconds)
+    time = _step_time(config, cluster, costs, seconds, hidden, profile)
     time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
     time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
     iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
@@ -190,14 +198,20 @@ def outside_seconds(
 
 
 def _step_time(
-    config: Config, cluster: Cluster, costs: MicrobatchCosts, microbatches: float, profile: FrameworkProfile
+    config: Config,
+    cluster: Cluster,
+    costs: MicrobatchCosts,
+    microbatches: float,
+    hidden: float,
+    profile: FrameworkProfile,
 ) -> StepTime:
-    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage; checkpoints are left out."""
+    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage, and what is sent over data hides so
+    many; checkpoints are left out."""
     m, layer, edge = config.parallel.microbatches, costs.layer, costs.edge
     layers = m * stages(config).on_device
     useful = layer.forward + layer.backward + layer.recompute * -1.0
     data, optimizer, host = outside_seconds(config, cluster, profile)
-    data -= hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
+    data -= hidden
     sends = layer.forward_sends + layer.backward_sends
     # Of what is sent within layers, the share that is waited for where pairs hide the rest.
     waited = 1.0 - pipeline.hidden(config, layer) / sends if sends else 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.model import patches_of
-from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sums_in_place
+from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_table, sums_in_place
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
@@ -241,7 +241,16 @@ def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str,
     stream = 2 * size * shapes.tokens(config) * config.model.d_model if facts.paired else 0
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
     loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work, pair]
-    return {"gathering": [gathering], "loss": loss, "backward": backward}
+    moments = {"gathering": [gathering], "loss": loss, "backward": backward}
+    if platform == "cpu" or not sends_by_table(config):
+        return moments
+    # What travels beside the clocks is there twice.
+    layers, reduce = stages(config).longest, shapes.itemsize(config.precision.reduce)
+    weights = MemoryItem("weights of a chunk, as they arrive", "parameters", size * gathered.full * layers)
+    full = trained.full * layers + shapes.trained(config).head.full
+    sent = MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", reduce * full)
+    shards = MemoryItem("gradients that have been reduced", "gradients", 4 * trained.shard * stages(config).on_device)
+    return moments | {"gathering": [weights, work], "reducing": [sent, shards, work]}
 
 
 def _itemsize(config: Config) -> int:

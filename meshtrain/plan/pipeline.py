@@ -1,19 +1,19 @@
 """What the planner asks of the pipeline's table: facts, time, and how often a device computes and sends."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import stages, table
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
 from meshtrain.plan.seconds import LayerCost, MicrobatchCosts
 from meshtrain.schedule.buffers import executed
 from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
-from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.phases import ops_per_clock, phases, table_ops
 from meshtrain.schedule.simulate import Durations, PerChunk, Timeline, simulate
 from meshtrain.schedule.table import B, F, Table
@@ -21,11 +21,6 @@ from meshtrain.schedule.table import B, F, Table
 
 def _sizes(config: Config) -> tuple[str, int, int, int]:
     return config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
-
-
-def table(config: Config) -> Table:
-    """The table of a config's schedule."""
-    return make_table(*_sizes(config))
 
 
 def facts(config: Config) -> ScheduleFacts:
@@ -112,11 +107,18 @@ def durations(config: Config, costs: MicrobatchCosts, split: bool, optimizer: fl
 
 
 def timeline(
-    config: Config, costs: MicrobatchCosts, profile: FrameworkProfile = DEFAULT_PROFILE, optimizer: float = 0.0
+    config: Config,
+    costs: MicrobatchCosts,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+    optimizer: float = 0.0,
+    sent: Sequence[float] = (0.0, 0.0),
 ) -> Timeline:
-    """The step as the simulator plays it."""
+    """The step as the simulator plays it; `sent`: seconds of a chunk's gather and reduction over data, where the table has them travel."""
     of_step = table(config)
-    return simulate(of_step, durations(config, costs, of_step.split, optimizer), profile.execution)
+    if not any(sent):
+        of_step = of_step.without_sends()
+    each = durations(config, costs, of_step.split, optimizer)
+    return simulate(of_step, replace(each, gather=sent[0], reduce=sent[1]), profile.execution)
 
 
 def hidden(config: Config, layer: LayerCost) -> float:

@@ -187,7 +187,7 @@ def _scheduled(
     usable = spared(cluster)
     costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
     layer_keeps: dict[int, tuple[float, float]] = {}
-    passing: dict[tuple[int, tuple[bool, ...]], float] = {}
+    passing: dict[tuple[int, int, tuple[bool, ...]], float] = {}
     for schedule, chunks in named_schedules:
         split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
         scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
@@ -210,7 +210,7 @@ def _scheduled(
                 continue
             nbytes = kept + zero.nbytes
             if nbytes <= usable:
-                key = stage.on_device, (facts.paired, *zero.passing)
+                key = stage.on_device, stage.longest, (facts.paired, *zero.passing)
                 if key not in passing:
                     moments = memory.passing(_with_zero(scheduled, zero.zero), facts, platform)
                     passing[key] = max(map(memory.total, moments.values()))
@@ -220,9 +220,7 @@ def _scheduled(
                     costs[stage.longest] = microbatch_costs(scheduled, cluster)
                 seconds = pipeline.quick(scheduled, facts, costs[stage.longest])
             fits = nbytes <= usable
-            # with a table nothing over data is hidden
-            hides = fits and not by_table
-            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if hides else 0.0
+            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if fits else 0.0
             yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
 
 

@@ -17,7 +17,7 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.mesh import ISLAND
-from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
+from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use, sends_by_table
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
@@ -351,27 +351,50 @@ def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = D
 
 
 def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
-    """Seconds over data that our program hides on accelerators where there is one stage; of the embedding and the head it hides nothing.
+    """Seconds over data that our program hides on accelerators; of the embedding and the head it hides nothing.
 
     Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back through the one before
-    (`parallel.accumulate`); nothing hides the first.
+    (`parallel.accumulate`); nothing hides the first. In a pipeline weights and gradients travel by chunks, each beside at least as many
+    clocks as there are stages; nothing hides the first chunk's weights and the last one's gradient (`pipeline.timeline` is exact).
     """
-    if runs_table(config) or cluster.accelerator.platform == "cpu":
+    if cluster.accelerator.platform == "cpu":
+        return 0.0
+    if config.mesh.pipeline > 1:
+        gather, reduce, head = chunk_seconds(config, cluster)
+        beside = [(gather, costs.chunk_forward), (reduce, costs.chunk_backward)]
+        chunk = sum(min(sent, config.mesh.pipeline * clock) for sent, clock in beside)
+        return (stages(config).chunks - 1) * chunk + head
+    if runs_table(config):
         return 0.0
     if scatters_at_use(config):
         return _hidden_at_use(config, cluster, costs.layer)
     if not overlaps_reduce_scatter(config):
         return 0.0
+    layers, (_, sent) = stages(config).on_device, _held_seconds(config, cluster)
+    back = costs.chunk_backward / layers
+    sizes = [behind - first for first, behind in buckets(layers)]
+    return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
+
+
+def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float]:
+    """Seconds of gathering the weights of one chunk over data, of reducing its gradient, and of reducing the head's, where the table says
+    when (`sends_by_table`)."""
+    if not sends_by_table(config) or cluster.accelerator.platform == "cpu":
+        return 0.0, 0.0, 0.0
+    (gather, reduce), layers, trained = _held_seconds(config, cluster), stages(config).longest, shapes.trained(config)
+    return layers * gather, layers * reduce, reduce * trained.head.full / trained.block.full
+
+
+def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """A layer's share of gathering all weights over data, and of reducing all gradients, of those that are held over the step."""
     trained, layers = shapes.trained(config), stages(config).on_device
     gathered = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
     elements = gathered.block.gathered * layers + gathered.outer.gathered
     size = elements * shapes.itemsize(config.precision.compute)
     gathers = programs.seconds("psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size)
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
-    sent = (data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers) * share
-    back = costs.chunk_backward / layers
-    sizes = [behind - first for first, behind in buckets(layers)]
-    return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
+    sent = data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
+    return gathers * gathered.block.gathered / elements if elements else 0.0, sent * share
 
 
 def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:

@@ -8,11 +8,15 @@ import numpy as np
 from meshtrain.draw.picture import Picture, block, columns, faint, scrolled, title
 from meshtrain.draw.svg import GREEN, GREY, INK, PURPLE, RULE, SKY, YELLOW, image, keys, mixed, stage_hue, svg, ticks
 from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
-from meshtrain.schedule.table import B, F, IllegalTable, Table, W
+from meshtrain.schedule.table import SENT, B, F, G, IllegalTable, R, Table, W
 from meshtrain.schedule.validate import validate
 
 MOST_ENTRIES = 4000  # stages x clocks of a table that is drawn
 _FILL = {F: SKY, B: GREEN, W: YELLOW, HEAD: PURPLE, OPTIMIZER: GREY}
+_SENT = {
+    G: (mixed(SKY, INK, 0.5), "weights gathered over data (G)"),
+    R: (mixed(GREEN, INK, 0.5), "gradient reduced over data (R)"),
+}
 _ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
 _STAGE, _LETTER, _NAME = 22, 6.5, 58  # of a table: height of a row, width of a letter, of a stage's name
 
@@ -31,7 +35,8 @@ def picture(schedule: Table | Timeline) -> Picture:
     clocks = ["clock", *map(str, range(table.clocks))]
     rows = [clocks, *([f"stage {stage}", *cells] for stage, cells in enumerate(texts))]
     widths = [max(3, *(len(texts[s][t]) for s in range(table.stages))) * _LETTER + 6 for t in range(table.clocks)]
-    drawing = svg(_NAME + sum(widths) + 2, 18 + table.stages * _STAGE, _entries(table, widths), head)
+    height = 18 + (table.stages + table.has_sends) * _STAGE
+    drawing = svg(_NAME + sum(widths) + 2, height, _entries(table, widths), head)
     html = block(title(head), scrolled(image(drawing, head)), faint(verdict))
     return Picture(html, f"{head}\n{columns(rows)}\n{verdict}")
 
@@ -43,6 +48,7 @@ def _verdict(table: Table) -> str:
     except IllegalTable as error:
         return f"it cannot be run: {error}"
     words = dict(zip(table.letters, ("forward", "input gradient" if table.split else "backward", "weight gradient"), strict=False))  # fmt: skip
+    words |= {"G": "weights gathered", "R": "gradient reduced"} if table.has_sends else {}
     pairs = f"; {'+'.join(table.letters[:2])} a pair, both at once" if table.paired else ""
     return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}{pairs}"
 
@@ -67,6 +73,12 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
                     f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" fill="{_colour(slot, chunk, table.chunks)}"/>'
                     f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{INK}">{word}</text>'
                 )
+    y = 16 + table.stages * _STAGE
+    if table.has_sends:
+        yield f'<text x="0" y="{y + 15}">over data</text>'
+    for kind, chunk in np.argwhere(table.sends >= 0).tolist():
+        left = x[table.sends[kind, chunk]] + 2
+        yield f'<text x="{left:.1f}" y="{y + 14}" font-size="10" fill="{_SENT[kind][0]}">{SENT[kind]}{chunk}</text>'
 
 
 def _plain(time: float) -> str:
@@ -120,9 +132,16 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
     letters = len(str(table.microbatches - 1)) + (2 if table.chunks > 1 else 0)
     plot = float(np.clip(makespan / _usual(timeline) * (4 + 6 * letters), 700, 12000))
     scale = plot / makespan
-    top = 76 if headed else 28
+    width = _LEFT + plot + _RIGHT
+    colours = [*((_FILL[kind], word) for kind, word in _words(timeline).items()), ("url(#idle)", "idle")]
+    colours += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
+    colours += [_SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})]
+    colours += [(INK, "critical path")] * (timeline.execution == "asynchronous")
+    colours += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (table.chunks > 1)
+    legend, end = keys(colours, 12, 52 if headed else 4, width - 24)
+    top = int(end) + 6
     bottom = top + table.stages * _ROW
-    width, height = _LEFT + plot + _RIGHT, bottom + 60 + _CURVE + 44
+    height = bottom + 60 + _CURVE + 44
 
     out = [
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -132,11 +151,7 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
     if headed:
         out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
         out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
-    legend = [*((_FILL[kind], word) for kind, word in _words(timeline).items()), ("url(#idle)", "idle")]
-    legend += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
-    legend += [(INK, "critical path")] * (timeline.execution == "asynchronous")
-    legend += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (table.chunks > 1)
-    out += keys(legend, 12, top - 24, width - 24)[0]
+    out += legend
     for stage in range(table.stages):
         y = top + stage * _ROW
         out.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>')
@@ -144,6 +159,7 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
         idle = f"idle {timeline.idle[stage] / makespan:.1%}, peak {timeline.peak_in_flight[stage]}"
         out.append(f'<text x="{_LEFT + plot + 8:.2f}" y="{y + 17}">{idle}</text>')
     out += _cells(timeline, scale, top)
+    out += _transfers(timeline, scale, top)
     out += _curve(timeline, scale, bottom + 50)
     out += _times(makespan, scale, bottom + 50 + _CURVE, number)
     return svg(width, height, ["\n".join(["", *out, ""])], head, size=12)
@@ -188,6 +204,17 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
             yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{INK}"/>'
         yield "</g>"
     yield "</g>"
+
+
+def _transfers(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+    """A bar under a stage's row for each collective over data that travels beside it."""
+    for kind, chunk, stage, start, end in timeline.transfers:
+        x, y, w = _LEFT + start * scale, top + stage * _ROW + _CELL, (end - start) * scale
+        colour, words = _SENT[kind]
+        yield (
+            f"<g><title>{words} {chunk}, stage {stage}: {start:.6g} to {end:.6g}</title>"
+            f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.3):.2f}" height="3" fill="{colour}"/></g>'
+        )
 
 
 def _colour(kind: int, chunk: int, chunks: int) -> str:
@@ -237,9 +264,19 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
         if len(word) > end - first:
             word = letter
         lines[int(timeline.stage[i])][first:end] = word[: end - first].ljust(end - first, "-")
+    rows += ["over data "] if timeline.transfers else []
+    lines += [["."] * len(lines[0])] if timeline.transfers else []
+    for kind, chunk, stage, start, end in timeline.transfers:
+        first, behind = round(start * scale), round(end * scale)
+        if stage == 0:
+            lines[-1][first:behind] = f"{SENT[kind]}{chunk}"[: behind - first].ljust(behind - first, "-")
     out = [row.ljust(left) + _fit("".join(line), columns) for row, line in zip(rows, lines, strict=True)]
     out.append("in flight ".ljust(left) + _fit(_sparkline(timeline, len(lines[0])), columns))
-    return "\n".join([*out, "", *figures(timeline), "; ".join(_words(timeline).values()) + "; . idle"]) + "\n"
+    words = [
+        *_words(timeline).values(),
+        *(_SENT[kind][1] for kind in sorted({sent.kind for sent in timeline.transfers})),
+    ]
+    return "\n".join([*out, "", *figures(timeline), "; ".join(words) + "; . idle"]) + "\n"
 
 
 def _fit(line: str, columns: int) -> str:

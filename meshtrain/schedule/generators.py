@@ -36,16 +36,17 @@ and so a microbatch comes back to stage s 2(p-1-s) clocks after it left. For the
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from meshtrain.errors import nearest, short
 from meshtrain.registry import Registry
-from meshtrain.schedule.table import MAX_ENTRIES, IllegalTable, Table, read_csv
+from meshtrain.schedule.table import MAX_ENTRIES, B, F, G, IllegalTable, R, Table, W, read_csv
 from meshtrain.schedule.validate import validate
 
 PAIRED = "paired"
@@ -92,6 +93,22 @@ def make_table(schedule: str, stages: int, microbatches: int, chunks: int = 1) -
     for a file that is not legal or is for other numbers.
     """
     return _made(schedule, stages, microbatches, chunks, stamp(schedule))
+
+
+def with_sends(table: Table) -> Table:
+    """Returns the table with G and R where most work stands beside them: a chunk's weights are gathered while the chunk that is needed
+    before it goes forward first, its gradient is reduced from the clock after its last addition on. Nothing could hide the first G and the
+    last R, which have no cell, nor what several chunks need at once.
+    """
+    when, shape = table.when(), (table.chunks, -1)
+    complete = when[W if table.split else B].reshape(shape).max(axis=1) + 1
+    sends, first = np.full((2, table.chunks), -1), when[F].reshape(shape).min(axis=1)
+    for before, c in itertools.pairwise(np.argsort(first, kind="stable").tolist()):
+        if first[before] < first[c]:
+            sends[G, c] = first[before]
+    clocks, chunks = np.unique(complete, return_index=True)
+    sends[R, chunks] = np.where(clocks < table.clocks, clocks, -1)
+    return replace(table, sends=sends)
 
 
 def legal_chunks(schedule: str) -> int | None:

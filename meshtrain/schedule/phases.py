@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.table import B, F, Table, W
+from meshtrain.schedule.table import B, F, G, R, Table, W
 
 Run = tuple[int, "Ops"]  # a number of clocks, and the ops in each of them
 
@@ -48,19 +48,76 @@ class Phase:
 def phases(table: Table, limit: int = 13) -> list[Phase]:
     """Returns the table's clocks in order, in phases with `limit` bodies at most, so that code size does not grow with the number of
     microbatches. A table too irregular for that does some ops idly: first embeddings, in all clocks that are alike but for them; then
-    neighbours are joined, those first that waste least.
+    neighbours are joined, those first that waste least. What is sent over data cuts phases, and may have four bodies more.
     """
-    ops = table_ops(table)
-    folded = _fold(_runs(ops))
-    if _bodies(folded) > limit:
-        for alike in np.unique(ops[:, :4], axis=0):
-            clocks = (ops[:, :4] == alike).all(axis=1)
-            ops[clocks, 4:] = ops[clocks, 4:].any(axis=0)
-        folded = _fold(_runs(ops))
-    if _bodies(folded) > limit:
+    ops, limit = table_ops(table), limit + 4 * table.has_sends
+    bounds = list(itertools.pairwise([*boundaries(table), table.clocks]))
+
+    def folded(ops: np.ndarray) -> list[Phase]:
+        return [phase for first, end in bounds for phase in _fold(_runs(ops[first:end]), first)]
+
+    def bodies(phases: list[Phase]) -> int:
+        return sum(len(phase.body) for section in sections(table, phases) for phase in section.phases)
+
+    for first, end in bounds:
+        # What travels should find a loop to travel beside, of all the clocks.
+        if (table.sends == first).any():
+            _embed_alike(ops[first:end])
+    if bodies(folded(ops)) > limit:
+        _embed_alike(ops)
+    if bodies(folded(ops)) > limit:
         weights = (8, 8, 8 if table.split else 16, 8, 1, 1)
-        folded = _fold(_join(_runs(ops), weights, limit))
-    return folded
+        joined = _join(_runs(ops), weights, limit)
+        ops = np.array([row for clocks, row in joined for _ in range(clocks)])
+    return folded(ops)
+
+
+def _embed_alike(ops: np.ndarray) -> None:
+    """Has clocks that are alike but for embeddings, bool [clocks, 6], all compute those that one of them does."""
+    for alike in np.unique(ops[:, :4], axis=0):
+        clocks = (ops[:, :4] == alike).all(axis=1)
+        ops[clocks, 4:] = ops[clocks, 4:].any(axis=0)
+
+
+def boundaries(table: Table) -> list[int]:
+    """Returns the clocks before which something over data begins, or has to be there, and clock 0."""
+    chunk, begin = table.chunk_of(np.arange(table.virtual_stages)), table.sends
+    needed = [int(table.when()[F, chunk == c].min()) for c in np.flatnonzero(begin[G] >= 0)]
+    return sorted({0, *begin[begin >= 0].tolist(), *needed})
+
+
+class ClockSection(NamedTuple):
+    """Clocks beside which collectives over data travel, `repeats` times as many clocks with the same ops."""
+
+    phases: list[Phase]  # of the first time
+    gathers: tuple[int, ...]  # the chunk whose weights are gathered meanwhile, each time; empty: none
+    reduces: tuple[int, ...]  # likewise whose gradient is reduced
+    repeats: int
+    clocks: int  # of each time
+
+
+def sections(table: Table, phases: list[Phase]) -> list[ClockSection]:
+    """Returns the `phases` of a table in sections that begin at its boundaries; neighbours that are alike become one."""
+    found: list[ClockSection] = []
+    for first, end in itertools.pairwise([*boundaries(table), table.clocks]):
+        inside = [phase for phase in phases if first <= phase.first < end]
+        sent = [tuple(np.flatnonzero(table.sends[kind] == first).tolist()) for kind in (G, R)]
+        section = ClockSection(inside, sent[0], sent[1], 1, end - first)
+        if found and _alike(found[-1], section):
+            last = found.pop()
+            section = last._replace(
+                gathers=last.gathers + section.gathers, reduces=last.reduces + section.reduces, repeats=last.repeats + 1
+            )
+        found.append(section)
+    return found
+
+
+def _alike(left: ClockSection, right: ClockSection) -> bool:
+    def shape(section: ClockSection) -> Any:
+        sent = bool(section.gathers), bool(section.reduces)
+        return sent, [(phase.repeats, phase.body) for phase in section.phases]
+
+    return shape(left) == shape(right)
 
 
 def forward_only_phases(phases: list[Phase]) -> list[Phase]:
@@ -124,17 +181,13 @@ def one_later(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray
     return moved
 
 
-def _bodies(phases: list[Phase]) -> int:
-    return sum(len(phase.body) for phase in phases)
-
-
 def _runs(ops: np.ndarray) -> list[Run]:
     """Returns runs of equal rows of `ops`, bool [clocks, 6]."""
     return [(len(list(same)), row) for row, same in itertools.groupby(Ops(*row) for row in ops.tolist())]
 
 
-def _fold(runs: list[Run]) -> list[Phase]:
-    """Folds runs that come again and again, up to four at a time."""
+def _fold(runs: list[Run], clock: int) -> list[Phase]:
+    """Folds runs, the first of which begins with `clock`, that come again and again, up to four at a time."""
 
     def repetitions(length: int) -> int:
         n = 1
@@ -142,7 +195,7 @@ def _fold(runs: list[Run]) -> list[Phase]:
             n += 1
         return n
 
-    folded, i, clock = [], 0, 0
+    folded, i = [], 0
     while i < len(runs):
         folds = [(repetitions(length), length) for length in range(1, 5)]
         repeats, length = max(folds, key=lambda fold: ((fold[0] - 1) * fold[1], -fold[1]))

@@ -10,16 +10,19 @@ Two models of execution:
 Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next clock's slot of the
 same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F. A pair ends before both
 leave, and the next one waits for both: they have the time of H and W.
+
+G and R travel on a lane of their own, one after the other; the stage goes on until the next of them begins, or its first F needs a G.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.phases import ops_per_clock, phases
+from meshtrain.schedule.phases import boundaries, ops_per_clock, phases
 from meshtrain.schedule.table import B, F, Table, W, check_is_table
 from meshtrain.shown import Shown
 
@@ -52,6 +55,8 @@ class Durations:
     # Each stage does 1/stages of every head; otherwise the last virtual stage's stage does it.
     head_spread: bool = False
     optimizer: float = 0.0  # on every stage, after everything else
+    gather: float = 0.0  # a G: the weights of one chunk
+    reduce: float = 0.0  # an R: the gradient of one chunk
 
     def work(self, table: Table) -> np.ndarray:
         """float [3, virtual stages]: duration of F, B and W as the table's slots have them."""
@@ -82,6 +87,16 @@ def _per_virtual_stage(table: Table, name: str, value: PerChunk) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, float), table.virtual_stages)
 
 
+class SentSpan(NamedTuple):
+    """A collective over data as it travels: its kind (G or R) and chunk, and the stage beside which it does."""
+
+    kind: int
+    chunk: int
+    stage: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(Shown):
     """The result of `simulate`. Spans are arrays of one length, in the order (clock, place in the clock, stage).
@@ -101,6 +116,7 @@ class Timeline(Shown):
     end: np.ndarray
     cause: np.ndarray
     hidden: np.ndarray  # how long messages of the span travel while the other half of its pair works
+    transfers: tuple[SentSpan, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -157,9 +173,11 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
     if execution not in EXECUTIONS:
         raise ValueError(f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}")
     spans = _spans(table, durations, execution)
-    start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(table, durations, spans)
+    lanes = _Lanes(table, durations, table.stages if execution == "asynchronous" else 1)
+    start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(table, durations, spans, lanes)
     end = start + spans.work
     last = int(np.argmax(end))
+    all_done = max(end[last], *lanes.free)
     stages = np.arange(table.stages)
     none = np.full(table.stages, -1)
     return Timeline(
@@ -170,11 +188,33 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
         microbatch=np.append(spans.microbatch, none),
         chunk=np.append(spans.chunk, none),
         clock=np.append(spans.clock, none + 1 + table.clocks),
-        start=np.append(start, np.full(table.stages, end[last])),
-        end=np.append(end, np.full(table.stages, end[last] + durations.optimizer)),
+        start=np.append(start, np.full(table.stages, all_done)),
+        end=np.append(end, np.full(table.stages, all_done + durations.optimizer)),
         cause=np.append(cause, none + 1 + last),
         hidden=np.append(spans.hidden, np.zeros(table.stages)),
+        transfers=tuple(lanes.transfers),
     )
+
+
+class _Lanes:
+    """What travels over data: a lane for each stage that runs on its own, or one where all go in lockstep."""
+
+    def __init__(self, table: Table, durations: Durations, lanes: int) -> None:
+        self.sends, self.seconds = table.sends, (durations.gather, durations.reduce)
+        self.bounds, self.next = boundaries(table), [0] * lanes
+        self.free, self.transfers = [0.0] * lanes, list[SentSpan]()
+        self.beside = [[lane] for lane in range(lanes)] if lanes > 1 else [list(range(table.stages))]
+
+    def at(self, lane: int, clock: int, now: float) -> float:
+        """Begins what begins up to a clock that a stage would go on with `now`; returns when it does."""
+        while self.next[lane] < len(self.bounds) and self.bounds[self.next[lane]] <= clock:
+            now = self.free[lane] = max(now, self.free[lane])
+            for kind, chunk in np.argwhere(self.sends == self.bounds[self.next[lane]]).tolist():
+                start, self.free[lane] = self.free[lane], self.free[lane] + self.seconds[kind]
+                if self.seconds[kind]:
+                    self.transfers += [SentSpan(kind, chunk, s, start, self.free[lane]) for s in self.beside[lane]]
+            self.next[lane] += 1
+        return now
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +258,7 @@ def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
     return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, clock, virtual, work, hidden)))
 
 
-def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
+def _asynchronous(table: Table, durations: Durations, spans: _Spans, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when every stage goes on as soon as it can."""
     last = table.virtual_stages - 1
     # Each value that a span can wait for has a number: the inputs of F and of B, and of the loss head, by virtual stage
@@ -244,9 +284,9 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np
     free = [0.0] * table.stages
     before = [-1] * table.stages
     starts, causes = [], []
-    columns = (spans.stage, spans.work, wants, gives, hop)
-    for i, (s, work, wanted, value, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        start, cause = free[s], before[s]
+    columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
+    for i, (s, clock, work, wanted, value, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        start, cause = lanes.at(s, clock, free[s]), before[s]
         if ready[wanted] > start:
             start, cause = ready[wanted], giver[wanted]
         starts.append(start)
@@ -258,7 +298,7 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans) -> tuple[np
     return np.array(starts), np.array(causes)
 
 
-def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.ndarray, np.ndarray]:
+def _lockstep(table: Table, durations: Durations, spans: _Spans, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when all stages run one program."""
     alone = durations.work(table)
     in_pair = (alone - durations.hidden(table)).max(axis=1).tolist()
@@ -268,6 +308,7 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans) -> tuple[np.nda
     begin = np.zeros((table.clocks, 4))  # when F, B, W, HEAD begin in each clock
     now = f_arrives = b_arrives = 0.0
     for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(ops_per_clock(phases(table)).tolist()):
+        now = lanes.at(0, clock, now)
         pair = table.paired and does_b and (does_f or does_w)
         f, b, w = in_pair if pair else alone
         if pair and does_f:

@@ -17,13 +17,21 @@ k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
 
     loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
     v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
+
+What is sent over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces its gradient. Either
+begins with its clock and travels beside what the stages do from there on, on a lane of its own: until the next one begins or, of a G, until
+the chunk's first F. A chunk without a G is gathered before all clocks, one without an R is reduced after them.
+
+        clock  0        1     2     3          4          5     6        7         interleaved, 2 stages, 2 microbatches, 2 chunks
+    stage 0    F0.0 G1  F1.0  F0.1  F1.1       B0.1       B1.1  B0.0 R1  B1.0
+    stage 1         G1  F0.0  F1.0  F0.1 B0.1  F1.1 B1.1  B0.0  B1.0 R1
 """
 
 import csv
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +44,8 @@ from meshtrain.shown import Shown
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
 _LETTERS = {False: "FB", True: "FIW"}  # of a table that is split or not
+G, R = 0, 1  # collectives over data: a chunk's weights gathered, its gradient reduced
+SENT = "GR"  # their letters
 MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
 
 
@@ -53,7 +63,10 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Table(Shown):
-    """A schedule. `cells[clock, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle."""
+    """A schedule. `cells[clock, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle.
+
+    `sends[G or R, chunk]` is the clock with which that collective of a chunk begins, -1 where it has no cell; None: none has one.
+    """
 
     name: str
     stages: int
@@ -63,6 +76,7 @@ class Table(Shown):
     placement: str
     cells: np.ndarray
     paired: bool = False  # whether F and B of a clock run at once, and I and W where no stage has an F
+    sends: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
@@ -79,8 +93,10 @@ class Table(Shown):
             raise IllegalTable(
                 f"schedule {self.name}: cells have shape {cells.shape}, and must have (clocks, {self.stages}, 3, 2)"
             )
-        cells.setflags(write=False)
-        object.__setattr__(self, "cells", cells)
+        sends = np.full((2, self.chunks), -1) if self.sends is None else self.sends
+        for name, array in (("cells", cells), ("sends", np.array(sends, np.int32))):
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
         f, b, w = np.moveaxis(cells[..., 0] >= 0, 2, 0)
         in_pair = b & np.where(f.any(axis=1, keepdims=True), f, w)
         object.__setattr__(self, "paired", self.paired and bool(in_pair.any()))
@@ -93,11 +109,20 @@ class Table(Shown):
 
     def _key(self) -> tuple:
         sizes = self.stages, self.microbatches, self.chunks
-        return self.name, *sizes, self.split, self.placement, self.paired, self.cells.tobytes()
+        return self.name, *sizes, self.split, self.placement, self.paired, self.cells.tobytes(), self.sends.tobytes()
 
     @property
     def clocks(self) -> int:
         return self.cells.shape[0]
+
+    @property
+    def has_sends(self) -> bool:
+        """Whether a G or an R stands in it."""
+        return bool((self.sends >= 0).any())
+
+    def without_sends(self) -> "Table":
+        """The table without G and R."""
+        return replace(self, sends=np.full((2, self.chunks), -1))
 
     @property
     def busy(self) -> float:
@@ -179,7 +204,11 @@ class Table(Shown):
             used = self.cells[clock, :, :, 0] >= 0
             if used[stage, [F, B] if used[:, F].any() else [B, W]].all():
                 words[:2] = ["+".join(words[:2])]
-        return " ".join(words)
+        return " ".join([*words, *self.sent_text(clock)])
+
+    def sent_text(self, clock: int) -> list[str]:
+        """The collectives over data that begin with a clock, as they are written: a letter and a chunk."""
+        return [f"{SENT[kind]}{chunk}" for kind, chunk in np.argwhere(self.sends == clock).tolist()]
 
     def to_csv(self) -> str:
         """The table as CSV for people: a title, a line of stage names, then one row a clock.
@@ -193,10 +222,11 @@ class Table(Shown):
 
         The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no), `placement` (loop) and
         `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
-        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk. What is sent in a clock can be
-        read from the next on; the last virtual stage may do B in the clock of its F. In a table of pairs, which run both at once, F and B of
-        a cell are joined, as in F1+B0, and I and W in a clock without any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes,
-        spaces and byte order mark that a spreadsheet or an editor leaves.
+        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all cells of a row alike,
+        at most one G and one R, each with its chunk. What is sent in a clock can be read from the next on; the last virtual stage may do B in
+        the clock of its F. In a table of pairs, which run both at once, F and B of a cell are joined, as in F1+B0, and I and W in a clock
+        without any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte
+        order mark that a spreadsheet or an editor leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
@@ -255,18 +285,23 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     except csv.Error as error:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
     table = Table(cells=np.full((len(rows), stages, 3, 2), -1), **title)
-    cells, paired = table.cells.copy(), any("+" in cell for row in rows for cell in row)
+    cells, sends, paired = table.cells.copy(), table.sends.copy(), any("+" in cell for row in rows for cell in row)
     for clock, row in enumerate(rows):
+        sent: list[dict[int, int]] = []
         if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
                 f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
             )
         for stage, cell in enumerate(row):
             try:
-                cells[clock, stage] = _read_cell(cell, table)
+                cells[clock, stage], chunks = _read_cell(cell, table)
+                sent.append(chunks)
+                _check_sent(cell, sent, sends)
             except IllegalTable as error:
                 raise IllegalTable(f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}") from None
-    table = Table(cells=cells, paired=paired, **title)
+        for kind, chunk in sent[0].items() if sent else ():
+            sends[kind, chunk] = clock
+    table = Table(cells=cells, paired=paired, sends=sends, **title)
     if paired:
         _check_pairs(table, rows, source)
     return table
@@ -282,9 +317,22 @@ def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
                 )
 
 
+def _check_sent(cell: str, sent: list[dict[int, int]], sends: np.ndarray) -> None:
+    """Checks the G and R of a cell beside those of the stages before it, `sent`, and of the clocks before, `sends`."""
+    if sent[-1] != sent[0]:
+        raise IllegalTable(
+            f"'{short(cell)}' must have the same G and R as the other stages of its row: all send together"
+        )
+    for kind, chunk in sent[-1].items():
+        if sends[kind, chunk] >= 0:
+            raise IllegalTable(
+                f"'{SENT[kind]}{chunk}' stands in row {sends[kind, chunk] + 3} already, and may stand in one"
+            )
+
+
 def _check_names(names: list[str], title: dict, source: str) -> None:
     """Checks the row above clock 0. Where it was left out, clock 0 would be taken for it, and its ops be missed much later."""
-    stages, letters = title["stages"], _LETTERS[title["split"]]
+    stages, letters = title["stages"], _LETTERS[title["split"]] + SENT
     matches = [_WORD.fullmatch(word) for name in names for word in name.split()]
     if matches and all(match and match[1] in letters for match in matches):
         example = ",".join(f"stage {stage}" for stage in range(min(stages, 4))) + (",..." if stages > 4 else "")
@@ -350,24 +398,32 @@ def _read_title(line: str, source: str) -> dict:
     return title | {"split": split == "yes"}
 
 
-def _read_cell(text: str, table: Table) -> np.ndarray:
-    cell = np.full((3, 2), -1, np.int32)
-    done = -1
+def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
+    """Returns the ops of a cell, and the chunk of its G and of its R."""
+    cell, sent = np.full((3, 2), -1, np.int32), {}
+    done, letters = -1, table.letters + SENT
     for word in text.replace("+", " ").split():
         match = _WORD.fullmatch(word)
-        if match is None or match[1] not in table.letters:
+        if match is None or match[1] not in letters:
             example = "F3" if table.chunks == 1 else "F3.1"
             raise IllegalTable(
-                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}'"
+                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}', "
+                f"or {' or '.join(SENT)} and a chunk"
             )
-        slot, microbatch, chunk = table.letters.index(match[1]), int(match[2]), int(match[3] or 0)
+        slot, microbatch, chunk = letters.index(match[1]), int(match[2]), int(match[3] or 0)
+        if slot <= done:
+            raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(letters)}")
+        done = slot
+        if match[1] in SENT:
+            if match[3] is not None or microbatch >= table.chunks:
+                raise IllegalTable(f"'{word}' must be {match[1]} and a chunk, and chunks are 0 to {table.chunks - 1}")
+            sent[SENT.index(match[1])] = microbatch
+            continue
         if match[3] is None and table.chunks > 1:
             raise IllegalTable(f"'{word}' must name its chunk too, as '{word}.0', because chunks={table.chunks}")
         if microbatch >= table.microbatches:
             raise IllegalTable(f"'{word}': microbatches are 0 to {table.microbatches - 1}")
         if chunk >= table.chunks:
             raise IllegalTable(f"'{word}': chunks are 0 to {table.chunks - 1}")
-        if slot <= done:
-            raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(table.letters)}")
-        cell[slot], done = (microbatch, chunk), slot
-    return cell
+        cell[slot] = microbatch, chunk
+    return cell, sent

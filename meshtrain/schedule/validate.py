@@ -5,7 +5,7 @@ A legal table cannot deadlock: every op waits only for ops of earlier clocks, or
 
 import numpy as np
 
-from meshtrain.schedule.table import B, F, IllegalTable, Table, W, check_is_table
+from meshtrain.schedule.table import SENT, B, F, G, IllegalTable, Table, W, check_is_table
 
 
 def validate(table: Table) -> None:
@@ -14,6 +14,7 @@ def validate(table: Table) -> None:
     _check_cells(table)
     _check_once(table)
     _check_order(table)
+    _check_sends(table)
 
 
 def _word(table: Table, slot: int, virtual: int, microbatch: int) -> str:
@@ -83,3 +84,28 @@ def _check_order(table: Table) -> None:
         reason = why.format(_word(table, *need, j), table.stage_of(need[1]), done, done + 1)
         place = describe_place(table, clock, int(table.stage_of(op[1])))
         raise IllegalTable(f"{place}: {_word(table, *op, j)} is too early: {reason}")
+
+
+def _check_sends(table: Table) -> None:
+    """A chunk's weights must be there before its first F, its gradient complete before it is reduced; one of a kind begins with a clock."""
+    when, chunks = table.when(), table.chunk_of(np.arange(table.virtual_stages))
+    last_slot = W if table.split else B
+    if table.sends.shape != (2, table.chunks) or not ((table.sends >= -1) & (table.sends < table.clocks)).all():
+        raise IllegalTable(
+            f"schedule {table.name}: sends must be a G and an R for each of the {table.chunks} chunks, clocks from 0 to "
+            f"{table.clocks - 1}, or -1 for none"
+        )
+    for kind, chunk in np.argwhere(table.sends >= 0).tolist():
+        clock, mine = int(table.sends[kind, chunk]), np.flatnonzero(chunks == chunk)
+        slot, pick = (F, np.argmin) if kind == G else (last_slot, np.argmax)
+        row, microbatch = np.unravel_index(pick(when[slot, mine]), when[slot, mine].shape)
+        virtual, other = int(mine[row]), int(when[slot, mine[row], microbatch])
+        word = f"{SENT[kind]}{chunk}"
+        place = describe_place(table, clock, int(table.stage_of(virtual)))
+        op = _word(table, slot, virtual, int(microbatch))
+        if kind == G and clock >= other:
+            raise IllegalTable(f"{place}: {word} is too late: {op} needs the weights in clock {other} already")
+        if kind != G and clock <= other:
+            raise IllegalTable(f"{place}: {word} is too early: {op} adds to the gradient in clock {other}")
+        if (table.sends[kind] == clock).sum() > 1:
+            raise IllegalTable(f"{place}: of one kind only one collective may begin with a clock")

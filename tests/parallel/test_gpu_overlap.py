@@ -1,4 +1,4 @@
-"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients travel over data under the backward's matrix products.
+"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients, and weights in a pipeline, travel over data under matrix products.
 
 It needs the compiler (pip install 'meshtrain[compile]'), though no GPU. It runs in a process of its own, because tests have started JAX on CPU.
 """
@@ -125,6 +125,23 @@ def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
     # Without the barrier of `pipeline.paired` it is 0.73.
     assert shares["auto"] < 0.4 and shares["paired"] > 0.76
     assert seconds["paired"] < 0.93 * seconds["auto"]
+
+
+def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_the_first_weights_and_the_last_gradient():
+    given = {
+        "model": {**MODEL, "kv_heads": 8},
+        "mesh": {"data": 2, "pipeline": 4},
+        "parallel": {"remat": "selective", "schedule": "interleaved", "virtual_stages": 4, "microbatches": 4},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": 8, "sequence_length": 4096},
+    }
+    config, sent = sent_over_data(given)
+    edge = 8192 * 4096 / 4  # embedding, and as many of the head
+    chunk = (parameters(config.model) - 8 * edge) / 16
+    for kind, size in (("all-gather", 2), ("reduce-scatter", 4)):
+        assert sent[kind].bytes == pytest.approx(size * (4 * chunk + 2 * edge), rel=0.01)
+        assert sent[kind].under >= size * 3 * chunk
+        assert sent[kind].waited < 0.3 * sent[kind].seconds
 
 
 MESSAGE = re.compile(r"%(\S+) = .*? (collective-permute-start|collective-permute-done)\((?:.*%(\S+?)\))?")

@@ -63,6 +63,9 @@ class Executor:
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward, self.table = forward, table
         self.skips = forward.skips
+        self.sends = forward.overlaps and table.has_sends
+        if not self.sends:
+            table = self.table = table.without_sends()
         if self.skips:
             # Idle slots are skipped anyway.
             self.phases = [Phase(0, 1, ((table.clocks, Ops(True, True, True, table.split, True, True)),))]
@@ -75,7 +78,12 @@ class Executor:
     def train(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> LossAndGradients:
         """Loss summed over the microbatches [M, b, T] (on each data rank), and `seed` times its gradient, in `precision.gradient_sums`."""
         execution = Execution(self, Stage(self.forward, self.table.chunks, weights, batches, key), seed)
-        carry = execution.end(self.run(execution, self.phases, execution.start()))
+        if self.sends:
+            from meshtrain.parallel.pipeline.sending import Sending
+
+            carry = Sending(self, execution).run()
+        else:
+            carry = execution.end(self.run(execution, self.phases, execution.start()))
         totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
@@ -95,17 +103,17 @@ class Executor:
     def run(self, execution: "Execution", phases: Sequence[Phase], carry: Carry) -> Carry:
         """The clocks of the phases; what the buffers hold after the last one is in the carry."""
         for phase in phases:
-            rows, first = [], phase.first
-            loops = [partial(execution.run_clock, ops) for _, ops in phase.body]
-            for clocks, _ in phase.body:
-                rows.append(self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks)))
-                first += clocks
-            if phase.repeats > 1:
-                carry, _ = lax.scan(partial(_in_turn, loops), carry, rows)
-                continue
-            for run_clock, row in zip(loops, rows, strict=True):
-                carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
+            carry = execution.run_phase(phase, carry, self.rows_of(phase))
         return carry
+
+    def rows_of(self, phase: Phase, later: np.ndarray | int = 0) -> list[Row]:
+        """This stage's instructions of a phase, for each run of its body [repeats, clocks]; of phases that begin so many clocks `later`,
+        int [n], [n, repeats, clocks]."""
+        rows, first = [], np.asarray(later)[..., None, None] + phase.first
+        for clocks, _ in phase.body:
+            rows.append(self._rows(first + np.arange(phase.repeats)[:, None] * phase.period + np.arange(clocks)))
+            first += clocks
+        return rows
 
     def _rows(self, clocks: np.ndarray) -> Row:
         """This stage's instructions of the given clocks."""
@@ -177,6 +185,14 @@ class Execution:
         return self.add_embedding_gradient(carry, jnp.asarray(last)) if last >= 0 else carry
 
     # --- one clock
+
+    def run_phase(self, phase: Phase, carry: Carry, rows: list[Row]) -> Carry:
+        loops = [partial(self.run_clock, ops) for _, ops in phase.body]
+        if phase.repeats > 1:
+            return lax.scan(partial(_in_turn, loops), carry, rows)[0]
+        for run_clock, row in zip(loops, rows, strict=True):
+            carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
+        return carry
 
     def run_clock(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, None]:
         """The slots that any stage has in this clock: F, the loss head, B or I, W; messages travel beside them."""

@@ -1,0 +1,126 @@
+"""Runs a table that says when a chunk's weights are gathered over data and its gradient is reduced: G and R, beside the clocks.
+
+    clocks     0 ..             16 ..                  158 ..           174 ..
+    stages     F of chunk 0     F of chunk 1    ...    B of chunk 6     B of chunk 5    ...
+    over data   ╰─ G1 ─ ─ ─╯     ╰─ G2 ─ ─ ─╯           ╰─ R7 ─ ─ ─╯     ╰─ R6 ─ ─ ─╯
+
+Both start when a section does (see `schedule.phases`), and are waited for at its end. Gathered weights are written into those of all chunks
+then, a reduced gradient beside those of the others. Sections that are alike are one loop, so of what travels one chunk is there twice.
+Beside the first gradient travels the head's, which is complete by then.
+"""
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshtrain import xla
+from meshtrain.compat import varying
+from meshtrain.parallel.pipeline.execute import Carry, Execution, Executor
+from meshtrain.parallel.pipeline.stage import after, empty, write
+from meshtrain.parallel.zero import Weights
+from meshtrain.schedule.phases import ClockSection, sections
+from meshtrain.schedule.table import G, R
+
+Tree = Any
+
+
+class SendState(NamedTuple):
+    """What goes from section to section."""
+
+    carry: Carry
+    blocks: Weights  # of all chunks, gathered as far as they have been
+    reduced: Tree  # [chunks, layers, ..]: the gradients of the blocks that have been reduced
+
+
+class Sending:
+    """One execution of a table with G and R, whose stage comes with shards of the blocks."""
+
+    def __init__(self, executor: Executor, execution: Execution) -> None:
+        self.executor, self.execution, self.sends = executor, execution, executor.table.sends
+        self.zero, self.layers, self.shards = executor.forward.zero, execution.stage.layers, execution.stage.blocks
+
+    def run(self) -> Carry:
+        """The carry after all clocks, its gradients of blocks and head as `zero.reduce_early` leaves them."""
+        blocks = empty((), jax.eval_shape(self.zero.gather_layers, self.shards))
+        for chunk in np.flatnonzero(self.sends[G] < 0):
+            blocks = self.written(blocks, self.gathered(self.shards, chunk), chunk)
+        carry = self.with_blocks(blocks).start()
+        like = jax.eval_shape(lambda blocks: self.reduced("blocks", self.of_chunk(blocks, 0)), carry.blocks)
+        state, head = SendState(carry, blocks, empty((self.executor.table.chunks,), like)), None
+        for section in sections(self.executor.table, self.executor.phases):
+            if section.reduces and head is None:
+                head = self.reduced("head", after(state.carry.edge["head"], state.carry.gx))
+            state = self.run_section(section, state)
+        carry, reduced = self.with_blocks(state.blocks).end(state.carry), state.reduced
+        # XLA joins what is sent at one moment, and would have what travels wait for the embedding.
+        edge = after(carry.edge, carry.blocks)
+        for chunk in np.flatnonzero(self.sends[R] < 0):
+            reduced = write(reduced, self.reduced("blocks", self.of_chunk(carry.blocks, chunk)), jnp.int32(chunk))
+        stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
+        return carry._replace(blocks=stacked, edge=edge if head is None else {**edge, "head": head})
+
+    def run_section(self, section: ClockSection, state: SendState) -> SendState:
+        later = np.arange(section.repeats) * section.clocks
+        rows = [self.executor.rows_of(phase, later) for phase in section.phases]
+        chunks = [jnp.asarray(sent or [0] * section.repeats, jnp.int32) for sent in (section.gathers, section.reduces)]
+        turn = partial(self.turn, section)
+        if section.repeats > 1:
+            return lax.scan(turn, state, (rows, *chunks))[0]
+        return turn(state, jax.tree.map(lambda a: a[0], (rows, *chunks)))[0]
+
+    def turn(
+        self, section: ClockSection, state: SendState, at: tuple[Any, jax.Array, jax.Array]
+    ) -> tuple[SendState, None]:
+        """A section's clocks once, with the chunks that travel beside them."""
+        (carry, blocks, reduced), (rows, gathers, reduces) = state, at
+        if section.gathers:
+            weights = self.gathered(after(self.shards, blocks, carry.forward_received), gathers)
+        if section.reduces:
+            complete = self.of_chunk(carry.blocks, reduces)
+            gradients = self.reduced("blocks", after(complete, carry.gx))
+            # Read before the clocks add to the others, or XLA would copy all chunks to have both.
+            carry = carry._replace(blocks=after(carry.blocks, complete))
+        execution = self.with_blocks(blocks)
+        for phase, phase_rows in zip(section.phases, rows, strict=True):
+            carry = execution.run_phase(phase, carry, phase_rows)
+        if section.gathers:
+            # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
+            carry = carry._replace(forward_received=jnp.where(gathers >= 0, carry.forward_received, 0))
+            blocks = self.written(blocks, after(weights, carry.forward_received), gathers)
+        if section.reduces:
+            over = varying(carry.gx)
+            late = jax.tree.map(lambda g: after(g, carry.gx) if varying(g) >= over else g, gradients)
+            reduced = write(reduced, late, reduces)
+            # and what comes next after it: gradients of the other chunks, and of the embedding as far as types allow
+            gx = after(carry.gx, [g for g in jax.tree.leaves(gradients) if varying(g) <= over])
+            carry = carry._replace(blocks=after(carry.blocks, gradients), gx=gx)
+        return SendState(carry, blocks, reduced), None
+
+    def with_blocks(self, blocks: Weights) -> Execution:
+        """The execution over other weights of the blocks."""
+        execution = copy.copy(self.execution)
+        execution.stage = copy.copy(execution.stage)
+        execution.stage.blocks = blocks
+        return execution
+
+    @jax.named_scope(xla.ZERO)
+    def gathered(self, shards: Weights, chunk: Any) -> Weights:
+        return self.zero.gather_layers(self.of_chunk(shards, chunk))
+
+    @jax.named_scope(xla.ZERO)
+    def reduced(self, part: str, gradients: Tree) -> Tree:
+        return self.zero.reduce_early(part, gradients)
+
+    def of_chunk(self, tree: Tree, chunk: Any) -> Tree:
+        """The layers of a chunk, of arrays [layers of all chunks, ..]."""
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, chunk * self.layers, self.layers), tree)
+
+    def written(self, blocks: Weights, weights: Weights, chunk: Any) -> Weights:
+        """`blocks` with the `weights` of a chunk's layers."""
+        place = partial(lax.dynamic_update_slice_in_dim, start_index=chunk * self.layers, axis=0)
+        return jax.tree.map(lambda a, b: place(a, b), blocks, weights)
