@@ -164,7 +164,8 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
             waits, seconds = seconds, pipeline.timeline(config, costs, profile).makespan
             counts = (timeline.table.sends >= 0).sum(axis=1).tolist()
             hidden = sent[0] * counts[0] + sent[1] * counts[1] + head - (waits - seconds)
-    time = _step_time(config, cluster, costs, seconds, hidden, profile)
+    time = _step_time(config, cluster, costs, seconds, profile)
+    time = replace(time, data=time.data - hidden)
     time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
     time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
     iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
@@ -198,20 +199,14 @@ def outside_seconds(
 
 
 def _step_time(
-    config: Config,
-    cluster: Cluster,
-    costs: MicrobatchCosts,
-    microbatches: float,
-    hidden: float,
-    profile: FrameworkProfile,
+    config: Config, cluster: Cluster, costs: MicrobatchCosts, microbatches: float, profile: FrameworkProfile
 ) -> StepTime:
-    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage, and what is sent over data hides so
-    many; checkpoints are left out."""
+    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage, with nothing over data hidden and no
+    checkpoints."""
     m, layer, edge = config.parallel.microbatches, costs.layer, costs.edge
     layers = m * stages(config).on_device
     useful = layer.forward + layer.backward + layer.recompute * -1.0
     data, optimizer, host = outside_seconds(config, cluster, profile)
-    data -= hidden
     sends = layer.forward_sends + layer.backward_sends
     # Of what is sent within layers, the share that is waited for where pairs hide the rest.
     waited = 1.0 - pipeline.hidden(config, layer) / sends if sends else 1.0

@@ -138,9 +138,10 @@ def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_
     config, sent = sent_over_data(given)
     edge = 8192 * 4096 / 4  # embedding, and as many of the head
     chunk = (parameters(config.model) - 8 * edge) / 16
-    for kind, size in (("all-gather", 2), ("reduce-scatter", 4)):
+    # the second chunk's weights, of so small a model, are there before a product is
+    for kind, size, chunks in (("all-gather", 2, 2), ("reduce-scatter", 4, 3)):
         assert sent[kind].bytes == pytest.approx(size * (4 * chunk + 2 * edge), rel=0.01)
-        assert sent[kind].under >= size * 3 * chunk
+        assert sent[kind].under >= size * chunks * chunk
         assert sent[kind].waited < 0.3 * sent[kind].seconds
 
 

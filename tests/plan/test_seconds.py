@@ -4,6 +4,7 @@ import math
 import pytest
 from covering import thorough_but
 
+from experiments.communicate.overlap import config_of
 from meshtrain.cluster.accelerators import Efficiency
 from meshtrain.cluster.algorithms import ALL_GATHER, best
 from meshtrain.config import load, replaced
@@ -310,3 +311,26 @@ def test_auto_takes_the_strategy_of_context_that_the_plan_finds_cheapest(llama_8
     auto, by = step("auto"), {s: step(s) for s in ("ring", "all_gather", *["ulysses"] * (tensor == 1))}
     assert auto.config.parallel.context_strategy == min(by, key=lambda s: by[s].seconds)
     assert auto.seconds == min(p.seconds for p in by.values()) < max(p.seconds for p in by.values())
+
+
+def test_in_a_pipeline_all_hides_but_one_chunks_weights_and_gradient_and_the_embedding(llama_8b):
+    cluster = named("h100", 64)
+    config = llama_8b(
+        {"data": 8, "tensor": 2, "pipeline": 4}, {"global_batch_size": 64}, schedule="interleaved", virtual_stages=4, microbatches=8
+    )  # fmt: skip
+    found, whole = plan(config, cluster), seconds.data_seconds(config, cluster)
+    gather, reduce, head = seconds.chunk_seconds(config, cluster)
+    assert found.time.data == pytest.approx(whole - 3 * (gather + reduce) - head)
+    # a search, which has no table, says the same
+    assert seconds.hidden_seconds(config, cluster, found.costs) == pytest.approx(whole - found.time.data)
+    assert {sent.chunk for sent in found.timeline.transfers} == {1, 2, 3}
+    alone = replaced(config, parallel={"virtual_stages": 1, "schedule": "1f1b"})
+    assert plan(alone, cluster).time.data == pytest.approx(seconds.data_seconds(alone, cluster), rel=1e-6)
+
+
+def test_of_405b_on_16384_devices_a_hundredth_of_a_step_is_waited_for_data():
+    config = config_of("405b", [])
+    found = plan(config, named("h100", config.mesh.devices))
+    assert found.time.data < 0.01 * found.seconds
+    before = found.time.data + sum(sent.end - sent.start for sent in found.timeline.transfers if sent.stage == 0)
+    assert before > 0.06 * found.seconds
