@@ -306,9 +306,7 @@ class Program(Shown):
         return self.train_step if self.islands is None else self.islands.step_after(taken)
 
     def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
-        local = self.local
-        sends = bool(local.executor and local.executor.sends)
-        options = compiler_options(self.mesh, local.zero.overlaps_reduce_scatter, sends)
+        options = compiler_options(self.mesh, self.local.zero.overlaps_reduce_scatter, self.local.sends)
         shardings = self.state_shardings, None
         return TrainStep(jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options))
 

@@ -67,6 +67,7 @@ class LocalStep:
         self.forward = Forward(layout, self.zero, collectives, parts)
         # 5. microbatches: through the stages of a pipeline by its table, or one after the other
         self.executor = self._executor(self.forward)
+        self.sends = self.executor is not None and self.executor.sends
         by_microbatch = accumulate.accumulate
         if self.forward.overlaps and sums_in_place(self.config):
             by_microbatch = accumulate.accumulate_in_place
@@ -87,7 +88,7 @@ class LocalStep:
     ) -> Gradients:
         """`scale` times the gradient of the mean loss; `feedback` is what compression kept of the last step."""
         with jax.named_scope(xla.ZERO):
-            weights = self.zero.gather_params(masters, blocks=not (self.executor and self.executor.sends))
+            weights = self.zero.gather_params(masters, blocks=not self.sends)
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
         key = None

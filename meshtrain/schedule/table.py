@@ -44,8 +44,7 @@ from meshtrain.shown import Shown
 F, B, W = 0, 1, 2
 PLACEMENTS = ("loop", "v")
 _LETTERS = {False: "FB", True: "FIW"}  # of a table that is split or not
-G, R = 0, 1  # collectives over data: a chunk's weights gathered, its gradient reduced
-SENT = "GR"  # their letters
+G, R, SENT = 0, 1, "GR"  # collectives over data, and their letters: a chunk's weights gathered, its gradient reduced
 MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
 
 
@@ -204,11 +203,8 @@ class Table(Shown):
             used = self.cells[clock, :, :, 0] >= 0
             if used[stage, [F, B] if used[:, F].any() else [B, W]].all():
                 words[:2] = ["+".join(words[:2])]
-        return " ".join([*words, *self.sent_text(clock)])
-
-    def sent_text(self, clock: int) -> list[str]:
-        """The collectives over data that begin with a clock, as they are written: a letter and a chunk."""
-        return [f"{SENT[kind]}{chunk}" for kind, chunk in np.argwhere(self.sends == clock).tolist()]
+        sent = [f"{SENT[kind]}{chunk}" for kind, chunk in np.argwhere(self.sends == clock).tolist()]
+        return " ".join([*words, *sent])
 
     def to_csv(self) -> str:
         """The table as CSV for people: a title, a line of stage names, then one row a clock.
@@ -224,9 +220,9 @@ class Table(Shown):
         `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
         most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all cells of a row alike,
         at most one G and one R, each with its chunk. What is sent in a clock can be read from the next on; the last virtual stage may do B in
-        the clock of its F. In a table of pairs, which run both at once, F and B of a cell are joined, as in F1+B0, and I and W in a clock
-        without any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte
-        order mark that a spreadsheet or an editor leaves.
+        the clock of its F. In a table of pairs, which run both at once, F and B of a cell are joined, as in F1+B0, and I and W in a clock without
+        any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark
+        that a spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
@@ -320,14 +316,10 @@ def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
 def _check_sent(cell: str, sent: list[dict[int, int]], sends: np.ndarray) -> None:
     """Checks the G and R of a cell beside those of the stages before it, `sent`, and of the clocks before, `sends`."""
     if sent[-1] != sent[0]:
-        raise IllegalTable(
-            f"'{short(cell)}' must have the same G and R as the other stages of its row: all send together"
-        )
+        raise IllegalTable(f"'{short(cell)}' must have the same G and R as the row's other stages: all send together")
     for kind, chunk in sent[-1].items():
         if sends[kind, chunk] >= 0:
-            raise IllegalTable(
-                f"'{SENT[kind]}{chunk}' stands in row {sends[kind, chunk] + 3} already, and may stand in one"
-            )
+            raise IllegalTable(f"'{SENT[kind]}{chunk}' stands in row {sends[kind, chunk] + 3} already")
 
 
 def _check_names(names: list[str], title: dict, source: str) -> None:
@@ -399,7 +391,6 @@ def _read_title(line: str, source: str) -> dict:
 
 
 def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
-    """Returns the ops of a cell, and the chunk of its G and of its R."""
     cell, sent = np.full((3, 2), -1, np.int32), {}
     done, letters = -1, table.letters + SENT
     for word in text.replace("+", " ").split():

@@ -141,7 +141,7 @@ def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_
     # the second chunk's weights, of so small a model, are there before a product is
     for kind, size, chunks in (("all-gather", 2, 2), ("reduce-scatter", 4, 3)):
         assert sent[kind].bytes == pytest.approx(size * (4 * chunk + 2 * edge), rel=0.01)
-        assert sent[kind].under >= size * chunks * chunk
+        assert sent[kind].under >= 0.99 * size * chunks * chunk
         assert sent[kind].waited < 0.3 * sent[kind].seconds
 
 

@@ -68,8 +68,8 @@ def test_it_is_written_as_a_person_would():
 @pytest.mark.parametrize(
     "old, new, says",
     [
-        ("G1,G1", "G1,", "row 3, column 2 .*'' must have the same G and R as the other stages of its row"),
-        ("F1.0,F0.0", "F1.0 G1,F0.0 G1", "row 4, column 1 .*'G1' stands in row 3 already, and may stand in one"),
+        ("G1,G1", "G1,", "row 3, column 2 .*'' must have the same G and R as the row's other stages"),
+        ("F1.0,F0.0", "F1.0 G1,F0.0 G1", "row 4, column 1 .*'G1' stands in row 3 already"),
         ("G1,G1", "G2,G2", "'G2' must be G and a chunk, and chunks are 0 to 1"),
         ("G1,G1", "G1.0,G1.0", "'G1.0' must be G and a chunk"),
         ("F0.0 G1,G1", "G1 F0.0,G1", "'G1 F0.0' must have each letter once, in the order F B G R"),
