@@ -250,7 +250,7 @@ def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str,
     full = trained.full * layers + shapes.trained(config).head.full
     sent = MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", reduce * full)
     shards = MemoryItem("gradients that have been reduced", "gradients", 4 * trained.shard * stages(config).on_device)
-    return moments | {"gathering": [weights, work], "reducing": [sent, shards, work]}
+    return moments | {"gathering": [weights, work], "reducing": [sent, shards, work, pair]}
 
 
 def _itemsize(config: Config) -> int:
