@@ -101,7 +101,7 @@ GONE = [f"xla_gpu_enable_{what}=true" for what in ("async_collectives", "async_a
 
 
 def test_the_compiler_that_is_installed_takes_every_flag():
-    assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 4
+    assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 5
     started = run(START, *ALL)
     assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr[-500:]
 
