@@ -13,6 +13,7 @@ import pytest
 import reference
 from checkpoint_runs import batch, config, take
 from covering import slow_but
+from golden import GOLDEN
 from short_runs import canonical_numbers, place
 
 import meshtrain as mt
@@ -298,5 +299,9 @@ def test_what_is_no_path_is_refused_in_one_printable_sentence(path):
 def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
     with pytest.raises(ConfigError, match=r"mesh\.tensor 4 does not divide model\.heads 6"):
         mt.read_model(directory, mesh=mt.make_mesh(mt.load(None, ["mesh.tensor=4"])))
+    with pytest.raises(ConfigError, match=r"mesh\.tensor 5 does not divide model\.heads"):
+        mt.read_model(
+            GOLDEN / "llama3", mesh=mt.make_mesh(mt.load({"mesh": {"tensor": 5}, "model": {"heads": 5, "d_model": 40}}))
+        )
     with pytest.raises(ConfigError, match=r"make one with mt\.make_mesh"):
         mt.read_model(directory, mesh=jax.make_mesh((1,), ("x",)))

@@ -20,6 +20,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(given, sentence):
     assert str(refused.value) == sentence
 
 
+def test_of_a_run_by_epochs_no_step_is_known_to_be_too_late():
+    given = ["train.epochs=2", "telemetry.trace_at=[1000000]"]
+    assert load("configs/quickstart.yaml", given).telemetry.trace_at == (10**6,)
+
+
 def test_trackers_are_those_that_there_are():
     with pytest.raises(ConfigError, match="one of tensorboard, wandb, mlflow; did you mean tensorboard"):
         load("configs/quickstart.yaml", ["telemetry.trackers=[tensorbord]"])

@@ -229,3 +229,8 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_can(asked, said):
 def test_the_config_that_a_mesh_is_chosen_for_is_that_of_the_model_read():
     config = read_config(GOLDEN / "qwen3", precision="bfloat16")
     assert config == read_model(GOLDEN / "qwen3", precision="bfloat16").config
+
+
+def test_what_is_needed_for_a_moment_is_the_prompt_of_one_slot_and_all_logits():
+    # eight times the stream, gate and up and their product; float32 logits twice
+    assert memory_needs(CONFIG, 8, 5120).moment == 5120 * (8 * 96 + 3 * 250) * 2 + 8 * 8 * 1001

@@ -73,3 +73,10 @@ def test_a_family_from_outside_is_none_of_theirs():
             config_json(vars(model(family="mine")), 64, "float32")
     finally:
         FAMILIES.forget("mine")
+
+
+@pytest.mark.parametrize(("scaling", "original"), [("linear", False), ("yarn", True)])
+def test_positions_that_are_only_stretched_need_no_length_of_before(scaling, original):
+    given = model(rope_scaling=scaling, rope_factor=4.0, **({"rope_original": 32} if original else {}))
+    written = config_json(vars(given), 64, "float32")
+    assert ("rope_original" in model_section(written, "config.json")) == original

@@ -129,3 +129,9 @@ def test_on_one_stage_it_is_said_what_pairs_save_and_what_they_hold_more(llama_8
     assert note.startswith("paired holds ") and "where auto would hold" in note
     alone = plan(llama_8b({"data": 16}, microbatches=4), cluster)
     assert not [note for note in advice.notes(alone) if "paired" in note]
+
+
+@pytest.mark.parametrize(("compute", "offered"), [("float32", True), ("bfloat16", False)])
+def test_half_as_many_bytes_are_advised_where_it_computes_in_float32(llama_8b, compute, offered):
+    config = replaced(llama_8b({"data": 8}, microbatches=1), precision={"compute": compute})
+    assert (("precision.compute=bfloat16",) in dict(advice._neighbours(config, named("h100", 8)))) == offered

@@ -10,7 +10,7 @@ from meshtrain.config.follow import put
 from meshtrain.config.schema import SELECTIVE
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations, named, plan
-from meshtrain.plan.choices import contexts, ends_empty, remats, schedules, with_empty_ends
+from meshtrain.plan.choices import contexts, ends_empty, near_cuts, remats, schedules, with_empty_ends
 from meshtrain.plan.search import MARGIN, candidates, search
 from meshtrain.plan.seconds import layer_cost
 
@@ -138,3 +138,8 @@ def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
         c.mesh.context == 1 for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
     )
     assert without
+
+
+def test_near_what_a_rank_had_a_microbatch_has_as_many_rows_or_a_half_a_quarter_of_them():
+    assert near_cuts(model(), 1, 4) == (4, 8, 16)
+    assert near_cuts(model(), 4, 3) == (2, 4)

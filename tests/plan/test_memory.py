@@ -334,3 +334,23 @@ def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_n
         work[strategy] = activations.work(config, "gpu")
     whole = 2**20 * 2 * 8 * 128 * (2 + 4)  # keys and values, and their float32 cotangents
     assert work["all_gather"] > whole > work["ring"] > work["ulysses"]
+
+
+def test_what_a_stage_holds_for_a_moment_is_what_one_counts_by_hand():
+    """A llama of 8 layers of 64, hidden 96, in bfloat16: 2 sequences of 32 tokens are a microbatch on a rank."""
+    model = {"layers": 8, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 128}
+    config = load(
+        {
+            "model": model, "mesh": {"pipeline": 2}, "parallel": {"microbatches": 4}, "precision": {"compute": "bfloat16"},
+            "train": {"global_batch_size": 8, "sequence_length": 32},
+        }
+    )  # fmt: skip
+    moments = memory.passing(config, pipeline.facts(config))
+    items = {item.name: item.nbytes for moment in moments.values() for item in moment}
+    assert items["hidden states at the head"] == 2 * 2 * 32 * 64
+    # gate and up with cotangents, the stream four times as products take it and three times besides, queries three times
+    mlp = 2 * (2 * 2 * 96 + 4 * 64 + 3 * 64 + 3 * 64)
+    assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") >= 2 * 32 * mlp
+    assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") <= 2 * 32 * (
+        mlp + 24 * 4 * 32 + 4 * 64
+    )

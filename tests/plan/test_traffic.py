@@ -158,3 +158,12 @@ def test_idle_ticks_send_too_on_accelerators_and_do_not_on_cpus():
     lockstep = pipeline.iterations(config)
     assert (busy.forward, busy.backward, busy.head) == (4, 4, 4)
     assert (lockstep.forward, lockstep.backward, lockstep.head) == (5, 5, 4)
+
+
+def test_what_is_frozen_is_gathered_in_stage_3_alone():
+    def sent(stage: int) -> float:
+        config = small((4, 1, 1), sections={"lora": {"rank": 4}}, zero_stage=stage)
+        return traffic.by_axis(plan(config, named("h100", 4)).transfers)["data"]
+
+    # a layer's 32,000 weights, forward and backward, beside 3,000 of adapters
+    assert sent(3) > 3 * sent(1)

@@ -1,3 +1,4 @@
+import itertools
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -60,3 +61,13 @@ def test_a_probe_shows_itself():
     shown = mt.show(probe(pairs=pairs(8)))
     assert "%3Csvg" in shown.html and "latency in µs, from row to column" in shown.text
     assert mt.show(probe()).text == repr(probe())
+
+
+def test_each_device_s_number_stands_beside_its_row_and_above_its_column():
+    drawn = drawing(probe(pairs=pairs(8)))
+    across = [float(x) for x in re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle">\d', drawn)]
+    down = [float(y) for y in re.findall(r'<text x="\d+" y="(\d+)" text-anchor="end">\d', drawn)]
+    width = float(re.findall(r'</title><rect [^>]*width="([\d.]+)"', drawn)[0])
+    for places in (across, down):
+        steps = [b - a for a, b in itertools.pairwise(places)]
+        assert len(steps) == 7 and all(abs(step - width) <= 2 for step in steps)

@@ -1,6 +1,8 @@
 import json
 import random
 import re
+import shutil
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -119,3 +121,10 @@ def test_a_page_that_does_either_is_found_out(tmp_path):
     (tmp_path / "bad.html").write_text(bad)
     found = " ".join(look(tmp_path / "bad.html", tmp_path))
     assert "asks for http://127.0.0.1:9/x.png" in found and "px wide in a window of" in found
+
+
+@pytest.mark.parametrize("cluster", ["cpu", "h100"])
+def test_findings_of_a_described_cpu_say_that_only_shares_count(run, tmp_path, cluster):
+    where = Path(shutil.copytree(run, tmp_path / "one"))
+    (where / "findings.json").write_text(json.dumps({"cluster": cluster, "findings": []}))
+    assert ("compare shares, not seconds" in made(where)) == (cluster == "cpu")

@@ -266,3 +266,11 @@ def _seconds(config: Config, nodes: int) -> float:
     began = time.process_time()
     formed(config, nodes, cluster="h100")
     return time.process_time() - began
+
+
+@pytest.mark.parametrize(("batching", "becomes"), [("window", "refuse"), ("budget", "pad")])
+def test_a_budget_s_rows_have_to_divide_too_or_the_batch_is_padded(batching, becomes):
+    config = put(
+        Config(), mesh={"data": 4}, train={"global_batch_size": 8}, data={"batching": batching, "rows_multiple": 6}
+    )
+    assert forming._even(put(config, train={"uneven_batch": "refuse"})).train.uneven_batch == becomes

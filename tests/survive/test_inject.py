@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from meshtrain.config import ConfigError, load
 from meshtrain.config.inject import KINDS, parse
 from meshtrain.mesh import fake_cpu_devices
 from meshtrain.survive.heartbeat import Heartbeat, begun
-from meshtrain.survive.injector import _FAULTS, Injector
+from meshtrain.survive.injector import _FAULTS, Injector, NodeInjector
 
 STEP = 3  # at which the faults are asked for
 
@@ -312,3 +313,13 @@ def test_a_slow_process_naps_for_half_a_step(tmp_path, monkeypatch):
     for step in (5, 6):
         injector.at("dispatch", step)
     assert naps == [1.0, 1.0]
+
+
+def test_a_supervisor_s_fault_that_has_been_done_is_not_asked_for_again(tmp_path):
+    (tmp_path / "injected").mkdir()
+    (tmp_path / "injected" / "node-lost@1:0").touch()
+    store = SimpleNamespace(root=tmp_path, asked=lambda: ["node-lost@1:0", "moon@1:0", "node-lost@2:0"])
+    supervisor = SimpleNamespace(store=store, config=load({}), node=SimpleNamespace(rank=None, end=None))
+    injector = NodeInjector(supervisor)
+    injector.look(0.0)
+    assert list(injector.requests) == ["node-lost@2:0"]

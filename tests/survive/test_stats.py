@@ -162,3 +162,9 @@ def test_who_supervises_and_who_looks_at_a_run_has_no_jax(tmp_path):
         f"p = Path({str(at)!r}); stats.show(p); stats.show_status(p); picture.svg(p); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_fault_by_itself_has_its_kind_and_several_too_near_their_number(tmp_path):
+    root = ElementTree.fromstring(picture.svg(run(tmp_path, nodes=2, faults=60), 960))
+    labels = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {label[0] for label in labels if " × " in label} & set("23456789") and not any("1 × " in s for s in labels)

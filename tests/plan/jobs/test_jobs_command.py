@@ -37,10 +37,11 @@ def test_json_has_where_each_job_lies(written, capsys):
 
 
 def test_a_name_is_as_large_as_all_jobs_need(written, capsys):
-    jobs = written("jobs:\n  - {name: one, devices: 4}\n  - {name: two, devices: 9}")
+    jobs = written("jobs:\n  - {name: one, devices: 4, hours: 1}\n  - {name: two, devices: 9, hours: 3}")
     assert main(["--jobs", jobs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["accelerator"], found["nodes"]) == ("h100", 3)
+    assert (found["mean_seconds_until_done"], found["seconds_until_all_done"]) == (2 * 3600, 3 * 3600)
 
 
 def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
