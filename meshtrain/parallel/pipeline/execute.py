@@ -13,6 +13,8 @@ of the next clock that has a B, and is waited for after its F. So does the vocab
     clock t + 1  F  H  B  W
                ──►  the gx of clock t
 
+A table of pairs has F and B in one loop, and sends what both made behind it.
+
 Every device runs the same program. On CPU idle slots are skipped (lax.cond). Elsewhere a predicate would be waited for, so a slot
 that any stage uses is computed by all, and an idle one's results go where nobody reads; `phases` groups the clocks so that little is.
 """
