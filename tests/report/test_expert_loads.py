@@ -66,6 +66,7 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
     assert [row["step"] for row in told] == [1, 3, 5]
     for row in told:
         tokens = np.array(row["expert_tokens"])
+        assert row["grad_norm"] < 10, "counts are no gradient"
         assert tokens.shape == (5, 4) and (tokens.sum(1) == 8 * 16 * 2).all()
         assert np.isclose(np.mean(list(row["layer_router_entropy"].values())), row["router_entropy"], rtol=1e-5)
         if uneven_or_islands == "uneven stages":
