@@ -105,6 +105,28 @@ def test_what_is_routed_nowhere_takes_no_slot_and_no_block():
 
 
 @pytest.mark.thorough
+def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch):
+    """Where a ring goes round they compute too, as on accelerators: zeros, which tie, and would all be rows of the first experts."""
+    config = configuration(*CELLS["idle and padded"][:3])
+    routed: list[int] = []
+
+    def slots(chosen: jax.Array, local: int, room: int) -> Any:
+        jax.debug.callback(lambda n: routed.append(int(n)), jnp.sum(chosen < local))
+        return slots_of(chosen, local, room)
+
+    monkeypatch.setattr("meshtrain.model.experts.slots_of", slots)
+    program = Program(config)
+    batch, moe = crowded(config, packed=False), config.model.moe
+    arguments = place(program.layout, one_device("bias", False)[0]), program.place(batch), jnp.int32(0), jnp.float32(1)
+    jax.block_until_ready(jax.jit(program.gradients)(*arguments))
+    jax.effects_barrier()
+    assert 0 in routed, "no stage is idle"
+    assert sum(routed) == 2 * batch["tokens"].size * moe.top_k * config.model.layers, (
+        "forward, and again for the backward"
+    )
+
+
+@pytest.mark.thorough
 def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
     def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
         model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
@@ -150,6 +172,11 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
     "interleaved": ("plain", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 0, 1]}, False),
     "rows split": ("losses", {"data": 2, "expert": 2, "context": 2}, {"experts": SWAP, "zero_stage": 3}, False),
     "rows split over a ring": ("bias", {"data": 2, "expert": 2, "context": 2, "tensor": 2}, {"context_strategy": "ring", "sequence_parallel": True}, False),
+    # where a ring goes round idle stages and places without a layer compute too, as on accelerators
+    "idle and padded": (
+        "bias", {"data": 2, "expert": 2, "context": 2, "pipeline": 2},
+        {"context_strategy": "ring", "microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 0, 1]}, False,
+    ),
     "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
     "packed": ("losses", {"data": 4, "expert": 2, "tensor": 2}, {"zero_stage": 1, "experts": SWAP}, True),
     "packed in stages": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 2, "remat": "dots"}, True),
