@@ -40,7 +40,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "sums in bfloat16": {"precision": {"gradient_sums": "bfloat16"}},
     "compressed": {"parallel": {"reduce": {"compression": "int8"}}},
     "context": {"mesh": {"data": 1, "tensor": 2, "pipeline": 2, "context": 2}, "parallel": {"context_strategy": "all_gather"}},
-    "experts": {"model": {"moe": {"experts": 4, "top_k": 2, "d_ff": 20}}},
+    "experts": {"model": {"d_ff": None, "moe": {"experts": 4, "top_k": 2, "d_ff": 20}}},
     "own table": {},
 }  # fmt: skip
 
