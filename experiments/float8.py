@@ -1,11 +1,14 @@
 """What a model loses where the products of its layers are in float8: the quickstart, 200 steps on one device, by recipe.
 
-    python -m experiments.float8                              all recipes, a table
+    python -m experiments.float8                              all recipes and seeds, a table
     python -m experiments.float8 --figure experiments/float8.svg    and their losses, drawn
-    python -m experiments.float8 --losses DIR --only rowwise  one of them, its losses kept in DIR for the others' call
+    python -m experiments.float8 --losses DIR --only rowwise --seeds 0 3   one recipe and some seeds, their losses stored in DIR for another call
+    python -m experiments.float8 --rate 3e-3                  at the quickstart's own learning rate
 
 The model computes in bfloat16; all of its layers are in float8, the gradients of weights too (the config's own default leaves these, and
-the first and last layer, in the compute dtype). `apart` is the mean loss of the last 50 steps over that of bfloat16 on the same batches.
+the first and last layer, in the compute dtype). `apart` is the mean loss of the last 50 steps over that of bfloat16 from the same weights on
+the same batches: the mean of the seeds, and its standard error. Any rounding sets a trajectory on another course, however small it is: the row of
+float32 shows how far apart these end. At a calm learning rate they stay closer, so that fewer seeds tell a loss from chance.
 """
 
 import argparse
@@ -20,7 +23,8 @@ from meshtrain.data.from_config import open_data
 from meshtrain.step import Program
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
-STEPS, LAST, SMOOTHED = 200, 50, 10
+STEPS, LAST, SMOOTHED, SEEDS, RATE = 200, 50, 10, 5, 3e-4
+PRODUCTS = ("bfloat16", "float32", *RECIPES)
 ALONE = (
     "mesh.data=1",
     "mesh.tensor=1",
@@ -30,11 +34,12 @@ ALONE = (
 )
 
 
-def losses(recipe: str) -> np.ndarray:
-    """The loss of every step, of one of RECIPES or bfloat16."""
-    asked = ["parallel.microbatches=1", f"train.steps={STEPS}", "precision.compute=bfloat16"]
-    if recipe != "bfloat16":
-        asked += ["precision.matmul=float8", f"precision.float8_recipe={recipe}", "precision.float8_wgrad=float8"]
+def losses(products: str, seed: int, rate: float) -> np.ndarray:
+    """The loss of every step, of one of RECIPES or of a dtype."""
+    asked = ["parallel.microbatches=1", f"train.steps={STEPS}", f"run.seed={seed}", f"optimizer.learning_rate={rate}"]
+    asked += [f"precision.compute={'float32' if products == 'float32' else 'bfloat16'}"]
+    if products in RECIPES:
+        asked += ["precision.matmul=float8", f"precision.float8_recipe={products}", "precision.float8_wgrad=float8"]
         asked += ["precision.float8_skip=[0, 0]"]
     program = Program(config := load(QUICKSTART, [*ALONE, *asked]))
     (data, _), state, found = open_data(config), program.init(), []
@@ -44,16 +49,16 @@ def losses(recipe: str) -> np.ndarray:
     return np.array(found, np.float64)
 
 
-def kept(recipe: str, directory: Path | None) -> np.ndarray:
-    """The losses of a recipe, from the directory where it has them."""
-    file = directory and directory / f"{recipe}.npy"
+def stored(products: str, seed: int, rate: float, directory: Path | None) -> np.ndarray:
+    """The same, from the directory where it has them."""
+    file = directory and directory / f"{products}-{seed}-{rate:g}.npy"
     if file and file.exists():
         return np.load(file)
-    found = losses(recipe)
+    of_run = losses(products, seed, rate)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.save(file, found)
-    return found
+        np.save(file, of_run)
+    return of_run
 
 
 def draw(curves: dict[str, np.ndarray], path: Path) -> None:
@@ -75,15 +80,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--losses", type=Path)
-    parser.add_argument("--only", choices=("bfloat16", *RECIPES))
+    parser.add_argument("--only", choices=PRODUCTS, nargs="+", default=PRODUCTS)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, SEEDS), help="the first, and behind the last")
+    parser.add_argument("--rate", type=float, default=RATE)
     options = parser.parse_args()
-    curves = {name: kept(name, options.losses) for name in ([options.only] if options.only else ("bfloat16", *RECIPES))}
-    print("| products | loss | apart |\n| --- | --- | --- |")
-    for name, found in curves.items():
-        base = curves.get("bfloat16", found)
-        print(f"| {name} | {found[-LAST:].mean():.4f} | {found[-LAST:].mean() / base[-LAST:].mean() - 1:+.2%} |")
+    seeds = range(*options.seeds)
+    runs = {
+        name: np.array([stored(name, seed, options.rate, options.losses) for seed in seeds]) for name in options.only
+    }
+    if "bfloat16" not in runs:
+        return
+    base = runs["bfloat16"][:, -LAST:].mean(1)
+    print("| products | loss | apart | of the seeds |\n| --- | --- | --- | --- |")
+    for name, of_seeds in runs.items():
+        ends = of_seeds[:, -LAST:].mean(1)
+        apart = 100 * (ends / base - 1)
+        error = apart.std(ddof=1) / np.sqrt(len(apart))
+        each = " ".join(f"{x:+.2f}" for x in apart)
+        print(f"| {name} | {ends.mean():.4f} | {apart.mean():+.2f} ± {error:.2f}% | {each} |")
+    print(f"bfloat16's seeds are {100 * np.ptp(base) / base.mean():.1f}% apart")
     if options.figure:
-        draw(curves, options.figure)
+        draw(runs, options.figure)
 
 
 if __name__ == "__main__":

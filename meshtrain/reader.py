@@ -238,7 +238,9 @@ def _config(directory: Path, manifest: StepManifest, mesh: Mapping[str, int], pr
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.
-    config = replaced(run, mesh=vars(MeshConfig.of(mesh)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"})
+    config = replaced(
+        run, mesh=vars(MeshConfig.of(mesh)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"}, precision={"float8_frozen": False}
+    )  # fmt: skip
     config = _with_precision(config, precision)
     check(config)
     return config

@@ -36,6 +36,7 @@ CELLS = {
     "sequence parallel": ("blockwise", WIDE, {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": 3}, {}),
     "blocks, all axes": ("blockwise", WIDE, {"data": 2, "tensor": 2, "pipeline": 2}, {"schedule": "zb_h1", "microbatches": 2}, {}),
     "experts": ("rowwise", EXPERTS | {"moe": {"experts": 4, "top_k": 4, "d_ff": 32, "shared_experts": 1}}, {"data": 2, "pipeline": 2}, {"schedule": "1f1b", "microbatches": 2}, {}),
+    "expert axis": ("blockwise", {**{n: WIDE[n] for n in WIDE if n != "d_ff"}, "moe": {"experts": 4, "top_k": 2, "d_ff": 128}}, {"data": 4, "expert": 2}, {"zero_stage": 3, "microbatches": 2}, {}),
     "LoRA": ("rowwise", MODEL, {"data": 2, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, {"lora": {"rank": 4}}),
 }  # fmt: skip
 
@@ -180,11 +181,14 @@ def test_a_step_that_overflows_is_skipped_as_without_float8():
 
 
 @pytest.mark.thorough
-def test_the_compiled_step_gathers_the_bytes_that_are_planned():
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_the_compiled_step_gathers_the_bytes_that_are_planned(recipe):
+    """Shards of a width of 256 have whole blocks."""
     mesh, parallel = {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": 3}
     sent = {}
     for matmul in ("compute", "float8"):
-        config = config_of("rowwise", WIDE, mesh, parallel, {}, {"matmul": matmul, "float8_skip": [0, 0]})
+        model = WIDE | {"d_model": 256}
+        config = config_of(recipe, model, mesh, parallel, {}, {"matmul": matmul, "float8_skip": [0, 0]})
         planned = by_axis(estimate(config, named("cpu", 4)).transfers)
         found = Program(config, make_mesh(config)).collectives().traffic
         assert [found[axis] for axis in mesh] == pytest.approx([planned[axis] for axis in mesh], rel=0.03)

@@ -9,9 +9,9 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "meshtrain"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 # Each may only fall, but for the lines that a new feature was allowed: context parallelism, what a config imports, grouped products, loads of
-# experts, merged experts in files, how others send rows to experts, pairs, experts over tensor, what
-# a schedule's table sends over data.
-FILES_AT_MOST, LINES_AT_MOST, LONGEST_FILE = 363, 57_180, 420
+# experts, merged experts in files, how others send rows to experts, pairs, experts over tensor,
+# frozen weights and experts in float8.
+FILES_AT_MOST, LINES_AT_MOST, LONGEST_FILE = 364, 57_463, 420
 
 
 def test_a_class_name_exists_once():

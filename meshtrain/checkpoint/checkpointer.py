@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.arrays import freed_blocks_returned
 from meshtrain.checkpoint.finding import Start, find, set_aside_earlier
@@ -89,7 +91,7 @@ class Checkpointer(Saver):
         from meshtrain.hf import loading
 
         layout = self.program.layout
-        initial = layout.map(lambda weight, x: x if weight.adapter else x.delete(), state.params)
+        initial = layout.map(lambda weight, x: x if weight.adapter else jax.tree.map(jax.Array.delete, x), state.params)
         with freed_blocks_returned():
             params = loading.read(layout, Path(weights).expanduser(), initial)
         self.say(f"started from the weights in {weights}.")

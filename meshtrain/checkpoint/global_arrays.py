@@ -85,9 +85,14 @@ class GlobalArrays:
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
     @cached_property
+    def shapes(self) -> State:
+        """The state's, each weight an array, as a checkpoint has it."""
+        return self.program.state_shapes._replace(params=self.layout.map(self.layout.array))
+
+    @cached_property
     def entries(self) -> list[GlobalArray]:
         """The arrays of a state, or of its parameters, in `jax.tree` order."""
-        shapes = self.program.state_shapes
+        shapes = self.shapes
         grouped: tuple[str, ...] = ()
         optimizer = shapes.optimizer
         if shapes.islands is not None:
@@ -128,8 +133,7 @@ class GlobalArrays:
             return self.arrays(state, frozen)
         from meshtrain.checkpoint.rearrangement import host_blocks
 
-        live = self._by_name(state)
-        blocks = host_blocks({e.name: live[e.name] for e in entries})
+        blocks = host_blocks(self._by_name(state, entries))
         return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in entries}
 
     def assembled(self, entry: GlobalArray, blocks: "Sequence[Block]") -> jax.Array:
@@ -145,16 +149,21 @@ class GlobalArrays:
 
     def arrays(self, state: State | Tree, frozen: bool = True) -> dict[str, jax.Array]:
         """Returns the global arrays of a live state; rearranged ones are copies, in host memory if there is an accelerator."""
-        entries, live = [e for e in self.entries if frozen or not e.frozen], self._by_name(state)
-        arrays = {e.name: live[e.name] for e in entries}
+        entries = [e for e in self.entries if frozen or not e.frozen]
+        arrays = self._by_name(state, entries)
         for batch in self.batches(entries):
             copies = self.rearranged("global", batch, [arrays[e.name] for e in batch])
             for entry, copy in zip(batch, copies, strict=True):
                 arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _to_host(copy)
         return arrays
 
-    def _by_name(self, state: State | Tree) -> dict[str, jax.Array]:
-        return dict(zip((e.name for e in self.entries), jax.tree.leaves(state), strict=True))
+    def _by_name(self, state: State | Tree, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
+        structure: Any = jax.tree.structure(self.shapes.params if self.weights_alone else self.shapes)
+        stored = dict(zip((e.name for e in self.entries), structure.flatten_up_to(state), strict=True))
+        for entry in (e for e in entries if e.frozen):
+            x = self.layout.unstored(entry.parameter, stored[entry.name])
+            stored[entry.name] = jax.device_put(x, entry.live.sharding)
+        return {e.name: stored[e.name] for e in entries}
 
     # --- from disk: of a step, with its manifest's leaves
 
@@ -179,21 +188,26 @@ class GlobalArrays:
         if self.program.state_shapes.scale is not None and "scale.value" not in leaves:
             names = [e.name for e in self.entries if e.name.startswith("scale.")]
             live |= zip(names, jax.tree.leaves(self.program.init_scale()), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(self.program.state_shapes), [live[e.name] for e in self.entries])
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), [live[e.name] for e in self.entries])
 
     def read(self, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
-        """Returns live arrays by name. The manifest says which folder each is in: a frozen one there may be trained by this program."""
+        """Returns what a state has, by name. The manifest says which folder it is in: what is frozen there may be trained here."""
         live_arrays: dict[str, jax.Array] = {}
         for place in steps.PLACES:
             here = [e for e in entries if steps.place(leaves[e.name]) == place]
             as_stored = [e for e in here if self.is_global(e)]
-            live_arrays |= arrays.read(directory / place, {e.name: e.live for e in as_stored})
+            live_arrays |= arrays.read(directory / place, {e.name: e.live for e in as_stored if not e.frozen})
+            # frozen ones one by one, since there is room for them as the state has them
+            for entry in (e for e in as_stored if e.frozen):
+                x = arrays.read(directory / place, {entry.name: entry.live})[entry.name]
+                live_arrays[entry.name] = self.layout.stored(entry.parameter, x)
             for batch in self.batches(here):
                 stored = arrays.read(directory / place, {e.name: self.stored(e) for e in batch})
                 live = self.rearranged("live", batch, [stored.pop(e.name) for e in batch])
                 # offloaded ones go to the host
                 placed = [jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)]
-                live_arrays |= zip((e.name for e in batch), jax.block_until_ready(placed), strict=True)
+                of_state = [self.layout.stored(e.parameter, x) for x, e in zip(placed, batch, strict=True)]
+                live_arrays |= zip((e.name for e in batch), jax.block_until_ready(of_state), strict=True)
         return live_arrays
 
     def resized(self, directory: Path, leaves: Leaves, entry: GlobalArray, live: jax.Array) -> jax.Array:

@@ -186,7 +186,7 @@ def read_weights(converter: GlobalArrays, directory: Path, manifest: StepManifes
     parameters = [e for e in converter.entries if e.name.startswith("params.")]
     _check(directory, manifest, parameters, weights_only=True)
     live = converter.read(directory, manifest.leaves, parameters)
-    return jax.tree.unflatten(jax.tree.structure(converter.program.layout.masters), [live[e.name] for e in parameters])
+    return jax.tree.unflatten(jax.tree.structure(converter.shapes.params), [live[e.name] for e in parameters])
 
 
 def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -> State:
@@ -198,16 +198,17 @@ def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str
     same = [e for e in parameters if e not in resized and e not in new_adapters]
     _check(start.directory, start.manifest, same, weights_only=True)
     state, leaves = converter.program.init(), start.manifest.leaves
-    live = dict(zip((e.name for e in parameters), jax.tree.leaves(state.params), strict=True))
+    arrays: Any = jax.tree.structure(converter.shapes.params)
+    live = dict(zip((e.name for e in parameters), arrays.flatten_up_to(state.params), strict=True))
     for entry in same:
-        live[entry.name].delete()
+        jax.tree.map(lambda x: x.delete(), live[entry.name])
     live |= converter.read(start.directory, leaves, same)
     for entry in resized:
         live[entry.name] = converter.resized(start.directory, leaves, entry, live[entry.name])
         stored = leaves[entry.name]["shape"]
         say(f"{entry.name} is {list(entry.shape)}; the checkpoint has {stored} of it, the rest is as initialised.")
     say(f"started from the weights of step {start.manifest.step} in {start.directory}.")
-    return converter.program.from_weights(state, jax.tree.unflatten(jax.tree.structure(state.params), live.values()))
+    return converter.program.from_weights(state, jax.tree.unflatten(arrays, live.values()))
 
 
 def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bool:

@@ -258,7 +258,7 @@ def _remat_problems(config: Config) -> Iterator[str]:
 
 def float8_problems(config: Config) -> Iterator[str]:
     """Yields a sentence on each thing that products in float8 cannot be made of."""
-    precision, model, skip = config.precision, config.model, config.precision.float8_skip
+    precision, model, skip, tensor = config.precision, config.model, config.precision.float8_skip, config.mesh.tensor
     for name, legal in (("matmul", ("compute", "float8")), ("float8_recipe", RECIPES)):
         value = getattr(precision, name)
         if value.lower() in ("mxfp8", "nvfp4"):
@@ -271,7 +271,6 @@ def float8_problems(config: Config) -> Iterator[str]:
         yield f"precision.float8_skip is {short(list(skip))}; give two numbers, of the first layers and of the last ones."
     elif sum(skip) >= model.layers:
         yield f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are fewer in all."
-    tensor = config.mesh.tensor
     widths = (
         ("model.d_model", model.d_model, 1), ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
         ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1), ("model.d_ff", model.d_ff, tensor),

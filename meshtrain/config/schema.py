@@ -174,21 +174,20 @@ class PrecisionConfig:
         counts=lambda c: c.parallel.microbatches > 1 or c.mesh.pipeline > 1
     )
     matmul: str = key(
-        "compute", "the products of the layers: compute, in that dtype; float8, of operands that are rounded to 8 bits. Head, embedding, norms, "
-        "experts and adapters stay as they are"
+        "compute", "the products of the layers: compute, in that dtype; float8, of operands that are rounded to 8 bits, experts' multiplied "
+        "in the compute dtype. Head, embedding, router, norms and adapters stay as they are"
     )
     float8_recipe: str = key(
         "rowwise", "numbers that share a scale: rowwise, a row or column of what is summed over; tensorwise, all on a device, so that losses depend "
-        "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the compute dtype",
-        counts=_in_float8
-    )
+        "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the compute dtype", counts=_in_float8)
     float8_wgrad: Literal["compute", "float8"] = key("compute", "what the gradients of weights are multiplied in", counts=_in_float8)
     float8_skip: tuple[int, ...] = key((1, 1), "how many of the first and of the last layers stay in the compute dtype", least=0, counts=_in_float8)
     float8_gather: bool = key(
-        True, "gather what is rounded, where losses stay the same: over tensor with sequence_parallel, and weights over data with zero_stage 3, "
-        "but blockwise ones",
-        counts=_in_float8
-    )
+        True, "gather what is rounded: over tensor with sequence_parallel, and weights over data with zero_stage 3, blockwise those whose "
+        "shards have blocks whole", counts=_in_float8)
+    float8_frozen: bool = key(
+        True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; they are saved as what they "
+        "were rounded to", counts=_in_float8)
     loss_scale: float = key(65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE)
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(

@@ -117,16 +117,18 @@ def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapte
     by_name = mappings(config.model, files)
     factors = {weight.name: weight for weight in adapter_weights(config.model, config.lora)}
 
-    def leaf(placed: Placed, master: jax.ShapeDtypeStruct, initial: jax.Array | None = None) -> jax.Array:
+    def leaf(placed: Placed, initial: Any = None) -> Any:
+        master = layout.array(placed)
         if (mapping := by_name.get(placed.name)) is not None:
-            return _Leaf(layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)).on(master)
+            x = _Leaf(layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)).on(master)
+            return layout.stored(placed, x)
         if adapters is not None:
             weight = factors[placed.name]
             return _Leaf(layout, placed, weight, (0,), lambda layer, box: adapters.read(weight, layer)[box]).on(master)
         assert initial is not None
         return initial
 
-    return layout.map(leaf, layout.masters, *([] if initial is None else [initial]))
+    return layout.map(leaf, *([] if initial is None else [initial]))
 
 
 class _Leaf:

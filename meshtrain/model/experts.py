@@ -15,7 +15,7 @@ Suffixes besides those of `layers`: N tokens, K chosen experts of each, E expert
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +220,7 @@ class Experts(nnx.Module):
     gate_bias: nnx.Param | None = None
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
+    float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.moe = config.moe
@@ -253,8 +254,8 @@ class Experts(nnx.Module):
         slots = slots_of(chosen_NK, len(self.gate[...]), room)
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // chosen_NK.shape[1]
-        x = checkpoint_name(spread(rows_ND, source, slots.places), "dispatched")
-        branches = [grouped(x, w[...], *block_of) for w in (self.gate, self.up)]
+        x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
+        branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
         if self.gate_bias is not None and self.up_bias is not None:
             branches = [
                 b + of_slots(bias[...], slots) for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
@@ -265,13 +266,24 @@ class Experts(nnx.Module):
             return self.hidden(gate, up) * weights.astype(gate.dtype)
 
         # weights before the last product, so that its output is not kept for their gradient
-        of_block = slots.blocks, len(x) // len(slots.expert_of_block), collectives.platform
+        of_block = slots.blocks, len(slots.pairs) // len(slots.expert_of_block), collectives.platform
         h = by_rows(weighted, *of_block, *(checkpoint_name(b, "mlp_in") for b in branches), weights)
         h = checkpoint_name(h, "mlp_hidden")
-        y = grouped(h, self.down[...], *block_of)
+        y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
             y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)
         return collected(y, source, slots.places), slots.dropped
+
+    def rows(self, x_SD: jax.Array) -> Any:
+        """Slots as `product` takes them."""
+        return x_SD if self.float8 is None else self.float8.round(x_SD)
+
+    def product(self, name: str, rows: Any, experts: jax.Array, blocks: jax.Array, platform: str) -> jax.Array:
+        """Slots times the weights `name` of their experts."""
+        weight = getattr(self, name)[...]
+        if self.float8 is None:
+            return grouped(rows, weight, experts, blocks, platform)
+        return self.float8.grouped(name, rows, weight, platform, (experts, blocks))
 
 
 def of_slots(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:

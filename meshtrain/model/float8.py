@@ -10,10 +10,12 @@ Scales are powers of two, as torchao has them for rowwise: to divide by one is e
 rounded once more, and has the same value in bfloat16. The cast does not saturate, so all is clipped before it. An inf makes its group's
 scale inf and the group NaN: a step that bfloat16 would skip is skipped here.
 
-XLA has no kernel that takes a scale for each block: blockwise multiplies the rounded numbers in the compute dtype, for the same sums.
+XLA has no kernel that takes a scale for each block, and experts' grouped products are loops or kernels of the compute dtype: what is rounded is
+multiplied in that, which holds it exactly.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,16 +24,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
+from meshtrain.compat import vary, varying
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.grouped import implementation
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BLOCK = 128
 OVER_ROWS = (((0,), (0,)), ((), ()))
-Groups = tuple[int, int]  # rows and columns that share a scale; 0: all
+Groups = tuple[int, ...]  # along each dimension, the numbers that share a scale; 0: all
 
 
 class Rounded(NamedTuple):
-    """A matrix in float8, and its scales, float32: 1, as many as it has, or one for each `BLOCK`, along either dimension.
+    """An array in float8, and its scales, float32: 1, as many as it has, or one for each block, along every dimension.
 
     What is kept or sent is e4m3 as bytes: XLA's CPU widens float8 on its way, and has made NaN of what loops kept of it.
     """
@@ -47,6 +51,11 @@ class Rounded(NamedTuple):
     def packed(self) -> "Rounded":
         """Returns the same as bytes."""
         return Rounded(lax.bitcast_convert_type(self.values, jnp.uint8), self.scale)
+
+    def matrix(self, rows: int) -> "Rounded":
+        """Returns the matrix whose `rows` are the first dimensions."""
+        cut = next(d for d in range(1, self.values.ndim) if math.prod(self.values.shape[:d]) == rows)
+        return Rounded(self.values.reshape(rows, -1), self.scale.reshape(math.prod(self.scale.shape[:cut]), -1))
 
 
 class Rows(NamedTuple):
@@ -74,32 +83,32 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def rounded(x: jax.Array, groups: Groups, dtype: Any = E4M3, over: tuple[str, ...] = ()) -> Rounded:
-    """Rounds a matrix; `over` are mesh axes that share each scale."""
-    size = [group or n for group, n in zip(groups, x.shape, strict=True)]
-    blocks = _blocks(x, size)
-    amax = jnp.max(jnp.abs(blocks.astype(jnp.float32)), (1, 3))
+    """Rounds an array; `over` are mesh axes that share each scale."""
+    blocks = _blocks(x, [group or n for group, n in zip(groups, x.shape, strict=True)])
+    within = tuple(range(1, blocks.ndim, 2))
+    amax = jnp.max(jnp.abs(blocks.astype(jnp.float32)), within, keepdims=True)
     scale = scale_of(lax.pmax(amax, over) if over else amax, dtype)
-    return Rounded(_unblocked(cast(blocks, scale[:, None, :, None], dtype), x.shape), scale)
+    return Rounded(_unblocked(cast(blocks, scale, dtype), x.shape), jnp.squeeze(scale, within))
 
 
 def widened(q: Rounded, dtype: Any) -> jax.Array:
     """Returns the numbers that were rounded to, exact in every dtype that holds them."""
     shape = q.values.shape
-    size = [n if s == 1 else 1 if s == n else BLOCK for n, s in zip(shape, q.scale.shape, strict=True)]
-    return _unblocked(_blocks(q.numbers, size).astype(jnp.float32) * q.scale[:, None, :, None], shape).astype(dtype)
+    # the last block is as long as it is
+    size = [BLOCK if 1 < s == -(-n // BLOCK) else n // s for n, s in zip(shape, q.scale.shape, strict=True)]
+    scale = jnp.expand_dims(q.scale, tuple(range(1, 2 * len(shape), 2)))
+    return _unblocked(_blocks(q.numbers, size).astype(jnp.float32) * scale, shape).astype(dtype)
 
 
 def _blocks(x: jax.Array, size: list[int]) -> jax.Array:
-    (n, m), (r, c) = x.shape, size
-    padding = (0, -n % r), (0, -m % c)
+    padding = [(0, -n % s) for n, s in zip(x.shape, size, strict=True)]
     x = jnp.pad(x, padding) if any(map(sum, padding)) else x
-    return x.reshape(x.shape[0] // r, r, x.shape[1] // c, c)
+    return x.reshape([m for n, s in zip(x.shape, size, strict=True) for m in (n // s, s)])
 
 
 def _unblocked(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    a, r, b, c = blocks.shape
-    x = blocks.reshape(a * r, b * c)
-    return x if x.shape == shape else x[: shape[0], : shape[1]]
+    x = blocks.reshape([a * b for a, b in zip(blocks.shape[::2], blocks.shape[1::2], strict=True)])
+    return x if x.shape == shape else x[tuple(map(slice, shape))]
 
 
 class Float8Recipe(NamedTuple):
@@ -107,6 +116,7 @@ class Float8Recipe(NamedTuple):
 
     recipe: str
     wgrad: bool
+    products: str = "float8"  # of a layer, see `parallel.layout.Segment`
 
     @property
     def of_gradients(self) -> Any:
@@ -134,33 +144,41 @@ class Float8Recipe(NamedTuple):
         dimensions = (((summed[0],), (summed[1],)), ((), ()))
         # float16 would not hold the sums before they are scaled
         inner = jnp.float32 if dtype == jnp.float16 else dtype
-        if self.recipe == "blockwise":
-            wide = jnp.bfloat16 if dtype == jnp.float16 else dtype
-            y = lax.dot_general(widened(a, wide), widened(b, wide), dimensions, preferred_element_type=inner)
-            return y.astype(dtype)
         y = lax.dot_general(a.numbers, b.numbers, dimensions, preferred_element_type=inner)
         return (y * a.scale.reshape(-1, 1).astype(inner) * b.scale.reshape(1, -1).astype(inner)).astype(dtype)
 
+    def selected(
+        self, skip: jax.Array | None, x: jax.Array, summed: int, weight: bool = False, dtype: Any = E4M3, turned: bool = False
+    ) -> jax.Array:  # fmt: skip
+        """Returns what x is rounded to, each of its matrices by itself; where a layer is skipped x as it is. `turned`: it is for the other
+        dimension already."""
+        groups = self.groups(summed, weight)
+        if self.products == "compute" or (turned and groups == self.groups(1 - summed, weight)):
+            return x
+        y = widened(rounded(x, (1,) * (x.ndim - 2) + groups, dtype), x.dtype)
+        return y if skip is None else jnp.where(skip, x, y)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(
-    how: Float8Recipe, shape: Any, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: Rounded | None
-) -> jax.Array:
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: Rounded | None) -> jax.Array:
     """x W by what they are rounded to, `q` and `b`. For the backward q is kept, or x if something else keeps that in any case."""
-    return how.times(q, b or how.weight(weight.reshape(x.shape[1], -1)), (1, 0), x.dtype)
+    b = how.weight(weight.reshape(x.shape[1], -1)) if b is None else b.matrix(x.shape[1])
+    return how.times(q, b, (1, 0), x.dtype)
 
 
-def _product_forward(how: Float8Recipe, shape: Any, keeps_x: bool, *given: Any) -> tuple[jax.Array, Any]:
+def _product_forward(how: Float8Recipe, keeps_x: bool, *operands: Any) -> tuple[jax.Array, Any]:
     """Of a frozen weight there is no gradient to come, so nothing is kept for one."""
-    trained = given[2].perturbed
-    x, q, weight, b = jax.tree.map(lambda p: p.value, given, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+    trained = operands[2].perturbed
+    x, q, weight, b = _values(operands)
     kept = (x if keeps_x else q) if trained else None
-    return _product(how, shape, keeps_x, x, q, weight, b), (kept, weight if b is None else None, b)
+    return _product(how, keeps_x, x, q, weight, b), (kept, weight if b is None else None, b)
 
 
-def _product_backward(how: Float8Recipe, shape: Any, keeps_x: bool, residuals: Any, g_NF: jax.Array) -> tuple[Any, ...]:
+def _product_backward(how: Float8Recipe, keeps_x: bool, residuals: Any, g_NF: jax.Array) -> tuple[Any, ...]:
     kept, weight, b = residuals
-    b = b or how.weight(weight.reshape(-1, g_NF.shape[1]))
+    shape, width = (weight if b is None else b.values).shape, g_NF.shape[1]
+    rows = math.prod(shape) // width
+    b = how.weight(weight.reshape(rows, width)) if b is None else b.matrix(rows)
     to_x = how.times(rounded(g_NF, how.groups(1), how.of_gradients), how.turned(b, 1, weight=True), (1, 1), g_NF.dtype)
     if kept is None:
         return to_x, None, None, None
@@ -175,38 +193,62 @@ def _product_backward(how: Float8Recipe, shape: Any, keeps_x: bool, residuals: A
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
-# Where layers of both kinds run by one program, as in the stages of a pipeline, operands are selected and the product is of the compute
-# dtype: by powers of two the same sums.
-def _selected(how: Float8Recipe, skip: jax.Array, x: jax.Array, groups: Groups, dtype: Any = E4M3) -> jax.Array:
-    """Returns x as it is where `skip`, else what it is rounded to."""
-    return jnp.where(skip, x, widened(rounded(x, groups, dtype), x.dtype))
+def _values(operands: Any) -> Any:
+    return jax.tree.map(lambda p: p.value, operands, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+
+
+# By powers of two the same sums as of numbers of 8 bits. Where layers of both kinds run by one program, as in the stages of a pipeline,
+# operands are selected. With `blocks` the product is a grouped one.
+def _times(platform: str, x: jax.Array, w: jax.Array, blocks: Sequence[Any], transposed: bool = False) -> jax.Array:
+    if not blocks:
+        return x @ (w.T if transposed else w)
+    return implementation(platform, x, w, blocks[0]).by_blocks(x, w, *blocks, transposed=transposed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _selected_product(how: Float8Recipe, shape: Any, skip: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x W, of a weight that is rounded unless `skip`; x is already."""
-    return x @ _selected(how, skip, weight.reshape(x.shape[1], -1), how.groups(0, weight=True))
+def _wide_product(
+    how: Float8Recipe, platform: str, skip: Any, x: Any, q: Rounded | None, weight: Any, b: Rounded | None, *blocks: Any
+) -> jax.Array:
+    """x W in the compute dtype, of what they are rounded to: `q` and `b`, where these are there."""
+    x = how.selected(skip, x, 1) if q is None else widened(q, x.dtype)
+    return _times(platform, x, _wide_weight(how, skip, weight, b, None if blocks else (x.shape[1], -1)), blocks)
 
 
-def _selected_forward(how: Float8Recipe, shape: Any, *given: Any) -> tuple[jax.Array, Any]:
-    skip, x, weight = (p.value for p in given)
-    return _selected_product(how, shape, skip, x, weight), (skip, x if given[2].perturbed else None, weight)
+def _wide_weight(how: Float8Recipe, skip: Any, weight: Any, b: Rounded | None, shape: Any) -> jax.Array:
+    w = weight if b is None else widened(b, weight.dtype)
+    w = w if shape is None else w.reshape(shape)
+    return how.selected(skip, w, 0, weight=True) if b is None else w
 
 
-def _selected_backward(how: Float8Recipe, shape: Any, residuals: Any, g_NF: jax.Array) -> tuple[Any, ...]:
-    skip, x, weight = residuals
-    w = _selected(how, skip, weight.reshape(-1, g_NF.shape[1]), how.groups(0, weight=True))
-    w = _selected(how, skip, w, how.groups(1, weight=True))
-    to_x = _selected(how, skip, g_NF, how.groups(1), how.of_gradients) @ w.T
-    if x is None:
-        return None, to_x, None
+def _wide_forward(how: Float8Recipe, platform: str, *operands: Any) -> tuple[jax.Array, Any]:
+    trained = operands[3].perturbed
+    skip, x, q, weight, b, *blocks = _values(operands)
+    kept = (x if q is None else None, q) if trained else None
+    # of a weight that is there in float8 its dtype
+    like = weight if b is None else jnp.zeros((), weight.dtype)
+    return _wide_product(how, platform, skip, x, q, weight, b, *blocks), (skip, kept, like, b, blocks)
+
+
+def _wide_backward(how: Float8Recipe, platform: str, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    skip, kept, weight, b, blocks = residuals
+    others = (None,) * len(blocks)
+    w = _wide_weight(how, skip, weight, b, None if blocks else (-1, g.shape[1]))
+    turned = how.selected(skip, w, 1, weight=True, turned=True)
+    to_x = _times(platform, how.selected(skip, g, 1, dtype=how.of_gradients), turned, blocks, transposed=True)
+    if kept is None:
+        return None, to_x, None, None, None, *others
+    x, q = kept
+    x = how.selected(skip, x, 1) if q is None else widened(q, g.dtype)
     if how.wgrad:
-        x = _selected(how, skip, x, how.groups(0))
-        g_NF = _selected(how, skip, g_NF, how.groups(0), how.of_gradients)
-    return None, to_x, lax.dot_general(x, g_NF, OVER_ROWS).reshape(shape)
+        x, g = how.selected(skip, x, 0, turned=True), how.selected(skip, g, 0, dtype=how.of_gradients)
+    if blocks:
+        to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(x, g, *blocks, w)
+    else:
+        to_weight = lax.dot_general(x, g, OVER_ROWS)
+    return None, to_x, None, to_weight.reshape((weight if b is None else b.values).shape), None, *others
 
 
-_selected_product.defvjp(_selected_forward, _selected_backward, symbolic_zeros=True)
+_wide_product.defvjp(_wide_forward, _wide_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
@@ -219,9 +261,11 @@ _straight_through.defvjp(lambda x, instead: (instead, None), lambda _, g: (g, No
 
 
 class Float8Products:
-    """The products of a layer in float8. Where `skip` is given, a boolean on the device, they are in the compute dtype if it is true.
+    """The products of a layer in float8. `skip`, a boolean on the device where both kinds run by one program: in the compute dtype if it is
+    true.
 
-    `weights` are those that were gathered in float8, by name; `gathers`: so is what goes into column-parallel products.
+    `weights` are those that are there in float8, by name: frozen ones, and what was gathered so; `gathers`: so is what goes into
+    column-parallel products.
     """
 
     def __init__(
@@ -231,17 +275,15 @@ class Float8Products:
 
     def round(self, x_ND: jax.Array) -> Rows:
         """Rounds what goes into products, for the forward."""
-        groups = self.how.groups(1)
-        if self.skip is None:
-            return Rows(x_ND, rounded(lax.stop_gradient(x_ND), groups).packed())
-        chosen = _selected(self.how, self.skip, lax.stop_gradient(x_ND), groups)
-        return Rows(_straight_through(x_ND, chosen), None)
+        if self.how.products != "float8":
+            return Rows(x_ND, None)
+        return Rows(x_ND, rounded(lax.stop_gradient(x_ND), self.how.groups(1)).packed())
 
     def enter(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array | Rows:
         """`collectives.enter`, where it `gathers` of rows as they are rounded: what it does to x itself nobody reads then, but for its
         gradient."""
         x, width = collectives.enter(x_BTD), x_BTD.shape[-1]
-        if self.skip is not None or not self.gathers:
+        if self.how.products != "float8" or not self.gathers:
             return x
 
         def entered(part: jax.Array) -> jax.Array:
@@ -255,10 +297,21 @@ class Float8Products:
 
     def linear(self, name: str, rows: Rows, weight: jax.Array) -> jax.Array:
         """x W of the weight `name`. Attention keeps what it gives to its output projection itself."""
-        if rows.rounded is None:
-            return _selected_product(self.how, weight.shape, self.skip, rows.x, weight)
-        return _product(self.how, weight.shape, name == "out", rows.x, rows.rounded, weight, self.weights.get(name))
+        (x, q), b = rows, self.weights.get(name)
+        if q is None or self.how.recipe == "blockwise":
+            return _wide_product(self.how, "", self.skip, x, None if name == "out" else q, weight, b)
+        return _product(self.how, name == "out", x, q, weight, b)
+
+    def grouped(
+        self, name: str, rows: Rows, weight: jax.Array, platform: str, blocks: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """`grouped.grouped` of the weights `name`: its `blocks` are the expert of each, and how many are in use."""
+        operands = (self.skip, *rows, weight, self.weights.get(name), *blocks)
+        axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+        return _wide_product(self.how, platform, *vary(operands, axes))
 
     def values(self, rows: Rows) -> jax.Array:
         """What the rows were rounded to, for other products."""
-        return rows.x if rows.rounded is None else _straight_through(rows.x, widened(rows.rounded, rows.x.dtype))
+        x, q = rows
+        chosen = self.how.selected(self.skip, x, 1) if q is None else widened(q, x.dtype)
+        return _straight_through(x, lax.stop_gradient(chosen))

@@ -84,7 +84,7 @@ def _over_blocks(function: Callable[..., Any], length: int, blocks: jax.Array, *
     return lax.fori_loop(0, blocks, block, vary(empty, varying(arrays[0])))
 
 
-def _implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
+def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
     """The module whose `by_blocks` and `weight_gradient` are run; that of the kernels takes Pallas, which is slow to import."""
     in_tiles = all(size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:]))
     return import_module("meshtrain.model.grouped_kernels" if platform == "gpu" and in_tiles else __name__)
@@ -92,7 +92,7 @@ def _implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array) -> jax.Array:
-    return _implementation(platform, rows, weight, experts).by_blocks(rows, weight, experts, blocks)
+    return implementation(platform, rows, weight, experts).by_blocks(rows, weight, experts, blocks)
 
 
 def _forward(
@@ -108,7 +108,7 @@ def _backward(
     platform: str, residuals: GroupedResiduals, g_RN: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     rows, weight, experts, blocks = residuals
-    run = _implementation(platform, g_RN, weight, experts)
+    run = implementation(platform, g_RN, weight, experts)
     to_rows = run.by_blocks(g_RN, weight, experts, blocks, transposed=True)
     return to_rows, None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight), None, None
 

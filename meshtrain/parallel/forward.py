@@ -132,8 +132,10 @@ class Forward:
         def layer(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
             weights = Weights(differentiated, constant)
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
-            if products != "compute":
-                self._use_float8(block, weights, None if products == "float8" else self._skips(index))
+            if self.config.precision.matmul == "float8":
+                from meshtrain.parallel.float8 import use_float8
+
+                use_float8(block, self.zero, weights, products, index)
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
             of_layer = sequence(index) if routing is None else replace(sequence(index), routing=routing(index))
@@ -150,21 +152,6 @@ class Forward:
         named = jax.named_scope(xla.LAYER)(layer if self.layout.even else layer_or_padding)
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
-
-    def _skips(self, index: jax.Array) -> jax.Array:
-        """Whether a layer is one of those that stay in the compute dtype."""
-        first, last = self.config.precision.float8_skip
-        return (index < first) | (index >= self.config.model.layers - last)
-
-    def _use_float8(self, block: Any, weights: Weights, skip: jax.Array | None) -> None:
-        from meshtrain.model.float8 import Float8Products, Float8Recipe
-
-        precision = self.config.precision
-        how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8")
-        gathered = self.zero.gather_in_float8(how, weights) if skip is None and precision.float8_gather else {}
-        for name, module in (("attention", block.attention), ("mlp", block.mlp)):
-            if module is not None:
-                module.float8 = Float8Products(how, skip, gathered.get(name, {}), precision.float8_gather)
 
     def last_stream(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """The residual stream after the last layer of a microbatch, on a mesh without pipeline stages."""

@@ -150,28 +150,61 @@ class Layout(Shown):
 
     @cached_property
     def shards(self) -> Tree:
-        """PartitionSpecs of masters, optimizer state and gradients."""
-        return self.map(shard_spec)
+        """PartitionSpecs of `masters`."""
+        return jax.tree.map(lambda x: x.sharding.spec, self.masters)
 
     def dtype(self, weight: Placed) -> jnp.dtype:
         """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
         full = weight.float32 or (weight.trained and self.has_masters)
         return jnp.dtype(jnp.float32 if full else self.config.precision.compute)
 
+    def array(self, weight: Placed) -> jax.ShapeDtypeStruct:
+        """Of a live weight: a float32 master, or what is frozen in the dtype that computes."""
+        return jax.ShapeDtypeStruct(
+            weight.padded, self.dtype(weight), sharding=NamedSharding(self.mesh, shard_spec(weight))
+        )
+
     @cached_property
     def masters(self) -> Tree:
-        """ShapeDtypeStructs of the live weights: float32 masters, and what is frozen."""
+        """ShapeDtypeStructs of the live weights as a state has them."""
+        return self.map(self.master)
 
-        def master(weight: Placed) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, shard_spec(weight))
-            return jax.ShapeDtypeStruct(weight.padded, self.dtype(weight), sharding=sharding)
+    def in_float8(self, weight: Placed) -> bool:
+        """Whether a state has a weight in float8, see `parallel.float8`."""
+        if weight.trained or self.config.precision.matmul == "compute" or not self.has_masters:
+            return False
+        from meshtrain.parallel.float8 import is_held
 
-        return self.map(master)
+        return is_held(self.config, weight)
+
+    def master(self, weight: Placed) -> Any:
+        """That of `array`, but a `Rounded` of them where a state has the weight in float8."""
+        if not self.in_float8(weight):
+            return self.array(weight)
+        from meshtrain.parallel.float8 import shapes
+
+        return shapes(self.config, weight, self.array(weight))
+
+    def stored(self, weight: Placed, x: jax.Array) -> Any:
+        """What a state has of a live weight: the array, or what it is rounded to."""
+        if not self.in_float8(weight):
+            return x
+        from meshtrain.parallel.float8 import stored
+
+        return stored(self, weight, x)
+
+    def unstored(self, weight: Placed, stored: Any) -> jax.Array:
+        """The live weight of what a state has of it, or a step of a layer's."""
+        if not self.in_float8(weight):
+            return stored
+        from meshtrain.model.float8 import widened
+
+        return jax.jit(widened, static_argnums=1)(stored, self.dtype(weight))
 
     def init(self, key: jax.Array) -> Tree:
         """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""
         drawn = nnx.to_pure_dict(nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora)))
-        return self.map(lambda weight, x: x.astype(self.dtype(weight)), self.live(drawn))
+        return self.map(lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))), self.live(drawn))
 
     def live(self, canonical: Tree) -> Tree:
         """Canonical to live: layers to their places, zeros in the padding."""

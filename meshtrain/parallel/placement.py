@@ -247,14 +247,6 @@ def _stages(layers: int, pipeline: int, chunks: int, layer_split: tuple[int, ...
     return Stages(layer_split or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)), chunks)
 
 
-def float8_share(config: Config) -> float:
-    """Returns the share of a device's layers whose products are in float8. Where one stage has a layer that is skipped, and another has not,
-    both multiply rounded operands in the compute dtype."""
-    precision, layers = config.precision, stages(config).longest
-    skipped = sum(min(n, layers) for n in precision.float8_skip)
-    return max(0, layers - skipped) / layers if precision.matmul == "float8" else 0.0
-
-
 def all_placed(config: Config) -> tuple[Placed, ...]:
     """Every weight of a config, in the order of `model.weights`."""
     places, parallel = config.mesh.pipeline * stages(config).on_device, config.parallel
@@ -307,11 +299,10 @@ def notes(config: Config) -> list[str]:
             f"model.layers {model.layers} does not divide over {len(assigned.counts)} stages: the longest has {assigned.longest}, "
             f"so {1 - model.layers / places:.0%} of the stages' time is idle."
         )
-    if config.precision.matmul == "float8" and not float8_share(config):
-        notes.append(
-            f"precision.float8_skip {list(config.precision.float8_skip)} leaves no product in float8 where a chunk has {assigned.longest} layers: "
-            "what is rounded is multiplied in the compute dtype; give [0, 0], or fewer parallel.virtual_stages."
-        )
+    if config.precision.matmul == "float8":
+        from meshtrain.parallel import float8
+
+        notes += float8.notes(config)
     data = zero_ways(config)
     for weight in all_placed(config):
         padded, used = math.prod(weight.padded), math.prod(weight.whole)

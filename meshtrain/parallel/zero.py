@@ -15,7 +15,6 @@ Between steps every stage from 1 on holds one shard of the fp32 master weights a
 accumulated gradients into shards.
 """
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.compat import vary
-from meshtrain.config.model import PROJECTIONS
 from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
 from meshtrain.mesh import ISLAND
 from meshtrain.parallel.layout import Layout, is_placed
@@ -41,7 +39,6 @@ from meshtrain.parallel.reduce.reduction import (
 )
 
 if TYPE_CHECKING:
-    from meshtrain.model.float8 import Float8Recipe, Rounded
     from meshtrain.parallel.reduce.feedback import Feedback, FeedbackState
 
 Tree = Any
@@ -98,9 +95,10 @@ class Zero:
         """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes with; without the
         `blocks`, whose shards `gather_layers` takes.
         """
-        computed = self.layout.map(lambda weight, x: x if weight.float32 else x.astype(self.compute), masters)
+        stays = lambda weight: weight.float32 or self.layout.in_float8(weight)  # noqa: E731
+        computed = self.layout.map(lambda weight, x: x if stays(weight) else x.astype(self.compute), masters)
         shards = vary(computed, self.axes)
-        resident = shards if self.gathers_at_use else self.layout.map(gather, shards)
+        resident = shards if self.gathers_at_use else self.layout.map(self.gathered, shards)
         if not blocks:
             resident = {**resident, "blocks": shards["blocks"]}
         read_too = self.scatters_at_use and not self.gathers_at_use
@@ -110,8 +108,8 @@ class Zero:
     def gather_layers(self, shards: Weights) -> Weights:
         """Full weights of some layers, stacked, from their shards."""
 
-        def full(weight: Placed, shard: jax.Array | None) -> jax.Array | None:
-            return None if shard is None else gather(weight, shard)
+        def full(weight: Placed, shard: Any) -> Any:
+            return None if shard is None else self.gathered(weight, shard)
 
         placed = self.layout.weights["blocks"]
         return Weights(*(jax.tree.map(full, placed, tree, is_leaf=is_placed) for tree in shards))
@@ -130,35 +128,6 @@ class Zero:
             return None if w is None else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
 
         return vary(self.layout.map(zeros, weights), self.axes)
-
-    def gather_in_float8(self, how: "Float8Recipe", weights: Weights) -> dict[str, dict[str, "Rounded"]]:
-        """The weights of a layer's products as they are rounded, by module and name, where they are gathered at use: bytes, and scales.
-
-        They are rounded before as the product would round them after it. Blocks of 128 would reach over shards.
-        """
-        if not self.gathers_at_use or how.recipe == "blockwise":
-            return {}
-        from meshtrain.model.float8 import E4M3, Rounded, cast, scale_of
-
-        def rounded(weight: Placed, shard: jax.Array) -> Rounded:
-            # the inputs are the first dimension, but for what gathers the heads
-            inputs = range(len(weight.whole) - 2 if weight.axes[-1] == "embed" else 1)
-            dim = None if weight.zero_dim is None else weight.zero_dim - 1
-            of_all = how.recipe == "tensorwise"
-            amax = jnp.max(jnp.abs(shard.astype(jnp.float32)), None if of_all else tuple(inputs), keepdims=True)
-            split = dim is not None and (of_all or dim in inputs)
-            scale = scale_of(lax.pmax(amax, weight.zero_axes) if split else amax, E4M3)
-            code = gather(weight, Rounded(cast(shard, scale, E4M3), scale).packed().values)
-            scale = scale if split else gather(weight, scale)
-            return Rounded(code.reshape(math.prod(code.shape[: len(inputs)]), -1), scale.reshape(1, -1))
-
-        placed, gathered = self.layout.weights["blocks"], dict[str, dict[str, Rounded]]()
-        for module in placed.keys() & {"attention", "mlp"}:
-            trained, frozen = (tree.get(module) or {} for tree in weights)
-            shards = {**frozen, **{name: shard for name, shard in trained.items() if shard is not None}}
-            of = {name: placed[module][name] for name in PROJECTIONS if name in placed[module]}
-            gathered[module] = {name: rounded(weight, lax.stop_gradient(shards[name])) for name, weight in of.items()}
-        return gathered
 
     def reduce_grads(self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array) -> ReducedGradients:
         """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis that the weight lacks.
@@ -222,10 +191,20 @@ class Zero:
         squares = left_out(g, inside) + left_out(inside.shard, across)
         return ReducedGradient(lax.psum(shard, weight.replicated) if weight.replicated else shard, squares)
 
-    def _at_use(self, weight: Placed, differentiated: jax.Array | None, constant: jax.Array | None) -> jax.Array:
+    def gathered(self, weight: Placed, shard: Any) -> Any:
+        """`gather` of what a state has of a weight."""
+        if not self.layout.in_float8(weight):
+            return gather(weight, shard)
+        from meshtrain.parallel.float8 import gathered
+
+        return gathered(self.layout.config, weight, shard)
+
+    def _at_use(self, weight: Placed, differentiated: jax.Array | None, constant: Any) -> jax.Array:
         if differentiated is None:
             assert constant is not None
-            return gather(weight, constant) if self.gathers_at_use else constant
+            full = self.gathered(weight, constant) if self.gathers_at_use else constant
+            # products take what is in float8 as it is (`parallel.float8`)
+            return self.layout.unstored(weight, full) if self.layout.in_float8(weight) else full
         if not self.scatters_at_use or weight.zero_dim is None:
             return differentiated
 

@@ -136,7 +136,7 @@ def _cells(mesh: Mesh, names: list[str], left: int, top: int) -> Iterator[str]:
 
 def _layout(layout: Layout) -> Picture:
     rows, lines = [], [["weight", "shape, split over", "a device holds"]]
-    masters = jax.tree.leaves(layout.masters)
+    masters = [jax.tree.leaves(layout.master(weight))[0] for weight in layout.flat]
     for weight, master in zip(layout.flat, masters, strict=True):
         part = f"{' x '.join(map(str, master.sharding.shard_shape(master.shape)))}, {size(part_bytes(master))}"
         axes = list(zip(weight.axes, weight.shape, map("+".join, _split_over(master)), strict=True))

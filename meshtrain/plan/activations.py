@@ -166,7 +166,7 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     if config.mesh.context > 1 and config.parallel.context_strategy == "ulysses" and remat == "none":
         # the output in the order of the tokens too
         held += size * widths(config.model, tensor, split).query
-    of_experts = experts.kept(config, remat, names) if config.model.moe.experts else 0.0
+    of_experts = experts.kept(config, remat, names, float8.kept_size(config)) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * held + of_experts
 
 

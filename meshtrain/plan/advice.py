@@ -102,6 +102,8 @@ def _of_float8(planned: Plan) -> list[str]:
     sentence = f"precision.matmul float8 {pays} for this model here: the step takes {takes:.2f} of the time, and holds {planned.bytes / plain.bytes:.2f} of the bytes, of compute."
     if config.precision.float8_recipe == "blockwise":
         return [f"{sentence} XLA has no kernel for a scale of each block, so that products gain nothing."]
+    if config.model.moe.experts:
+        sentence += " Products of experts gain nothing: what is rounded is multiplied in precision.compute."
     if not planned.cluster.accelerator.peak.float8:
         return [f"{sentence} {planned.cluster.accelerator.name} has no products in float8."]
     return [sentence]

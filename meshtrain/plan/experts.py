@@ -88,9 +88,9 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
     )
 
 
-def kept(config: Config, remat: str, names: tuple[str, ...]) -> float:
+def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
     """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the products into the experts
-    give, the hidden activations before and after their weights, and the router's logits."""
+    give, the hidden activations before and after their weights, and the router's logits; `taken` of an element that a product takes."""
     d, f, slots, size = (
         config.model.d_model,
         width(config),
@@ -103,7 +103,8 @@ def kept(config: Config, remat: str, names: tuple[str, ...]) -> float:
     if remat in ("names", "selective"):
         return float(size * sum(by_name.get(name, 0) for name in names))
     router = FLOAT32 * _tokens(config) * (d + 3 * config.model.moe.experts)
-    return float(size * (slots * (d + 4 * f)) + router)
+    # rounded rows, and the hidden activations that the last product takes
+    return float(size * slots * 3 * f + taken * slots * (d + f) + router)
 
 
 def at_hand(config: Config) -> float:

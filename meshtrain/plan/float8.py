@@ -4,17 +4,19 @@
     transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a weight's gradient
 
 A product gains what its width takes of the faster rate, and loses the passes, whose bytes do not depend on it: narrow ones lose.
-Blockwise products have the rate of the compute dtype, as XLA has no kernel for them.
+Blockwise products and experts' have the rate of the compute dtype: XLA has no kernel for the one, nor we for the others.
 """
 
+import math
 from typing import NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.placement import float8_share, local_kv_heads
-from meshtrain.plan import shapes
+from meshtrain.parallel.float8 import BLOCK, float8_share, groups_of, is_held
+from meshtrain.parallel.placement import Placed, local_kv_heads
+from meshtrain.plan import experts, shapes
 from meshtrain.plan.compute import Seconds, product, trained_share
 
 TRANSPOSED = 2  # bytes of an element
@@ -54,9 +56,10 @@ def differences(config: Config, device: Accelerator) -> Differences:
         # over tokens they are other groups, but where there is one
         backward += trained * (recipe != "tensorwise") * (3 * inputs + rounds * outputs)
         backward += trained * in_hardware * TRANSPOSED * (inputs + outputs)
+    of_experts = _of_experts(config, part)
     return Differences(
-        Seconds(part * gain, 0.0, part * forward / device.memory_rate),
-        Seconds(part * gain * (1 + trained * in_float8), 0.0, part * backward / device.memory_rate),
+        Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
+        Seconds(part * gain * (1 + trained * in_float8), 0.0, (part * backward + of_experts[1]) / device.memory_rate),
     )
 
 
@@ -72,6 +75,21 @@ def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n
     return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
+def _of_experts(config: Config, part: float) -> tuple[float, float]:
+    """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast, and written as they are
+    multiplied, in the compute dtype; to be kept, as a byte."""
+    model, trained = config.model, trained_share(config)
+    if not model.moe.experts:
+        return 0.0, 0.0
+    used, d, f = experts.rows(config).here, model.d_model, experts.width(config)
+    weights, size = 3 * d * f * model.moe.experts / config.mesh.expert, shapes.itemsize(config.precision.compute)
+    inputs, outputs = used * (d + f), used * (2 * f + d)
+    in_float8 = trained * (config.precision.float8_wgrad == "float8")
+    of_weights = weights * (config.precision.float8_recipe == "rowwise")
+    backward = 3 * size * (outputs + of_weights + in_float8 * (inputs + outputs)) + trained * (1 + size) * inputs
+    return part * ((3 * size + 1) * inputs + 3 * size * weights), part * backward
+
+
 def kept_size(config: Config) -> float:
     """Returns the bytes that the backward keeps of an element which a product takes, on the mean of all layers."""
     size = shapes.itemsize(config.precision.compute)
@@ -80,26 +98,52 @@ def kept_size(config: Config) -> float:
 
 def kept_shards(config: Config) -> float:
     """Returns the bytes of a layer's own shards that are kept as they are gathered, to be gathered again."""
-    gathers = (
-        config.precision.float8_gather and config.precision.float8_recipe != "blockwise" and gathers_at_use(config)
-    )
-    return float8_share(config) * shapes.resident(config).block.shard if gathers else 0.0
+    return float8_share(config) * sum(p.on_rank() for p in _gathered(config) if p.trained)
+
+
+def _gathered(config: Config) -> list[Placed]:
+    """A layer's weights that are gathered at use in float8, where its products are."""
+    precision = config.precision
+    if precision.matmul != "float8" or not gathers_at_use(config):
+        return []
+    return [
+        p
+        for p in shapes.of_one_layer(config)
+        if is_held(config, p) or (precision.float8_gather and groups_of(p, precision.float8_recipe))
+    ]
 
 
 def entering_size(config: Config) -> float:
     """Returns the bytes of an element that sequence parallelism gathers for products, those of scales among them."""
     precision = config.precision
-    scales = {"rowwise": 4 / config.model.d_model, "tensorwise": 0.0, "blockwise": 4 / 128}.get(
-        precision.float8_recipe, 0.0
-    )
-    return (
-        kept_size(config) + float8_share(config) * scales
-        if precision.float8_gather
-        else shapes.itemsize(precision.compute)
-    )
+    if not precision.float8_gather:
+        return shapes.itemsize(precision.compute)
+    scales = {"rowwise": 4 / config.model.d_model, "tensorwise": 0.0, "blockwise": 4 / BLOCK}
+    return kept_size(config) + float8_share(config) * scales.get(precision.float8_recipe, 0.0)
 
 
 def weight_size(config: Config) -> float:
-    """Returns the bytes of an element of a layer's weights that is gathered where it is used."""
-    whole = config.precision.float8_recipe != "blockwise"
-    return kept_size(config) if whole and config.precision.float8_gather else shapes.itemsize(config.precision.compute)
+    """Returns the bytes of an element of a layer's weights that is gathered where it is used, on the mean of all."""
+    size, every = shapes.itemsize(config.precision.compute), shapes.resident(config).block.shard
+    saved = sum(p.on_rank() * (1.0 if is_held(config, p) else float8_share(config)) for p in _gathered(config))
+    return size - (size - 1) * saved / every
+
+
+def saved(config: Config) -> tuple[float, float]:
+    """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8: gathered, and as they are held."""
+    less, gathered, held = shapes.itemsize(config.precision.compute) - 1, 0.0, 0.0
+    for weight in shapes.of_one_layer(config) if config.precision.matmul == "float8" else ():
+        if is_held(config, weight):
+            gathered += less * weight.on_device() - 4 * _scales(config, weight, 1)
+            held += less * weight.on_rank() - 4 * _scales(config, weight, weight.zero_degree)
+    return gathered, held
+
+
+def _scales(config: Config, weight: Placed, ranks: int) -> int:
+    """Scales of a layer's weight on one device, where its numbers are spread over `ranks`."""
+    groups = groups_of(weight, config.precision.float8_recipe) or ()
+    sides = [
+        n // ways // (ranks if d == weight.zero_dim else 1)
+        for d, (n, ways) in enumerate(zip(weight.padded, weight.ways, strict=True))
+    ]
+    return math.prod(-(-n // group) if group else 1 for n, group in zip(sides[1:], groups, strict=True))

@@ -15,7 +15,7 @@ from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_ta
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
-from meshtrain.plan import activations, gradient_traffic, shapes
+from meshtrain.plan import activations, float8, gradient_traffic, shapes
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -84,7 +84,9 @@ def between_steps(config: Config) -> list[MemoryItem]:
     return [
         MemoryItem("float32 masters", "parameters", 4 * trained.shard, True),
         MemoryItem(f"{config.optimizer.name} state", "optimizer_state", state, True),
-        MemoryItem("frozen weights", "parameters", _itemsize(config) * frozen.shard, True, frozen=True),
+        MemoryItem(
+            "frozen weights", "parameters", _itemsize(config) * frozen.shard - _saved(config)[1], True, frozen=True
+        ),
         *(MemoryItem(KEPT[name], "gradients", n, True) for name, n in feedback_bytes(config).items() if n),
         *(MemoryItem(name, "parameters", 4 * trained.shard, True) for name in gradient_traffic.sync_copies(config)),
     ]
@@ -97,6 +99,12 @@ def _elements(config: Config, trained: bool = False) -> Elements:
     return resident.block * stage.on_device + resident.outer
 
 
+def _saved(config: Config) -> tuple[float, float]:
+    """Bytes of all layers' frozen weights that float8 saves: gathered, and as they are held."""
+    full, shard = float8.saved(config)
+    return full * stages(config).on_device, shard * stages(config).on_device
+
+
 def _weights(config: Config) -> list[MemoryItem]:
     resident, size = _elements(config, trained=True), shapes.itemsize(config.precision.compute)
     if gathers_at_use(config):
@@ -104,7 +112,7 @@ def _weights(config: Config) -> list[MemoryItem]:
     items = []
     if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
         frozen = _elements(config) - resident
-        items.append(MemoryItem("frozen weights, gathered", "parameters", size * frozen.full))
+        items.append(MemoryItem("frozen weights, gathered", "parameters", size * frozen.full - _saved(config)[0]))
     if size < 4 or zero_ways(config) > 1:
         items.append(MemoryItem("weights in compute dtype", "parameters", size * resident.full))
     if scatters_at_use(config) and size < 4:

@@ -102,6 +102,11 @@ def _gathered(weight: Placed, ranks: int) -> float:
     return weight.on_rank() * (weight.zero_degree - 1) * ranks / (ranks - 1)
 
 
+def of_one_layer(config: Config) -> list[Placed]:
+    """Returns the weights of a layer of a config, adapters among them."""
+    return [p for p in _of_one_layer(_sizes(config)) if p.stacked]
+
+
 def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
     """Every weight, where each stage has a single layer."""
     model, mesh, vocab, zero, lora, trainable = sizes

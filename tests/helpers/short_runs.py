@@ -41,7 +41,7 @@ def place(layout: Layout, canonical: Tree) -> Tree:
                     out[at][tuple(slice(n) for n in x.shape[1:])] = x[layer]
         else:
             out[tuple(slice(n) for n in x.shape)] = x
-        return jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf)))
+        return layout.stored(leaf, jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf))))
 
     return layout.map(live, canonical)
 

@@ -58,6 +58,7 @@ def expected(recipe, wgrad, x, w, g):
 
 
 def module(how, skip=None, gathers=True, **weights):
+    how = how if skip is None else how._replace(products="either")
     return SimpleNamespace(float8=Float8Products(how, skip, {}, gathers), lora_scale=0.0, **weights)
 
 
@@ -145,3 +146,76 @@ def test_an_array_that_has_not_entered_is_rounded_all_the_same():
     other, again = rows_of(held, x)
     assert shape == other == (2, 8, 32)
     np.testing.assert_array_equal(project(held, "up", rows), project(held, "up", again))
+
+
+@pytest.mark.parametrize("kind", ["float8", "either", "compute"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rounded_in_numpy(recipe, kind):
+    x, w, g = numbers(0, 48, 128), 0.05 * numbers(1, 128, 2, 64), 1e-3 * numbers(2, 48, 128)
+    a, b = 0.1 * numbers(3, 128, 4), 0.1 * numbers(4, 4, 2, 64)
+    blocks = {"rowwise": (0, 1, 1), "tensorwise": (0, 0, 0), "blockwise": (128, 2, 64)}[recipe]
+    how, q = Float8Recipe(recipe, False, kind), rounded(jnp.asarray(w), blocks).packed()
+    skip = jnp.array(False) if kind == "either" else None
+
+    def y(x, a, b):
+        held = SimpleNamespace(
+            float8=Float8Products(how, skip, {"q": q}, True),
+            q=jnp.zeros(w.shape),
+            q_lora_a=a,
+            q_lora_b=b,
+            lora_scale=0.5,
+            lora_drop=None,
+        )
+        return project(held, "q", rows_of(held, x)[1])
+
+    out, vjp = jax.vjp(y, *map(jnp.asarray, (x, a, b)))
+    x, w, g, a, b = (array.astype(np.float64) for array in (x, w, g, a, b))
+    along, of_weight = {"rowwise": ((1, 0), (0, 1)), "tensorwise": ((0, 0),) * 2, "blockwise": ((1, 128), (128, 128))}[
+        recipe
+    ]
+    cotangents = E4M3 if recipe == "blockwise" else E5M2
+    wide = quantised(w.reshape(128, 128), of_weight, E4M3)
+    rows, turned, seen = (
+        quantised(x, along, E4M3),
+        quantised(wide, of_weight[::-1], E4M3),
+        quantised(g, along, cotangents),
+    )
+    if kind == "compute":
+        rows, turned, seen = x, wide, g
+    flat = b.reshape(4, 128)
+    theirs = (
+        rows @ wide + 0.5 * rows @ a @ flat,
+        seen @ turned.T + 0.5 * g @ flat.T @ a.T,
+        0.5 * rows.T @ (g @ flat.T),
+        (0.5 * (rows @ a).T @ g).reshape(b.shape),
+    )
+    for mine, other in zip((out, *vjp(jnp.asarray(g))), theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=5e-6, atol=5e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("wgrad", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("held", [False, True])
+def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(recipe, wgrad, held):
+    """Three experts, of which the second has no block, and a block that is not in use."""
+    x, w, g = numbers(0, 64, 160), 0.05 * numbers(1, 3, 160, 144), 1e-3 * numbers(2, 64, 144)
+    x[48:], x[10], g[48:] = 0, 0, 0
+    blocks = jnp.array([0, 0, 2, 2], jnp.int32), jnp.int32(3)
+    groups = {"rowwise": (1, 0, 1), "tensorwise": (1, 0, 0), "blockwise": (1, 128, 128)}[recipe]
+    weights = {"up": rounded(jnp.asarray(w), groups).packed()} if held else {}
+    float8 = Float8Products(Float8Recipe(recipe, wgrad), None, weights, True)
+    y, vjp = jax.vjp(lambda x, w: float8.grouped("up", float8.round(x), w, "cpu", blocks), *map(jnp.asarray, (x, w)))
+    dx, dw = vjp(jnp.asarray(g))
+    cotangents = E4M3 if recipe == "blockwise" else E5M2
+    along = {"rowwise": (1, 0), "tensorwise": (0, 0), "blockwise": (1, 128)}[recipe]
+    of_weight = groups[1:]
+    rows, seen = quantised(x, along, E4M3), quantised(g, along, cotangents)
+    tokens, over = (quantised(rows, along[::-1], E4M3), quantised(g, along[::-1], cotangents)) if wgrad else (rows, g)
+    mine = [np.zeros_like(y), np.zeros_like(dx), np.zeros_like(dw)]
+    for at, expert in ((slice(0, 32), 0), (slice(32, 48), 2)):
+        b = quantised(w[expert], of_weight, E4M3)
+        mine[0][at] = rows[at] @ b
+        mine[1][at] = seen[at] @ quantised(b, of_weight[::-1], E4M3).T
+        mine[2][expert] = tokens[at].T @ over[at]
+    for there, here in zip((y, dx, dw), mine, strict=True):
+        np.testing.assert_allclose(there, here, rtol=5e-6, atol=5e-6 * np.abs(here).max())

@@ -1,24 +1,12 @@
-"""The programs that XLA's CUDA compiler makes of grouped products for described GPUs: kernels alone, with no room for experts x rows.
+"""The programs that XLA's CUDA compiler makes of grouped products for described GPUs: kernels alone, with no room for experts x rows."""
 
-It needs the compiler (pip install 'meshtrain[compile]'), though no GPU. It runs in a process of its own, because tests have started JAX on CPU.
-"""
-
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
+from described_gpus import needs_compiler, printed
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda12_plugin") is None,
-        reason="XLA's CUDA compiler is not installed (pip install 'meshtrain[compile]')",
-    ),
-]
+pytestmark = [pytest.mark.thorough, needs_compiler]
 
 ROWS, K, N, EXPERTS, BLOCK = 16384, 2048, 768, 16, 128  # of each device
 COMPILE = f"""
@@ -65,10 +53,7 @@ print(json.dumps(found))
 
 @cache
 def programs() -> dict[str, dict]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(printed("-c", COMPILE))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

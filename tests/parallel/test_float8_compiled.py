@@ -1,23 +1,11 @@
-"""The program that XLA's CUDA compiler makes for described H100s, Triton's products off: float8 where the recipe says so, halved bytes.
+"""The program that XLA's CUDA compiler makes for described H100s, Triton's products off: float8 where the recipe says so, halved bytes."""
 
-It needs the compiler (pip install 'meshtrain[compile]'), though no GPU, and runs in a process of its own.
-"""
-
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from described_gpus import needs_compiler, printed
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda12_plugin") is None,
-        reason="XLA's CUDA compiler is not installed (pip install 'meshtrain[compile]')",
-    ),
-]
+pytestmark = [pytest.mark.thorough, needs_compiler]
 
 COMPILE = """
 import collections, json, re, sys
@@ -52,11 +40,7 @@ def compiled(precision, mesh=None, layers=4, **parallel):
         "precision": {"compute": "bfloat16", **precision},
         "train": {"global_batch_size": ROWS, "sequence_length": LENGTH},
     }
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    command = [sys.executable, "-c", COMPILE, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = json.loads(printed("-c", COMPILE, json.dumps(given)))
     calls = found["calls"]
     plain = sum(count for name, count in calls.items() if "f8" not in name)
     return (
@@ -97,4 +81,5 @@ def test_zero_3_and_sequence_parallelism_gather_bytes_and_nothing_else_of_what_i
     assert compiled({}, {"data": 8}, zero_stage=3)[3:] == (0, weight)
     embedding = SIZE["vocab_size"] * WIDTH
     assert compiled(every, {"data": 8}, zero_stage=3)[3:] == (weight, embedding)
+    assert compiled(every | {"float8_recipe": "blockwise"}, {"data": 8}, zero_stage=3)[3:] == (weight, embedding)
     assert compiled(every | {"float8_gather": False}, {"data": 8}, zero_stage=3)[3:] == (0, weight)

@@ -1,17 +1,11 @@
-"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients, and weights in a pipeline, travel over data under matrix products.
+"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients, and weights in a pipeline, travel over data under matrix products."""
 
-It needs the compiler (pip install 'meshtrain[compile]'), though no GPU. It runs in a process of its own, because tests have started JAX on CPU.
-"""
-
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
+from described_gpus import compiled_step, needs_compiler, printed
 
 from experiments.plan.timed import timed
 from meshtrain.config import load
@@ -20,40 +14,13 @@ from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.plan import named
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda12_plugin") is None,
-        reason="XLA's CUDA compiler is not installed (pip install 'meshtrain[compile]')",
-    ),
-]
-
-COMPILE = """
-import json
-import sys
-from meshtrain.config import load
-from meshtrain.mesh import make_mesh
-from meshtrain.plan.compiled import described_devices
-from meshtrain.step import Program
-
-config = load(json.loads(sys.argv[1]))
-print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().compile().as_text())
-"""
-
-
-def compiled(given):
-    """The program of a config for 8 H100s, as text."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    command = [sys.executable, "-c", COMPILE, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+pytestmark = [pytest.mark.thorough, needs_compiler]
 
 
 def sent_over_data(given):
     """(config, what is sent over data by kind) of this program."""
     config, cluster = load(given), named("h100", 8)
-    found = timed(Module(compiled(given)), make_mesh(config, jax.devices()[:8]), config, cluster)
+    found = timed(Module(compiled_step(given)), make_mesh(config, jax.devices()[:8]), config, cluster)
     return config, {kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"}
 
 
@@ -98,11 +65,7 @@ def test_what_zero_3_sends_at_the_layers_travels_under_matrix_products_but_for_w
 def planned_and_timed(given, path):
     """The plan of a config on 8 H100s, with the program that XLA makes of it, its bytes and what it sends (see `experiments.plan.timed`)."""
     path.write_text(json.dumps(given))
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    command = [sys.executable, "-m", "experiments.plan.timed", str(path), "h100x8"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed("-m", "experiments.plan.timed", str(path), "h100x8").splitlines()[-1])
 
 
 def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
@@ -156,7 +119,7 @@ def test_each_message_of_a_ring_travels_behind_attention_and_no_rank_is_asked_fo
         "precision": {"compute": "bfloat16"},
         "train": {"global_batch_size": 2, "sequence_length": 16384},
     }
-    text = compiled(given)
+    text = compiled_step(given)
     assert " conditional(" not in text
     kernels, started, behind = 0, {}, []
     for line in text.splitlines():

@@ -1,21 +1,16 @@
 """The program that XLA's CUDA compiler makes for 8 described GPUs: nothing waits for a predicate, messages travel under matrix products,
 rings are worked on where they lie, and the stages are summed over only where the table needs it.
 
-The sizes are those of a real model, since the compiler weighs what it overlaps; nothing is allocated. It needs the compiler
-(pip install 'meshtrain[compile]'), though no GPU and no driver. It runs in a process of its own, because tests have started JAX on CPU.
+The sizes are those of a real model, since the compiler weighs what it overlaps; nothing is allocated.
 """
 
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
 import jax
 import pytest
+from described_gpus import compiled_step, needs_compiler
 
 from experiments.plan.work import IssuedCollective, Work
 from meshtrain.cluster.algorithms import PERMUTE, best
@@ -26,22 +21,8 @@ from meshtrain.plan import named
 from meshtrain.schedule import make_table
 from meshtrain.schedule.buffers import allocate
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="XLA's CUDA compiler is not installed (pip install 'meshtrain[compile]')",
-)
+pytestmark = needs_compiler
 
-COMPILE = """
-import json
-import sys
-from meshtrain.config import Config, load
-from meshtrain.mesh import make_mesh
-from meshtrain.plan.compiled import described_devices
-from meshtrain.step import Program
-
-config = load(json.loads(sys.argv[1]))
-print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().compile().as_text())
-"""
 MICROBATCHES = 16
 SMALL = {"d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768}
 LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
@@ -78,12 +59,9 @@ def stream(config: Config) -> int:
 @cache
 def program(layout: str) -> Work:
     """The compiled step, its instructions in the order in which they are issued."""
-    command = [sys.executable, "-c", COMPILE, json.dumps(given(layout))]
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "is_scheduled=true" in done.stdout.split("\n", 1)[0]
-    return Work(Module(done.stdout))
+    text = compiled_step(given(layout))
+    assert "is_scheduled=true" in text.split("\n", 1)[0]
+    return Work(Module(text))
 
 
 def steady(work: Work) -> dict[str, list[IssuedCollective]]:
