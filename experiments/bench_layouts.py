@@ -1,7 +1,6 @@
 """Step time of layouts over that of plain single-device JAX on the same global batch, interleaved in one run.
 
     python experiments/bench_layouts.py                     every factorisation of 8 devices at ZeRO-1 and ZeRO-3
-    python experiments/bench_layouts.py --by-hand           each layout without stages beside plain JAX that is sharded by hand over its mesh
     python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
 
 Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
@@ -10,11 +9,9 @@ Eight fake devices share the machine's cores, so a ratio measures total work, no
 
 import argparse
 
-import jax
 import numpy as np
 import plain_jax
 from interleave import HEADER, Stepping, compare
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
@@ -51,20 +48,11 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
     return layouts
 
 
-def by_hand(config: Config, program: Program, tokens: np.ndarray, labels: np.ndarray) -> Stepping:
-    """Plain JAX sharded by hand over a program's mesh."""
-    step, state = plain_jax.make_step(config, program.mesh)
-    rows = NamedSharding(program.mesh, PartitionSpec("data"))
-    batch = [jax.device_put(numbers, rows) for numbers in (tokens, labels)]
-    return Stepping(step.lower(state, *batch).compile(), state, *batch)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of the parallel section"
     )
-    parser.add_argument("--by-hand", action="store_true", help="the reference is sharded over the layout's own mesh")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
@@ -77,7 +65,6 @@ def main() -> None:
             (mesh, {"zero_stage": zero, "microbatches": default_microbatches(mesh, options.batch)})
             for zero in (1, 3)
             for mesh in MESHES
-            if not (options.by_hand and mesh[2] > 1)
         ]
     random = np.random.default_rng(0)
     tokens = random.integers(0, MODEL["vocab_size"], (options.batch, options.length + 1)).astype(np.int32)
@@ -93,8 +80,6 @@ def main() -> None:
         state = program.init()
         batch = program.place({"tokens": tokens, "labels": labels})
         step = program.train_step.lower(state, batch).compile()
-        if options.by_hand:
-            plain = by_hand(c, program, tokens, labels)
         found = compare(plain, Stepping(step, state, batch), options.rounds)
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
         temp = step.memory_analysis().temp_size_in_bytes / 1e6

@@ -1,8 +1,4 @@
-"""The references of the benchmarks: a Llama-style step as one would write it for one device, one jit, no remat; and the same sharded by hand.
-
-By hand: every weight has a NamedSharding over data and tensor (Megatron's columns and rows; over data as ZeRO-3 and FSDP have them), the batch
-one over data, and XLA's partitioner does the rest.
-"""
+"""The reference of the benchmarks: a Llama-style step as one would write it for one device, one jit, no remat."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
 
 Tree = Any
-BY_HAND = {
-    "embedding": (None, "data"), "head": ("data", "tensor"), "q": (None, "data", "tensor"), "k": (None, "data", "tensor"),
-    "v": (None, "data", "tensor"), "out": (None, "tensor", None, "data"), "gate": (None, "data", "tensor"), "up": (None, "data", "tensor"),
-    "down": (None, "tensor", "data"), "norm1": (), "norm2": (), "norm": (),
-}  # fmt: skip
 
 
 def init(config: Config, key: jax.Array) -> Tree:
@@ -62,17 +52,13 @@ def loss(weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_step(config: Config, mesh: Mesh | None = None) -> tuple[Callable, Tree]:
-    """(step, state): step(state, tokens, labels) -> (state, loss), AdamW with clipping as in the config; sharded by hand over a `mesh`."""
+def make_step(config: Config) -> tuple[Callable, Tree]:
+    """(step, state): step(state, tokens, labels) -> (state, loss), AdamW with clipping as in the config."""
     o = config.optimizer
     optimizer = optax.chain(
         optax.clip_by_global_norm(o.grad_clip), optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps)
     )
     weights = init(config, jax.random.key(0))
-    if mesh is not None:
-        weights = {
-            name: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*BY_HAND[name]))) for name, w in weights.items()
-        }
 
     def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
         weights, moments = state
