@@ -108,8 +108,8 @@ assert (
 )
 
 # %% [markdown]
-# The router has learned: its entropy falls, from nearly $\ln 8 = 2.08$ at which all experts are the same to it. But the fullest expert ends with
-# four times the mean: 4 is the most that 2 of 8 can give, so that two experts compute all tokens of a layer. The others learn nothing.
+# The router has learned to choose the same: the fullest expert ends with four times the mean, the most that 2 of 8 can give, so that two experts
+# compute all tokens of a layer and the others learn nothing. The entropy of its probabilities stays near $\ln 8 = 2.08$: small differences decide.
 #
 # ## Kept even
 # The classic mend adds a loss of the batch's loads, which is another one with every cut of the batch into microbatches and ranks; `meshtrain`
