@@ -35,7 +35,7 @@ from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan.compiled import described_devices
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 from meshtrain.schedule.phases import ops_per_clock, phases
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.step import Program
 
 SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}

@@ -11,7 +11,7 @@ import time
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.phases import phases
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 
 
 def compare(stages: int, microbatches: int, chunks: int, message: float) -> None:

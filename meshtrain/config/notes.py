@@ -7,7 +7,6 @@ from meshtrain.config.follow import followed, padded_batch_size
 from meshtrain.config.schema import AUTO, Config, planned_strategy
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
 
 WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
 
@@ -52,6 +51,8 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     schedule, microbatches, chunks = parallel.schedule, parallel.microbatches, parallel.virtual_stages
 
     def idle(microbatches: int) -> str:
+        from meshtrain.schedule import Durations, simulate
+
         table = make_table(schedule, stages, microbatches, chunks)
         return f"{simulate(table, Durations()).bubble_fraction:.0%}"
 
@@ -66,6 +67,8 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     entry = SCHEDULES.get(schedule)
     if entry and entry.formulas:
         return
+    from meshtrain.schedule import simulate
+
     table = make_table(schedule, stages, microbatches, chunks)
     lockstep, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
     if lockstep >= WORTH_SAYING * alone:

@@ -38,7 +38,7 @@ _BY_CLASS = {
     "meshtrain.reader.Model": "pictures.program",
     "meshtrain.hlo.traffic.CompiledCollectives": "pictures.program",
     "meshtrain.schedule.table.Table": "schedule.draw",
-    "meshtrain.schedule.simulate.Timeline": "schedule.draw",
+    "meshtrain.schedule.simulation.Timeline": "schedule.draw",
     "meshtrain.plan.estimate.Plan": "plan.page",
 }
 

@@ -23,7 +23,7 @@ from meshtrain.plan.seconds import (
     microbatch_costs,
 )
 from meshtrain.schedule.buffers import Depths
-from meshtrain.schedule.simulate import Timeline
+from meshtrain.schedule.simulation import Timeline
 from meshtrain.shown import Shown
 
 PART_NAMES = {

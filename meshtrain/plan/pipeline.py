@@ -15,7 +15,7 @@ from meshtrain.plan.seconds import LayerCost, MicrobatchCosts
 from meshtrain.schedule.buffers import executed
 from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
 from meshtrain.schedule.phases import ops_per_clock, phases, table_ops
-from meshtrain.schedule.simulate import Durations, PerChunk, Timeline, simulate
+from meshtrain.schedule.simulation import Durations, PerChunk, Timeline, simulate
 from meshtrain.schedule.table import B, F, Table
 
 

@@ -9,15 +9,15 @@ for its clocks, and memory, bubble, plan, picture and execution come with it. Th
 
     generators ─┐                 ┌─► validate    proof that it can be run
     CSV file ───┴─► table.Table ──┼─► buffers     where each value waits, and how deep that is
-                                  ├─► simulate ──► draw     when everything happens, and a picture of it
-                                  └─► phases  ──► meshtrain.parallel.pipeline.execute
+                                  ├─► simulation ──► draw     when everything happens, and a picture of it
+                                  └─► phases ──► meshtrain.parallel.pipeline.execute
 
 - `meshtrain.schedule.table`: what a table is, and its CSV; with a drawing of 1F1B.
 - `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
 - `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
 - `meshtrain.schedule.validate`: what legal means.
 - `meshtrain.schedule.buffers`, `meshtrain.schedule.phases`: for the executor.
-- `meshtrain.schedule.simulate`: the two models of execution; `meshtrain.schedule.draw`.
+- `meshtrain.schedule.simulation`: the two models of execution; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by
 `experiments/bench_pipeline.py`.
@@ -26,7 +26,6 @@ Compared by simulation, with no device: `experiments/pipeline_schedules.py`. Tha
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
-from meshtrain.schedule.simulate import Durations, Timeline, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, Table, W, parse_csv, read_csv
 from meshtrain.schedule.validate import validate
 
@@ -37,13 +36,16 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshtrain.schedule.draw import gantt_svg, gantt_text
+    from meshtrain.schedule.simulation import Durations, Timeline, simulate
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in ("gantt_svg", "gantt_text"):
+        # No run draws, and few simulate.
+        if name in ("gantt_svg", "gantt_text"):
+            from meshtrain.schedule import draw as module
+        elif name in ("Durations", "Timeline", "simulate"):
+            from meshtrain.schedule import simulation as module
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # No run draws.
-        from meshtrain.schedule import draw
-
-        function = globals()[name] = getattr(draw, name)
-        return function
+        value = globals()[name] = getattr(module, name)
+        return value

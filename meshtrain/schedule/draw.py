@@ -7,7 +7,7 @@ import numpy as np
 
 from meshtrain.draw.picture import Picture, block, columns, faint, scrolled, title
 from meshtrain.draw.svg import GREEN, GREY, INK, PURPLE, RULE, SKY, YELLOW, image, keys, mixed, stage_hue, svg, ticks
-from meshtrain.schedule.simulate import HEAD, OPTIMIZER, Timeline
+from meshtrain.schedule.simulation import HEAD, OPTIMIZER, Timeline
 from meshtrain.schedule.table import SENT, B, F, G, IllegalTable, R, Table, W
 from meshtrain.schedule.validate import validate
 

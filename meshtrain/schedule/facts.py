@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshtrain.schedule.buffers import Depths, depths, executed
 from meshtrain.schedule.generators import SCHEDULES, make_table, stamp
 from meshtrain.schedule.phases import ops_per_clock, phases
-from meshtrain.schedule.simulate import Durations
+from meshtrain.schedule.simulation import Durations
 from meshtrain.schedule.table import Table
 
 

@@ -8,7 +8,7 @@ import yaml
 from meshtrain.config import Config, ConfigError, chosen, load, notes, replaced, to_yaml
 from meshtrain.config.notes import WORTH_SAYING
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 
 
 def configuration(**sections: dict) -> Config:

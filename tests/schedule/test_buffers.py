@@ -5,7 +5,7 @@ from replayed import replay
 from meshtrain.schedule.buffers import Depths, allocate, depths, executed
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.phases import ops_per_clock, phases
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.table import B, F, W
 
 

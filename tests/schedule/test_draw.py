@@ -6,7 +6,7 @@ from drawn import check_drawing
 
 from meshtrain.schedule.draw import figures, gantt_svg, gantt_text
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import EXECUTIONS, Durations, simulate
+from meshtrain.schedule.simulation import EXECUTIONS, Durations, simulate
 from meshtrain.schedule.table import Table
 from meshtrain.units import duration
 

@@ -5,7 +5,7 @@ import pytest
 
 from meshtrain.schedule.facts import facts, facts_of
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])

@@ -5,7 +5,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.facts import facts_of
 from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, W
 from meshtrain.schedule.validate import validate
 

@@ -9,7 +9,7 @@ import pytest
 from meshtrain.schedule.draw import gantt_svg, gantt_text, picture
 from meshtrain.schedule.generators import SCHEDULES, make_table, with_sends
 from meshtrain.schedule.phases import ops_per_clock, phases, sections, table_ops
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.table import B, F, G, IllegalTable, R, W, parse_csv
 from meshtrain.schedule.validate import validate
 

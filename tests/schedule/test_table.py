@@ -10,7 +10,7 @@ from documented import GUIDE
 
 from meshtrain.config import ConfigError
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import simulate
+from meshtrain.schedule.simulation import simulate
 from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W, parse_csv, read_csv
 from meshtrain.schedule.validate import validate
 

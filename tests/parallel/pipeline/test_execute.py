@@ -32,7 +32,7 @@ from meshtrain.parallel.pipeline.execute import Carry, Execution
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.placement import Placed
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import Durations, simulate
+from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.validate import validate
 from meshtrain.step import Program
 

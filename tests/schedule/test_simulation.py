@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.schedule.facts import facts
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulate import EXECUTIONS, HEAD, OPTIMIZER, Durations, simulate
+from meshtrain.schedule.simulation import EXECUTIONS, HEAD, OPTIMIZER, Durations, simulate
 from meshtrain.schedule.table import B, F, W
 
 EXACT = 1e-9
