@@ -91,7 +91,9 @@ class Checkpointer(Saver):
         from meshtrain.hf import loading
 
         layout = self.program.layout
-        initial = layout.map(lambda weight, x: x if weight.adapter else jax.tree.map(jax.Array.delete, x), state.params)
+        initial = layout.map(
+            lambda weight, x: x if weight.adapter else jax.tree.map(lambda y: y.delete(), x), state.params
+        )
         with freed_blocks_returned():
             params = loading.read(layout, Path(weights).expanduser(), initial)
         self.say(f"started from the weights in {weights}.")

@@ -84,7 +84,7 @@ def attend(
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in all layers or
     where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. `sinks` [H]
     are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025). Returns
-    [B*T, H*K] in q's dtype, the rows of the output projection; the softmax is in float32.
+    `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
     if collectives.context > 1 and collectives.by_heads:
@@ -267,7 +267,7 @@ def _by_group(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array) -> tup
 def _forward_blocks(
     scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B*T, H*K] and log of sums, of the shapes of `Residuals`."""
+    """Returns the output `[B*T, H*K]` and log of sums, of the shapes of `Residuals`."""
     batch, _, _, length, _ = q.shape
     outs, sums = [], []
     for start, stop in _blocks(length):

@@ -85,7 +85,7 @@ class _Seen(NamedTuple):
 def zigzag_attention(
     kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
 ) -> jax.Array:  # fmt: skip
-    """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all ranks: [B*T/N, H*K].
+    """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all ranks: `[B*T/N, H*K]`.
 
     `rings`: keys and values go round; else they are gathered.
     """

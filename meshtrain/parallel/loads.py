@@ -1,8 +1,10 @@
 """What routers counted in a step: the metrics of experts' loads, of each layer where asked, and the bias that evens loads out.
 
-gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
-                                         ├─► the same of each layer, and the tokens of each expert, where telemetry.experts_every
-                                         └─► the step of the bias (balance: bias)
+    gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
+                                             ├─► the same of each layer, and the tokens of each expert, where telemetry.experts_every
+                                             └─► the step of the bias (balance: bias)
+
+How counts leave the step as a gradient: `meshtrain.model.experts`.
 """
 
 from typing import Any

@@ -1,8 +1,10 @@
 """The load of experts in a report: what the newest row with `expert_tokens` tells, and a heat map of it.
 
-        expert 0   1   2   3   4   5   6   7
-layer 0    ░   ·   ·   ▒   ·   ·   ░   ·         ·: about the layer's mean; one hue for what is above it, another one for what is below
-      1    ·   █   ░   ·   ░   ·   ·   ·
+            expert 0   1   2   3   4   5   6   7
+    layer 0    ░   ·   ·   ▒   ·   ·   ░   ·
+          1    ·   █   ░   ·   ░   ·   ·   ·
+
+One hue is for what is above a layer's mean, another one for what is below it; a dot is about the mean.
 """
 
 import math

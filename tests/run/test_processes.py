@@ -36,7 +36,7 @@ def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nStack: ...")
     sentence = str(explained(error, None))
     assert "too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.; " in sentence
-    assert "meshtrain.plan" in sentence and "\n" not in sentence
+    assert "meshtrain plan" in sentence and "\n" not in sentence
 
 
 @pytest.mark.parametrize(

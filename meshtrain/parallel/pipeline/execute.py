@@ -85,7 +85,10 @@ class Executor:
 
             carry = Sending(self, execution).run()
         else:
-            carry = execution.end(self.run(execution, self.phases, execution.start()))
+            carry = execution.start()
+            for phase in self.phases:
+                carry = execution.run_phase(phase, carry, self.rows_of(phase))
+            carry = execution.end(carry)
         totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
@@ -99,14 +102,9 @@ class Executor:
             forward_only = Ops(True, True, False, False, True, False)
             carry = lax.scan(partial(execution.run_clock, forward_only), carry, rows)[0]
         else:
-            carry = self.run(execution, forward_only_phases(self.phases), carry)
+            for phase in forward_only_phases(self.phases):
+                carry = execution.run_phase(phase, carry, self.rows_of(phase))
         return jax.tree.map(_over_stages, carry.loss)
-
-    def run(self, execution: "Execution", phases: Sequence[Phase], carry: Carry) -> Carry:
-        """The clocks of the phases; what the buffers hold after the last one is in the carry."""
-        for phase in phases:
-            carry = execution.run_phase(phase, carry, self.rows_of(phase))
-        return carry
 
     def rows_of(self, phase: Phase, later: np.ndarray | int = 0) -> list[Row]:
         """This stage's instructions of a phase, for each run of its body [repeats, clocks]; of phases that begin so many clocks `later`,

@@ -63,7 +63,7 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool, sk
     f, b, w, b_cot, w_cot = slots
     forward_segment, segment = stage.segments[ahead], stage.segments[back]
     if f:
-        forward_layer, f_first = stage.forward_layer(forward_segment, f), stage.first(f.chunk, forward_segment)
+        forward_layer = stage.forward_layer(forward_segment, f)
     backward_layer = stage.input_layer(segment, b_cot, b) if split else stage.backward_layer(segment, b)
     b_first = stage.first(b.chunk, segment)
     if w:
@@ -78,7 +78,7 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool, sk
             w_residuals, for_w = _read_first(w_residuals, back, w_cot, back_i)
         if f:
             with jax.named_scope(xla.FORWARD):
-                run = _if(skips, f.active, lambda carry: forward_layer(carry, f_first + ahead_i, ahead_i))
+                run = _if(skips, f.active, lambda carry: forward_layer(carry, ahead_i)[0])
                 x, part = run((x, stash[ahead]))
             stash = _put(stash, ahead, part)
         with jax.named_scope(xla.BACKWARD):

@@ -125,41 +125,35 @@ class Stage:
         """The chunk's output, and the stash with what its backward needs at the slot's place."""
         written = []
         for segment, part in zip(self.segments, stash, strict=True):
-            x, part = self._forward(segment, x, part, slot)
+            x, part = lax.scan(self.forward_layer(segment, slot), (x, part), self._indices(segment))[0]
             written.append(part)
         return x, written
 
-    def _forward(self, segment: Segment, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
-        forward_layer = self.forward_layer(segment, slot)
-        first, indices = self.first(slot.chunk, segment), self._indices(segment)
-        return lax.scan(lambda carry, i: (forward_layer(carry, first + i, i), None), (x, stash), indices)[0]
+    def forward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[tuple[jax.Array, Tree], None]]:
+        """Returns the function ((x, stash), i) -> (output, stash with what the backward needs), None of layer i of a segment."""
+        layer, first = self._layer(slot, segment), self.first(slot.chunk, segment)
 
-    def forward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((x, stash), at, i) -> (output, stash with what the backward needs) of a layer of a segment."""
-        layer = self._layer(slot, segment)
-
-        def forward_layer(carry: tuple[jax.Array, Tree], at: jax.Array, i: jax.Array) -> tuple[jax.Array, Tree]:
+        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             x, stash = carry
-            trace = self._trace(layer, at, x)
-            return trace.output, write(stash, (x, trace.residuals()), slot.place, i)
+            trace = self._trace(layer, first + i, x)
+            return (trace.output, write(stash, (x, trace.residuals()), slot.place, i)), None
 
         return forward_layer
 
     def backward(self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
         """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
         for segment, part in zip(self.segments[::-1], stash[::-1], strict=True):
-            cotangent, gradients = self._backward(segment, part, cotangent, gradients, slot)
+            layer, first = self.backward_layer(segment, slot), self.first(slot.chunk, segment)
+
+            def step(
+                carry: tuple, i: jax.Array, layer: Callable = layer, part: Tree = part, first: Any = first
+            ) -> tuple[tuple, None]:
+                at = first + i
+                return layer(carry, read(part, slot.place, i), at), None
+
+            indices = self._indices(segment)
+            cotangent, gradients = lax.scan(step, (cotangent, gradients), indices, reverse=True)[0]
         return cotangent, gradients
-
-    def _backward(self, segment: Segment, stash: Tree, cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:  # fmt: skip
-        backward_layer = self.backward_layer(segment, slot)
-        first, indices = self.first(slot.chunk, segment), self._indices(segment)
-
-        def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            at = first + i
-            return backward_layer(carry, read(stash, slot.place, i), at), None
-
-        return lax.scan(step, (cotangent, gradients), indices, reverse=True)[0]
 
     def backward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
         """Returns the function ((cotangent, gradients), what the stash has of it, at) -> (input gradient, gradients with its own added) of
