@@ -170,7 +170,10 @@ def searched(console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.plan.experts", description=__doc__, formatter_class=raw
+    )
     parser.add_argument("--search", action="store_true")
     console = Console(width=160, highlight=False)
     (searched if parser.parse_args().search else table)(console)
