@@ -85,10 +85,12 @@ def overlaps_reduce_scatter(config: Any) -> bool:
 
 def sends_by_table(config: Any) -> bool:
     """Returns whether the schedule's table says when a chunk's weights are gathered over data and its gradient is reduced (see
-    `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs all weights before.
+    `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs all weights before. Of adapters
+    alone there is little to send, and their base, which is never gathered, would be copied beside.
     """
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
-    return chunked and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
+    gathers = not config.lora.rank or config.parallel.zero_stage == 3
+    return chunked and gathers and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
 
 
 def sums_in_place(config: Any) -> bool:

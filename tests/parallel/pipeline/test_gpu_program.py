@@ -15,6 +15,7 @@ from described_gpus import compiled_step, needs_compiler
 from experiments.plan.work import IssuedCollective, Work
 from meshtrain.cluster.algorithms import PERMUTE, best
 from meshtrain.config import Config, load
+from meshtrain.config.reduce import sends_by_table
 from meshtrain.hlo import Module, collectives
 from meshtrain.mesh import PIPELINE, make_mesh
 from meshtrain.plan import named
@@ -126,5 +127,6 @@ def test_the_stages_are_summed_over_as_often_as_the_table_needs(layout):
         for c in collectives(program(layout).module, mesh)
         if c.kind == "all-reduce" and PIPELINE in c.axes and c.dtype == "bf16"
     ]
-    # XLA may sum two arrays in one go
-    assert sum(c.times * c.bytes for c in summed) / stream(config) == 4 * MICROBATCHES
+    # XLA may sum two arrays in one go. Where chunks are sent over data, clocks are made alike by an embedding or two of no microbatch.
+    idle = sum(c.times * c.bytes for c in summed) / stream(config) - 4 * MICROBATCHES
+    assert 0 <= idle <= 2 * sends_by_table(config)

@@ -123,6 +123,7 @@ def test_on_cpu_nothing_is_sent_beside_the_clocks(tmp_path):
         ({"reduce": {"compression": "int4"}}, {}),
         ({}, {"mesh": {"data": 1, "tensor": 2, "pipeline": 2}}),
         ({"microbatches": 2}, {"mesh": {"data": 4, "pipeline": 2, "islands": 2}}),
+        ({}, {"lora": {"rank": 2}}),
         ({}, {"train": {"objective": "dpo"}, "lora": {"rank": 2}, "data": {"format": "pairs"}}),
     ],
 )
