@@ -320,7 +320,10 @@ def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
     assert executor is not None
     stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
     execution = Execution(executor, stage, jnp.float32(1))
-    return executor.run(execution, executor.phases, execution.start())
+    carry = execution.start()
+    for phase in executor.phases:
+        carry = execution.run_phase(phase, carry, executor.rows_of(phase))
+    return carry
 
 
 def used_places(program: Program) -> np.ndarray:
