@@ -102,10 +102,7 @@ def entries_held(program: Program) -> list[int]:
         weights = program.local.zero.gather_params(masters)
         stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
         execution = Execution(executor, stage, jnp.float32(1))
-        carry = execution.start()
-        for phase in executor.phases:
-            carry = execution.run_phase(phase, carry, executor.rows_of(phase))
-        ((inputs, _),) = carry.stash
+        ((inputs, _),) = execution.run(executor.with_rows(executor.phases), execution.start()).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))

@@ -98,9 +98,8 @@ def sums_in_place(config: Any) -> bool:
     layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced early they would lie there twice.
     """
     parallel = config.parallel
-    several = parallel.microbatches > 1 and not has_table(
-        parallel.schedule, config.mesh.pipeline, parallel.microbatches
-    )
+    by_table = has_table(parallel.schedule, config.mesh.pipeline, parallel.microbatches)
+    several = parallel.microbatches > 1 and not by_table
     return several and config.precision.gradient_sums != "float32" and not scatters_at_use(config)
 
 

@@ -46,13 +46,18 @@ def _virtual_stages(config: "Config") -> int:
 planned_strategy = late("meshtrain.plan.choices:context_strategy")
 
 
+def by_parts(config: "Config") -> bool:
+    """Returns whether all-to-all may send each tensor rank's own part of a sequence, to experts that lie over tensor too."""
+    expert, tensor = config.mesh.expert, config.mesh.tensor
+    return config.parallel.sequence_parallel and tensor > 1 and config.model.moe.experts % (expert * tensor) == 0
+
+
 def sends_less(config: "Config") -> str:
     """Returns what parallel.experts.dispatch: auto stands for. With room for all rows that may come all-gather sends no more than all-to-all."""
     expert, tensor, capacity, moe = config.mesh.expert, config.mesh.tensor, config.parallel.experts.capacity, config.model.moe  # fmt: skip
     if expert == 1:
         return AUTO
-    # by all-to-all parts of sequences are sent, see `placement.expert_axes`
-    ranks = expert * (tensor if config.parallel.sequence_parallel and moe.experts % (expert * tensor) == 0 else 1)
+    ranks = expert * (tensor if by_parts(config) else 1)
     return "all_gather" if capacity is None or ranks - 1 <= capacity * moe.top_k else "all_to_all"
 
 

@@ -24,7 +24,7 @@ from meshtrain.config.follow import round_up
 from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import Config, by_parts
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import make_table, with_sends
@@ -110,12 +110,9 @@ def expert_axes(config: Config) -> tuple[str, ...]:
     Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor rank sends its own,
     in place of all of them sending the same, and an expert's products are of its whole width.
     """
-    mesh, parallel = config.mesh, config.parallel
-    if mesh.expert == 1:
+    if config.mesh.expert == 1:
         return ()
-    sends_parts = parallel.sequence_parallel and mesh.tensor > 1 and parallel.experts.dispatch == "all_to_all"
-    divides = config.model.moe.experts % (mesh.expert * mesh.tensor) == 0
-    return (EXPERT, TENSOR) if sends_parts and divides else (EXPERT,)
+    return (EXPERT, TENSOR) if config.parallel.experts.dispatch == "all_to_all" and by_parts(config) else (EXPERT,)
 
 
 def expert_ranks(config: Config) -> int:

@@ -31,11 +31,8 @@ class MeshCollectives(VocabularyShards):
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
         self.context, strategy = config.mesh.context, config.parallel.context_strategy
         self.by_heads, self.rings = strategy == "ulysses", strategy == "ring"
-        self.experts, self.expert_axes, self.expert_ranks = (
-            config.parallel.experts,
-            expert_axes(config),
-            expert_ranks(config),
-        )
+        self.experts = config.parallel.experts
+        self.expert_axes, self.expert_ranks = expert_axes(config), expert_ranks(config)
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)

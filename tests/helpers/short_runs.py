@@ -125,6 +125,14 @@ def train_on(
     return metrics, program, kept
 
 
+def loss_and_gradients(program: Program) -> tuple[jax.Array, Tree]:
+    """Those of a batch of text, from `canonical_numbers`."""
+    tokens, labels = token_batches(program.config, 1)[0]
+    batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+    live = place(program.layout, canonical_numbers(program.layout))
+    return jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))
+
+
 def first_moment(state: State) -> Tree:
     """Adam's first moment, in the live layout."""
     found = [s.mu for s in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import slow_but
-from short_runs import canonical_numbers, place, token_batches
+from short_runs import canonical_numbers, loss_and_gradients, place, token_batches
 
 from meshtrain.config import Config, load, replaced
 from meshtrain.hlo import collectives
@@ -49,14 +49,8 @@ def program_of(config: Config, overlaps: bool) -> Program:
 @pytest.mark.thorough
 @pytest.mark.parametrize("cell", slow_but(CELLS, ["one microbatch, tied", "ZeRO-3, held", "three microbatches"]))
 def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
-    config, found = config_of(cell), []
-    tokens, labels = token_batches(config, 1)[0]
-    for overlaps in (False, True):
-        program = program_of(config, overlaps)
-        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
-        live = place(program.layout, canonical_numbers(program.layout))
-        found.append(jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1)))
-    (loss, right), (same, seen) = found
+    config = config_of(cell)
+    (loss, right), (same, seen) = (loss_and_gradients(program_of(config, overlaps)) for overlaps in (False, True))
     assert float(same) == pytest.approx(float(loss), rel=1e-6)
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(right))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right)

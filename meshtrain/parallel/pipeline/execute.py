@@ -19,7 +19,7 @@ Every device runs the same program. On CPU idle slots are skipped (lax.cond). El
 that any stage uses is computed by all, and an idle one's results go where nobody reads; `phases` groups the clocks so that little is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,10 +85,7 @@ class Executor:
 
             carry = Sending(self, execution).run()
         else:
-            carry = execution.start()
-            for phase in self.phases:
-                carry = execution.run_phase(phase, carry, self.rows_of(phase))
-            carry = execution.end(carry)
+            carry = execution.end(execution.run(self.with_rows(self.phases), execution.start()))
         totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
@@ -102,9 +99,11 @@ class Executor:
             forward_only = Ops(True, True, False, False, True, False)
             carry = lax.scan(partial(execution.run_clock, forward_only), carry, rows)[0]
         else:
-            for phase in forward_only_phases(self.phases):
-                carry = execution.run_phase(phase, carry, self.rows_of(phase))
+            carry = execution.run(self.with_rows(forward_only_phases(self.phases)), carry)
         return jax.tree.map(_over_stages, carry.loss)
+
+    def with_rows(self, phases: Iterable[Phase]) -> Iterator[tuple[Phase, list[Row]]]:
+        return ((phase, self.rows_of(phase)) for phase in phases)
 
     def rows_of(self, phase: Phase, later: np.ndarray | int = 0) -> list[Row]:
         """This stage's instructions of a phase, for each run of its body [repeats, clocks]; of phases that begin so many clocks `later`,
@@ -186,12 +185,15 @@ class Execution:
 
     # --- one clock
 
-    def run_phase(self, phase: Phase, carry: Carry, rows: list[Row]) -> Carry:
-        loops = [partial(self.run_clock, ops) for _, ops in phase.body]
-        if phase.repeats > 1:
-            return lax.scan(partial(_in_turn, loops), carry, rows)[0]
-        for run_clock, row in zip(loops, rows, strict=True):
-            carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
+    def run(self, phases: Iterable[tuple[Phase, list[Row]]], carry: Carry) -> Carry:
+        """The clocks of the phases; what the buffers hold after the last one is in the carry."""
+        for phase, rows in phases:
+            loops = [partial(self.run_clock, ops) for _, ops in phase.body]
+            if phase.repeats > 1:
+                carry, _ = lax.scan(partial(_in_turn, loops), carry, rows)
+                continue
+            for run_clock, row in zip(loops, rows, strict=True):
+                carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
         return carry
 
     def run_clock(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, None]:

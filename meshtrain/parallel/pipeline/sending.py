@@ -85,9 +85,7 @@ class Sending:
             gradients = self.reduced("blocks", after(complete, carry.gx))
             # Read before the clocks add to the others, or XLA would copy all chunks to have both.
             carry = carry._replace(blocks=after(carry.blocks, complete))
-        execution = self.with_blocks(blocks)
-        for phase, phase_rows in zip(section.phases, rows, strict=True):
-            carry = execution.run_phase(phase, carry, phase_rows)
+        carry = self.with_blocks(blocks).run(zip(section.phases, rows, strict=True), carry)
         if section.gathers:
             # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
             carry = carry._replace(forward_received=jnp.where(gathers >= 0, carry.forward_received, 0))

@@ -320,10 +320,7 @@ def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
     assert executor is not None
     stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
     execution = Execution(executor, stage, jnp.float32(1))
-    carry = execution.start()
-    for phase in executor.phases:
-        carry = execution.run_phase(phase, carry, executor.rows_of(phase))
-    return carry
+    return execution.run(executor.with_rows(executor.phases), execution.start())
 
 
 def used_places(program: Program) -> np.ndarray:

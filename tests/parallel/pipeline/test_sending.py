@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_runs import canonical_numbers, place, token_batches
+from short_runs import loss_and_gradients
 
 from meshtrain.config import Config, load
 from meshtrain.config.reduce import sends_by_table
@@ -81,14 +81,8 @@ def program_of(config: Config, sends: bool) -> Program:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_sent_beside_the_clocks_are_those_sent_before_and_after_them(cell, tmp_path):
-    config, found = config_of(cell, tmp_path), []
-    tokens, labels = token_batches(config, 1)[0]
-    for sends in (False, True):
-        program = program_of(config, sends)
-        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
-        live = place(program.layout, canonical_numbers(program.layout))
-        found.append(jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1)))
-    (loss, right), (same, seen) = found
+    config = config_of(cell, tmp_path)
+    (loss, right), (same, seen) = (loss_and_gradients(program_of(config, sends)) for sends in (False, True))
     assert float(same) == pytest.approx(float(loss), rel=1e-6)
     if cell in ROUNDED:
         off = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), seen, right)
