@@ -164,6 +164,7 @@ LARGEST_LOSS_SCALE = 2.0**32
 
 
 RECIPES = ("rowwise", "tensorwise", "blockwise")  # of float8, see `model.float8`
+FLOAT8_BLOCK = 128  # rows, and columns, that share a scale where float8 is blockwise
 
 
 def _in_float8(config: "Config") -> bool:

@@ -25,11 +25,11 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from meshtrain.compat import vary, varying
+from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.grouped import implementation
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-BLOCK = 128
 OVER_ROWS = (((0,), (0,)), ((), ()))
 Groups = tuple[int, ...]  # along each dimension, the numbers that share a scale; 0: all
 
@@ -95,7 +95,9 @@ def widened(q: Rounded, dtype: Any) -> jax.Array:
     """Returns the numbers that were rounded to, exact in every dtype that holds them."""
     shape = q.values.shape
     # the last block is as long as it is
-    size = [BLOCK if 1 < s == -(-n // BLOCK) else n // s for n, s in zip(shape, q.scale.shape, strict=True)]
+    size = [
+        FLOAT8_BLOCK if 1 < s == -(-n // FLOAT8_BLOCK) else n // s for n, s in zip(shape, q.scale.shape, strict=True)
+    ]
     scale = jnp.expand_dims(q.scale, tuple(range(1, 2 * len(shape), 2)))
     return _unblocked(_blocks(q.numbers, size).astype(jnp.float32) * scale, shape).astype(dtype)
 
@@ -127,7 +129,7 @@ class Float8Recipe(NamedTuple):
         """Returns those of a matrix, activations or a `weight`, whose dimension `summed` a product sums over."""
         if self.recipe == "tensorwise":
             return 0, 0
-        along, across = (BLOCK, BLOCK if weight else 1) if self.recipe == "blockwise" else (0, 1)
+        along, across = (FLOAT8_BLOCK, FLOAT8_BLOCK if weight else 1) if self.recipe == "blockwise" else (0, 1)
         return (across, along) if summed else (along, across)
 
     def weight(self, w_KF: jax.Array) -> Rounded:

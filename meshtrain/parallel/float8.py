@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import Config
 from meshtrain.config.model import PROJECTIONS
+from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.parallel.placement import Placed, stages
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from meshtrain.parallel.zero import Weights, Zero
 
 MODULES = ("attention", "mlp", "experts")
-BLOCK = 128  # rows, and columns, that share a scale in blockwise float8
 
 
 def float8_share(config: Config) -> float:
@@ -62,16 +62,16 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     degree = [n * (weight.zero_degree if d == weight.zero_dim else 1) for d, n in enumerate(weight.ways)][1:]
     shards = [n // by for n, by in zip(weight.padded[1:], degree, strict=True)]
     # the last block of all may be shorter
-    torn = any(n % size and (by > 1 or size < BLOCK) for n, by, size in zip(shards, degree, groups, strict=True))
+    torn = any(n % size and (by > 1 or size < FLOAT8_BLOCK) for n, by, size in zip(shards, degree, groups, strict=True))
     return None if torn else groups
 
 
 def _in_blocks(side: tuple[int, ...]) -> tuple[int, ...]:
     """Blocks of 128 numbers of dimensions that count as one; 0: there are none."""
     *outer, inner = side
-    if not outer or inner % BLOCK == 0:
-        return (1,) * len(outer) + (BLOCK,)
-    return (BLOCK // inner, inner) if BLOCK % inner == 0 else (0, 0)
+    if not outer or inner % FLOAT8_BLOCK == 0:
+        return (1,) * len(outer) + (FLOAT8_BLOCK,)
+    return (FLOAT8_BLOCK // inner, inner) if FLOAT8_BLOCK % inner == 0 else (0, 0)
 
 
 def is_held(config: Config, weight: Placed) -> bool:

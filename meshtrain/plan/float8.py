@@ -13,8 +13,9 @@ from typing import NamedTuple
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
+from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.float8 import BLOCK, float8_share, groups_of, is_held
+from meshtrain.parallel.float8 import float8_share, groups_of, is_held
 from meshtrain.parallel.placement import Placed, local_kv_heads
 from meshtrain.plan import experts, shapes
 from meshtrain.plan.compute import Seconds, product, trained_share
@@ -118,7 +119,7 @@ def entering_size(config: Config) -> float:
     precision = config.precision
     if not precision.float8_gather:
         return shapes.itemsize(precision.compute)
-    scales = {"rowwise": 4 / config.model.d_model, "tensorwise": 0.0, "blockwise": 4 / BLOCK}
+    scales = {"rowwise": 4 / config.model.d_model, "tensorwise": 0.0, "blockwise": 4 / FLOAT8_BLOCK}
     return kept_size(config) + float8_share(config) * scales.get(precision.float8_recipe, 0.0)
 
 
