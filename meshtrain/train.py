@@ -55,6 +55,7 @@ from meshtrain.survive.supervision import Supervision, note
 from meshtrain.telemetry.hub import watch
 from meshtrain.telemetry.measured import Measured, measured
 from meshtrain.telemetry.progress import Reporter
+from meshtrain.units import size
 
 COMPILING = 3600  # seconds by which one process may be later than another
 PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
@@ -321,7 +322,7 @@ def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evalu
     lines = [
         f"{config.model.family} with {program.layout.parameters:,} parameters{trained} on {config.mesh} "
         f"({devices} {platform(program.mesh)} devices), "
-        f"ZeRO-{config.parallel.zero_stage}: {program.state_bytes / 2**20:.1f} MiB of state a device",
+        f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",
         data.describe(),
         *([f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"] if config.train.epochs else []),
         *chosen(config),

@@ -16,9 +16,11 @@ from meshtrain import train
 from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import load
 from meshtrain.optim import learning_rate
+from meshtrain.plan import memory
 from meshtrain.survive.injector import _changed_at
 from meshtrain.survive.supervision import Supervision
 from meshtrain.train import main
+from meshtrain.units import size
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -41,7 +43,7 @@ def rows(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path):
+def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path, capsys):
     mesh = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
     assert main(write(tmp_path, **mesh, eval={"every": 2, "batches": 1}, checkpoint={"every": 2})) == 0
     assert load(tmp_path / "run" / "config.yaml").mesh.pipeline == 2
@@ -51,6 +53,8 @@ def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path)
     assert all(needed <= row.keys() for row in found)
     assert [row["step"] for row in found if "eval_loss" in row] == [2, 4]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {"2", "4"}
+    state = memory.total(memory.between_steps(load(tmp_path / "run" / "config.yaml")))
+    assert f"ZeRO-1: {size(state)} of state a device\n" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

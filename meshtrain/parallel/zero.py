@@ -211,8 +211,8 @@ class Zero:
         def full_weight(shard: jax.Array, resident: jax.Array | None) -> jax.Array:
             return gather(weight, shard) if resident is None else resident
 
-        def backward(_: None, g: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            return self._scatter(weight, g), None if constant is None else jnp.zeros_like(g)
+        def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+            return self._scatter(weight, g), None  # of `resident`, which is a constant
 
         use = jax.custom_vjp(full_weight)
         use.defvjp(lambda *given: (full_weight(*given), None), backward)

@@ -212,14 +212,16 @@ def as_json(plan: Plan) -> dict:
 
 
 def settings(config: Config) -> dict[str, object]:
-    """The keys that a search decides."""
-    mesh, parallel = config.mesh, config.parallel
-    axes = ("data", "tensor", "pipeline", *["islands"] * (mesh.islands > 1), *["context"] * (mesh.context > 1))
-    names = ("schedule", "virtual_stages", "microbatches", "zero_stage", "zero_hold", "remat", "sequence_parallel", "vocab", *["context_strategy"] * (mesh.context > 1))  # fmt: skip
+    """The keys that a search decides: a config with them is this one."""
+    axes = "data", "tensor", "pipeline", "islands", "expert", "context"
+    names = (
+        "schedule", "virtual_stages", "layer_split", "vocab", "microbatches", "zero_stage", "zero_hold", "offload_optimizer",
+        "remat", "remat_keep", "remat_offload", "sequence_parallel", "context_strategy",
+    )  # fmt: skip
     return (
-        {f"mesh.{name}": getattr(mesh, name) for name in axes}
-        | {f"parallel.{name}": getattr(parallel, name) for name in names}
-        | ({"precision.matmul": "float8"} if config.precision.matmul == "float8" else {})
+        {f"mesh.{name}": getattr(config.mesh, name) for name in axes}
+        | {f"parallel.{name}": getattr(config.parallel, name) for name in names}
+        | {"parallel.experts.dispatch": config.parallel.experts.dispatch, "precision.matmul": config.precision.matmul}
     )
 
 

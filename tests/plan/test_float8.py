@@ -9,6 +9,7 @@ from meshtrain.parallel.float8 import float8_share
 from meshtrain.parallel.placement import notes
 from meshtrain.plan import advice
 from meshtrain.plan.estimate import estimate
+from meshtrain.plan.report import layout
 from meshtrain.plan.search import search
 
 LLAMA_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
@@ -110,3 +111,4 @@ def test_a_search_takes_float8_only_where_it_is_allowed():
     assert {plan.config.precision.matmul for plan in plain} == {"compute"}
     allowed = search(config, named("h100", 8), 8, best=3, float8=True).plans
     assert allowed[0].config.precision.matmul == "float8" and allowed[0].seconds < plain[0].seconds
+    assert "float8" in layout(allowed[0].config) and "float8" not in layout(plain[0].config)

@@ -7,6 +7,7 @@ import pytest
 
 from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.config.follow import microbatch_rows
+from meshtrain.config.values import as_text
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.report import settings
@@ -41,7 +42,7 @@ def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
     meshes_found = {candidate.config.mesh for candidate in candidates(config, named("h100", 8), 8)}
     assert {(mesh.data, mesh.islands) for mesh in meshes_found} == {(8, 4), (4, 4), (2, 2), (1, 1)}
     best = search(config, named("h100", 8), 8, best=3).plans
-    assert all(settings(plan.config).get("mesh.islands", 1) == plan.config.mesh.islands for plan in best)
+    assert all(settings(plan.config)["mesh.islands"] == plan.config.mesh.islands for plan in best)
     for candidate in itertools.islice(candidates(config, named("h100", 8), 8), 0, None, 97):
         check(candidate.config)
         planned = plan(candidate.config, named("h100", 8))
@@ -109,6 +110,20 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     assert reason(found.plans[5], found.plans[0]).startswith("+")
     told = [float(share) for share in re.findall(r" ([\d.]+)%[,;]", made_of(found.plans[0]))]
     assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(100, abs=0.5)
+
+
+def test_a_config_with_the_settings_of_a_layout_is_that_layout():
+    asked = {
+        "model": {"layers": 5, "d_model": 64, "heads": 4, "vocab_size": 96, "moe": {"experts": 4, "d_ff": 48}},
+        "mesh": {"data": 4, "expert": 2, "islands": 2},
+        "parallel": {"experts": {"capacity": 1.5}},
+        "train": {"global_batch_size": 8, "sequence_length": 64},
+    }
+    layouts = [c.config for c in itertools.islice(candidates(load(asked), named("h100", 8), 8), 0, None, 397)]
+    for config in layouts:
+        assert load(asked, [f"{key}={as_text(value)}" for key, value in settings(config).items()]) == config
+    for key in "parallel.layer_split", "parallel.remat_keep", "parallel.offload_optimizer", "parallel.experts.dispatch":
+        assert len({settings(config)[key] for config in layouts}) > 1, key
 
 
 @pytest.mark.thorough

@@ -62,6 +62,18 @@ def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(befor
     assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
 
 
+def test_in_a_command_the_main_thread_has_time_to_end_in_its_own_way():
+    program = (
+        "import os, signal, time; from meshtrain.run import early; from meshtrain.run.signals import StopSignals\n"
+        "early.hear()\n"
+        "with StopSignals():\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "    except early.Stopped: time.sleep(0.5); print('closed')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
 @pytest.mark.thorough
 def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
     program = (
