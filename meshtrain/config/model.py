@@ -32,6 +32,10 @@ def _of_family(name: str) -> Callable[[Any], Any]:
 _of_images = _of_family("images")
 
 
+def _has_experts(config: Any) -> bool:
+    return config.model.moe.experts > 0
+
+
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
     """Returns (N, P): patches of an image, and numbers of a patch."""
     return (model.image_size // model.patch_size) ** 2, model.patch_size**2 * model.channels
@@ -122,30 +126,30 @@ class MoeConfig:
     )
     top_k: int = key(
         None, "experts that a token is computed by; null: as the family has it",
-        least=1, most=1024, follows=_of_family("top_k"), resume=SHAPE
+        least=1, most=1024, follows=_of_family("top_k"), resume=SHAPE, counts=_has_experts
     )
-    d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE)
-    shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE)
+    d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE, counts=_has_experts)
+    shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE, counts=_has_experts)
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
         None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
-        "logits, and a softmax over those chosen; null: as the family has it", follows=_of_family("router"), resume=SHAPE
+        "logits, and a softmax over those chosen; null: as the family has it", follows=_of_family("router"), resume=SHAPE, counts=_has_experts
     )
     normalize: bool = key(
         None, "softmax, sigmoid: the weights of a token's experts are divided by their sum; null: as the family has it",
-        follows=_of_family("normalize"), resume=SHAPE
+        follows=_of_family("normalize"), resume=SHAPE, counts=_has_experts
     )
-    route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE)
+    route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE, counts=_has_experts)
     groups: tuple[int, ...] = key(
         (), "[groups, chosen]: a token chooses among the experts of so many groups, those with the highest sums of their two best scores "
-        "(DeepSeek-V3, section 2.1.2); empty: among all", least=1, resume=SHAPE
+        "(DeepSeek-V3, section 2.1.2); empty: among all", least=1, resume=SHAPE, counts=_has_experts
     )
-    z_loss: float = key(0.0, "weight of the mean of log(sum of exp of the router's logits)^2 (Zoph et al. 2022, section 3.1)", least=0.0)
+    z_loss: float = key(0.0, "weight of the mean of log(sum of exp of the router's logits)^2 (Zoph et al. 2022, section 3.1)", least=0.0, counts=_has_experts)
     balance: str = key(
         "none", "what keeps loads even: none; sequence: a loss over each sequence; bias: each expert's score gets a bias that goes up "
-        "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on every mesh"
+        "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on every mesh", counts=_has_experts
     )
-    balance_weight: float = key(1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)", least=0.0)
-    bias_rate: float = key(1e-3, "balance bias: the change of a step", above=0.0)
+    balance_weight: float = key(1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)", least=0.0, counts=_has_experts)
+    bias_rate: float = key(1e-3, "balance bias: the change of a step", above=0.0, counts=_has_experts)
 
 
 @dataclass(frozen=True)

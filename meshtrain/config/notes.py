@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from meshtrain.config import reduce
-from meshtrain.config.follow import followed, padded_batch_size
+from meshtrain.config.follow import followed, padded_batch_size, value_of
+from meshtrain.config.key import keys
 from meshtrain.config.schema import AUTO, Config, planned_strategy
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -13,7 +14,16 @@ WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of
 
 def notes(config: Config) -> list[str]:
     """Returns a sentence on each thing that is legal but costs something; `parallel.placement.notes` has the padding of the weights."""
-    return [*_notes(config), *reduce.notes(config)]
+    sentences = [*_notes(config), *reduce.notes(config)]
+    unused = [path for path in _unused(config) if not any(path in sentence for sentence in sentences)]
+    return sentences + [f"{path} has no use here: nothing depends on it, as the other keys are." for path in unused]
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """Yields the keys that have a value of their own though nothing depends on them; a schedule may be named for meshes of any pipeline."""
+    for path, key in keys(type(config)).items():
+        if path != "parallel.schedule" and not key.counts(config) and value_of(config, path) != key.default and not followed(config, path):
+            yield path
 
 
 def _notes(config: Config) -> Iterator[str]:

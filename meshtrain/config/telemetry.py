@@ -45,7 +45,7 @@ class TelemetryConfig:
     trace_steps: int = key(3, "steps that one trace takes in", least=1, most=100, resume=FREE)
     experts_every: int = key(
         0, "experts: steps between two rows of metrics that also have the tokens of each expert, and each layer's load, entropy and drops; 0: none",
-        least=0, resume=FREE
+        least=0, resume=FREE, counts=lambda c: c.model.moe.experts > 0
     )
     memory_limit: float = key(
         0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if anything",

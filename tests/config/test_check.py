@@ -42,6 +42,23 @@ def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
     assert found == ["parallel.virtual_stages", "parallel.layer_split"]
 
 
+def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
+    unused = {
+        "model": {"moe": {"top_k": 4}},
+        "parallel": {"context_strategy": "ring"},
+        "precision": {"float8_recipe": "blockwise", "gradient_sums": "bfloat16"},
+        "telemetry": {"experts_every": 3},
+    }
+    keys = [f"{section}.{key}" for section, values in unused.items() for key in values if key != "moe"]
+    found = notes(configuration(**unused))
+    assert sorted(note.split(" has no use here")[0] for note in found) == sorted(["model.moe.top_k", *keys])
+    unused["model"]["moe"]["experts"] = 8
+    unused["precision"]["matmul"] = "float8"
+    unused["parallel"]["microbatches"] = 2
+    used = {"mesh": {"context": 2}, "train": {"global_batch_size": 4, "sequence_length": 64}}
+    assert not [note for note in notes(load(unused | used)) if "has no use" in note]
+
+
 @pytest.mark.parametrize(
     "model, others, says",
     [
