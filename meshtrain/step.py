@@ -22,7 +22,7 @@ from meshtrain import xla
 from meshtrain.compat import lines_as_they_are
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import check_length
-from meshtrain.config.follow import padded_batch_size
+from meshtrain.config.follow import as_run_on, padded_batch_size
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
 from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_part, own_part, part_bytes, platform
@@ -89,7 +89,7 @@ class Program(Shown):
             raise ConfigError(
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh = config, mesh = as_run_on(platform(mesh), config), mesh
         self.rows = PartitionSpec(config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else []))
         self.of_images = FAMILIES[config.model.family].images
         self.hooks = Hooks.of(config, block=block, attention=attention, loss=loss)

@@ -138,6 +138,7 @@ def _run(
         join_cluster()
     heartbeat.phase("init")
     program = Program(config, **parts)
+    config = program.config
     supervision.build(program)
     checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
     closing.callback(checkpointer.close)

@@ -34,10 +34,10 @@ CELLS = {
     "zero bubble, uneven": ("rowwise", MODEL | {"layers": 5}, {"data": 2, "pipeline": 2}, {"schedule": "zb_h1", "microbatches": 2}, {}),
     "interleaved, wgrad": ("rowwise", MODEL, {"pipeline": 2}, {"virtual_stages": 2, "microbatches": 4, "remat": "dots"}, {}),
     "sequence parallel": ("blockwise", WIDE, {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": 3}, {}),
-    "blocks, all axes": ("blockwise", WIDE, {"data": 2, "tensor": 2, "pipeline": 2}, {"schedule": "zb_h1", "microbatches": 2}, {}),
+    "blocks, all axes, pairs": ("blockwise", WIDE, {"data": 2, "tensor": 2, "pipeline": 2}, {"schedule": "zb_paired", "microbatches": 4}, {}),
     "experts": ("rowwise", EXPERTS | {"moe": {"experts": 4, "top_k": 4, "d_ff": 32, "shared_experts": 1}}, {"data": 2, "pipeline": 2}, {"schedule": "1f1b", "microbatches": 2}, {}),
     "expert axis": ("blockwise", {**{n: WIDE[n] for n in WIDE if n != "d_ff"}, "moe": {"experts": 4, "top_k": 2, "d_ff": 128}}, {"data": 4, "expert": 2}, {"zero_stage": 3, "microbatches": 2}, {}),
-    "LoRA": ("rowwise", MODEL, {"data": 2, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, {"lora": {"rank": 4}}),
+    "LoRA": ("rowwise", MODEL | {"qk_norm": True}, {"data": 2, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, {"lora": {"rank": 4}}),
 }  # fmt: skip
 
 
@@ -97,15 +97,15 @@ def test_gradients_that_travel_or_are_summed_on_the_way_are_those_of_one_device(
     assert distance(grads, expected) < GRADIENT
 
 
-def dots(precision, parallel=None, mesh=None, more=None):
+def dots(precision, parallel=None, mesh=None, more=None, model=MODEL):
     """How many products of float8 stand in the lowered step: each layer is in a loop, once forward and once backward."""
-    config = config_of("rowwise", MODEL, mesh or {}, parallel or {}, more or {}, precision)
+    config = config_of("rowwise", model, mesh or {}, parallel or {}, more or {}, precision)
     text = Program(config, make_mesh(config)).lower().as_text()
     return len(re.findall(r"dot_general.*tensor<[0-9x]*f8E4M3FN>", text))
 
 
 def test_the_lowered_step_has_the_products_that_the_recipe_says():
-    assert dots({}) == 7 + 7
+    assert dots({}) == dots({}, model=MODEL | {"qk_norm": True}) == 7 + 7
     assert dots({"float8_wgrad": "float8"}) == 7 + 7 + 7
     assert dots({"float8_wgrad": "float8"}, more={"lora": {"rank": 4}}) == 7 + 7
     assert dots({"float8_recipe": "blockwise"}) == 0

@@ -11,11 +11,11 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from meshtrain.config.key import keys
-from meshtrain.config.schema import Config, ExpertsConfig
+from meshtrain.config.key import Followed, keys
+from meshtrain.config.schema import Config, ExpertsConfig, without_pairs
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
-from meshtrain.schedule.generators import has_table
+from meshtrain.schedule.generators import SCHEDULES, has_table
 
 # train.loss_chunk: auto. Fewer tokens, and what a chunk adds to the sum of the head's gradient takes longer than its products.
 CHUNK, ROOM = 2048, 2**32  # tokens; bytes of float32 logits
@@ -34,6 +34,14 @@ def resolve(config: AnyConfig) -> AnyConfig:
 def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
     """Returns a resolved config with other values, by section: replaced(config, mesh={"data": 2}). What followed follows again."""
     return resolve(put(unresolved(config), **sections))
+
+
+def as_run_on(platform: str, config: AnyConfig) -> AnyConfig:
+    """Returns a resolved config as devices of a platform run it: CPUs, which hide no messages, without pairs that nobody named."""
+    schedule = config.parallel.schedule
+    if platform == "cpu" and isinstance(schedule, Followed) and (entry := SCHEDULES.get(schedule)) and entry.paired:
+        return put(config, parallel={"schedule": Followed(without_pairs(config))})
+    return config
 
 
 def unresolved(config: AnyConfig) -> AnyConfig:
@@ -60,9 +68,9 @@ def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
 
 def followed(config: Config, path: str) -> bool:
     """Returns whether the value of a key is the one that follows from the others."""
-    key = keys(type(config))[path]
+    key, value = keys(type(config))[path], value_of(config, path)
     try:
-        return key.follows is not None and value_of(config, path) == key.follows(config)
+        return isinstance(value, Followed) or (key.follows is not None and value == key.follows(config))
     except ConfigError:
         return False
 

@@ -23,6 +23,10 @@ class Resume(Enum):
     SIZE = "it is refused; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
 
 
+class Followed(str):
+    """A text that follows from other keys and was named by nobody: who runs the config may choose again (`follow.as_run_on`)."""
+
+
 @dataclass(frozen=True)
 class Key:
     """The line of a key, besides its type."""

@@ -19,7 +19,7 @@ import yaml
 
 from meshtrain.config.check import check
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
-from meshtrain.config.key import Resume, keys
+from meshtrain.config.key import Followed, Resume, keys
 from meshtrain.config.places import config_file, placed
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
@@ -81,11 +81,13 @@ def given_devices(source: str | Path, overrides: Sequence[str] = ()) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes paths as their text and NumPy numbers as numbers too."""
+    """Writes paths as their text and NumPy numbers as numbers too, and what followed as what is named."""
 
     def represent_data(self, data: Any) -> yaml.Node:
         if isinstance(data, os.PathLike):
             data = os.fsdecode(data)
+        elif isinstance(data, Followed):
+            data = str(data)
         elif isinstance(data, np.generic):
             data = data.item()
         if isinstance(data, (bytes, set)):
@@ -191,7 +193,7 @@ def to_yaml(config: Config) -> str:
             return {f.name: bare(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return [bare(v) for v in value] if isinstance(value, tuple) else value
 
-    return yaml.safe_dump(bare(config), sort_keys=False, width=120)
+    return yaml.dump(bare(config), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def read_section(kind: type, path: str | Path, what: str, flag: str, example: str) -> Any:

@@ -99,6 +99,11 @@ class MeshConfig:
         """The axes over which the rows of a batch are split, major first."""
         return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis == DATA or self.ways(axis) > 1)
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether the devices of a layer send each other messages in every microbatch."""
+        return self.tensor * self.expert * self.context > 1
+
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
         """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
         context = (CONTEXT,) if self.context > 1 else ()

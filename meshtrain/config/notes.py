@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from meshtrain.config import reduce
 from meshtrain.config.follow import followed, padded_batch_size, value_of
 from meshtrain.config.key import keys
-from meshtrain.config.schema import AUTO, Config, planned_strategy
+from meshtrain.config.schema import AUTO, Config, pairs_may_hide, planned_schedule, planned_strategy
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
@@ -22,7 +22,12 @@ def notes(config: Config) -> list[str]:
 def _unused(config: Config) -> Iterator[str]:
     """Yields the keys that have a value of their own though nothing depends on them; a schedule may be named for meshes of any pipeline."""
     for path, key in keys(type(config)).items():
-        if path != "parallel.schedule" and not key.counts(config) and value_of(config, path) != key.default and not followed(config, path):
+        if (
+            path != "parallel.schedule"
+            and not key.counts(config)
+            and value_of(config, path) != key.default
+            and not followed(config, path)
+        ):
             yield path
 
 
@@ -90,12 +95,16 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
 
 
 def chosen(config: Config) -> list[str]:
-    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages, and one on parallel.context_strategy
-    where tokens are split over context; none where it was named."""
-    sentences = []
-    if config.mesh.pipeline > 1 and followed(config, "parallel.schedule"):
-        schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
-        sentences += [f"schedule: {AUTO} -> {schedule}" + (f", {chunks} virtual stages" if chunks > 1 else "")]
+    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages or messages that pairs could hide, and
+    one on parallel.context_strategy where tokens are split over context; none where it was named."""
+    sentences, stages, pairs = [], config.mesh.pipeline, pairs_may_hide(config)
+    if (stages > 1 or pairs) and followed(config, "parallel.schedule"):
+        schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages if stages > 1 else 1
+        name, why = planned_schedule(config) if pairs else (schedule, "")
+        if name != schedule:
+            why = f"CPU devices hide no messages, for which it would be {name} on accelerators"
+        choice = f"schedule: {AUTO} -> {'no pairs' if schedule == AUTO else schedule}"
+        sentences.append(choice + (f", {chunks} virtual stages" if chunks > 1 else "") + (f": {why}" if why else ""))
     if config.mesh.context > 1 and followed(config, "parallel.context_strategy"):
         sentences.append("context: {} -> {}: {}".format(AUTO, *planned_strategy(config)))
     return sentences

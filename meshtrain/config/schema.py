@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshtrain.config.images import ImagesConfig
-from meshtrain.config.key import Resume, key
+from meshtrain.config.key import Followed, Resume, key
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig
@@ -16,7 +16,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.registry import late
-from meshtrain.schedule.generators import SCHEDULES, chosen_chunks, has_table, legal_chunks
+from meshtrain.schedule.generators import PAIRED, SCHEDULES, chosen_chunks, has_table, legal_chunks
 from meshtrain.shown import Shown
 
 FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
@@ -37,13 +37,14 @@ def _chosen(config: "Config") -> int:
 
 def _virtual_stages(config: "Config") -> int:
     schedule, chunks = config.parallel.schedule, _chosen(config)
-    if schedule == AUTO or (schedule, config.parallel.virtual_stages) == (CHUNKED, chunks):
+    is_open = schedule == AUTO or isinstance(schedule, Followed)
+    if is_open or (config.parallel.virtual_stages == chunks > 1 and schedule == _schedule(config)):
         return chunks
     return legal_chunks(schedule) or 1
 
 
-# (config) -> (what parallel.context_strategy: auto stands for, why)
-planned_strategy = late("meshtrain.plan.choices:context_strategy")
+# (config) -> (what parallel.context_strategy or, where pairs have messages to hide, parallel.schedule: auto stands for, why)
+planned_strategy, planned_schedule = (late(f"meshtrain.plan.choices:{of}") for of in ("context_strategy", "schedule"))
 
 
 def by_parts(config: "Config") -> bool:
@@ -62,11 +63,23 @@ def sends_less(config: "Config") -> str:
 
 
 def _schedule(config: "Config") -> str:
-    """On one stage, which runs no schedule, auto stays. One chunk where more would be chosen comes from a schedule that was named."""
-    chunks = config.parallel.virtual_stages
-    if config.mesh.pipeline == 1 or chunks == 1 < _chosen(config):
+    """One chunk where more would be chosen comes from a schedule that was named."""
+    if config.mesh.pipeline > 1 and config.parallel.virtual_stages == 1 < _chosen(config):
         return AUTO
-    return CHUNKED if chunks > 1 else PLAIN
+    return Followed(planned_schedule(config)[0] if pairs_may_hide(config) else without_pairs(config))
+
+
+def without_pairs(config: "Config") -> str:
+    """Returns what parallel.schedule: auto stands for without pairs: on one stage, which then runs no schedule, it stays."""
+    if config.mesh.pipeline == 1:
+        return AUTO
+    return CHUNKED if config.parallel.virtual_stages > 1 else PLAIN
+
+
+def pairs_may_hide(config: "Config") -> bool:
+    """Returns whether there are messages that pairs could hide, and the config asks for no fake devices, which hide none."""
+    mesh, on_fakes = config.mesh, config.run.fake_devices > 0 and config.mesh.cluster is None
+    return mesh.splits_layers and has_table(PAIRED, mesh.pipeline, config.parallel.microbatches) and not on_fakes
 
 
 # A key keeps together what it says.
@@ -140,7 +153,7 @@ class ParallelConfig:
     schedule: str = key(
         AUTO,
         f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
-        "1f1b where a stage has one chunk; on one stage only paired has a use",
+        "1f1b where a stage has one chunk, or with pairs where they are clearly faster by the plan; on one stage only paired has a use",
         path=True, follows=_schedule, counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
     layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as can be", least=0)

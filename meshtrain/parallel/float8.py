@@ -148,6 +148,7 @@ def use_float8(block: Any, zero: "Zero", weights: "Weights", products: str, inde
             continue
         trained, frozen = (tree.get(name) or {} for tree in weights)
         shards = {**frozen, **{key: shard for key, shard in trained.items() if shard is not None}}
-        there = {key: q for key, shard in shards.items() if (q := in_float8(placed[key], shard)) is not None}
+        of_products = ((key, shard) for key, shard in shards.items() if not isinstance(shard, dict))  # no norms
+        there = {key: q for key, shard in of_products if (q := in_float8(placed[key], shard)) is not None}
         if there or products != "compute":
             module.float8 = Float8Products(how, skip, there, precision.float8_gather)

@@ -14,6 +14,7 @@ from meshtrain import units
 from meshtrain.cli import Parser, check_target, command, whole_number, write_target
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
+from meshtrain.config.follow import as_run_on
 from meshtrain.config.load import given_devices
 from meshtrain.draw.svg import file
 from meshtrain.errors import say
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = _load(options)
     _check_targets(config, options)
     cluster = _cluster(config, options)
+    config = as_run_on(cluster.accelerator.platform, config)
     if options.flags:
         known = config, cluster, flags.installed(), os.environ
         print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))

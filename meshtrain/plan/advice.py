@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
 from meshtrain.config.follow import CHUNK, put, runs_table
-from meshtrain.config.schema import AUTO, CHUNKED, PLAIN
+from meshtrain.config.schema import CHUNKED, PLAIN
 from meshtrain.config.values import as_text
 from meshtrain.errors import short
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import memory, pipeline, shapes
-from meshtrain.plan.choices import contexts, ends_empty, schedules, with_empty_ends
-from meshtrain.plan.estimate import Plan, estimate
-from meshtrain.plan.seconds import hidden_seconds, microbatch_costs
+from meshtrain.plan import pipeline, shapes
+from meshtrain.plan.choices import WORTH_SAYING, contexts, ends_empty, schedules, with_empty_ends
+from meshtrain.plan.estimate import Plan, by_formula, estimate
 from meshtrain.schedule.generators import legal_chunks
 from meshtrain.units import size
 
-# Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
-WORTH_SAYING = 0.97
 HEAVY = 1.1  # times the bytes, at least, that a schedule holds of what the plain one would
 
 
@@ -125,8 +122,6 @@ def _heavy(planned: Plan) -> list[str]:
     config, chunks = planned.config, stages(planned.config).chunks
     schedule = config.parallel.schedule
     plain = (PLAIN, 1) if legal_chunks(schedule) or chunks == 1 else (CHUNKED, chunks)
-    if config.mesh.pipeline == 1:
-        plain = (AUTO, 1)
     if not runs_table(config) or (schedule, chunks) == plain or config.parallel.layer_split is not None:
         return []
     other = estimate(put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster)
@@ -182,10 +177,7 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
             check(other)
         except ConfigError:
             continue
-        facts = pipeline.facts(other)
-        nbytes = memory.total(memory.items(other, facts, cluster.accelerator.platform))
-        costs = microbatch_costs(other, cluster)
-        seconds = pipeline.quick(other, facts, costs) - hidden_seconds(other, cluster, costs)
+        seconds, nbytes = by_formula(other, cluster)
         fits = nbytes <= cluster.accelerator.usable_bytes
         ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
     fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]

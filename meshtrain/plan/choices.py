@@ -10,18 +10,23 @@ from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.check import check, context_problems
 from meshtrain.config.follow import put, resolve
-from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE
+from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE, without_pairs
 from meshtrain.errors import ConfigError, divisors
+from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations
+from meshtrain.plan.estimate import by_formula
+from meshtrain.plan.memory import spared
 from meshtrain.plan.seconds import layer_cost
 from meshtrain.schedule.generators import MOST_CHUNKS, PAIRED, SCHEDULES, chosen_chunks
-from meshtrain.units import duration
+from meshtrain.units import duration, size
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
 STEP = 0.12
 # A rank of context has so many tokens of a row at least: with fewer its messages are longer than its attention (Megatron-LM's rule too).
 # Rows that would be cut in two of just so many are left whole.
 LEAST = 4096
+# Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
+WORTH_SAYING = 0.97
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
@@ -69,6 +74,40 @@ def context_strategy(config: Config) -> tuple[str, str]:
     return best, f"{why}; {refused} cannot be here" if refused else why
 
 
+def schedule(config: Config) -> tuple[str, str]:
+    """What parallel.schedule: auto stands for where there are messages to hide, and why: paired, if it fits and a step takes clearly less by the
+    plan where the config runs; zb_paired, if that takes clearly less again."""
+    plain = without_pairs(config)
+    best = PLAIN if plain == AUTO else plain  # a name, which on one stage has no use
+    try:
+        check(base := resolve(put(config, parallel={"schedule": best})))
+        cluster = named(usual_cluster(config), config.mesh.devices)
+    except ConfigError:
+        return plain, "nothing can be planned"  # and what is wrong is said of it
+    if cluster.accelerator.platform == "cpu":
+        return plain, f"pairs hide nothing on {cluster.name}"
+    plans = {best: by_formula(base, cluster)}
+    pairs = {entry.name for entry in SCHEDULES.values() if entry.paired}
+    for name, chunks in schedules(config.model.layers, config.mesh):
+        if name in pairs and chunks == stages_of(base).chunks:
+            with contextlib.suppress(ConfigError):
+                check(chosen := put(base, parallel={"schedule": name}))
+                plans[name] = by_formula(chosen, cluster)
+                pays = plans[name][1] <= spared(cluster) and plans[name][0] < WORTH_SAYING * plans[best][0]
+                # what zero bubble alone would save is no reason
+                best = name if pays and (name == PAIRED or best in pairs) else best
+    (seconds, nbytes), words = plans[best], []
+    for name, (other, holds) in plans.items():
+        if name != best:
+            without = f"with {name}" if name in pairs or plain != AUTO else "without pairs"
+            words.append(
+                f", {duration(other)} {without}"
+                + (f", which holds {size(holds)} in place of {size(nbytes)}" if holds > nbytes else "")
+            )
+    why = f"a step takes {duration(seconds)} by the plan for {cluster.name}{''.join(words)}"
+    return best if best in pairs else plain, why
+
+
 def _layer_seconds(config: Config, cluster: Cluster) -> float:
     layer = layer_cost(config, cluster)
     return layer.forward.total + layer.backward.total + layer.context_sends
@@ -96,9 +135,12 @@ def cuts(config: Config, data: int) -> tuple[int, ...]:
 
 
 def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
-    """Every (schedule, virtual stages) for the stages of a mesh."""
+    """Every (schedule, virtual stages) for the stages of a mesh; on one, which runs no schedule, a name where auto might be pairs."""
     if mesh.pipeline == 1:
-        return [(AUTO, 1), *((name, v) for name, v in _chunks(mesh) if name == PAIRED and v == 1)]
+        return [
+            (PLAIN if mesh.splits_layers else AUTO, 1),
+            *((name, v) for name, v in _chunks(mesh) if name == PAIRED and v == 1),
+        ]
     return [(name, v) for name, v in _chunks(mesh) if v * mesh.pipeline <= layers]
 
 
@@ -110,9 +152,8 @@ def with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
 
 def _chunks(mesh: MeshConfig) -> Iterator[tuple[str, int]]:
     """Pairs where layers send messages that they could hide; with one chunk other schedules of any number have names of their own."""
-    pairs = mesh.tensor * mesh.expert * mesh.context > 1
     for schedule in SCHEDULES.values():
-        if pairs or not schedule.paired:
+        if mesh.splits_layers or not schedule.paired:
             several = range(1 if schedule.paired else 2, MOST_CHUNKS + 1)
             yield from ((schedule.name, v) for v in ([schedule.chunks] if schedule.chunks else several))
 

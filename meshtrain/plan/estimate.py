@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from meshtrain.cluster.accelerators import evidence, lender
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.follow import runs_table, skips_idle_work
+from meshtrain.config.follow import as_run_on, runs_table, skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
@@ -132,6 +132,7 @@ def plan(config: Config, cluster: Cluster | str | None = None, profile: Framewor
     a_config(config, "mt.plan")
     if not isinstance(cluster, Cluster):
         cluster = named(cluster or usual_cluster(config), config.mesh.devices)
+    config = as_run_on(cluster.accelerator.platform, config)
     return estimate(config, large_enough(cluster, config), profile)
 
 
@@ -183,6 +184,14 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
         bubble_fraction=bubble,
         timeline=timeline,
     )
+
+
+def by_formula(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """(seconds of a step, bytes of a device) by formulas alone, in lockstep with stages as long as the longest: a hundredth of an `estimate`."""
+    facts, costs = pipeline.facts(config), microbatch_costs(config, cluster)
+    seconds = pipeline.quick(config, facts, costs) - hidden_seconds(config, cluster, costs)
+    nbytes = memory.total(memory.items(config, facts, cluster.accelerator.platform))
+    return seconds + sum(outside_seconds(config, cluster)), nbytes
 
 
 def outside_seconds(

@@ -13,7 +13,7 @@ from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import expert_ranks, stages
-from meshtrain.plan import axes, search, shapes, traffic
+from meshtrain.plan import axes, memory, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import PART_NAMES, Plan
@@ -249,7 +249,7 @@ def layout(config: Config) -> str:
 def ranking(result: search.SearchResult, devices: int) -> RenderableType:
     """The best layouts of a search, with the reasons."""
     head = (
-        f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {search.MARGIN:.0%} of the memory to spare; "
+        f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {memory.MARGIN:.0%} of the memory to spare; "
         f"searched in {result.seconds:.1f} s"
     )
     lines: list[RenderableType] = [Text(head, "bold")]

@@ -24,10 +24,6 @@ from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
 from meshtrain.schedule.generators import PAIRED
 
-# Kept free of what a program may have: of 79 compiled programs of every kind 95% hold less than this above the formula
-# (`python -m experiments.plan --compile`).
-MARGIN = 0.04
-
 
 class ZeroKeys(NamedTuple):
     """The ZeRO stage of a layout, and where its state lies."""
@@ -72,7 +68,7 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float
     began = clock.perf_counter()
     legal, fitting = 0, []
     smallest: Candidate | None = None
-    usable = spared(cluster)
+    usable = memory.spared(cluster)
     matmuls = {config.precision.matmul, *["float8"] * float8}
     bases = [put(config, precision={"matmul": matmul}) for matmul in sorted(matmuls)]
     for candidate in itertools.chain.from_iterable(candidates(base, cluster, devices) for base in bases):
@@ -91,11 +87,6 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float
     plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
     plans = sorted((p for p in plans if p.bytes <= usable), key=lambda p: (p.seconds, p.bytes))[:best]
     return SearchResult(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
-
-
-def spared(cluster: Cluster) -> float:
-    """The bytes of a device that a search uses."""
-    return cluster.accelerator.usable_bytes * (1 - MARGIN)
 
 
 def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
@@ -184,7 +175,7 @@ def _scheduled(
     """The given schedules and all ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
     of them: the costs here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
     """
-    usable = spared(cluster)
+    usable = memory.spared(cluster)
     costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
     layer_keeps: dict[int, tuple[float, float]] = {}
     passing: dict[tuple[int, int, tuple[bool, ...]], float] = {}

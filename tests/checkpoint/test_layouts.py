@@ -14,7 +14,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.config import Config
 
 STEPS, AFTER, TOLERANCE = 3, 3, 2e-6  # steps before and after the checkpoint; relative, of each loss after it
-ISLANDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "1 island": ({"data": 8}, {"zero_stage": 3}),
     "2 islands": ({"data": 8, "islands": 2}, {"zero_stage": 3}),
     "4 islands": ({"data": 8, "islands": 4}, {"zero_stage": 1}),
@@ -25,24 +25,32 @@ ISLANDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"data": 2, "context": 2, "tensor": 2},
         {"zero_stage": 1, "context_strategy": "all_gather"},
     ),
+    "zero bubble pairs, 2 chunks": (
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        {"zero_stage": 3, "microbatches": 2, "schedule": "zb_paired", "virtual_stages": 2},
+    ),
+    "pairs on one stage": ({"data": 2, "tensor": 2}, {"zero_stage": 2, "microbatches": 4, "schedule": "paired"}),
 }
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
-I1, I2, I4, TENSOR, STAGES, C4, C2 = ISLANDS
+I1, I2, I4, TENSOR, STAGES, C4, C2, ZB_PAIRS, ONE_STAGE = OTHERS
 PAIRS = [
     (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),  # CUBE -> DATA: all three axes and the ZeRO stage
     (INTERLEAVED, V), (V, FLAT), (FLAT, PIPE), (PIPE, ONE),
     (I1, I2), (I2, TENSOR), (TENSOR, I4), (I4, STAGES), (STAGES, I1), (I1, I4), (I4, I1),
     (C4, C2), (C2, PIPE), (ONE, C4),
+    (INTERLEAVED, ZB_PAIRS), (ZB_PAIRS, ONE_STAGE), (ONE_STAGE, INTERLEAVED),
 ]  # fmt: skip
-# Stages in another order, all axes and the ZeRO stage, islands that become more and none.
+# Stages in another order, all axes and the ZeRO stage, islands that become more and none, pairs and back.
 # Of the others' arrays tests/checkpoint/test_global_arrays.py keeps every bit.
-FEW = [(ONE, CUBE), (INTERLEAVED, V), (CUBE, DATA), (I2, TENSOR), (I4, STAGES), (STAGES, I1)]
+FEW = [(ONE, CUBE), (INTERLEAVED, V), (CUBE, DATA), (I2, TENSOR), (I4, STAGES), (STAGES, I1),
+    (INTERLEAVED, ZB_PAIRS), (ZB_PAIRS, ONE_STAGE), (ONE_STAGE, INTERLEAVED),
+]  # fmt: skip
 
 
 def settings(layout: str, directory: str = "unused") -> Config:
     if layout in LAYOUTS:
         return config(directory, layout)
-    mesh, parallel = ISLANDS[layout]
+    mesh, parallel = OTHERS[layout]
     return config(directory, mesh=mesh, parallel=parallel)
 
 
@@ -108,9 +116,10 @@ def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
 
 
 def test_the_pairs_change_all_axes_the_zero_stage_and_islands_and_meet_every_layout_on_both_sides():
-    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | ISLANDS.keys()
+    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | OTHERS.keys()
     (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]
     assert all(a != b for a, b in zip(mesh, other, strict=True))
     assert parallel.get("zero_stage", 1) != others["zero_stage"]
+    assert program(ZB_PAIRS).layout.table.paired and program(ONE_STAGE).layout.table.paired
     between = {tuple(program(x).config.mesh.islands for x in pair) for pair in PAIRS}
     assert between >= {(a, b) for a in (1, 2, 4) for b in (1, 2, 4) if a != b}

@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from meshtrain.config import Config, ConfigError, chosen, load, notes, replaced, to_yaml
+from meshtrain.config.follow import as_run_on
 from meshtrain.config.notes import WORTH_SAYING
+from meshtrain.plan import plan
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulation import Durations, simulate
 
@@ -223,6 +225,60 @@ def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
     assert replaced(chunked, mesh={"pipeline": 4}).parallel.virtual_stages == 2
     named = configuration(parallel={"microbatches": 4, "schedule": "1f1b"}, model={"layers": 8})
     assert replaced(named, mesh={"pipeline": 4}).parallel.schedule == "1f1b"
+
+
+def test_an_open_schedule_has_pairs_where_the_plan_finds_them_faster_and_they_fit(tmp_path):
+    """On H100s; not on CPU devices, which hide no messages, whether the config or the machine says that they are."""
+
+    def of(run=(), model=(), **keys):
+        model = {"layers": 8, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 4096} | dict(
+            model
+        )
+        mesh = {
+            "tensor": keys.pop("tensor", 4),
+            "pipeline": keys.pop("pipeline", 2),
+            "cluster": keys.pop("cluster", None),
+        }
+        return configuration(
+            run=dict(run), mesh=mesh, model=model, parallel={"microbatches": 8, "sequence_parallel": mesh["tensor"] > 1} | keys,
+            precision={"compute": "bfloat16"}, train={"global_batch_size": 8, "sequence_length": 4096}
+        )  # fmt: skip
+
+    def schedule(config):
+        return config.parallel.schedule, config.parallel.virtual_stages
+
+    pairs = of(pipeline=2, virtual_stages=2)
+    assert schedule(pairs) == ("paired", 2)
+    (why,) = chosen(pairs)
+    assert re.fullmatch(r"schedule: auto -> paired, 2 virtual stages: a step takes .* by the plan for .*, .* with interleaved, .* with zb_paired, which holds .*", why)  # fmt: skip
+    same = load(yaml.safe_load(to_yaml(pairs)))
+    assert same == pairs and schedule(replaced(same, mesh={"tensor": 1})) == ("interleaved", 2)
+    by_plan = {name: plan(of(schedule=name, virtual_stages=2), "h100") for name in ("interleaved", "paired")}
+    assert plan(pairs).seconds == by_plan["paired"].seconds < 0.97 * by_plan["interleaved"].seconds
+    one_stage = of(pipeline=1)
+    assert schedule(one_stage) == ("paired", 1) and "without pairs" in chosen(one_stage)[0]
+    # no messages, no backward beside a forward, nothing gained by the plan, no room for what pairs hold more, another one is named
+    for alone in (of(tensor=1), of(pipeline=1, microbatches=1)):
+        assert not SCHEDULES.get(alone.parallel.schedule, SCHEDULES["gpipe"]).paired and "plan" not in "".join(
+            chosen(alone)
+        )
+    few, full = of(microbatches=2), of(pipeline=1, model={"layers": 60})
+    assert schedule(few) == ("interleaved", 4) and " with paired" in chosen(few)[0]
+    assert schedule(full) == ("auto", 1) and " with paired, which holds " in chosen(full)[0]
+    named = of(schedule="interleaved", virtual_stages=4)
+    assert (
+        schedule(named) == ("interleaved", 4) == schedule(replaced(named, train={"steps": 3})) and chosen(named) == []
+    )
+    # on CPU
+    for on_fakes in (of({"fake_devices": 8}), of(cluster="cpu")):
+        assert schedule(on_fakes) == ("interleaved", 4) and schedule(as_run_on("cpu", on_fakes)) == ("interleaved", 4)
+    open_one = as_run_on("cpu", of())
+    assert schedule(of())[0] == "paired" and schedule(open_one) == ("interleaved", 4) == schedule(
+        plan(of(), "cpu").config
+    )
+    assert chosen(open_one)[0].endswith("CPU devices hide no messages, for which it would be paired on accelerators")
+    assert schedule(replaced(open_one, mesh={"pipeline": 4})) == schedule(of(pipeline=4))
+    assert as_run_on("cpu", of(schedule="paired")).parallel.schedule == "paired"
 
 
 # Forwards and backwards take turns: in each clock one stage goes forward while the other goes backward.

@@ -120,13 +120,13 @@ def test_on_one_stage_it_is_said_what_pairs_save_and_what_they_hold_more(llama_8
     mesh, cluster = {"data": 2, "tensor": 8}, named("h100", 16)
     apart, pairs = (
         plan(llama_8b(mesh, {"global_batch_size": 16}, schedule=name, microbatches=8), cluster)
-        for name in ("auto", "paired")
+        for name in ("1f1b", "paired")
     )
     assert pairs.seconds < apart.seconds and pairs.bytes > advice.HEAVY * apart.bytes
     (note,) = advice.notes(apart)
     assert note.startswith("parallel.schedule=paired, ") and f"hold {size(pairs.bytes)}" in note
     (note,) = advice.notes(pairs)
-    assert note.startswith("paired holds ") and "where auto would hold" in note
+    assert note.startswith("paired holds ") and "where 1f1b would hold" in note
     alone = plan(llama_8b({"data": 16}, microbatches=4), cluster)
     assert not [note for note in advice.notes(alone) if "paired" in note]
 

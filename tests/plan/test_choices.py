@@ -11,7 +11,8 @@ from meshtrain.config.schema import SELECTIVE
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations, named, plan
 from meshtrain.plan.choices import contexts, ends_empty, near_cuts, remats, schedules, with_empty_ends
-from meshtrain.plan.search import MARGIN, candidates, search
+from meshtrain.plan.memory import MARGIN
+from meshtrain.plan.search import candidates, search
 from meshtrain.plan.seconds import layer_cost
 
 

@@ -42,7 +42,7 @@ def test_pairs_wait_for_fewer_messages_and_hold_what_a_forward_has_at_hand_too(l
 
 def test_on_one_stage_the_backward_of_a_microbatch_is_a_pair_with_the_forward_of_the_next(llama_8b):
     mesh, cluster = {"data": 2, "tensor": 8}, named("h100", 16)
-    after, before = (plan(llama_8b(mesh, schedule=name, microbatches=8), cluster) for name in ("paired", "auto"))
+    after, before = (plan(llama_8b(mesh, schedule=name, microbatches=8), cluster) for name in ("paired", "1f1b"))
     assert after.time.tensor < 0.4 * before.time.tensor and after.clocks == 9 and before.clocks == 8
     assert plan(llama_8b(mesh, schedule="paired", microbatches=1), cluster).clocks == 1
 
@@ -119,7 +119,7 @@ def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_
 
 
 def test_packing_and_dropout_keep_a_kernel_that_writes_no_scores(llama_8b):
-    config, cluster = llama_8b(), named("h100", 16)
+    config, cluster = llama_8b(schedule="interleaved", virtual_stages=8), named("h100", 16)
     plain, packed = plan(config, cluster), plan(replaced(config, data={"batching": "packed"}), cluster)
     assert packed.time.memory == plain.time.memory
     assert packed.bytes == pytest.approx(plain.bytes, rel=1e-3)
