@@ -84,8 +84,6 @@ def schedule(config: Config) -> tuple[str, str]:
         cluster = named(usual_cluster(config), config.mesh.devices)
     except ConfigError:
         return plain, "nothing can be planned"  # and what is wrong is said of it
-    if cluster.accelerator.platform == "cpu":
-        return plain, f"pairs hide nothing on {cluster.name}"
     plans = {best: by_formula(base, cluster)}
     pairs = {entry.name for entry in SCHEDULES.values() if entry.paired}
     for name, chunks in schedules(config.model.layers, config.mesh):

@@ -269,7 +269,8 @@ def test_an_open_schedule_has_pairs_where_the_plan_finds_them_faster_and_they_fi
     assert (
         schedule(named) == ("interleaved", 4) == schedule(replaced(named, train={"steps": 3})) and chosen(named) == []
     )
-    # on CPU
+    # on CPU, for fake devices without asking the planner
+    assert chosen(of({"fake_devices": 8})) == ["schedule: auto -> interleaved, 4 virtual stages"]
     for on_fakes in (of({"fake_devices": 8}), of(cluster="cpu")):
         assert schedule(on_fakes) == ("interleaved", 4) and schedule(as_run_on("cpu", on_fakes)) == ("interleaved", 4)
     open_one = as_run_on("cpu", of())
