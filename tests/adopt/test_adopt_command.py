@@ -1,6 +1,7 @@
 """The command's words, and its sentences."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 import meshtrain as mt
 from meshtrain.adopt.__main__ import main
+from meshtrain.adopt.importing import import_weights
 from meshtrain.hf.hf_directory import INDEX, TensorFiles
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -81,6 +83,17 @@ def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     one, two = (mt.read_model(tmp_path / name)([[5, 6, 7, 8]]) for name in ("run", "hf"))
     assert (one == two).all()
+
+
+def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_there_is_left_before_anything_is_read(
+    capsys, tmp_path
+):
+    assert main(["export", str(GOLDEN / "gpt2"), str(tmp_path / "hf")]) == 0
+    assert "no tokenizer was found beside the weights" in capsys.readouterr().err
+    assert main(["export", str(GOLDEN / "vit"), str(tmp_path / "of-images")]) == 0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(mt.ConfigError, match="is there already"):
+        import_weights(mt.load({}), Path("/no/such"), tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

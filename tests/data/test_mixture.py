@@ -29,6 +29,11 @@ def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights):
             assert (sources[block * BLOCK : (block + 1) * BLOCK] == source).sum() == quota
 
 
+def test_what_is_left_of_a_block_goes_to_the_source_furthest_below_its_share():
+    assert [*Draw((1228.2, BLOCK - 1228.2), seed=0).quotas] == [1228, BLOCK - 1228]
+    assert [*Draw((BLOCK - 1228.8, 1228.8), seed=0).quotas] == [BLOCK - 1229, 1229]
+
+
 def test_any_number_can_be_asked_for_alone():
     draw = Draw((0.6, 0.4), seed=2)
     together = np.stack(draw.at(np.arange(BLOCK - 50, BLOCK + 50)))

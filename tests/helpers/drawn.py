@@ -54,6 +54,11 @@ def check_drawing(drawing: str) -> None:
     root = ElementTree.fromstring(drawing)
     assert root.get("role") == "img" and root.get("aria-label")
     assert root.get("fill") in DARK
+    left, top, width, height = map(float, root.get("viewBox").split())
+    for box in (e for e in root.iter() if e.tag.endswith("rect") and "%" not in e.get("width", "%")):
+        x, y = float(box.get("x", 0)) - left, float(box.get("y", 0)) - top
+        inside = x >= 0 and y >= 0 and x + float(box.get("width")) <= width and y + float(box.get("height")) <= height
+        assert inside, ElementTree.tostring(box)
     texts = [e for e in root.iter() if e.tag.endswith("text")]
     assert {e.get("fill") for e in texts} <= {None, INK, *DARK} and not any("fill" in e.get("style", "") for e in texts)
 

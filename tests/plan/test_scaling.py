@@ -1,5 +1,6 @@
 import pytest
 
+from meshtrain.config import replaced
 from meshtrain.plan import named, scaling
 
 
@@ -19,6 +20,16 @@ def test_strong_scaling_keeps_the_batch_and_loses_efficiency(llama_8b):
     efficiencies = [p.efficiency for p in points]
     assert efficiencies[0] == 1.0 and efficiencies == sorted(efficiencies, reverse=True)
     assert points[-1].plan.seconds < points[0].plan.seconds
+
+
+def test_on_more_devices_a_microbatch_keeps_its_rows_as_long_as_there_are_so_many(llama_8b):
+    config = replaced(
+        llama_8b({"data": 2, "tensor": 8}),
+        parallel={"microbatches": 8},
+        train={"global_batch_size": 60, "uneven_batch": "pad"},
+    )
+    points = scaling.strong(config, named("h100", 16))
+    assert [p.plan.config.parallel.microbatches for p in points] == [8, 4, 2, 1, 1]
 
 
 def test_the_serial_share_bounds_the_speed_up(llama_8b):

@@ -22,6 +22,14 @@ def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_an
     assert shown == "step 2/10  loss 2.5000  1,234 tokens/s  16 s left" and "eval loss 2.7500" in evaluated
 
 
+def test_on_a_terminal_a_bar_stands_there_while_the_first_step_compiles(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Reporter(10, 3):
+        assert "3/10" in terminal.getvalue() and "compiling" in terminal.getvalue()
+
+
 def test_other_processes_of_a_run_say_nothing(capsys):
     with Reporter(10, 0, quiet=True) as report:
         report.after_metrics(ROW, due=True)
