@@ -122,7 +122,7 @@ def test_a_config_with_the_settings_of_a_layout_is_that_layout():
     layouts = [c.config for c in itertools.islice(candidates(load(asked), named("h100", 8), 8), 0, None, 397)]
     for config in layouts:
         assert load(asked, [f"{key}={as_text(value)}" for key, value in settings(config).items()]) == config
-    for key in "parallel.layer_split", "parallel.remat_keep", "parallel.offload_optimizer", "parallel.experts.dispatch":
+    for key in "parallel.layer_split", "parallel.remat_keep", "parallel.zero_hold", "parallel.experts.dispatch":
         assert len({settings(config)[key] for config in layouts}) > 1, key
 
 
