@@ -14,7 +14,8 @@ import numpy as np
 import meshtrain as mt
 from meshtrain.draw.picture import Picture
 from meshtrain.draw.svg import image
-from meshtrain.model.experts import route, slots_of
+from meshtrain.model.experts import route
+from meshtrain.model.slots import slots_of
 from meshtrain.plan import traffic
 from meshtrain.report.experts import ExpertLoads, picture
 

@@ -28,10 +28,12 @@ from meshtrain.config import ModelConfig
 from meshtrain.config.model import MoeConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.grouped import by_rows, grouped
-from meshtrain.model.layers import hidden, make_parameters
+from meshtrain.model.expert_loops import LoopedWeights, looped, weighted_hidden
+from meshtrain.model.grouped import grouped
+from meshtrain.model.layers import hidden, keeping_arguments, make_parameters
 from meshtrain.model.rope import Routing, Sequence
-from meshtrain.model.weights import COUNTED, EXPERT_BLOCK
+from meshtrain.model.slots import ExpertSlots, collected, slots_of, spread
+from meshtrain.model.weights import COUNTED
 
 
 class RouterChoice(NamedTuple):
@@ -121,90 +123,6 @@ def auxiliary_losses(
     return losses
 
 
-# --- rows to slots and back
-
-
-class ExpertSlots(NamedTuple):
-    """Where the rows of each expert lie."""
-
-    places: jax.Array  # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
-    pairs: jax.Array  # int32 [S]: the pair in each slot; the number of pairs: none
-    expert_of_block: jax.Array  # int32 [S / block]
-    blocks: jax.Array  # int32: how many are in use
-    dropped: jax.Array  # int32: pairs for which there was no room
-
-
-def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
-    """Assigns slots to the pairs whose expert is one of `experts`, in their order, to at most `room` of them."""
-    chosen, pairs = chosen_NK.reshape(-1), chosen_NK.size
-    dropped = jnp.zeros((), jnp.int32)
-    if room < pairs:
-        here = chosen < experts
-        fits = jnp.cumsum(here) <= room
-        chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
-    block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1))
-    count = -(-(room + experts * (block - 1)) // block)
-    within, sizes = ranks_within(chosen, experts)
-    ends = jnp.cumsum(-(-sizes // block))
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends]) * block
-    places = jnp.where(chosen < experts, starts[chosen] + within, count * block)
-    expert_of_block = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
-    inverse = inverse_of(places, count * block)
-    return ExpertSlots(
-        places.reshape(chosen_NK.shape), inverse, expert_of_block.astype(jnp.int32), ends[-1].astype(jnp.int32), dropped
-    )
-
-
-def ranks_within(group_M: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """How many before it are of the same group, of each; and the groups' sizes. The number of groups means none."""
-    order = jnp.argsort(group_M, stable=True)
-    sizes = jnp.bincount(group_M, length=groups + 1)
-    first = jnp.cumsum(sizes) - sizes
-    sorted_group = group_M[order]
-    in_order = jnp.arange(len(group_M)) - first[sorted_group]
-    return jnp.zeros_like(group_M).at[order].set(in_order.astype(group_M.dtype), unique_indices=True), sizes[:groups]
-
-
-def inverse_of(places_M: jax.Array, slots: int) -> jax.Array:
-    """What lies in each slot; the length of `places` where nothing does."""
-    empty = vary(jnp.full(slots, len(places_M), jnp.int32), varying(places_M))
-    return empty.at[places_M].set(jnp.arange(len(places_M), dtype=jnp.int32), mode="drop", unique_indices=True)
-
-
-@jax.custom_vjp
-def spread(x: jax.Array, source_S: jax.Array, places_NK: jax.Array) -> jax.Array:
-    """x [N, ...] to its slots [S, ...], zeros where `source` is N. Its transpose gathers too: no sum is scattered."""
-    return _taken(x, source_S)
-
-
-def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
-
-
-def _summed(slots: jax.Array, places_NK: jax.Array) -> jax.Array:
-    """The sum over K of the slots at `places`, in their order."""
-    total = sum(_taken(slots, places_NK[:, k]).astype(jnp.float32) for k in range(places_NK.shape[1]))
-    return jnp.asarray(total).astype(slots.dtype)
-
-
-spread.defvjp(
-    lambda x, source, places: (_taken(x, source), places),
-    lambda places, g: (_summed(g, places), None, None),
-)
-
-
-@jax.custom_vjp
-def collected(slots: jax.Array, source_S: jax.Array, places_NK: jax.Array) -> jax.Array:
-    """The transpose of `spread`: slots [S, ...] to the sum over what each of N has there."""
-    return _summed(slots, places_NK)
-
-
-collected.defvjp(
-    lambda slots, source, places: (_summed(slots, places), source),
-    lambda source, g: (_taken(g, source), None, None),
-)
-
-
 # --- the module
 
 
@@ -252,8 +170,19 @@ class Experts(nnx.Module):
         """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and summed over K; and the
         number of pairs that were dropped beyond `room`."""
         slots = slots_of(chosen_NK, len(self.gate[...]), room)
+        if collectives.platform == "gpu" or self.float8 is not None:
+            return self.in_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
+        down_bias = None if self.down_bias is None else collectives.share(self.down_bias[...])
+        gate_bias, up_bias = (None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias))
+        weights = LoopedWeights(self.gate[...], self.up[...], self.down[...], gate_bias, up_bias, down_bias)
+        return looped(self.hidden, weights, checkpoint_name(rows_ND, "dispatched"), weights_NK, slots), slots.dropped
+
+    def in_slots(
+        self, collectives: Collectives, rows_ND: jax.Array, weights_NK: jax.Array, slots: ExpertSlots
+    ) -> jax.Array:
+        """Returns what `looped` does, where kernels or roundings take all slots at once."""
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
-        source = slots.pairs // chosen_NK.shape[1]
+        source = slots.pairs // weights_NK.shape[1]
         x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
         branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
         if self.gate_bias is not None and self.up_bias is not None:
@@ -261,18 +190,13 @@ class Experts(nnx.Module):
                 b + of_slots(bias[...], slots) for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
             ]
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
-
-        def weighted(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-            return self.hidden(gate, up) * weights.astype(gate.dtype)
-
         # weights before the last product, so that its output is not kept for their gradient
-        of_block = slots.blocks, len(slots.pairs) // len(slots.expert_of_block), collectives.platform
-        h = by_rows(weighted, *of_block, *(checkpoint_name(b, "mlp_in") for b in branches), weights)
-        h = checkpoint_name(h, "mlp_hidden")
+        weighted = keeping_arguments(partial(weighted_hidden, self.hidden))
+        h = checkpoint_name(weighted(*(checkpoint_name(b, "mlp_in") for b in branches), weights), "mlp_hidden")
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
             y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)
-        return collected(y, source, slots.places), slots.dropped
+        return collected(y, source, slots.places)
 
     def rows(self, x_SD: jax.Array) -> Any:
         """Slots as `product` takes them."""

@@ -20,7 +20,6 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from meshtrain.compat import vary, varying
-from meshtrain.model.layers import keeping_arguments
 
 GroupedResiduals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array]
 
@@ -39,49 +38,6 @@ def grouped(
     """
     axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
     return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
-
-
-def by_rows(
-    function: Callable[..., jax.Array], blocks: jax.Array, length: int, platform: str, *arrays: jax.Array
-) -> jax.Array:
-    """Returns function(*arrays), [R, F] of arrays [R, ...], where each row of the result is of a row of each; its residuals are the arrays.
-
-    Where `grouped` is a loop, only of the `blocks` of `length` rows that are in use: there is room for many more than come.
-    """
-    if platform == "gpu":
-        return keeping_arguments(function)(*arrays)
-    axes = frozenset[str]().union(*map(varying, (blocks, *arrays)))
-    return _by_rows(function, length, *vary((blocks, *arrays), axes))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_rows(function: Callable[..., jax.Array], length: int, blocks: jax.Array, *arrays: jax.Array) -> jax.Array:
-    return _over_blocks(function, length, blocks, *arrays)
-
-
-def _rows_backward(function: Callable[..., jax.Array], length: int, residuals: tuple, g: jax.Array) -> tuple:
-    def cotangents(g: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vjp(function, *arrays)[1](g)
-
-    blocks, *arrays = residuals
-    return None, *_over_blocks(cotangents, length, blocks, g, *arrays)
-
-
-_by_rows.defvjp(
-    lambda function, length, *given: (_over_blocks(function, length, *given), given),
-    _rows_backward,
-)
-
-
-def _over_blocks(function: Callable[..., Any], length: int, blocks: jax.Array, *arrays: jax.Array) -> Any:
-    """What a function of rows makes of the blocks in use; zeros of the others."""
-
-    def block(i: jax.Array, out: Any) -> Any:
-        of_block = function(*(_block(a, i, length) for a in arrays))
-        return jax.tree.map(lambda o, b: lax.dynamic_update_slice_in_dim(o, b, i * length, 0), out, of_block)
-
-    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arrays))
-    return lax.fori_loop(0, blocks, block, vary(empty, varying(arrays[0])))
 
 
 def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
@@ -121,15 +77,11 @@ def by_blocks(
 ) -> jax.Array:
     """Returns each block of rows [R, K] times the weight [E, K, N] of its expert; `transposed`, rows [R, N] times its transpose: [R, K]."""
     length = len(rows) // len(experts)
-    width = weight.shape[1 if transposed else 2]
-    over = (((1,), (1 if transposed else 0,)), ((), ()))
 
-    def block(i: jax.Array, out: jax.Array) -> jax.Array:
-        of_expert = lax.dynamic_index_in_dim(weight, experts[i], keepdims=False)
-        product = lax.dot_general(_block(rows, i, length), of_expert, over, preferred_element_type=jnp.float32)
-        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), i * length, 0)
+    def block(own: jax.Array, i: jax.Array) -> jax.Array:
+        return dot(block_of(rows, i, length), own, 1, 1 if transposed else 0).astype(rows.dtype)
 
-    return lax.fori_loop(0, blocks, block, vary(jnp.zeros((len(rows), width), rows.dtype), varying(rows)))
+    return over_blocks(block, weight, experts, blocks)
 
 
 def weight_gradient(
@@ -138,16 +90,59 @@ def weight_gradient(
     """Returns, in the shape and dtype of the weight, the sum over an expert's blocks of rowsᵀ times their cotangent; zero where it has none."""
     length = len(rows) // len(experts)
 
-    def block(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sums, gradient = carry
-        over_rows = (((0,), (0,)), ((), ()))
-        product = lax.dot_general(_block(rows, i, length), _block(g_RN, i, length), over_rows, preferred_element_type=jnp.float32)  # fmt: skip
-        sums = jnp.where(experts[i] == experts[jnp.maximum(i - 1, 0)], sums, 0) + product
-        return sums, lax.dynamic_update_index_in_dim(gradient, sums.astype(gradient.dtype), experts[i], 0)
+    def block(i: jax.Array) -> jax.Array:
+        return dot(block_of(rows, i, length), block_of(g_RN, i, length), 0, 0)
 
-    zeros = vary((jnp.zeros(weight.shape[1:], jnp.float32), jnp.zeros(weight.shape, weight.dtype)), varying(rows))
-    return lax.fori_loop(0, blocks, block, zeros)[1]
+    return sums_by_expert(block, weight, experts, blocks)
 
 
-def _block(rows: jax.Array, i: jax.Array, length: int) -> jax.Array:
+def over_blocks(function: Callable[[Any, jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array) -> Any:
+    """Returns what `function` makes of the weights of an expert and of each of its blocks in use, one after another, and zeros behind them."""
+
+    def of_expert(out: Any, its: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
+        own, first, behind = its
+
+        def block(i: jax.Array, out: Any) -> Any:
+            return jax.tree.map(
+                lambda o, b: lax.dynamic_update_slice_in_dim(o, b, i * len(b), 0), out, function(own, i)
+            )
+
+        return lax.fori_loop(first, behind, block, out), None
+
+    of_block = jax.eval_shape(function, jax.tree.map(lambda w: w[0], weights), blocks)
+    # not a constant, which loops would share and each copy
+    zero = jnp.minimum(blocks, 0)
+    empty = jax.tree.map(lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype), of_block)
+    ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
+    return lax.scan(of_expert, empty, (weights, ends[:-1], ends[1:]))[0]
+
+
+def sums_by_expert(function: Callable[[jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array) -> Any:
+    """Returns the sum over each expert's blocks of what `function` makes of them in float32, in the shapes and dtypes of the weights."""
+
+    def of_expert(_: None, ends: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+        empty = jax.tree.map(lambda w: jnp.zeros(w.shape[1:], jnp.float32), weights)
+        sums = lax.fori_loop(
+            *ends, lambda i, sums: jax.tree.map(jnp.add, sums, function(i)), vary(empty, varying(experts))
+        )
+        return None, jax.tree.map(lambda w, total: total.astype(w.dtype), weights, sums)
+
+    ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
+    return lax.scan(of_expert, None, (ends[:-1], ends[1:]))[1]
+
+
+def first_blocks(experts: jax.Array, blocks: jax.Array, count: int) -> jax.Array:
+    """Returns the first block of each of `count` experts, int32 [count + 1]: the last is the one behind all that are in use."""
+    in_use = jnp.where(jnp.arange(len(experts)) < blocks, experts, count)
+    return jnp.searchsorted(in_use, jnp.arange(count + 1), method="compare_all").astype(jnp.int32)
+
+
+def dot(a: jax.Array, b: jax.Array, summed_of_a: int, summed_of_b: int) -> jax.Array:
+    """Returns the product of two matrices in float32, summed over a dimension of each."""
+    over = (((summed_of_a,), (summed_of_b,)), ((), ()))
+    return lax.dot_general(a, b, over, preferred_element_type=jnp.float32)
+
+
+def block_of(rows: jax.Array, i: jax.Array, length: int) -> jax.Array:
+    """Returns the rows of block `i`."""
     return lax.dynamic_slice_in_dim(rows, i * length, length)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
+from meshtrain.model.grouped import first_blocks
 
 # Bytes of a side of a result's tile, and of the steps that are summed over: with more, accumulators leave the registers.
 SIDE, STEP = 256, 128
@@ -54,9 +55,7 @@ def weight_gradient(
     rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
 ) -> jax.Array:
     """Returns what `grouped.weight_gradient` does."""
-    in_use = jnp.where(jnp.arange(len(experts)) < blocks, experts, len(weight))
-    # first row of each expert, and behind the last one's
-    firsts = jnp.searchsorted(in_use, jnp.arange(len(weight) + 1), method="compare_all").astype(jnp.int32)
+    firsts = first_blocks(experts, blocks, len(weight))
     step, (height, width) = _tile(STEP, rows, len(rows) // len(experts)), weight.shape[1:]
     tall, wide = _tile(SIDE, rows, height), _tile(SIDE, rows, width)
     return _call(

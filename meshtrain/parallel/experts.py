@@ -18,7 +18,8 @@ from jax import lax
 
 from meshtrain.config.follow import expert_room
 from meshtrain.mesh import EXPERT, TENSOR
-from meshtrain.model.experts import Compute, collected, inverse_of, ranks_within, spread
+from meshtrain.model.experts import Compute
+from meshtrain.model.slots import collected, inverse_of, ranks_within, spread
 from meshtrain.parallel.tensor import SEQUENCE, MeshCollectives
 
 

@@ -90,7 +90,8 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
 
 def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
     """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the products into the experts
-    give, the hidden activations before and after their weights, and the router's logits; `taken` of an element that a product takes."""
+    give, the hidden activations before and after their weights, and the router's logits; `taken` of an element that a product takes. So on GPUs:
+    where products are loops (`model.expert_loops`) less is kept, rows as they came."""
     d, f, slots, size = (
         config.model.d_model,
         width(config),

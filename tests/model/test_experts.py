@@ -7,8 +7,10 @@ import pytest
 from flax import nnx
 
 import meshtrain as mt
+from meshtrain.compat import residuals
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.experts import Experts, collected, recorded, spread
+from meshtrain.model.experts import Experts, recorded
+from meshtrain.model.slots import collected, slots_of, spread
 from meshtrain.optim import make_optimizer
 
 CONFIG = mt.load(
@@ -81,3 +83,48 @@ def test_counts_neither_clip_other_gradients_nor_are_a_step_of_their_own(balance
     assert jax.tree.all(jax.tree.map(np.array_equal, *updates))
     assert not few.any() and np.array_equal(np.sign(many[0]), [-1, 1, 1, 1, 0, 0] if moved else np.zeros(6))
     assert np.abs(many).max() == (np.float32(program.config.model.moe.bias_rate) if moved else 0)
+
+
+FAMILIES = {"llama": {}, "gpt_oss": {"router": "softmax_top_k"}}
+
+
+def layer_of(family: str, dtype):
+    """The products of three experts of biases that are not zero, of rows that choose the first and the third of them or none."""
+    sizes = {"family": family, "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 32}
+    config = mt.load({"model": sizes | {"moe": {"experts": 3, "top_k": 2, "d_ff": 8, **FAMILIES[family]}}})
+    random = np.random.default_rng(3)
+    graph, state = nnx.split(Experts("blocks.experts", config.model, nnx.Rngs(0)))
+    state = jax.tree.map(lambda w: jnp.asarray(random.standard_normal(w.shape), dtype), state)
+    chosen = jnp.asarray(random.choice([0, 2, 3], (40, 2)), jnp.int32)
+    rows, cotangent = (jnp.asarray(random.standard_normal((40, 16)), dtype) for _ in range(2))
+    weights = jnp.asarray(random.random((40, 2)), jnp.float32)
+
+    def vjp(slotted: bool):
+        def run(state, rows, weights):
+            experts = nnx.merge(graph, state)
+            if not slotted:
+                return experts.compute(Collectives(), rows, chosen, weights, 400)[0]
+            return experts.in_slots(Collectives(), rows, weights, slots_of(chosen, 3, 400))
+
+        return jax.vjp(run, state, rows, weights)
+
+    return vjp, cotangent
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype, within", [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_loops_give_what_products_of_all_slots_do(family, dtype, within):
+    vjp, cotangent = layer_of(family, dtype)
+    for got, want in zip(*(jax.tree.leaves((out, of(cotangent))) for out, of in (vjp(False), vjp(True))), strict=True):
+        assert got.dtype == want.dtype
+        got, want = (np.asarray(x, np.float64) for x in (got, want))
+        assert np.linalg.norm(got - want) <= within * np.linalg.norm(want)
+
+
+def test_nothing_as_long_as_the_room_for_rows_is_kept_of_loops():
+    """But where each slot's row came from: rows are kept as they came, and of 400 that may come 40 have."""
+    vjp, _ = layer_of("llama", "float32")
+    looped, slotted = (
+        {x.shape for x in residuals(vjp(which)[1]) if x.ndim > 1 and len(x) > 80} for which in (False, True)
+    )
+    assert not looped and len(slotted) > 1

@@ -16,7 +16,8 @@ from short_runs import canonical_numbers, packed_batch, place, token_batches
 
 import meshtrain as mt
 from meshtrain.config import Config, load
-from meshtrain.model.experts import route, slots_of
+from meshtrain.model.experts import route
+from meshtrain.model.slots import slots_of
 from meshtrain.step import Program
 
 WITHIN = 1e-6
