@@ -1,16 +1,21 @@
 """Step time of layouts over that of plain single-device JAX on the same global batch, interleaved in one run.
 
     python experiments/bench_layouts.py                     every factorisation of 8 devices at ZeRO-1 and ZeRO-3
+    python experiments/bench_layouts.py --by-hand           and beside the same layouts as one would shard plain JAX by hand (`sharded_jax.py`)
     python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
 
 Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
 `ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better; the rest is what a step took.
+By hand the first step has our loss, or the script ends; `speed` is the time that a step takes by hand over ours: above 1 ours is faster.
 """
 
 import argparse
+from statistics import median
 
+import jax
 import numpy as np
 import plain_jax
+import sharded_jax
 from interleave import HEADER, Stepping, compare
 
 from meshtrain.config import Config, load
@@ -53,6 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of the parallel section"
     )
+    parser.add_argument("--by-hand", action="store_true", help="beside each layout in plain JAX, sharded by hand")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
@@ -73,17 +79,32 @@ def main() -> None:
     reference, reference_state = plain_jax.make_step(config((1, 1, 1), {}, options.batch, options.length))
     compiled = reference.lower(reference_state, tokens, labels).compile()
     plain = Stepping(compiled, reference_state, tokens, labels)
-    print(f"reference temp {compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB", flush=True)
-    print(f"{'data,tensor,pipeline':22} {'options':44} {'temp MB':>8} {HEADER}")
+    print(f"reference temp {megabytes(compiled):.0f} MB", flush=True)
+    columns = " | by hand: temp MB, speed, of processor" if options.by_hand else ""
+    print(f"{'data,tensor,pipeline':22} {'options':44} {'temp MB':>8} {HEADER}{columns}")
     for mesh, parallel in layouts:
         program = Program(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
         state = program.init()
         batch = program.place({"tokens": tokens, "labels": labels})
         step = program.train_step.lower(state, batch).compile()
-        found = compare(plain, Stepping(step, state, batch), options.rounds)
+        ours, beside = Stepping(step, state, batch), ""
+        if options.by_hand:
+            canonical = jax.tree.map(np.asarray, program.layout.canonical(state.params))
+            compiled, *inputs = sharded_jax.compiled(c, canonical, tokens, labels)
+            by_hand = Stepping(compiled, inputs[0], *inputs[1])
+            losses = float(ours()["loss"]), float(by_hand())
+            if abs(losses[0] - losses[1]) > 1e-4:
+                raise SystemExit(f"the loss of the first step is {losses[0]}, and by hand {losses[1]}")
+            found = compare(by_hand, ours, options.rounds)
+            beside = f" | {megabytes(compiled):5.0f} {1 / median(found.walls):6.2f} {1 / found.processor:6.2f}"
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
-        temp = step.memory_analysis().temp_size_in_bytes / 1e6
-        print(f"{','.join(map(str, mesh)):22} {text:44} {temp:8.0f} {found}", flush=True)
+        found = compare(plain, ours, options.rounds)
+        print(f"{','.join(map(str, mesh)):22} {text:44} {megabytes(step):8.0f} {found}{beside}", flush=True)
+
+
+def megabytes(step: jax.stages.Compiled) -> float:
+    """Temporary memory of a device."""
+    return step.memory_analysis().temp_size_in_bytes / 1e6
 
 
 if __name__ == "__main__":

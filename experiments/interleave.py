@@ -36,11 +36,19 @@ class Compared(NamedTuple):
     step: list[Spent]
     reference: list[Spent]
 
+    @property
+    def walls(self) -> list[float]:
+        """The step's wall-clock over the reference's."""
+        return [step.wall / reference.wall for step, reference in zip(*self, strict=True)]
+
+    @property
+    def processor(self) -> float:
+        """The median of the same of processor seconds."""
+        return median(step.processor / reference.processor for step, reference in zip(*self, strict=True))
+
     def __str__(self) -> str:
-        rounds = list(zip(*self, strict=True))
-        wall = [step.wall / reference.wall for step, reference in rounds]
-        processor = median(step.processor / reference.processor for step, reference in rounds)
-        return f"{median(wall):6.2f} ({min(wall):.2f}-{max(wall):.2f}) {processor:5.2f} {_typical(self.step)} | {_typical(self.reference)}"
+        wall = self.walls
+        return f"{median(wall):6.2f} ({min(wall):.2f}-{max(wall):.2f}) {self.processor:5.2f} {_typical(self.step)} | {_typical(self.reference)}"
 
 
 _SPENT = f"{'wall':>6} {'user':>6} {'sys':>5} {'faults':>6}"
@@ -53,9 +61,10 @@ class Stepping:
     def __init__(self, step: Callable[..., tuple[Any, Any]], state: Any, *batch: Any) -> None:
         self.step, self.state, self.batch = step, state, batch
 
-    def __call__(self) -> None:
-        self.state, found = self.step(self.state, *self.batch)
-        jax.block_until_ready((self.state, found))
+    def __call__(self) -> Any:
+        """Takes a step, and returns its loss or metrics."""
+        self.state, measured = self.step(self.state, *self.batch)
+        return jax.block_until_ready((self.state, measured))[1]
 
 
 def compare(reference: Stepping, step: Stepping, rounds: int) -> Compared:

@@ -10,6 +10,7 @@ import optax
 from meshtrain.config import Config
 
 Tree = Any
+BLOCK = ("q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2")  # weights of a block, stacked
 
 
 def init(config: Config, key: jax.Array) -> Tree:
@@ -36,28 +37,35 @@ def rope(x: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def loss(weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-    blocks = {n: weights[n] for n in ("q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2")}
+def block(x: jax.Array, w: Tree) -> jax.Array:
+    a = rms(x, w["norm1"])
+    q, k, v = (jnp.einsum("btd,dhk->bthk", a, w[n]) for n in "qkv")
+    a = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
+    x = x + jnp.einsum("bthk,hkd->btd", a, w["out"])
+    m = rms(x, w["norm2"])
+    return x + (jax.nn.silu(m @ w["gate"]) * (m @ w["up"])) @ w["down"]
 
-    def block(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
-        a = rms(x, w["norm1"])
-        q, k, v = (jnp.einsum("btd,dhk->bthk", a, w[n]) for n in "qkv")
-        a = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
-        x = x + jnp.einsum("bthk,hkd->btd", a, w["out"])
-        m = rms(x, w["norm2"])
-        return x + (jax.nn.silu(m @ w["gate"]) * (m @ w["up"])) @ w["down"], None
 
-    x, _ = jax.lax.scan(block, weights["embedding"][tokens], blocks)
+def head_loss(weights: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
     logits = rms(x, weights["norm"]) @ weights["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_step(config: Config) -> tuple[Callable, Tree]:
-    """(step, state): step(state, tokens, labels) -> (state, loss), AdamW with clipping as in the config."""
+def loss(weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    blocks = {n: weights[n] for n in BLOCK}
+    x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), weights["embedding"][tokens], blocks)
+    return head_loss(weights, x, labels)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW with clipping as in the config."""
     o = config.optimizer
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(o.grad_clip), optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps)
-    )
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip), optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps))
+
+
+def make_step(config: Config) -> tuple[Callable, Tree]:
+    """(step, state): step(state, tokens, labels) -> (state, loss)."""
+    optimizer = make_optimizer(config)
     weights = init(config, jax.random.key(0))
 
     def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
