@@ -10,7 +10,7 @@ from typing import Literal
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config, ModelConfig
-from meshtrain.config.model import patches_of
+from meshtrain.config.model import LoraConfig, patches_of
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import adapters as lora_weights
@@ -207,9 +207,13 @@ def looped(length: int, causal: bool) -> int:
 
 def trained_share(config: Config) -> float:
     """The share of a layer's products with weights, by FLOPs, whose weights are trained."""
-    model, lora, train = config.model, config.lora, config.train
+    return _trained_share(config.model, config.lora, config.train.trainable)
+
+
+@functools.lru_cache(maxsize=64)
+def _trained_share(model: ModelConfig, lora: LoraConfig, trainable: tuple[str, ...]) -> float:
     matrices = [weight for weight in weights(model) if weight.stacked and weight.decayed]
-    trained = sum(shapes.active_size(model, w) for w in matrices if is_trained(w, lora, train.trainable))
+    trained = sum(shapes.active_size(model, w) for w in matrices if is_trained(w, lora, trainable))
     return trained / sum(shapes.active_size(model, w) for w in matrices)
 
 

@@ -7,6 +7,7 @@ has those of a layer.
 import math
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
@@ -155,11 +156,11 @@ def of_layer(config: Config) -> tuple[float, float]:
 
 
 def kept(
-    config: Config, facts: ScheduleFacts, platform: str = "gpu", layer_keeps: tuple[float, float] | None = None
-) -> list[MemoryItem]:
+    config: Config, facts: ScheduleFacts, platform: str = "gpu", layer_keeps: tuple[float, float] | None = None, stage: Any = None
+) -> list[MemoryItem]:  # fmt: skip
     """Activations that the microbatches in flight keep for their backward, and those that wait between stages; `layer_keeps`: `of_layer`,
-    where it is known already."""
-    stage, parallel = stages(config), config.parallel
+    where it is known already; `stage`: see `passing`."""
+    stage, parallel = stage or stages(config), config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer, residuals = layer_keeps or of_layer(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
@@ -170,7 +171,7 @@ def kept(
     cpu = platform == "cpu"
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in backwards after them.
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
-    f_inbox = depths.f_inbox if cpu or facts.together > 1 else 0
+    f_inbox = depths.f_inbox * (cpu or facts.together > 1)
     waiting = depths.cot * stage.longest * residuals
     return [
         MemoryItem("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
@@ -182,12 +183,17 @@ def kept(
     ]
 
 
-def passing(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> dict[str, list[MemoryItem]]:
+def passing(
+    config: Config, facts: ScheduleFacts, platform: str = "gpu", stage: Any = None
+) -> dict[str, list[MemoryItem]]:
     """Lists what is held only for a moment, by moment.
 
-    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it holds.
+    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it holds. Of many
+    schedules at once, as searches ask, `facts` and `stage` (the layers of `placement.Stages`) are arrays, and so are the bytes.
     """
-    return _of_stages(config, facts, platform) if runs_table(config) else _of_one_stage(config, platform)
+    if not runs_table(config):
+        return _of_one_stage(config, platform)
+    return _of_stages(config, facts, platform, stage or stages(config))
 
 
 def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
@@ -231,7 +237,7 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     }
 
 
-def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str, list[MemoryItem]]:
+def _of_stages(config: Config, facts: ScheduleFacts, platform: str, stage: Any) -> dict[str, list[MemoryItem]]:
     """Moments of a clock: a chunk goes forward, another backward, and the loss head between them.
 
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
@@ -253,21 +259,21 @@ def _of_stages(config: Config, facts: ScheduleFacts, platform: str) -> dict[str,
     # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time, in another order.
     degree = zero_ways(config)
     gathered = block if config.parallel.zero_stage == 3 else trained
-    weight = size * gathered.largest * stages(config).on_device if degree > 1 and not gathers else 0
+    weight = size * gathered.largest * stage.on_device if degree > 1 and not gathers else 0
     gathering = MemoryItem("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree))
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
-    stream = 2 * size * shapes.tokens(config) * config.model.d_model if facts.paired else 0
+    stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
     loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work, pair]
     moments = {"gathering": [gathering], "loss": loss, "backward": backward}
     if platform == "cpu" or not sends_by_table(config):
         return moments
     # What travels beside the clocks is there twice.
-    layers, reduce = stages(config).longest, shapes.itemsize(config.precision.reduce)
+    layers, reduce = stage.longest, shapes.itemsize(config.precision.reduce)
     weights = MemoryItem("weights of a chunk, as they arrive", "parameters", size * gathered.full * layers)
     full = trained.full * layers + shapes.trained(config).head.full
     sent = MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", reduce * full)
-    shards = MemoryItem("gradients that have been reduced", "gradients", 4 * trained.shard * stages(config).on_device)
+    shards = MemoryItem("gradients that have been reduced", "gradients", 4 * trained.shard * stage.on_device)
     return moments | {"gathering": [weights, work], "reducing": [sent, shards, work, pair]}
 
 

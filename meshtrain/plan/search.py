@@ -1,28 +1,45 @@
 """Every legal layout for a number of devices, those that fit ranked by the time of a step.
 
-The loops are nested so that what a choice does not change is computed once: compute by (tensor, microbatch, recomputation),
-the bubble by schedule, the state's bytes and the traffic over data by ZeRO stage.
+Layouts that differ in schedule and ZeRO alone are a table, of whose bytes the formulas of `memory` make one array, and most fit nowhere. Of
+those that fit a table's seconds are computed where a lower bound of them is among the fastest.
 """
 
+import functools
 import itertools
 import math
 import time as clock
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import float8_problems
 from meshtrain.config.follow import followed, microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
-from meshtrain.config.reduce import gathers_at_use, keeps_feedback, scatters_at_use
+from meshtrain.config.reduce import keeps_feedback
 from meshtrain.config.schema import sends_less
+from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, shapes
+from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
-from meshtrain.plan.seconds import MicrobatchCosts, hidden_seconds, microbatch_costs
+from meshtrain.plan.memory import spared
+from meshtrain.plan.seconds import (  # fmt: skip
+    EdgeCost,
+    LayerCost,
+    MessageCost,
+    MicrobatchCosts,
+    hidden_seconds,
+    layer_cost,
+    microbatch_costs,
+)
+from meshtrain.schedule.facts import ScheduleFacts
 from meshtrain.schedule.generators import PAIRED
+
+FREE_EDGE, FREE_MESSAGE = EdgeCost(Seconds(), 0.0, 0.0, 0.0), MessageCost(0.0, 0.0)
 
 
 class ZeroKeys(NamedTuple):
@@ -48,6 +65,12 @@ class Candidate(NamedTuple):
     def config(self) -> Config:
         return _with_zero(self.base, self.zero)
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a search lists one layout of: the rest differ in details that hardly cost time."""
+        parallel = self.base.parallel
+        return self.base.mesh, parallel.schedule, parallel.virtual_stages, parallel.remat, self.base.precision
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -66,47 +89,44 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float
     Only mesh and parallel keys are changed; with `float8` also what the products of layers are in. Raises ConfigError where no layout is legal.
     """
     began = clock.perf_counter()
-    legal, fitting = 0, []
+    legal, fitting = 0, 0
     smallest: Candidate | None = None
-    usable = memory.spared(cluster)
+    groups: list[_Group] = []
     matmuls = {config.precision.matmul, *["float8"] * float8}
     bases = [put(config, precision={"matmul": matmul}) for matmul in sorted(matmuls)]
-    for candidate in itertools.chain.from_iterable(candidates(base, cluster, devices) for base in bases):
-        legal += 1
-        if smallest is None or candidate.nbytes < smallest.nbytes:
-            smallest = candidate
-        if candidate.nbytes <= usable:
-            fitting.append(candidate)
+    for group in itertools.chain.from_iterable(_groups(base, cluster, devices) for base in bases):
+        legal += int(np.isfinite(group.nbytes).sum())
+        fitting += int(group.fits.sum())
+        if smallest is None or group.nbytes.min() < smallest.nbytes:
+            smallest = next(group.candidates(group.nbytes == group.nbytes.min()))
+        if group.fits.any():
+            groups.append(group)
     if smallest is None:
         raise ConfigError(
             f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, model.heads "
             f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_of_the_batch(config)}, mesh.tensor divide the "
             "second, and mesh.pipeline be at most the third."
         )
-    fitting.sort(key=lambda c: c[:2])
-    plans = [estimate(c.config, cluster) for c in _distinct(fitting, 2 * best)]
-    plans = sorted((p for p in plans if p.bytes <= usable), key=lambda p: (p.seconds, p.bytes))[:best]
-    return SearchResult(plans, legal, len(fitting), smallest, clock.perf_counter() - began)
+    plans = [estimate(c.config, cluster) for c in _fastest(groups, 2 * best)]
+    plans = sorted((p for p in plans if p.bytes <= spared(cluster)), key=lambda p: (p.seconds, p.bytes))[:best]
+    return SearchResult(plans, legal, fitting, smallest, clock.perf_counter() - began)
 
 
-def _distinct(ranked: list[Candidate], count: int) -> list[Candidate]:
-    """The first of each mesh, schedule and recomputation: the rest differ in details that hardly cost time."""
-    seen, chosen = set(), []
-    for candidate in ranked:
-        parallel = candidate.base.parallel
-        key = (
-            candidate.base.mesh,
-            parallel.schedule,
-            parallel.virtual_stages,
-            parallel.remat,
-            candidate.base.precision,
-        )
-        if key not in seen:
-            seen.add(key)
-            chosen.append(candidate)
-        if len(chosen) == count:
+def _fastest(groups: list["_Group"], count: int) -> list[Candidate]:
+    """The fastest layouts of groups, one of each `kind`."""
+    ranked: list[tuple[float, float, int, Candidate]] = []
+    fastest: dict[tuple, float] = {}
+    for least, index in sorted((group.least(), i) for i, group in enumerate(groups)):
+        # no slower one is among them
+        if len(fastest) >= count and least > sorted(fastest.values())[count - 1]:
             break
-    return chosen
+        for candidate in groups[index].candidates(groups[index].fits):
+            ranked.append((*candidate[:2], index, candidate))
+            fastest[candidate.kind] = min(fastest.get(candidate.kind, math.inf), candidate.seconds)
+    chosen: dict[tuple, Candidate] = {}
+    for *_, candidate in sorted(ranked, key=lambda r: r[:3]):
+        chosen.setdefault(candidate.kind, candidate)
+    return list(chosen.values())[:count]
 
 
 def _of_the_batch(config: Config) -> str:
@@ -121,12 +141,19 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
     """Every legal layout with its bytes and seconds by formula. `near`: of those the ones with the config's own schedule, vocabulary
     and split of the sequence, as far as the mesh allows, and with microbatches of its rows, a half, a quarter, ... of them.
     """
+    for group in _groups(config, cluster, devices, near):
+        yield from group.candidates(np.isfinite(group.nbytes))
+
+
+def _groups(config: Config, cluster: Cluster, devices: int, near: bool = False) -> Iterator["_Group"]:
+    """All of `candidates`, by what they have in common."""
     most = microbatch_rows(config)
     base = put(
         config,
         parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
+    tables: dict[tuple, _Tables] = {}
     follows = followed(config, "parallel.experts.dispatch")
     for sizes in choices.meshes(base, devices):
         data, tensor, stages = (sizes[axis] for axis in AXES)
@@ -142,84 +169,165 @@ def candidates(config: Config, cluster: Cluster, devices: int, near: bool = Fals
         layers = base.model.layers
         counts, named_schedules = (
             choices.cuts(base, data),
-            [*choices.schedules(layers, mesh.mesh), *choices.with_empty_ends(layers, mesh.mesh)],
+            (*choices.schedules(layers, mesh.mesh), *choices.with_empty_ends(layers, mesh.mesh)),
         )
         if near:
             splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
-            counts, named_schedules = choices.near_cuts(base, data, most), [choices.near_schedule(base, stages)]
+            counts, named_schedules = choices.near_cuts(base, data, most), (choices.near_schedule(base, stages),)
+        states: dict[tuple, list[float]] = {}
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
-            outside: dict[int, list[_Decided]] = {}
+            if (rows := (stages, m, named_schedules)) not in tables:
+                tables[rows] = _tables(cut, named_schedules)
+            zeros, state = _zeros(cut, cluster), None
+            outside: dict[tuple[int, ZeroKeys], float] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
                 key = sizes["context"], tensor, split, stages == 1, microbatch_rows(split_config)
                 if key not in recomputed:
                     recomputed[key] = choices.ways(split_config, cluster)
                 for keys in recomputed[key]:
-                    yield from _scheduled(put(split_config, parallel=keys), cluster, named_schedules, outside)
+                    chosen = put(split_config, parallel=keys)
+                    if state is None:
+                        state = _state(chosen, tables[rows], zeros, states)
+                    nbytes = _bytes(chosen, cluster, tables[rows], zeros, state)
+                    yield _Group(chosen, cluster, tables[rows], zeros, nbytes, nbytes <= spared(cluster), outside)
 
 
-class _Decided(NamedTuple):
-    """Seconds and bytes that the keys of ZeRO decide."""
+class _Layers(NamedTuple):
+    """Of a schedule's virtual stages, see `placement.Stages`."""
 
-    zero: ZeroKeys
-    seconds: float  # outside the microbatches
-    nbytes: float  # of state
-    # Weights gathered, gradients scattered at use, anything over data: what decides the bytes that are held for a moment.
-    passing: tuple[bool, ...]
+    longest: Any
+    on_device: Any
 
 
-def _scheduled(
-    config: Config, cluster: Cluster, named_schedules: list[tuple[str, int]], outside: dict[int, list[_Decided]]
-) -> Iterator[Candidate]:
-    """The given schedules and all ZeRO stages of a layout. What follows from the layers of a stage alone is computed once for each number
-    of them: the costs here, what ZeRO decides in `outside`. Time is computed where one of the ZeRO stages fits, since most don't.
-    """
-    usable = memory.spared(cluster)
-    costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
-    layer_keeps: dict[int, tuple[float, float]] = {}
-    passing: dict[tuple[int, int, tuple[bool, ...]], float] = {}
+class _Tables(NamedTuple):
+    """The schedules that so many stages and microbatches may go by; `alike`: those for which memory has one formula, as places in the
+    lists, with their layers and facts as arrays."""
+
+    keys: list[dict[str, Any]]  # of the section parallel
+    stages: list[Stages]
+    facts: list[ScheduleFacts]
+    alike: list[tuple[list[int], _Layers, ScheduleFacts]]
+
+
+def _tables(config: Config, named_schedules: Iterable[tuple[str, int]]) -> _Tables:
+    tables = _Tables([], [], [], [])
+    alike: dict[tuple[bool, bool], list[int]] = {}
     for schedule, chunks in named_schedules:
         split = choices.ends_empty(config.model.layers, chunks * config.mesh.pipeline)
-        scheduled = put(config, parallel={"schedule": schedule, "virtual_stages": chunks, "layer_split": split})
-        by_table = runs_table(scheduled)
-        # a table that a single stage has no use for; activations on the host, which no table has
-        if (schedule == PAIRED and not by_table) or (by_table and config.parallel.remat_offload):
+        keys = {"schedule": schedule, "virtual_stages": chunks, "layer_split": split}
+        by_table = runs_table(scheduled := put(config, parallel=keys))
+        # pairs of a single microbatch on a single stage are none
+        if by_table or schedule != PAIRED:
+            alike.setdefault((by_table, chunks > 1), []).append(len(tables.keys))
+            tables.keys.append(keys)
+            tables.stages.append(stages_of(scheduled))
+            tables.facts.append(pipeline.facts(scheduled))
+    for at in alike.values():
+        layers = _stacked([_Layers(tables.stages[i].longest, tables.stages[i].on_device) for i in at])
+        tables.alike.append((at, layers, _stacked([tables.facts[i] for i in at])))
+    return tables
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Named tuples as one, of arrays."""
+    columns = zip(*rows, strict=True)
+    return type(rows[0])(*(_stacked(c) if isinstance(c[0], tuple) else np.array(c) for c in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Layouts that differ in schedule (rows) and ZeRO (columns) alone, with their bytes."""
+
+    config: Config
+    cluster: Cluster
+    tables: _Tables
+    zeros: list[ZeroKeys]
+    nbytes: np.ndarray  # [rows, columns], infinite where nothing is looked at
+    fits: np.ndarray
+    outside: dict[tuple[int, ZeroKeys], float]  # seconds outside the microbatches, which groups share
+
+    def least(self) -> float:
+        """Seconds that each layout that fits takes at least: of its table where head and messages between stages take none, since
+        `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`)."""
+        seconds, layers = [], dict[int, LayerCost]()
+        for i in np.flatnonzero(self.fits.any(axis=1)):
+            scheduled, stage = put(self.config, parallel=self.tables.keys[i]), self.tables.stages[i]
+            if (key := _in_float8(self.config) * stage.longest) not in layers:
+                layers[key] = layer_cost(scheduled, self.cluster)
+            costs = MicrobatchCosts(layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks)
+            seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
+        return min(seconds)
+
+    def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
+        """Those of [rows, columns], with their seconds."""
+        costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
+        for i in np.flatnonzero(chosen.any(axis=1)):
+            scheduled, stage = put(self.config, parallel=self.tables.keys[i]), self.tables.stages[i]
+            if stage.longest not in costs and self.fits[i].any():
+                costs[stage.longest] = microbatch_costs(scheduled, self.cluster)
+            for j in np.flatnonzero(chosen[i]):
+                zero, seconds = self.zeros[j], math.inf
+                if self.fits[i, j]:
+                    config, cost = _with_zero(scheduled, zero), costs[stage.longest]
+                    if (key := (stage.on_device, zero)) not in self.outside:
+                        self.outside[key] = sum(outside_seconds(config, self.cluster))
+                    seconds = pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
+                    seconds -= hidden_seconds(config, self.cluster, cost)
+                yield Candidate(seconds, float(self.nbytes[i, j]), scheduled, zero)
+
+
+def _in_float8(config: Config) -> bool:
+    """Whether what a layer takes and keeps depends on how many layers a chunk has: which of them are in float8 does."""
+    return config.precision.matmul == "float8"
+
+
+def _bytes(
+    config: Config, cluster: Cluster, tables: _Tables, zeros: list[ZeroKeys], state: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """Bytes of [rows, columns], of which `state` are those of state."""
+    usable, platform, nbytes = spared(cluster), cluster.accelerator.platform, state.copy()
+    for at, layers, facts in tables.alike:
+        rows = [put(config, parallel=tables.keys[i]) for i in (at if _in_float8(config) else at[:1])]
+        # activations on the host, which no table has
+        if config.parallel.remat_offload and runs_table(rows[0]):
+            nbytes[at] = math.inf
             continue
-        stage = stages_of(scheduled)
-        if stage.on_device not in outside:
-            outside[stage.on_device] = list(_zeros(scheduled, cluster))
-        facts = pipeline.facts(scheduled)
-        if stage.longest not in layer_keeps:
-            layer_keeps[stage.longest] = memory.of_layer(scheduled)
-        platform = cluster.accelerator.platform
-        kept = memory.total(memory.kept(scheduled, facts, platform, layer_keeps[stage.longest]))
-        seconds, fits = math.inf, False
-        for zero in outside[stage.on_device]:
-            # the optimizer's state waits on the host only where it has to: the same stage without comes just before
-            if zero.zero.offload and fits:
-                continue
-            nbytes = kept + zero.nbytes
-            if nbytes <= usable:
-                key = stage.on_device, stage.longest, (facts.paired, *zero.passing)
-                if key not in passing:
-                    moments = memory.passing(_with_zero(scheduled, zero.zero), facts, platform)
-                    passing[key] = max(map(memory.total, moments.values()))
-                nbytes += passing[key]
-            if nbytes <= usable and seconds == math.inf:
-                if stage.longest not in costs:
-                    costs[stage.longest] = microbatch_costs(scheduled, cluster)
-                seconds = pipeline.quick(scheduled, facts, costs[stage.longest])
-            fits = nbytes <= usable
-            hidden = hidden_seconds(_with_zero(scheduled, zero.zero), cluster, costs[stage.longest]) if fits else 0.0
-            yield Candidate(seconds + zero.seconds - hidden, nbytes, scheduled, zero.zero)
+        layer_keeps: Any = tuple(np.array([memory.of_layer(row) for row in rows]).T)
+        kept: Any = memory.total(memory.kept(rows[0], facts, platform, layer_keeps, layers))
+        held = nbytes[at] + kept[:, None]
+        fits, passing = held <= usable, dict[tuple[int, bool], Any]()
+        for j in np.flatnonzero(fits.any(axis=0)):
+            if (key := zeros[j][:2]) not in passing:
+                moments = memory.passing(_with_zero(rows[0], zeros[j]), facts, platform, layers).values()
+                passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
+            held[:, j] += np.where(fits[:, j], passing[key], 0.0)
+        nbytes[at] = held
+    # the optimizer's state waits on the host only where it has to: the same stage without comes just before
+    for column, zero in enumerate(zeros):
+        if zero.offload:
+            nbytes[nbytes[:, column - 1] <= usable, column] = math.inf
+    return nbytes
+
+
+def _state(config: Config, tables: _Tables, zeros: list[ZeroKeys], known: dict[tuple, list[float]]) -> np.ndarray:
+    """Bytes of state of [rows, columns], which follow from the layers on a device; `known` has those of a mesh."""
+    rows = []
+    for keys, stage in zip(tables.keys, tables.stages, strict=True):
+        key = config.parallel.vocab, config.parallel.microbatches > 1, stage.on_device
+        if key not in known:
+            scheduled = put(config, parallel=keys)
+            known[key] = [memory.total(memory.state(_with_zero(scheduled, zero))) for zero in zeros]
+        rows.append(known[key])
+    return np.array(rows)
 
 
 def _with_zero(config: Config, zero: ZeroKeys) -> Config:
     return put(config, parallel={"zero_stage": zero.stage, "zero_hold": zero.hold, "offload_optimizer": zero.offload})
 
 
-def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
+def _zeros(config: Config, cluster: Cluster) -> list[ZeroKeys]:
     """ZeRO stages, the third also held where there are several microbatches (the second is the first then); each with the optimizer's
     state on the device and, where there are GPUs, on the host.
     """
@@ -234,11 +342,7 @@ def _zeros(config: Config, cluster: Cluster) -> Iterator[_Decided]:
     if keeps_feedback(config) and reduce.over == "data":
         legal = [(stage, hold) for stage, hold in legal if stage < 2 or hold]
     hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
-    for (stage, hold), host in itertools.product(legal, hosts):
-        chosen = _with_zero(config, zero := ZeroKeys(stage, hold, host))
-        nbytes = sum(item.nbytes for item in memory.state(chosen))
-        passing = gathers_at_use(chosen), scatters_at_use(chosen), stage > 0
-        yield _Decided(zero, sum(outside_seconds(chosen, cluster)), nbytes, passing)
+    return [ZeroKeys(stage, hold, host) for (stage, hold), host in itertools.product(legal, hosts)]
 
 
 def reason(plan: Plan, fastest: Plan) -> str:

@@ -414,4 +414,5 @@ def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
         forward = max(0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute))
         backward += max(0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute))
     hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)
-    return config.parallel.microbatches * stages(config).on_device * hidden
+    # what is compressed, or gathered in float8, is less than the bytes above
+    return min(config.parallel.microbatches * stages(config).on_device * hidden, data_seconds(config, cluster))

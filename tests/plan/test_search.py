@@ -7,11 +7,13 @@ import pytest
 
 from meshtrain.config import ConfigError, check, load, replaced
 from meshtrain.config.follow import microbatch_rows
+from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.values import as_text
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
+from meshtrain.plan.estimate import by_formula
 from meshtrain.plan.report import settings
-from meshtrain.plan.search import candidates, made_of, reason, search
+from meshtrain.plan.search import _fastest, _groups, candidates, made_of, reason, search
 
 
 @pytest.fixture
@@ -98,6 +100,34 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
         assert candidate.nbytes >= 0.999 * planned.bytes
     # far off are tables with one or two microbatches of so small a model that messages take a tenth of a slot
     assert len(errors) > 100 and np.median(errors) < 0.01 and np.quantile(errors, 0.9) < 0.03 and max(errors) < 0.08
+
+
+def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_layout_alone(small):
+    cluster = named("h100", 8)
+    every = list(candidates(small, cluster, 8))
+    for candidate in every[::199]:
+        seconds, nbytes = by_formula(candidate.config, cluster)
+        assert candidate.nbytes == pytest.approx(nbytes, rel=1e-9)
+        # a search takes a layer's copies as those of the config's own ZeRO stage
+        if not gathers_at_use(candidate.config):
+            assert candidate.seconds == pytest.approx(seconds, rel=1e-9)
+    fastest: dict = {}
+    for candidate in sorted(every, key=lambda c: c[:2]):
+        fastest.setdefault(candidate.kind, candidate.config)
+    groups = list(_groups(small, cluster, 8))
+    assert [c.config for c in _fastest(groups, 20)] == list(fastest.values())[:20]
+    for group in groups[::7]:
+        assert group.least() <= min(c.seconds for c in group.candidates(group.fits))
+
+
+def test_no_more_hides_over_data_than_is_sent(small):
+    asked = {"zero_stage": 3, "microbatches": 2, "reduce": {"compression": "int4", "feedback": False}}
+    for parallel, matmul in (({"zero_stage": 3, "microbatches": 2}, "float8"), (asked, "compute")):
+        precision = {"matmul": matmul, "float8_gather": matmul == "float8", "float8_skip": [0, 0]}
+        config = replaced(
+            small, mesh={"data": 2}, parallel=parallel, precision=precision, train={"sequence_length": 8192}
+        )
+        assert plan(config, named("h100", 8)).time.data >= 0
 
 
 @pytest.mark.thorough
