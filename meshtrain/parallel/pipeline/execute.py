@@ -229,14 +229,16 @@ class Execution:
         return carry, None
 
     def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
-        """The same of a table of pairs: F and B at once, and what they send travels while the loss head or W works; or B and W at once."""
-        with_weight = ops.backward and ops.weight and not ops.forward
-        if ops.backward and (ops.forward or with_weight):
+        """The same of a table of pairs: F and B at once, and what they send travels while the loss head or W works; or B and W at once. On
+        CPU one after the other, each where it is active: nothing would travel under either, and a loop of both would be branches in each layer."""
+        with_weight = ops.backward and ops.weight and not ops.forward and not self.skips
+        if ops.backward and (ops.forward or with_weight) and not self.skips:
             carry, y, gx = self.do_pair(ops, carry, row)
-        elif ops.forward:
-            carry, y = self.do_forward(carry, row)
-        elif ops.backward:
-            carry, gx = self.do_backward(carry, row)
+        else:
+            if ops.forward:
+                carry, y = self.do_forward(carry, row)
+            if ops.backward:
+                carry, gx = self.do_backward(carry, row)
         if ops.forward:
             activations = self.send(F, y)
         if ops.backward:
@@ -263,7 +265,7 @@ class Execution:
         pair = Pair(x, read(carry.backward_received, row["b_in"]), carry.stash, carry.w_residuals, carry.blocks)
         f, w = (slot_of(row, "f"), None) if ops.forward else (None, slot_of(row, "w"))
         slots = PairSlots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
-        pair = run_pair(self.stage, pair, slots, self.table.split, self.skips)
+        pair = run_pair(self.stage, pair, slots, self.table.split)
         stash, w_residuals = self.settled(pair.stash), self.settled(pair.w_residuals)
         return carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients), pair.x, pair.cotangent
 

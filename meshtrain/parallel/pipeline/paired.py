@@ -7,13 +7,12 @@
     messages       of 0F under the products of 3B, and the other way round
 
 The two need nothing of each other: what DualPipe builds by hand (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1) XLA's
-scheduler does of itself where both stand in the body of one loop. Where no stage has a forward any more, `I4+W3` does the same: the products
+scheduler does where both stand in the body of one loop, in the order that `ordered` tells it. Where no stage has a forward any more, `I4+W3` does the same: the products
 of a weight gradient, which sends nothing, hide the messages of an input gradient.
 """
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain import xla
+from meshtrain.parallel.pipeline.ordered import ordered
 from meshtrain.parallel.pipeline.stage import Slot, Stage, read
 
 Tree = Any
@@ -46,19 +46,19 @@ class PairSlots(NamedTuple):
     w_cot: jax.Array
 
 
-def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool, skips: bool) -> Pair:
-    """Runs the chunks of a pair in one loop. `split`: its backward is an I; `skips`: a half that is idle is skipped."""
+def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
+    """Runs the chunks of a pair, or of a backward alone, in one loop. `split`: its backward is an I."""
     segments = stage.segments
     edges = {0, stage.layers, *(s.first for s in segments), *(stage.layers - s.behind for s in segments)}
     for first, behind in itertools.pairwise(sorted(edges)):
         ahead = next(n for n, s in enumerate(segments) if s.first <= first < s.behind)
         back = next(n for n, s in enumerate(segments) if s.first <= stage.layers - 1 - first < s.behind)
-        turn = _turn(stage, ahead, back, slots, split, skips)
+        turn = _turn(stage, ahead, back, slots, split)
         pair = lax.scan(turn, pair, jnp.arange(first, behind, dtype=jnp.int32))[0]
     return pair
 
 
-def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool, skips: bool) -> Callable:
+def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
     f, b, w, b_cot, w_cot = slots
     forward_segment, segment = stage.segments[ahead], stage.segments[back]
@@ -70,30 +70,31 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool, sk
         weight_layer, w_first = stage.weight_layer(segment, w), stage.first(w.chunk, segment)
 
     def turn(pair: Pair, i: jax.Array) -> tuple[Pair, None]:
-        x, cotangent, stash, w_residuals, gradients = pair
+        stash, w_residuals = pair.stash, pair.w_residuals
         ahead_i, back_i = i - forward_segment.first, stage.layers - 1 - i - segment.first
         stash, stashed = _read_first(stash, back, b.place, back_i)
         if w:
             stash, stashed_for_w = _read_first(stash, back, w.place, back_i)
             w_residuals, for_w = _read_first(w_residuals, back, w_cot, back_i)
-        if f:
-            with jax.named_scope(xla.FORWARD):
-                run = _if(skips, f.active, lambda carry: forward_layer(carry, ahead_i)[0])
-                x, part = run((x, stash[ahead]))
-            stash = _put(stash, ahead, part)
-        with jax.named_scope(xla.BACKWARD):
-            at = b_first + back_i
-            if split:
-                run = _if(skips, b.active, lambda carry: backward_layer(carry, stashed, at, back_i))
-                cotangent, part = run((cotangent, w_residuals[back]))
-                w_residuals = _put(w_residuals, back, part)
-            else:
-                run = _if(skips, b.active, lambda carry: backward_layer(carry, stashed, at))
-                cotangent, gradients = run((cotangent, gradients))
-            if w:
-                run = _if(skips, w.active, lambda sums: weight_layer(sums, stashed_for_w, for_w, w_first + back_i))
-                gradients = run(gradients)
-        return Pair(x, cotangent, stash, w_residuals, gradients), None
+
+        def halves(pair: Pair) -> Pair:
+            x, cotangent, stash, w_residuals, gradients = pair
+            if f:
+                with jax.named_scope(xla.FORWARD):
+                    x, part = forward_layer((x, stash[ahead]), ahead_i)[0]
+                stash = _put(stash, ahead, part)
+            with jax.named_scope(xla.BACKWARD):
+                at = b_first + back_i
+                if split:
+                    cotangent, part = backward_layer((cotangent, w_residuals[back]), stashed, at, back_i)
+                    w_residuals = _put(w_residuals, back, part)
+                else:
+                    cotangent, gradients = backward_layer((cotangent, gradients), stashed, at)
+                if w:
+                    gradients = weight_layer(gradients, stashed_for_w, for_w, w_first + back_i)
+            return Pair(x, cotangent, stash, w_residuals, gradients)
+
+        return ordered(halves, pair._replace(stash=stash, w_residuals=w_residuals)), None
 
     return turn
 
@@ -110,8 +111,3 @@ def _read_first(parts: list[Tree], n: int, *at: jax.Array) -> tuple[list[Tree], 
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]
     buffers, values = zip(*both, strict=True) if both else ((), ())
     return _put(parts, n, jax.tree.unflatten(tree, buffers)), jax.tree.unflatten(tree, values)
-
-
-def _if(skips: bool, active: jax.Array, run: Callable) -> Callable:
-    """`run`, skipped where it is idle and that is worth a branch."""
-    return partial(lax.cond, active, run, lambda carry: carry) if skips else run

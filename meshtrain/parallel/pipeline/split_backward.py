@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from meshtrain.compat import bind, scopes_of
 
@@ -50,8 +50,7 @@ def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool
         count = len(jax.tree.leaves(wanted))
         return [*jax.tree.leaves(wanted), *jax.tree.leaves(other)]
 
-    traced = jax.make_jaxpr(run)(*flat)
-    closed = jax.make_jaxpr(lambda *leaves: _evaluate(traced.jaxpr, traced.consts, leaves))(*flat)
+    closed = inlined(run, *flat)
     parts = _Parts(closed.jaxpr, [i < count for i in range(len(closed.jaxpr.outvars))], gone)
 
     def first(*args: Any) -> tuple[Values, Values]:
@@ -66,6 +65,12 @@ def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool
         return parts.second(closed.consts, leaves, stash)
 
     return Halves(first, second)
+
+
+def inlined(function: Callable[..., Values], *leaves: Any) -> ClosedJaxpr:
+    """Returns the program of a function of arrays, without calls."""
+    traced = jax.make_jaxpr(function)(*leaves)
+    return jax.make_jaxpr(lambda *leaves: _evaluate(traced.jaxpr, traced.consts, leaves))(*leaves)
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
@@ -95,10 +100,10 @@ class _Parts:
         needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
-        known = _outs(_made_by(jaxpr, needed))
-        needed |= {v for v in others if not any(map(_multiplies, _made_by(jaxpr, {v}, known)))}
-        self.in_first = _made_by(jaxpr, needed)
-        self.in_second = _made_by(jaxpr, others, _outs(self.in_first))
+        known = _outs(made_by(jaxpr, needed))
+        needed |= {v for v in others if not any(map(_multiplies, made_by(jaxpr, {v}, known)))}
+        self.in_first = made_by(jaxpr, needed)
+        self.in_second = made_by(jaxpr, others, _outs(self.in_first))
         others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
         # What is lost is there for `second` only if it is stashed.
         stashable = [v for v, gone in zip(jaxpr.invars, lost, strict=True) if gone]
@@ -120,8 +125,8 @@ class _Parts:
         return [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w]
 
 
-def _made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
-    """The equations that `wanted` take, but for those that lead to what is `known`."""
+def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
+    """Returns the equations that `wanted` take, but for those that lead to what is `known`."""
     wanted, equations = wanted - known, []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
