@@ -85,7 +85,7 @@ def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
         seconds[schedule] = found["program_seconds"]
         if schedule == "auto":
             assert found["per_device_bytes"]["total"] == pytest.approx(found["compiled"]["total_bytes"], rel=0.05)
-    # In the order as traced it is 0.78: see `pipeline.ordered`.
+    # In the order as traced it is 0.78: see `pipeline.paired`.
     assert shares["1f1b"] < 0.4 and shares["auto"] > 0.795
     assert seconds["auto"] < 0.93 * seconds["1f1b"]
 
