@@ -142,7 +142,7 @@ def test_a_loop_is_taken_whole():
     np.testing.assert_allclose(gradient, right)
 
 
-@pytest.mark.parametrize("platform, product", [("cpu", "while"), ("gpu", "pallas_call")])
+@pytest.mark.parametrize("platform, product", [("cpu", "scan"), ("gpu", "pallas_call")])
 def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(monkeypatch, platform, product):
     """As those of experts are. A loop without products is run at once, like any other gradient that takes none."""
     call = pallas.pallas_call
