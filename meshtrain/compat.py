@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import mlir
+from jax.extend.core import JaxprEqn
 
 Tree = Any
 
@@ -55,22 +54,6 @@ def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
     with equation.ctx.manager, scopes_of(equation):
         outs = equation.primitive.bind(*functions, *values, **params)
     return list(outs) if equation.primitive.multiple_results else [outs]
-
-
-def _barrier() -> Primitive:
-    primitive = Primitive("tied")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *values: values)
-    mlir.register_lowering(primitive, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)))
-    return primitive
-
-
-_BARRIER = _barrier()
-
-
-def tied(*values: jax.Array) -> list[jax.Array]:
-    """Returns the values, none before all are there. A barrier of JAX's own would give each a type that varies over the axes of all."""
-    return _BARRIER.bind(*values)
 
 
 def scopes_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs: `compat` for runs that use them."""
+"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs and of pairs: `compat` for runs that use them."""
 
 import contextlib
 import importlib
@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 
 def describe_gpu(cudnn: tuple[int, int, int]) -> None:
@@ -83,3 +85,19 @@ def splash_backward(
     kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
     rule: Any = splash._splash_attention_bwd
     return rule(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]
+
+
+def _barrier() -> Primitive:
+    primitive = Primitive("tied")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *values: values)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)))
+    return primitive
+
+
+_BARRIER = _barrier()
+
+
+def tied(*values: jax.Array) -> list[jax.Array]:
+    """Returns the values, none before all are there. A barrier of JAX's own would give each a type that varies over the axes of all."""
+    return _BARRIER.bind(*values)

@@ -16,6 +16,7 @@ weights, which are sliced layer by layer, and gradients, which are added to thei
 - `meshtrain.parallel.pipeline.stage`: what one stage computes of a microbatch, and its buffers as arrays.
 - `meshtrain.parallel.pipeline.split_backward`: a backward as its two halves (Qi et al. 2023, section 2).
 - `meshtrain.parallel.pipeline.paired`: a forward and a backward in one loop, where the table pairs them.
+- `meshtrain.parallel.pipeline.order`: the order of a pair's messages and products.
 
 Measured (`experiments/bench_pipeline.py`): 64 microbatches need at most 1% more temporary memory than 8, under all schedules that do
 not hold every microbatch by their nature; to compile 256 takes 0.91 to 1.04 of the time for 8. Each stage holds as many entries as the

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 
-from meshtrain.compat import bind, tied
+from meshtrain.compat import bind
+from meshtrain.compat_kernels import tied
 from meshtrain.parallel.pipeline.split_backward import inlined, made_by
 
 MESSAGES = {"all_gather", "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute"}
