@@ -9,7 +9,7 @@
 
 It is the greedy list scheduling of Graham (1966, "Bounds for Certain Multiprocessing Anomalies") for two machines, the device and its links:
 of what is ready that comes first behind which most is left to do. So a gradient of weights, which nothing waits for, fills what is left. The
-order is told to XLA by `optimization_barrier`s; the operations are the same, and so are their results.
+order is told to XLA by barriers; the operations are the same, and so are their results.
 """
 
 import math
