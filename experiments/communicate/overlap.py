@@ -21,7 +21,7 @@ from experiments.bench_program import LLAMA, compiled
 from experiments.plan.timed import CollectiveTime, timed
 from meshtrain.config import Config, load
 from meshtrain.hlo.module import Module
-from meshtrain.mesh import DATA, ISLAND, make_mesh
+from meshtrain.mesh import DATA, ISLAND, TENSOR, make_mesh
 from meshtrain.plan import named, plan
 from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
@@ -60,12 +60,12 @@ def config_of(layout: str, changes: list[str]) -> Config:
     return load(given, changes)
 
 
-def over_data(config: Config, module: Module, program: Program) -> tuple[dict[str, CollectiveTime], float]:
-    """What is sent over data and islands, by kind, and the seconds of the whole program."""
+def sent_over(axis: str, config: Config, module: Module, program: Program) -> tuple[dict[str, CollectiveTime], float]:
+    """What is sent over an axis (over data: and islands), by kind, and the seconds of the whole program."""
     found = timed(module, program.mesh, config, named("h100", config.mesh.devices))
     kinds: dict[str, CollectiveTime] = defaultdict(CollectiveTime)
     for (axes, kind), sent in found.sent.items():
-        if set(axes.split("+")) <= {DATA, ISLAND}:
+        if set(axes.split("+")) <= ({DATA, ISLAND} if axis == DATA else {axis}):
             kinds[kind].add(sent)
             kinds["all"].add(sent)
     return kinds, found.seconds
@@ -74,6 +74,7 @@ def over_data(config: Config, module: Module, program: Program) -> tuple[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}; all, if none is given")
+    parser.add_argument("--over", choices=(DATA, TENSOR), default=DATA, help="the axis whose messages are looked at")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of each config")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes what lies there"
@@ -88,13 +89,13 @@ def main() -> None:
         config = config_of(layout, options.set)
         program = Program(config, make_mesh(config, described_devices("h100", config.mesh.devices)))
         text, facts = compiled(layout, program, options.keep)
-        kinds, seconds = over_data(config, Module(text), program)
+        kinds, seconds = sent_over(options.over, config, Module(text), program)
         planned = plan(config, named("h100", config.mesh.devices))
         for kind, sent in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
             hidden = 1 - sent.waited / sent.seconds
             line = f"{layout:17} {kind:15} {sent.bytes / 1e9:6.2f}  {sent.under / sent.bytes:5.0%}  {hidden:5.0%}  {sent.waited:8.4f}"
             if kind == "all":
-                line += f"  {planned.time.data:8.4f}  {seconds:8.4f} {planned.seconds:8.4f} {planned.mfu * planned.seconds / seconds:5.1%}    {planned.mfu:5.1%}   {facts['temp'] / 2**30:8.2f}"
+                line += f"  {getattr(planned.time, options.over):8.4f}  {seconds:8.4f} {planned.seconds:8.4f} {planned.mfu * planned.seconds / seconds:5.1%}    {planned.mfu:5.1%}   {facts['temp'] / 2**30:8.2f}"
             print(line, flush=True)
 
 
