@@ -296,14 +296,14 @@ def _bytes(
             continue
         layer_keeps: Any = tuple(np.array([memory.of_layer(row) for row in rows]).T)
         kept: Any = memory.total(memory.kept(rows[0], facts, platform, layer_keeps, layers))
-        held = nbytes[at] + kept[:, None]
-        fits, passing = held <= usable, dict[tuple[int, bool], Any]()
+        totals = nbytes[at] + kept[:, None]
+        fits, passing = totals <= usable, dict[tuple[int, bool], Any]()
         for j in np.flatnonzero(fits.any(axis=0)):
             if (key := zeros[j][:2]) not in passing:
                 moments = memory.passing(_with_zero(rows[0], zeros[j]), facts, platform, layers).values()
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
-            held[:, j] += np.where(fits[:, j], passing[key], 0.0)
-        nbytes[at] = held
+            totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
+        nbytes[at] = totals
     # the optimizer's state waits on the host only where it has to: the same stage without comes just before
     for column, zero in enumerate(zeros):
         if zero.offload:

@@ -33,13 +33,20 @@ SHORT = 0.02
 def ordered(function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(*args), computed in this order."""
     leaves, tree = jax.tree.flatten(args)
-    traced = inlined(lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), *leaves)
-    jaxpr, shape = traced.jaxpr, jax.eval_shape(lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), *leaves)
+    shape: Any = None
+
+    def run(*leaves: Any) -> list[Any]:
+        nonlocal shape
+        outs, shape = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+        return outs
+
+    traced = inlined(run, *leaves)
+    jaxpr = traced.jaxpr
     equations = made_by(jaxpr, {v for v in jaxpr.outvars if isinstance(v, Var)})
     values: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *leaves], strict=True))
     _Order(equations).evaluate(values)
     outs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+    return jax.tree.unflatten(shape, outs)
 
 
 class _Order:
