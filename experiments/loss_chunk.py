@@ -49,7 +49,7 @@ def head_and_loss(program: Program) -> jax.stages.Compiled:
 
         def loss(head: Any, x: jax.Array) -> jax.Array:
             used = weights._replace(differentiated={**weights.differentiated, "head": head})
-            return local.forward.loss(used, x, {"labels": labels}, jnp.array(True))[0]
+            return local.forward.loss(used, x, {"labels": labels}, jnp.array(True), jnp.ones(()))[0]
 
         total, vjp = jax.vjp(loss, weights.differentiated["head"], x)
         head, gx = vjp(vary(jnp.ones(()), varying(total)))

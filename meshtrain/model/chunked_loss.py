@@ -1,13 +1,13 @@
-"""A loss whose logits are never whole: a loop over chunks of tokens with the head inside, forward and backward.
+"""A loss whose logits are never whole: a loop over chunks of tokens with the head inside.
 
-                 forward                                            backward
-    chunk 0   x [n, D] ─head─► logits ─► losses [n]       head and loss again ─► gradient of x [n, D]
-    chunk 1   x [n, D] ─head─► logits ─► losses [n]                           ─► + that of the head's weights, float32
+    chunk 0   x [n, D] ─head─► logits ─► losses [n] ─► gradient of x [n, D]
+    chunk 1   x [n, D] ─head─► logits ─► losses [n] ─► gradient of x [n, D], + that of the head's weights, float32
     ...
 
-The stream is all that is kept: n x V / shares logits are alive at a time, and no more of what is gathered of a split sequence. The
-losses come out token by token, so that weights, pairs (DPO) and means are what they are without chunks. The price is the head's
-product once more. It is asked for by `train.loss_chunk`; see `config.follow.loss_chunk`.
+The stream is all that is kept: n x V / shares logits are alive at a time, and no more of what is gathered of a split sequence. Where it is
+known what each loss counts (`summed_by_chunks`), one loop makes losses and gradients. Where that hangs on the losses, as in DPO's, they come
+out token by token first, and a second loop makes the logits again (`by_chunks`): the price is the head's product once more. Chunks are asked
+for by `train.loss_chunk`; see `config.follow.loss_chunk`.
 """
 
 from collections.abc import Callable
@@ -31,23 +31,50 @@ def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array,
     A chunk has as many tokens of every rank, one after the other, as a gather gives them. Chunks are as even as they can be; what the
     last one lacks is zeros, whose losses are left out.
     """
-    rows, local = x_BTD.shape[:2]
-    ranks = labels_BL.shape[1] // local
-    tokens = rows * local
-    count = -(-tokens * ranks // chunk)
-    size = -(-tokens // count)
+    cuts = _Cuts(x_BTD, labels_BL, chunk)
+    losses = _loop(loss)(weights, cuts.of_stream(x_BTD), cuts.of_labels(labels_BL))
+    return cuts.joined(losses, labels_BL.shape)
 
-    def cut(a: jax.Array) -> jax.Array:
-        """[B*T, ..] to [count, 1, size, ..]"""
-        short = count * size - tokens
+
+def summed_by_chunks(
+    loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, counts_BL: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the losses of `by_chunks` times what each counts, whose gradient is made with it, and the losses, which have none."""
+    cuts = _Cuts(x_BTD, labels_BL, chunk)
+    given = cuts.of_stream(x_BTD), cuts.of_labels(labels_BL), cuts.of_labels(counts_BL)
+    total, losses = _summed(loss)(weights, *given)
+    return total, cuts.joined(lax.stop_gradient(losses), labels_BL.shape)
+
+
+class _Cuts:
+    """How tokens and labels are cut into chunks."""
+
+    def __init__(self, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int) -> None:
+        self.rows, self.local = x_BTD.shape[:2]
+        self.ranks = labels_BL.shape[1] // self.local
+        self.tokens = self.rows * self.local
+        self.count = -(-self.tokens * self.ranks // chunk)
+        self.size = -(-self.tokens // self.count)
+
+    def of_stream(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [count, 1, size, D]."""
+        return self._cut(x_BTD.reshape(self.tokens, -1))
+
+    def of_labels(self, labels_BL: jax.Array) -> jax.Array:
+        """[B, L] to [count, 1, ranks size]."""
+        by_token = labels_BL.reshape(self.rows, self.ranks, self.local).swapaxes(1, 2)
+        cut = self._cut(by_token.reshape(self.tokens, self.ranks))
+        return cut.swapaxes(2, 3).reshape(self.count, 1, -1)
+
+    def joined(self, losses: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """[count, 1, ranks size] to the shape of the labels."""
+        by_token = losses.reshape(self.count, self.ranks, self.size).swapaxes(1, 2).reshape(-1, self.ranks)
+        return by_token[: self.tokens].reshape(self.rows, self.local, self.ranks).swapaxes(1, 2).reshape(shape)
+
+    def _cut(self, a: jax.Array) -> jax.Array:
+        short = self.count * self.size - self.tokens
         padded = jnp.pad(a, ((0, short), *((0, 0) for _ in a.shape[1:]))) if short else a
-        return padded.reshape(count, 1, size, *a.shape[1:])
-
-    labels = cut(labels_BL.reshape(rows, ranks, local).swapaxes(1, 2).reshape(tokens, ranks))
-    xs = cut(x_BTD.reshape(tokens, -1))
-    losses = _loop(loss)(weights, xs, labels.swapaxes(2, 3).reshape(count, 1, -1))
-    by_token = losses.reshape(count, ranks, size).swapaxes(1, 2).reshape(-1, ranks)[:tokens]
-    return by_token.reshape(rows, local, ranks).swapaxes(1, 2).reshape(labels_BL.shape)
+        return padded.reshape(self.count, 1, self.size, *a.shape[1:])
 
 
 def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
@@ -57,30 +84,60 @@ def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
         return lax.map(lambda of: loss(weights, *of), (xs, labels))
 
     def forward(weights: Tree, xs: CustomVJPPrimal, labels: CustomVJPPrimal) -> tuple[jax.Array, tuple[Any, ...]]:
-        primals, tree = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, CustomVJPPrimal))
-        trained, frozen = (
-            jax.tree.unflatten(tree, [w.value if w.perturbed == which else None for w in primals])
-            for which in (True, False)
-        )
+        trained, frozen = _parted(weights)
         x, ids = xs.value, labels.value
         return run(_joined(trained, frozen), x, ids), (trained, frozen, x, ids)
 
-    def backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[Tree, jax.Array, None]:
-        trained, frozen, xs, labels = residuals
-
-        def chunk(sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Tree, jax.Array]:
-            x, ids, g = of
-            _, vjp = jax.vjp(lambda weights, x: loss(_joined(weights, frozen), x, ids), trained, x)
-            gradient, gx = vjp(g)
-            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), gx
-
-        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained)
-        sums, gx = lax.scan(chunk, zeros, (xs, labels, g))
-        return jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained), gx, None
+    def backward(residuals: tuple[Tree, Tree, jax.Array, jax.Array], g: jax.Array) -> tuple[Tree, jax.Array, None]:
+        _, sums, gx = _gradients(loss, *residuals, g)
+        return sums, gx, None
 
     losses = jax.custom_vjp(run)
     losses.defvjp(forward, backward, symbolic_zeros=True)
     return losses
+
+
+def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The sum of what chunks' losses count, and the losses. Its forward makes the gradients too, while the logits are there."""
+
+    def run(weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses = lax.map(lambda of: loss(weights, *of), (xs, labels))
+        return jnp.sum(counts * losses), losses
+
+    def forward(weights: Tree, *others: CustomVJPPrimal) -> tuple[tuple[jax.Array, jax.Array], tuple[Tree, jax.Array]]:
+        xs, labels, counts = (a.value for a in others)
+        losses, *gradients = _gradients(loss, *_parted(weights), xs, labels, counts)
+        return (jnp.sum(counts * losses), losses), tuple(gradients)
+
+    def backward(gradients: tuple[Tree, jax.Array], g: tuple[Any, Any]) -> tuple[Any, ...]:
+        return *jax.tree.map(lambda a: g[0].astype(a.dtype) * a, gradients), None, None
+
+    total = jax.custom_vjp(run)
+    total.defvjp(forward, backward, symbolic_zeros=True)
+    return total
+
+
+def _gradients(
+    loss: Loss, trained: Tree, frozen: Tree, xs: jax.Array, labels: jax.Array, cotangents: jax.Array
+) -> tuple[jax.Array, Tree, jax.Array]:
+    """Returns the losses of chunks, and the gradients of the trained weights and of the stream, where theirs are `cotangents`."""
+
+    def chunk(sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+        x, ids, g = of
+        losses, vjp = jax.vjp(lambda weights, x: loss(_joined(weights, frozen), x, ids), trained, x)
+        gradient, gx = vjp(vary(g, varying(losses)))
+        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (losses, gx)
+
+    zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained)
+    sums, (losses, gx) = lax.scan(chunk, zeros, (xs, labels, cotangents))
+    return losses, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained), gx
+
+
+def _parted(weights: Tree) -> tuple[Tree, Tree]:
+    """Returns the weights that have a gradient to come, and the others."""
+    primals, tree = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, CustomVJPPrimal))
+    of_kind = lambda which: [w.value if w.perturbed == which else None for w in primals]  # noqa: E731
+    return jax.tree.unflatten(tree, of_kind(True)), jax.tree.unflatten(tree, of_kind(False))
 
 
 def _joined(weights: Tree, others: Tree) -> Tree:

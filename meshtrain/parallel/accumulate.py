@@ -30,13 +30,13 @@ def accumulate(
     """Loss summed over the microbatches [M, b, T], and `seed` times its gradient: of one in float32, else in `precision.gradient_sums`."""
 
     def microbatch(batch: Batch) -> LossAndGradients:
-        def loss(differentiated: Tree) -> Totals:
+        def loss(differentiated: Tree) -> tuple[jax.Array, Totals]:
             replaced = weights._replace(differentiated=differentiated)
-            return forward.loss(replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True))
+            return forward.loss(replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True), seed)
 
-        total, vjp, measured = jax.vjp(loss, weights.differentiated, has_aux=True)
-        gradients = vjp(vary(seed, varying(total)))[0]
-        return LossAndGradients((total, measured), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+        seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
+        gradients = vjp(vary(jnp.ones(()), varying(seeded)))[0]
+        return LossAndGradients(totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
     def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
         return added(sums, microbatch(batch)), None
@@ -89,7 +89,7 @@ def accumulate_in_place(
         edge = stage.add_embedding_gradient(edge, microbatch, gx)
         return LossAndGradients(added(sums.totals, totals), {**edge, "blocks": blocks}), None
 
-    totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, jnp.array(True)), stage.zeros())
+    totals = jax.eval_shape(lambda x: stage.loss(x, zero, jnp.array(True), seed)[0], stage.zeros())
     microbatches = jnp.arange(len(inputs(batches)), dtype=jnp.int32)
     return lax.scan(step, _nothing(forward, weights, totals), microbatches)[0]
 
@@ -103,9 +103,7 @@ def _to_the_loss(
     slot = Slot(here, microbatch, zero, zero)
     stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
     y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
-    loss, vjp, measured = jax.vjp(lambda w, y: stage.loss(w, y, microbatch, here), stage.edge, y, has_aux=True)
-    edge, cotangent = vjp(vary(seed, varying(loss)))
-    return (loss, measured), edge, cotangent, stash, slot
+    return *stage.loss(y, microbatch, here, seed), stash, slot
 
 
 def label_losses(forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:

@@ -182,22 +182,37 @@ class Forward:
 
     def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
         """The loss of each label, float32 [b, T], from the last stage's x (where `here` is true); by chunks as train.loss_chunk says."""
-        labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
-        chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
-        if chunk is None:
-            return self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
+        if (chunk := self._chunk(batch)) is None:
+            return self.parts.loss(self.logits(weights, x, here), batch[LABELS], _mixed(batch))
         from meshtrain.model.chunked_loss import by_chunks
 
-        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
-            head, tied = used
-            return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
+        stream = self.collectives.from_last_stage(x, here)
+        return by_chunks(self._loss_of_chunk, self._head(weights), stream, batch[LABELS], chunk)
 
-        return by_chunks(loss, self._head(weights), self.collectives.from_last_stage(x, here), labels, chunk)
+    def _chunk(self, batch: Batch) -> int | None:
+        rows = -(-self.config.model.vocab_size // self.collectives.vocabulary_ranks)
+        return loss_chunk(self.config, batch[LABELS].size, rows)
+
+    def _loss_of_chunk(self, used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
+        head, tied = used
+        return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
 
     @jax.named_scope(xla.HEAD)
-    def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> Totals:
-        """`total` of this data rank's microbatch, from the last stage's x (where `here` is true)."""
-        return _where(here, self.total(self._losses(weights, x, batch, here), batch))
+    def loss(
+        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, Totals]:
+        """`seed` times the total of this data rank's microbatch, from the last stage's x (where `here` is true), to be differentiated; and
+        `total`."""
+        chunk = self._chunk(batch)
+        if chunk is None or self.config.train.objective == "dpo":
+            total, measured = self.total(self._losses(weights, x, batch, here), batch)
+            return _where(here, (seed * total, (total, measured)))
+        from meshtrain.model.chunked_loss import summed_by_chunks
+
+        labels, stream = batch[LABELS], self.collectives.from_last_stage(x, here)
+        counts = seed * batch.get(WEIGHTS, jnp.ones(labels.shape))
+        seeded, losses = summed_by_chunks(self._loss_of_chunk, self._head(weights), stream, labels, counts, chunk)
+        return _where(here, (seeded, self.total(losses, batch)))
 
     @jax.named_scope(xla.HEAD)
     def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:

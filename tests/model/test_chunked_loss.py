@@ -8,7 +8,7 @@ from jax import lax
 
 from meshtrain.config import ConfigError, load
 from meshtrain.config.follow import CHUNK, loss_chunk
-from meshtrain.model.chunked_loss import by_chunks
+from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 from meshtrain.model.collectives import Collectives, VocabularyShards
 from meshtrain.model.loss import Vocabulary, cross_entropy
 
@@ -54,11 +54,21 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
         losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, chunk), w, x)
         return losses, *vjp(jnp.asarray(WEIGHTS, jnp.float32))
 
-    losses, gw, gx = run(w, x)
+    @jax.jit
+    def run_summed(w, x):
+        of = lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32) / 3, chunk)  # noqa: E731
+        _, vjp, losses = jax.vjp(of, w, x, has_aux=True)
+        return losses, *vjp(jnp.float32(3))
+
     right, right_x, right_w = formula(smoothing, z_loss)
-    near(losses, right)
-    near(gx, right_x)
-    near(gw, right_w)
+    for losses, gw, gx in (run(w, x), run_summed(w, x)):
+        near(losses, right)
+        near(gx, right_x)
+        near(gw, right_w)
+    total, _ = jax.jit(lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk))(
+        w, x
+    )
+    near(total, (WEIGHTS * right).sum())
 
 
 @pytest.mark.thorough
@@ -73,16 +83,19 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
         gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)  # noqa: E731
         loss = lambda w, x, labels: inner(w, gathered(x), labels)  # noqa: E731
         losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, 4), share, x)
-        return losses, *vjp(cotangents)
+        summed = lambda w, x: summed_by_chunks(loss, w, x, labels, cotangents, 4)  # noqa: E731
+        _, vjp_summed, losses_summed = jax.vjp(summed, share, x, has_aux=True)
+        return (losses, *vjp(cotangents)), (losses_summed, *vjp_summed(jnp.ones(())))
 
     parts = jnp.stack(jnp.split(jnp.asarray(x), 2, axis=1))
-    losses, gw, gx = jax.jit(jax.vmap(rank, axis_name="ranks"))(shares, parts)
+    found = jax.jit(jax.vmap(rank, axis_name="ranks"))(shares, parts)
     whole = head(Vocabulary(SIZE, Collectives()), 0.1, 0.1)
     right, vjp = jax.vjp(lambda w, x: whole(w, x, labels), w, x)
     right_w, right_x = vjp(cotangents)
-    near(losses[0], right)
-    near(jnp.concatenate(list(gw), axis=1)[:, :SIZE], right_w)
-    near(jnp.concatenate(list(gx), axis=1), right_x)
+    for losses, gw, gx in found:
+        near(losses[0], right)
+        near(jnp.concatenate(list(gw), axis=1)[:, :SIZE], right_w)
+        near(jnp.concatenate(list(gx), axis=1), right_x)
 
 
 def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
@@ -90,10 +103,15 @@ def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
     loss = head(Vocabulary(SIZE, Collectives()))
     of_x = str(jax.make_jaxpr(jax.grad(lambda x: by_chunks(loss, w, x, labels, 5).sum()))(x))
     both = str(jax.make_jaxpr(jax.grad(lambda w: by_chunks(loss, w, x, labels, 5).sum()))(w))
-    # forward, forward again, and a product for each gradient
+    ones = jnp.ones(labels.shape)
+    summed_x = str(jax.make_jaxpr(jax.grad(lambda x: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(x))
+    summed = str(jax.make_jaxpr(jax.grad(lambda w: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(w))
+    # forward, forward again, and a product for each gradient; where it is known what losses count, forward once
     assert (of_x.count("dot_general["), both.count("dot_general[")) == (3, 4)
-    assert f"[1,5,{SIZE}]" in both
-    assert f"{LENGTH},{SIZE}]" not in both and f"{ROWS * LENGTH},{SIZE}]" not in both and f"5,1,5,{SIZE}]" not in both
+    assert (summed_x.count("dot_general["), summed.count("dot_general[")) == (2, 3)
+    for text in (both, summed):
+        assert f"[1,5,{SIZE}]" in text
+        assert all(f"{whole},{SIZE}]" not in text for whole in (LENGTH, ROWS * LENGTH, "5,1,5"))
 
 
 def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():

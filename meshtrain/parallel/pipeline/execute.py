@@ -160,7 +160,7 @@ class Execution:
             label_losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
             loss, measured = jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), label_losses), {}
         else:
-            totals = jax.eval_shape(lambda x: stage.loss(stage.edge, x, zero, here), x)
+            totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients({**stage.edge, "blocks": stage.blocks.differentiated})
@@ -294,11 +294,9 @@ class Execution:
             return carry._replace(loss=self.when(exits, keep, lambda same: same)(carry.loss))
 
         def run(totals: Totals, edge: Tree, received: jax.Array) -> tuple[Totals, Tree, jax.Array]:
-            of = lambda w, y: self.stage.loss(w, y, row["exit"], row["last"])  # noqa: E731
-            more, vjp, measured = jax.vjp(of, self.stage.edge, y, has_aux=True)
-            gradient, gy = vjp(vary(self.seed, varying(more)))
+            more, gradient, gy = self.stage.loss(y, row["exit"], row["last"], self.seed)
             received = write(received, gy, row["head_out"], active=row["last"])
-            return jax.tree.map(jnp.add, totals, (more, measured)), added(edge, gradient), received
+            return jax.tree.map(jnp.add, totals, more), added(edge, gradient), received
 
         before = (carry.loss, carry.measured), carry.edge, carry.backward_received
         (loss, measured), edge, received = self.when(exits, run, lambda *same: same)(*before)
