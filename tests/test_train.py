@@ -200,12 +200,12 @@ def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number,
         # Nothing tells when XLA has begun; before or after it the end is the same.
         time.sleep(0.7)
         process.send_signal(number)
-        said = process.stderr.read()
+        printed, said = process.communicate()
     assert process.returncode == 75
-    # Where the signal comes in a callback of the garbage collector, Python tells of that first.
-    assert said.endswith(
-        f"meshtrain: {number.name}: stopped before the first step; nothing is lost, run again to go on.\n"
-    )
+    # A signal that comes in a callback of the garbage collector is swallowed, and Python tells of it: compiling may then end first.
+    met = f"meshtrain: {number.name}: stopped before the first step; nothing is lost, run again to go on.\n"
+    assert said.endswith(met) or "stopped on request before the first step, run again to go on." in printed
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or rows(tmp_path) == []
 
 
 def interrupted(monkeypatch, owner, name, number=signal.SIGTERM):
