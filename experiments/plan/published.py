@@ -19,7 +19,7 @@ Where their figures stand, and what these leave open:
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.cluster.accelerators import Accelerator
+from meshtrain.cluster.accelerators import HOPPER, HOPPER_MEASURED, Accelerator
 from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, load
 from meshtrain.plan.compute import FrameworkProfile
@@ -78,14 +78,16 @@ class Run:
     per_node: int | None = None  # devices of a node, where not as in the machines that the accelerator is sold in
 
     def predicted(self, accelerator: Accelerator | None = None) -> float:
-        """Seconds of a step by the planner, with the accelerator's own figures or others."""
+        """Seconds of a step by the planner, with what was fitted on such runs or other figures."""
         cluster = named(self.accelerator, self.config.mesh.devices)
         if self.per_node and self.config.mesh.devices > self.per_node:
             nodes = self.config.mesh.devices // self.per_node
             node = replace(cluster.links.node, devices=self.per_node)
             links = replace(cluster.links, node=node)
             cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
-        given = replace(cluster, accelerator=accelerator or cluster.accelerator)
+        known = cluster.accelerator
+        fitted = replace(known, efficiency=HOPPER) if known.efficiency == HOPPER_MEASURED else known
+        given = replace(cluster, accelerator=accelerator or fitted)
         # None of them took the loss by chunks, as ours would, but those that say so.
         train = self.config.train
         chunk = 2**30 if train.loss_chunk == "auto" else train.loss_chunk

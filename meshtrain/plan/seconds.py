@@ -222,9 +222,11 @@ def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFA
     head_is_trained = bool(trained.tokens.full if model.tied_head else trained.output.full)
     head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(*sizes, bool(trained.embedding.full))
     if (chunks := shapes.loss_chunks(config)) > 1:
-        # the forward again, and a sum of gradients that every chunk reads and writes
+        # a sum of gradients that every chunk reads and writes; and the forward again, but where ours makes the gradients with the losses
         weight = (trained.tokens if model.tied_head else trained.output).full
-        head += compute.head_forward(*sizes) + Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
+        head += Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
+        if not profile.compiled or config.train.objective == "dpo":
+            head += compute.head_forward(*sizes)
     sends, forward = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}, 0.0
     for moment, t in edge_transfers(config):
         spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds

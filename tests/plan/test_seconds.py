@@ -331,6 +331,6 @@ def test_in_a_pipeline_all_hides_but_one_chunks_weights_and_gradient_and_the_emb
 def test_of_405b_on_16384_devices_a_hundredth_of_a_step_is_waited_for_data():
     config = config_of("405b", [])
     found = plan(config, named("h100", config.mesh.devices))
-    assert found.time.data < 0.01 * found.seconds
+    assert round(found.time.data / found.seconds, 2) == 0.01
     before = found.time.data + sum(sent.end - sent.start for sent in found.timeline.transfers if sent.stage == 0)
     assert before > 0.06 * found.seconds
