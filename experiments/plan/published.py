@@ -19,7 +19,7 @@ Where their figures stand, and what these leave open:
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshtrain.cluster.accelerators import HOPPER, HOPPER_MEASURED, Accelerator
+from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator
 from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, load
 from meshtrain.plan.compute import FrameworkProfile
@@ -85,9 +85,7 @@ class Run:
             node = replace(cluster.links.node, devices=self.per_node)
             links = replace(cluster.links, node=node)
             cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
-        known = cluster.accelerator
-        fitted = replace(known, efficiency=HOPPER) if known.efficiency == HOPPER_MEASURED else known
-        given = replace(cluster, accelerator=accelerator or fitted)
+        given = replace(cluster, accelerator=accelerator or ACCELERATORS[self.accelerator])
         # None of them took the loss by chunks, as ours would, but those that say so.
         train = self.config.train
         chunk = 2**30 if train.loss_chunk == "auto" else train.loss_chunk

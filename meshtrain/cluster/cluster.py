@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshtrain.cluster import topology as shapes
-from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical
+from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical, reaching
 from meshtrain.cluster.topology import DRAGONFLY, FAT_TREE, HYPERCUBE, LEVELS, RAILS, TORUS, Group, Legs, Levels, Links
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.load import filled, read_given
@@ -223,9 +223,10 @@ def _check_shape(cluster: Cluster, source: str) -> None:
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
-    """The same kind of cluster with at least this many devices, its highest level stretched to join them."""
+    """The same kind of cluster with at least this many devices, its highest level stretched to join them; of one what that reaches alone."""
     if cluster.shared:
         return _divided(cluster, devices)
+    cluster = replace(cluster, accelerator=reaching(cluster.accelerator, devices))
     per_node = cluster.devices_per_node
     nodes = math.ceil(devices / per_node)
     if devices < per_node:
