@@ -32,6 +32,7 @@ from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import plan
 
+_EXPERTS = re.compile(r'"?name"? ?[=:] ?\\?"(product|weight)_kernel')
 KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
 
 
@@ -166,10 +167,23 @@ class _Clock:
             # Of several at once, such as the parts of a sum that XLA has cut, each is one.
             several = left * right / depth**2 / elements(op.result)
             yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(several)
+        elif op.opcode == "custom-call" and (kernel := _EXPERTS.search(op.attributes)):
+            yield self._of_experts(computation, op, kernel.group(1))
         elif op.opcode != "while":
             for called in self.module.called(op):
                 for inner in self.module.computations[called]:
                     yield from self._products(called, inner)
+
+    def _of_experts(self, computation: str, op: Operation, kernel: str) -> tuple[str, tuple[float, float, float]]:
+        """The product that a kernel of `grouped_kernels` is: of the rows that come to the fullest device, of all that it has room for."""
+        known, size = (
+            self.module.named(computation),
+            lambda text: [int(n) for n in re.findall(r"\d+", text[text.index("[") :])],
+        )
+        rows, depth = size(known[op.operands[0]].result)[:2]
+        width = size(op.result)[1] if kernel == "product" else size(known[op.operands[1]].result)[1]
+        rows = min(rows, DEFAULT_PROFILE.imbalance * shapes.tokens(self.config) * self.config.model.moe.top_k)
+        return self.dtype, (rows, depth, width) if kernel == "product" else (depth, rows, width)
 
     def _attention(self, computation: str, op: Operation) -> float:
         """Seconds of a kernel of attention, forward or backward, by the planner's rate."""
