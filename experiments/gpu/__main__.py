@@ -4,9 +4,8 @@
     python -m experiments.gpu speed [CASE ...]    layers of real models: seconds and bytes of a step, measured and planned
     python -m experiments.gpu trace CASE          the kernels of one step, by what they are for
     python -m experiments.gpu rates               what the GPU itself gives: products of many shapes, and a copy
-    python -m experiments.gpu losses              (of `check`, started by it on the CPU)
 
-Each case runs in a process of its own. `--out DIR` also writes JSON; `--each SECONDS` ends a case, or the checks, that take longer;
+Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes JSON; `--each SECONDS` ends a case, or the checks, that take longer;
 `--cpu FILE` has the losses of the CPU from where `losses --out FILE` wrote them.
 """
 
@@ -280,7 +279,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--each", type=float, default=120.0)
     parser.add_argument("--cpu", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     xla.ask_for_pool()
     known = CHECKS if options.verb in ("check", "losses") else SPEED
     if unknown := set(options.cases) - known.keys():

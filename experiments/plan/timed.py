@@ -32,7 +32,7 @@ from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import plan
 
-_EXPERTS = re.compile(r'"?name"? ?[=:] ?\\?"(product|weight)_kernel')
+_EXPERTS = re.compile(r'name = "(product|weight)_kernel"')
 KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
 
 
@@ -148,8 +148,10 @@ class _Clock:
         return self.cluster.axis("+".join(axes), self.config.mesh) if axes else None
 
     def _instruction(self, computation: str, op: Operation) -> Timed:
-        moved = self.work.moved(computation, op).bytes
-        memory = moved / self.device.memory_rate
+        moved = self.work.moved(computation, op)
+        # a kernel of experts reads what is in use, and writes zeros for the rest of the room
+        of_experts = op.opcode == "custom-call" and _EXPERTS.search(op.attributes)
+        memory = (moved.written if of_experts else moved.bytes) / self.device.memory_rate
         products = sum(
             compute.product(self.device, dtype, *shape) for dtype, shape in self._products(computation, op)
         ) + self._attention(computation, op)

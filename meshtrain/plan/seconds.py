@@ -27,6 +27,9 @@ from meshtrain.plan.context import context_seconds
 from meshtrain.plan.experts import expert_seconds, with_experts
 from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
 
+# Of a pair's messages of experts, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
+EXPOSED = 0.7
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -174,9 +177,9 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         backward_copies=offload,
         residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
         reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
-        # The products of weights' gradients hide messages of their own.
-        forward_hidden=min(forward_sends, backward.total - weight_grad) * pairs,
-        backward_hidden=min(backward_sends, forward.total) * pairs,
+        # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the open.
+        forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad) * pairs,
+        backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from counted import before_or_after_the_clocks
 
-from meshtrain.config import load
+from meshtrain.config import load, replaced
 from meshtrain.config.model import MoeConfig
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import expert_axes
@@ -144,3 +144,20 @@ def test_a_search_has_rows_sent_as_each_number_of_ranks_asks_unless_the_config_s
     }
     chosen = {"auto": {(1, "auto"), (2, "all_gather"), (4, "all_to_all"), (8, "all_to_all")}}
     assert found == chosen.get(given, {(ranks, given) for ranks in (1, 2, 4, 8)})
+
+
+def test_of_none_dropped_a_gpu_goes_over_room_for_all_and_a_capacity_or_a_loop_spares_it():
+    """4 ranks with 2 of 8 experts, of which a token takes 2: 4 times the rows of an even load."""
+
+    def memory(capacity, name):
+        config = replaced(configuration("all_gather", capacity), train={"sequence_length": 4096})
+        return layer_cost(config, named(name, 4)).forward.memory
+
+    assert memory(None, "h100") > 1.5 * memory(1.0, "h100")
+    assert memory(None, "tpu-v5p") == pytest.approx(memory(1.1, "tpu-v5p"), rel=0.05)
+
+
+def test_a_pair_hides_some_of_the_experts_messages_and_never_all():
+    config = configuration("all_to_all", 1.25)
+    cost = layer_cost(config, named("h100", 4))
+    assert 0 < cost.forward_hidden + cost.backward_hidden <= 0.3 * cost.expert_sends + 1e-12
