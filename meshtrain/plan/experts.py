@@ -4,7 +4,7 @@
     all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
     all_to_all    rows sent to their experts, and back        likewise
 
-Nothing hides them in our program: a layer's messages stand between its products. Others send a row to a node once (`FrameworkProfile`).
+Nothing but a pair's other half hides them in our program: a layer's messages stand between its products. Others send a row to a node once (`FrameworkProfile`).
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
+# Of a pair's messages, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
+EXPOSED = 0.7
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,8 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.experts import expert_seconds, with_experts
+from meshtrain.plan.experts import EXPOSED, expert_seconds, with_experts
 from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
-
-# Of a pair's messages of experts, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
-EXPOSED = 0.7
 
 
 @dataclass(frozen=True)
