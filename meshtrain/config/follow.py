@@ -123,7 +123,7 @@ def padded_batch_size(config: Config) -> int:
 def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
     """Returns how many of `tokens` have logits at once (train.loss_chunk), on a device of `rows` ids each; None: all, in one piece.
 
-    auto spares 2% of a step's FLOPs, the head's product that a backward of chunks makes again, where there is room for the logits.
+    auto spares the sum of the head's gradient, which each chunk reads and writes, where there is room for the logits.
     """
     if FAMILIES[config.model.family].images:
         return None  # one label each

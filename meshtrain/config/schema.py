@@ -294,8 +294,8 @@ class TrainConfig:
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
     loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
     loss_chunk: int | Literal["auto"] = key(
-        "auto", "tokens whose logits are alive at once; the backward makes them again. auto: all of a microbatch, or 2,048 where they would take "
-        "more than 4 GiB a device",
+        "auto", "tokens whose logits are alive at once, for losses and gradients. auto: all of a microbatch, or 2,048 where they would take more "
+        "than 4 GiB a device",
         least=1, counts=lambda c: not FAMILIES[c.model.family].images
     )
     epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
