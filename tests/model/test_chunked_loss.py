@@ -11,6 +11,7 @@ from meshtrain.config.follow import CHUNK, loss_chunk
 from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 from meshtrain.model.collectives import Collectives, VocabularyShards
 from meshtrain.model.loss import Vocabulary, cross_entropy
+from meshtrain.step import Program
 
 ROWS, LENGTH, WIDTH, SIZE = 3, 7, 6, 13  # 21 labels
 WEIGHTS = np.random.default_rng(3).uniform(-1, 2, (ROWS, LENGTH)) * (np.arange(LENGTH) % 3 > 0)
@@ -141,3 +142,17 @@ def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(chunk, tokens, 
 def test_what_is_no_chunk_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         load({}, [f"train.loss_chunk={given}"])
+
+
+def test_a_step_by_chunks_has_the_loss_and_the_gradient_of_the_whole_one():
+    """The seed of the gradient, one over the tokens that count, is in what each loss counts."""
+    model = {"layers": 1, "d_model": 16, "heads": 2, "vocab_size": 11}
+    random, found = np.random.default_rng(1), []
+    tokens, weights = random.integers(0, 11, (2, 10), np.int32), random.uniform(0, 2, (2, 9)).astype(np.float32)
+    for chunk in (10**6, 7):
+        train = {"global_batch_size": 2, "sequence_length": 9, "loss_chunk": chunk}
+        program = Program(load({"model": model, "train": train}))
+        batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights})
+        _, metrics = program.train_step(program.init(), batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
