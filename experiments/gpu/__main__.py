@@ -284,6 +284,8 @@ def main() -> int:
     known = CHECKS if options.verb in ("check", "losses") else SPEED
     if unknown := set(options.cases) - known.keys():
         parser.error(f"no case {sorted(unknown)}; there are {', '.join(known)}.")
+    if options.verb in ("check", "speed", "trace", "rates") and not Path("/dev/nvidia0").exists():
+        parser.error(f"{options.verb} needs an NVIDIA GPU, and there is none on this machine.")
     names = options.cases or list(known)
     if options.verb == "check":
         return check(names, options.out, options.each, options.cpu)

@@ -180,45 +180,35 @@ class Forward:
             return head, None
         return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
 
-    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> jax.Array:
-        """The loss of each label, float32 [b, T], from the last stage's x (where `here` is true); by chunks as train.loss_chunk says."""
-        if (chunk := self._chunk(batch)) is None:
-            return self.parts.loss(self.logits(weights, x, here), batch[LABELS], _mixed(batch))
-        from meshtrain.model.chunked_loss import by_chunks
+    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+        """The loss of each label, float32 [b, T], from the last stage's x (where `here` is true); by chunks also the sum of what each `counts`."""
+        labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
+        chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
+        if chunk is None:
+            return self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch)), None
+        from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 
-        stream = self.collectives.from_last_stage(x, here)
-        return by_chunks(self._loss_of_chunk, self._head(weights), stream, batch[LABELS], chunk)
+        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
+            head, tied = used
+            return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
 
-    def _chunk(self, batch: Batch) -> int | None:
-        rows = -(-self.config.model.vocab_size // self.collectives.vocabulary_ranks)
-        return loss_chunk(self.config, batch[LABELS].size, rows)
-
-    def _loss_of_chunk(self, used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
-        head, tied = used
-        return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
+        given = loss, self._head(weights), self.collectives.from_last_stage(x, here), labels
+        return (by_chunks(*given, chunk), None) if counts is None else summed_by_chunks(*given, counts, chunk)[::-1]
 
     @jax.named_scope(xla.HEAD)
-    def loss(
-        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, Totals]:
-        """`seed` times the total of this data rank's microbatch, from the last stage's x (where `here` is true), to be differentiated; and
-        `total`."""
-        chunk = self._chunk(batch)
-        if chunk is None or self.config.train.objective == "dpo":
-            total, measured = self.total(self._losses(weights, x, batch, here), batch)
-            return _where(here, (seed * total, (total, measured)))
-        from meshtrain.model.chunked_loss import summed_by_chunks
-
-        labels, stream = batch[LABELS], self.collectives.from_last_stage(x, here)
-        counts = seed * batch.get(WEIGHTS, jnp.ones(labels.shape))
-        seeded, losses = summed_by_chunks(self._loss_of_chunk, self._head(weights), stream, labels, counts, chunk)
-        return _where(here, (seeded, self.total(losses, batch)))
+    def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array) -> tuple[jax.Array, Totals]:  # fmt: skip
+        """`seed` times the loss of this data rank's microbatch, to be differentiated, and its `total`: from the last stage's x."""
+        known = self.config.train.objective != "dpo"
+        counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape)) if known else None
+        losses, seeded = self._losses(weights, x, batch, here, counts)
+        total, measured = self.total(losses, batch)
+        return _where(here, (seed * total if seeded is None else seeded, (total, measured)))
 
     @jax.named_scope(xla.HEAD)
     def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:
         """Its labels one by one."""
         if not self.of_images:
-            return _where(here, LabelLosses(self._losses(weights, x, batch, here)))
+            return _where(here, LabelLosses(self._losses(weights, x, batch, here)[0]))
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)

@@ -91,13 +91,9 @@ class Stage:
         weights, batch = Weights(self.edge, self.constant), self._batch(microbatch)
         return edge | {"embedding": self.model.add_embedding_gradient(edge["embedding"], weights, batch, self.key, gx)}
 
-    def loss(
-        self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array
-    ) -> tuple[Totals, Tree, jax.Array]:
-        """Loss of what left the last stage, on the stages that share the vocabulary; zero but where `here`. With it the gradients of `seed`
-        times the loss: of the edge's weights, and of y."""
-        batch = self._batch(microbatch)
-        of = lambda edge, y: self.model.loss(Weights(edge, self.constant), y, batch, here, seed)  # noqa: E731
+    def loss(self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array) -> tuple[Totals, Tree, jax.Array]:  # fmt: skip
+        """Loss of what left the last stage, zero but where `here`, and the gradients of `seed` times it: of the edge's weights, and of y."""
+        of = lambda w, y: self.model.loss(Weights(w, self.constant), y, self._batch(microbatch), here, seed)  # noqa: E731
         seeded, vjp, totals = jax.vjp(of, self.edge, y, has_aux=True)
         return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
 
