@@ -12,6 +12,7 @@ Each case runs in a process of its own, which is this module called with `one` o
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -284,7 +285,7 @@ def main() -> int:
     known = CHECKS if options.verb in ("check", "losses") else SPEED
     if unknown := set(options.cases) - known.keys():
         parser.error(f"no case {sorted(unknown)}; there are {', '.join(known)}.")
-    if options.verb in ("check", "speed", "trace", "rates") and not Path("/dev/nvidia0").exists():
+    if options.verb in ("check", "speed", "trace", "rates") and not shutil.which("nvidia-smi"):
         parser.error(f"{options.verb} needs an NVIDIA GPU, and there is none on this machine.")
     names = options.cases or list(known)
     if options.verb == "check":
