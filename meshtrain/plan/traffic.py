@@ -158,6 +158,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
     sums = BOTH if shared and mesh.tensor > 1 else "pipeline" if shared else "tensor"
 
     chunks = shapes.loss_chunks(config)
+    again = chunks > 1 and config.train.objective == "dpo"  # else a loop over chunks makes losses and gradients at once
 
     def transfer(moment: str, axis: str, kind: str, what: str, nbytes: float, count: int = 1) -> Moment:
         size = math.prod(mesh.ways(part) for part in axis.split("+"))
@@ -169,7 +170,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
             yield transfer("embedding", "pipeline", ALL_REDUCE, "embedding summed", stream)
         yield transfer("unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", stream_bytes)
         yield transfer("head", "tensor", ALL_GATHER, "last output gathered", pooled, chunks)
-        if chunks > 1:
+        if again:
             yield transfer("unhead", "tensor", ALL_GATHER, "last output gathered again", pooled, chunks)
         yield transfer("unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", pooled, chunks)
         if shared:
@@ -181,7 +182,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
         yield transfer("head", "pipeline", ALL_REDUCE, "last output to all stages", last)
         yield transfer("unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream)
     smoothed = config.train.label_smoothing > 0
-    for moment in ("head", *["unhead"] * (chunks > 1)):
+    for moment in ("head", *["unhead"] * again):
         yield transfer(moment, sums, ALL_REDUCE, "loss: sums of exponentials", 4 * labels * (2 + smoothed), chunks)
         yield transfer(moment, sums, ALL_REDUCE, "loss: largest logits", 4 * labels, chunks)
 
