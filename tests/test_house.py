@@ -12,7 +12,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 # experts, merged experts in files, how others send rows to experts, pairs, experts over tensor,
 # frozen weights and experts in float8, pairs that auto takes, searches by arrays, the order of a pair, gradients
 # with the loss of a chunk, tiles of experts in groups, a device alone.
-FILES_AT_MOST, LINES_AT_MOST, LONGEST_FILE = 367, 58_156, 420
+FILES_AT_MOST, LINES_AT_MOST, LONGEST_FILE = 367, 58_155, 420
 
 
 def test_a_class_name_exists_once():

@@ -5,8 +5,8 @@
     python -m experiments.gpu trace CASE          the kernels of one step, by what they are for
     python -m experiments.gpu rates               what the GPU itself gives: products of many shapes, and a copy
 
-Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes JSON; `--each SECONDS` ends a case, or the checks, that take longer;
-`--cpu FILE` has the losses of the CPU from where `losses --out FILE` wrote them.
+Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes JSON; `--each SECONDS`
+ends a case, or the checks, that take longer; `--cpu FILE` has the losses of the CPU from where `losses --out FILE` wrote them.
 """
 
 import argparse
@@ -208,13 +208,13 @@ def line(r: dict[str, Any]) -> str:
     )
 
 
-def each(names: Sequence[str], verb: str, out: Path | None, limit: float) -> int:
+def each(names: Sequence[str], out: Path | None, limit: float) -> int:
     """Runs each case in a process of its own; returns how many failed."""
     failed = 0
     print(HEADER, flush=True)
     for name in names:
         try:
-            done = subprocess.run([sys.executable, "-m", "experiments.gpu", verb, name], capture_output=True, text=True, timeout=limit, check=False)  # fmt: skip
+            done = subprocess.run([sys.executable, "-m", "experiments.gpu", "one", name], capture_output=True, text=True, timeout=limit, check=False)  # fmt: skip
             said, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired:
             code, done = 1, None
@@ -295,7 +295,7 @@ def main() -> int:
     elif options.verb == "one":
         print(json.dumps(speed(names[0])))
     elif options.verb == "speed":
-        return each(names, "one", options.out, options.each)
+        return each(names, options.out, options.each)
     elif options.verb == "trace":
         trace(names[0])
     else:

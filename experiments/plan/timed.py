@@ -178,12 +178,11 @@ class _Clock:
 
     def _of_experts(self, computation: str, op: Operation, kernel: str) -> tuple[str, tuple[float, float, float]]:
         """The product that a kernel of `grouped_kernels` is: of the rows that come to the fullest device, of all that it has room for."""
-        known, size = (
-            self.module.named(computation),
-            lambda text: [int(n) for n in re.findall(r"\d+", text[text.index("[") :])],
+        known = self.module.named(computation)
+        widest = op.result if kernel == "product" else known[op.operands[1]].result
+        (rows, depth), (_, width) = (
+            map(int, re.findall(r"(?<=[\[,])\d+", of)[:2]) for of in (known[op.operands[0]].result, widest)
         )
-        rows, depth = size(known[op.operands[0]].result)[:2]
-        width = size(op.result)[1] if kernel == "product" else size(known[op.operands[1]].result)[1]
         rows = min(rows, DEFAULT_PROFILE.imbalance * shapes.tokens(self.config) * self.config.model.moe.top_k)
         return self.dtype, (rows, depth, width) if kernel == "product" else (depth, rows, width)
 

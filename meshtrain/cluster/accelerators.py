@@ -160,9 +160,8 @@ def canonical(kind: str) -> str:
 
 def reaching(accelerator: Accelerator, devices: int) -> Accelerator:
     """Returns the accelerator with what it reaches alone or beside others, where its figures are ours and both are known."""
-    if accelerator.name not in ALONE:
-        return accelerator
-    alone, beside = ALONE[accelerator.name], ACCELERATORS[accelerator.name].efficiency
+    beside = ACCELERATORS.get(accelerator.name, accelerator).efficiency
+    alone = ALONE.get(accelerator.name, beside)
     if accelerator.efficiency not in (alone, beside):
         return accelerator
     return replace(accelerator, efficiency=alone if devices == 1 else beside)

@@ -33,7 +33,7 @@ def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array,
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     losses = _loop(loss)(weights, cuts.of_stream(x_BTD), cuts.of_labels(labels_BL))
-    return cuts.joined(losses, labels_BL.shape)
+    return cuts.joined(losses)
 
 
 def summed_by_chunks(
@@ -43,7 +43,7 @@ def summed_by_chunks(
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     given = cuts.of_stream(x_BTD), cuts.of_labels(labels_BL), cuts.of_labels(counts_BL)
     total, losses = _summed(loss)(weights, *given)
-    return total, cuts.joined(lax.stop_gradient(losses), labels_BL.shape)
+    return total, cuts.joined(lax.stop_gradient(losses))
 
 
 class _Cuts:
@@ -66,10 +66,10 @@ class _Cuts:
         cut = self._cut(by_token.reshape(self.tokens, self.ranks))
         return cut.swapaxes(2, 3).reshape(self.count, 1, -1)
 
-    def joined(self, losses: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """[count, 1, ranks size] to the shape of the labels."""
+    def joined(self, losses: jax.Array) -> jax.Array:
+        """[count, 1, ranks size] to [B, L]."""
         by_token = losses.reshape(self.count, self.ranks, self.size).swapaxes(1, 2).reshape(-1, self.ranks)
-        return by_token[: self.tokens].reshape(self.rows, self.local, self.ranks).swapaxes(1, 2).reshape(shape)
+        return by_token[: self.tokens].reshape(self.rows, self.local, self.ranks).swapaxes(1, 2).reshape(self.rows, -1)
 
     def _cut(self, a: jax.Array) -> jax.Array:
         short = self.count * self.size - self.tokens
@@ -101,7 +101,7 @@ def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tup
     """The sum of what chunks' losses count, and the losses. Its forward makes the gradients too, while the logits are there."""
 
     def run(weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = lax.map(lambda of: loss(weights, *of), (xs, labels))
+        losses = _loop(loss)(weights, xs, labels)
         return jnp.sum(counts * losses), losses
 
     def forward(weights: Tree, *others: CustomVJPPrimal) -> tuple[tuple[jax.Array, jax.Array], tuple[Tree, jax.Array]]:

@@ -44,17 +44,12 @@ def by_blocks(
     columns = _tile(2 * SIDE, rows, width)
     of_columns = (len(weight), columns, over) if transposed else (len(weight), over, columns)
     place = partial(_place, len(rows) // height, width // columns)
-
-    def column(p: jax.Array) -> tuple[Any, ...]:
-        _, j = place(p)
-        return (0, j, 0) if transposed else (0, 0, j)
-
     return _call(
         partial(_product_kernel, transposed, place, len(rows) // len(experts) // height, _tile(STEP, rows, over)),
         (len(rows) // height * (width // columns),),
         [
             pl.BlockSpec((height, over), lambda p: (place(p)[0], 0)),
-            pl.BlockSpec(of_columns, column),
+            pl.BlockSpec(of_columns, lambda p: (0, place(p)[1], 0) if transposed else (0, 0, place(p)[1])),
             pl.BlockSpec(experts.shape, lambda p: (0,)),
             pl.BlockSpec((1,), lambda p: (0,)),
         ],

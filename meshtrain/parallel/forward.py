@@ -180,12 +180,12 @@ class Forward:
             return head, None
         return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
 
-    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-        """The loss of each label, float32 [b, T], from the last stage's x (where `here` is true); by chunks also the sum of what each `counts`."""
+    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array | None, jax.Array]:  # fmt: skip
+        """By chunks the sum of what each loss `counts`; and the loss of each label, float32 [b, T], from the last stage's x (where `here` is true)."""
         labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
         chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
         if chunk is None:
-            return self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch)), None
+            return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
         from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 
         def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -193,14 +193,14 @@ class Forward:
             return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
 
         given = loss, self._head(weights), self.collectives.from_last_stage(x, here), labels
-        return (by_chunks(*given, chunk), None) if counts is None else summed_by_chunks(*given, counts, chunk)[::-1]
+        return (None, by_chunks(*given, chunk)) if counts is None else summed_by_chunks(*given, counts, chunk)
 
     @jax.named_scope(xla.HEAD)
     def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array) -> tuple[jax.Array, Totals]:  # fmt: skip
         """`seed` times the loss of this data rank's microbatch, to be differentiated, and its `total`: from the last stage's x."""
         known = self.config.train.objective != "dpo"
         counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape)) if known else None
-        losses, seeded = self._losses(weights, x, batch, here, counts)
+        seeded, losses = self._losses(weights, x, batch, here, counts)
         total, measured = self.total(losses, batch)
         return _where(here, (seed * total if seeded is None else seeded, (total, measured)))
 
@@ -208,7 +208,7 @@ class Forward:
     def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:
         """Its labels one by one."""
         if not self.of_images:
-            return _where(here, LabelLosses(self._losses(weights, x, batch, here)[0]))
+            return _where(here, LabelLosses(self._losses(weights, x, batch, here)[1]))
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)

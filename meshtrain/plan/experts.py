@@ -4,7 +4,7 @@
     all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
     all_to_all    rows sent to their experts, and back        likewise
 
-Nothing but a pair's other half hides them in our program: a layer's messages stand between its products. Others send a row to a node once (`FrameworkProfile`).
+In our program only a pair's other half hides some: they stand between a layer's products. Others send a row to a node once (`FrameworkProfile`).
 """
 
 import dataclasses

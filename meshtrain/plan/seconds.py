@@ -225,7 +225,7 @@ def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFA
         # a sum of gradients that every chunk reads and writes; and the forward again, but where ours makes the gradients with the losses
         weight = (trained.tokens if model.tied_head else trained.output).full
         head += Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
-        if not profile.compiled or config.train.objective == "dpo":
+        if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
     sends, forward = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}, 0.0
     for moment, t in edge_transfers(config):

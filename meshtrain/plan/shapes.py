@@ -190,6 +190,11 @@ def loss_chunks(config: Config) -> int:
     return math.ceil(labels(config.model, tokens(config)) / loss_chunk(config))
 
 
+def logits_again(config: Config) -> bool:
+    """Returns whether our backward makes logits again: else a loop over chunks makes losses and gradients at once (`model.chunked_loss`)."""
+    return config.train.objective == "dpo" and loss_chunks(config) > 1
+
+
 def stream(config: Config) -> int:
     """Elements of the residual stream of one microbatch on one device: 1/tensor of the sequence if sequence parallel."""
     split = config.mesh.tensor if config.parallel.sequence_parallel else 1

@@ -158,7 +158,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
     sums = BOTH if shared and mesh.tensor > 1 else "pipeline" if shared else "tensor"
 
     chunks = shapes.loss_chunks(config)
-    again = chunks > 1 and config.train.objective == "dpo"  # else a loop over chunks makes losses and gradients at once
+    again = shapes.logits_again(config)
 
     def transfer(moment: str, axis: str, kind: str, what: str, nbytes: float, count: int = 1) -> Moment:
         size = math.prod(mesh.ways(part) for part in axis.split("+"))
