@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.parallel.parallelize import LocalStep
-from meshtrain.parallel.pipeline.execute import Execution
+from meshtrain.parallel.pipeline.clock import Execution
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan.compiled import described_devices
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
@@ -101,8 +101,8 @@ def entries_held(program: Program) -> list[int]:
         batches, _ = program.local.microbatches(batch)
         weights = program.local.zero.gather_params(masters)
         stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
-        execution = Execution(executor, stage, jnp.float32(1))
-        ((inputs, _),) = execution.run(executor.with_rows(executor.phases), execution.start()).stash
+        execution = Execution(executor.table, executor.buffers, stage, jnp.float32(1))
+        ((inputs, _),) = execution.run(executor.phases, execution.start()).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 LONGEST_FILE = 420  # lines
 
 LIMITS = {
-    "files": 367,
+    "files": 368,
     "thousand nodes": 495.2,
     "nodes a code line": 12.41,
     "thousand nodes of the core": 121.5,

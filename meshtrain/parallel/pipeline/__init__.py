@@ -1,24 +1,28 @@
 """A schedule's table inside the compiled step.
 
-Every device runs one program: a scan over clocks, in which it looks up its own row of the table. A schedule is thus no code, and one
-that is read from a CSV file runs as the named ones do. Forwards and backwards of different microbatches alternate, so there is no `jax.grad`
-around the pipeline: the forward of a stage stashes its residuals in one clock, and the backward takes them up in another.
+Every device runs one program: a scan over clocks, in which it looks up its own row of the table. A schedule is thus no
+code, and one that is read from a CSV file runs as the named ones do. Forwards and backwards of different microbatches
+alternate, so there is no `jax.grad`
+around the pipeline: the forward of a stage stashes its residuals in one clock, and the backward takes them up in
+another.
 
     table ──buffers──► places ──phases──► loops over clocks ──executed──► rows       meshtrain.schedule, without JAX
                                                │
       F  stage.forward ── residuals ─► buffers │ ─► B  stage.backward                 execute, this package
                                                │       or I, W                        split_backward
 
-A layer's residuals go from its forward to its place in the stash, and from there to its backward, without a copy between; so do
-weights, which are sliced layer by layer, and gradients, which are added to their sums.
+A layer's residuals go from its forward to its place in the stash, and from there to its backward, without a copy
+between; so do weights, which are sliced layer by layer, and gradients, which are added to their sums.
 
-- `meshtrain.parallel.pipeline.execute`: the executor; when messages travel.
+- `meshtrain.parallel.pipeline.execute`: the executor, a table over a model.
+- `meshtrain.parallel.pipeline.clock`: one clock: its ops, and what travels under what.
 - `meshtrain.parallel.pipeline.stage`: what one stage computes of a microbatch, and its buffers as arrays.
 - `meshtrain.parallel.pipeline.split_backward`: a backward as its two halves (Qi et al. 2023, section 2).
 - `meshtrain.parallel.pipeline.paired`: a forward and a backward in one loop, where the table pairs them.
 - `meshtrain.parallel.pipeline.order`: the order of a pair's messages and products.
 
-Measured (`experiments/bench_pipeline.py`): 64 microbatches need at most 1% more temporary memory than 8, under all schedules that do
-not hold every microbatch by their nature; to compile 256 takes 0.91 to 1.04 of the time for 8. Each stage holds as many entries as the
-simulator says. Llama-3 8B on 4 stages: with the vocabulary spread over them a GPU has 12% to 14% less work in matrix products.
+Measured (`experiments/bench_pipeline.py`): 64 microbatches need at most 1% more temporary memory than 8, under all
+schedules that do not hold every microbatch by their nature; to compile 256 takes 0.91 to 1.04 of the time for 8. Each
+stage holds as many entries as the simulator says. Llama-3 8B on 4 stages: with the vocabulary spread over them a GPU
+has 12% to 14% less work in matrix products.
 """

@@ -1,4 +1,5 @@
-"""The order of a function's operations in which its messages travel while matrix products run that need nothing of them.
+"""The order of a function's operations in which its messages travel while matrix products run that need nothing of
+them.
 
     as traced    AG ─ P ─ RS ─ AG ─ P ─ RS      forward        one half after the other: nothing for XLA's scheduler to tell which
                  AG ─ P ─ RS ─ AG ─ P ─ RS      backward       message belongs under which product; what it joins waits for both
@@ -7,9 +8,10 @@
                  device        P  P ╶╴ P  P ╶╴ P  ...           each product tied to the one before it; a message's result is used
                                                                after the product that hides it
 
-It is the greedy list scheduling of Graham (1966, "Bounds for Certain Multiprocessing Anomalies") for two machines, the device and its links:
-of what is ready that comes first behind which most is left to do. So a gradient of weights, which nothing waits for, fills what is left. The
-order is told to XLA by barriers; the operations are the same, and so are their results.
+It is the greedy list scheduling of Graham (1966, "Bounds for Certain Multiprocessing Anomalies") for two machines, the
+device and its links: of what is ready that comes first behind which most is left to do. So a gradient of weights, which
+nothing waits for, fills what is left. The order is told to XLA by barriers; the operations are the same, and so are
+their results.
 """
 
 import math
@@ -71,7 +73,8 @@ class _Order:
                 self.users[j].append(i)
                 bits |= self.before[j] | 1 << j
             self.before.append(bits)
-        sent, computed = [_sent(eqn) * OPERATIONS_PER_BYTE for eqn in equations], [_operations(e) for e in equations]
+        sent = [_sent(eqn) * OPERATIONS_PER_BYTE for eqn in equations]
+        computed = [_operations(e) for e in equations]
         self.messages = {i for i, n in enumerate(sent) if n > SHORT * max(sent)}
         self.products = {i for i, n in enumerate(computed) if n > SHORT * max(computed)}
         self.cost = [sent[i] if i in self.messages else computed[i] for i in range(len(equations))]
@@ -82,7 +85,9 @@ class _Order:
 
     def evaluate(self, values: dict[Var, Any]) -> None:
         """Adds what the equations give to `values`."""
-        self.values, now, end = values, 0.0, 0.0
+        self.values = values
+        now = 0.0
+        end = 0.0
         ready = {i for i, n in enumerate(self.missing) if not n}
         under_way: int | None = None
         arriving: list[Any] = []
@@ -102,23 +107,28 @@ class _Order:
                 beside = max(ready & self.products, key=self._rank, default=None)
                 if beside is not None:
                     # neither begins before both can
-                    a, b = self._operand(under_way), self._operand(beside)
+                    a = self._operand(under_way)
+                    b = self._operand(beside)
                     values[a], values[b] = tied(values[a], values[b]) if a != b else (values[a], values[b])
                 arriving = self._run(under_way, message)
-                end, hides = now + self.cost[under_way], False
+                end = now + self.cost[under_way]
+                hides = False
             elif (computable := ready & self.products) and (under_way is None or now < end):
                 chosen = max(computable, key=self._rank)
                 ready.remove(chosen)
                 apart = product is not None and not self.before[chosen] >> product & 1
                 ready |= self._done(chosen, self._run(chosen, product if apart else None))
-                product, hides, now = chosen, True, now + self.cost[chosen]
+                product = chosen
+                hides = True
+                now = now + self.cost[chosen]
             else:
                 assert under_way is not None
                 now = max(now, end)
                 if hides and (v := self._of(product)) is not None:
                     *arriving, values[v] = tied(*arriving, values[v])
                 ready |= self._done(under_way, arriving)
-                message, under_way = under_way, None
+                message = under_way
+                under_way = None
 
     def _rank(self, i: int) -> tuple[float, int]:
         return self.left[i], -i
@@ -134,7 +144,9 @@ class _Order:
         return bind(eqn, operands)
 
     def _of(self, i: int | None) -> Var | None:
-        """What has been made of an equation's result and is yet to be used, by others than `behind`'s: of what is not, XLA ties nothing."""
+        """What has been made of an equation's result and is yet to be used, by others than `behind`'s: of what is not,
+        XLA ties nothing.
+        """
         if i is None:
             return None
         for j in [i, *(j for j in range(i + 1, len(self.equations)) if self.before[j] >> i & 1)]:
@@ -170,7 +182,8 @@ def _sent(eqn: JaxprEqn) -> float:
 
 def _operations(eqn: JaxprEqn) -> float:
     """Of the matrix products in an equation."""
-    name, shapes = eqn.primitive.name, [_shape(v) for v in eqn.invars]
+    name = eqn.primitive.name
+    shapes = [_shape(v) for v in eqn.invars]
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(shapes[0][d] for d in contracted)

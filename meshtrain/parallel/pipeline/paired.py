@@ -1,4 +1,5 @@
-"""A cell `F8+B4`: one microbatch's forward and another's backward in one loop over layers, so that each hides the other's messages.
+"""A cell `F8+B4`: one microbatch's forward and another's backward in one loop over layers, so that each hides the
+other's messages.
 
     F        layer 0   layer 1   layer 2   layer 3          B        layer 3   layer 2   layer 1   layer 0
 
@@ -6,9 +7,10 @@
     products        0F 3B       1F 2B       2F 1B       3F 0B
     messages       of 0F under the products of 3B, and the other way round
 
-The two need nothing of each other: what DualPipe builds by hand (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1) XLA's
-scheduler does where both stand in the body of one loop, in the order that `pipeline.order` tells it. Where no stage has a forward any more,
-`I4+W3` does the same: the products of a weight gradient, which sends nothing, hide the messages of an input gradient.
+The two need nothing of each other: what DualPipe builds by hand (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
+section 3.2.1) XLA's scheduler does where both stand in the body of one loop, in the order that `pipeline.order` tells
+it. Where no stage has a forward any more, `I4+W3` does the same: the products of a weight gradient, which sends
+nothing, hide the messages of an input gradient.
 """
 
 import itertools
@@ -21,7 +23,7 @@ from jax import lax
 
 from meshtrain import xla
 from meshtrain.parallel.pipeline.order import ordered
-from meshtrain.parallel.pipeline.stage import Slot, Stage, read
+from meshtrain.parallel.pipeline.stage import Slot, Stage, read, write
 
 Tree = Any
 
@@ -61,37 +63,44 @@ def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
 def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
     f, b, w, b_cot, w_cot = slots
-    forward_segment, segment = stage.segments[ahead], stage.segments[back]
+    forward_segment = stage.segments[ahead]
+    segment = stage.segments[back]
     if f:
-        forward_layer = stage.forward_layer(forward_segment, f)
-    backward_layer = stage.input_layer(segment, b_cot, b) if split else stage.backward_layer(segment, b)
+        ahead_layer = stage.layer(f, forward_segment)
+        f_first = stage.first(f.chunk, forward_segment)
+    back_layer = stage.layer(b, segment)
     b_first = stage.first(b.chunk, segment)
     if w:
-        weight_layer, w_first = stage.weight_layer(segment, w), stage.first(w.chunk, segment)
+        weight_layer = stage.layer(w, segment)
+        w_first = stage.first(w.chunk, segment)
 
     def turn(pair: Pair, i: jax.Array) -> tuple[Pair, None]:
-        stash, w_residuals = pair.stash, pair.w_residuals
-        ahead_i, back_i = i - forward_segment.first, stage.layers - 1 - i - segment.first
+        stash = pair.stash
+        w_residuals = pair.w_residuals
+        ahead_i = i - forward_segment.first
+        back_i = stage.layers - 1 - i - segment.first
         stash, stashed = _read_first(stash, back, b.place, back_i)
         if w:
             stash, stashed_for_w = _read_first(stash, back, w.place, back_i)
-            w_residuals, for_w = _read_first(w_residuals, back, w_cot, back_i)
+            w_residuals, residuals = _read_first(w_residuals, back, w_cot, back_i)
 
         def halves(pair: Pair) -> Pair:
             x, cotangent, stash, w_residuals, gradients = pair
             if f:
                 with jax.named_scope(xla.FORWARD):
-                    x, part = forward_layer((x, stash[ahead]), ahead_i)[0]
-                stash = _put(stash, ahead, part)
+                    x, output = stage.forward_layer(ahead_layer, f_first + ahead_i, x)
+                    stash = _put(stash, ahead, write(stash[ahead], output, f.place, ahead_i))
             with jax.named_scope(xla.BACKWARD):
                 at = b_first + back_i
                 if split:
-                    cotangent, part = backward_layer((cotangent, w_residuals[back]), stashed, at, back_i)
-                    w_residuals = _put(w_residuals, back, part)
+                    cotangent, output = stage.input_layer(back_layer, at, cotangent, stashed)
+                    w_residuals = _put(w_residuals, back, write(w_residuals[back], output, b_cot, back_i))
                 else:
-                    cotangent, gradients = backward_layer((cotangent, gradients), stashed, at)
+                    carry = (cotangent, gradients)
+                    (cotangent, gradients), _ = stage.backward_layer(b.active, back_layer, at, carry, stashed)
                 if w:
-                    gradients = weight_layer(gradients, stashed_for_w, for_w, w_first + back_i)
+                    at = w_first + back_i
+                    gradients, _ = stage.weight_layer(w.active, weight_layer, at, gradients, stashed_for_w, residuals)
             return Pair(x, cotangent, stash, w_residuals, gradients)
 
         return ordered(halves, pair._replace(stash=stash, w_residuals=w_residuals)), None
@@ -104,8 +113,9 @@ def _put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
 
 
 def _read_first(parts: list[Tree], n: int, *at: jax.Array) -> tuple[list[Tree], Tree]:
-    """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would copy them. Of each
-    array by itself, since what goes through a barrier varies over all axes over which anything beside it does.
+    """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would
+    copy them. Of each array by itself, since what goes through a barrier varies over all axes over which anything
+    beside it does.
     """
     leaves, tree = jax.tree.flatten(parts[n])
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]

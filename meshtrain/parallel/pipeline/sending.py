@@ -1,12 +1,13 @@
-"""Runs a table that says when a chunk's weights are gathered over data and its gradient is reduced: G and R, beside the clocks.
+"""Runs a table that says when a chunk's weights are gathered over data and its gradient is reduced: G and R, beside the
+clocks.
 
     clocks     0 ..             16 ..                  158 ..           174 ..
     stages     F of chunk 0     F of chunk 1    ...    B of chunk 6     B of chunk 5    ...
     over data   ╰─ G1 ─ ─ ─╯     ╰─ G2 ─ ─ ─╯           ╰─ R7 ─ ─ ─╯     ╰─ R6 ─ ─ ─╯
 
-Both start when a section does (see `schedule.phases`), and are waited for at its end. Gathered weights are written into those of all chunks
-then, a reduced gradient beside those of the others. Sections that are alike are one loop, so of what travels one chunk is there twice.
-Beside the first gradient travels the head's, which is complete by then.
+Both start when a section does (see `schedule.phases`), and are waited for at its end. Gathered weights are written into
+those of all chunks then, a reduced gradient beside those of the others. Sections that are alike are one loop, so of
+what travels one chunk is there twice. Beside the first gradient travels the head's, which is complete by then.
 """
 
 import copy
@@ -20,10 +21,10 @@ from jax import lax
 
 from meshtrain import xla
 from meshtrain.compat import varying
-from meshtrain.parallel.pipeline.execute import Carry, Execution, Executor
+from meshtrain.parallel.pipeline.clock import Carry, Execution, rows_of
 from meshtrain.parallel.pipeline.stage import after, empty, write
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.phases import ClockSection, sections
+from meshtrain.schedule.phases import ClockSection, Phase, sections
 from meshtrain.schedule.table import G, R
 
 Tree = Any
@@ -40,9 +41,14 @@ class SendState(NamedTuple):
 class Sending:
     """One execution of a table with G and R, whose stage comes with shards of the blocks."""
 
-    def __init__(self, executor: Executor, execution: Execution) -> None:
-        self.executor, self.execution, self.sends = executor, execution, executor.table.sends
-        self.zero, self.layers, self.shards = executor.forward.zero, execution.stage.layers, execution.stage.blocks
+    def __init__(self, execution: Execution, phases: list[Phase]) -> None:
+        self.execution = execution
+        self.phases = phases
+        self.table = execution.table
+        self.sends = execution.table.sends
+        self.zero = execution.stage.model.zero
+        self.layers = execution.stage.layers
+        self.shards = execution.stage.blocks
 
     def run(self) -> Carry:
         """The carry after all clocks, its gradients of blocks and head as `zero.reduce_early` leaves them."""
@@ -51,12 +57,14 @@ class Sending:
             blocks = self.written(blocks, self.gathered(self.shards, chunk), chunk)
         carry = self.with_blocks(blocks).start()
         like = jax.eval_shape(lambda blocks: self.reduced("blocks", self.of_chunk(blocks, 0)), carry.blocks)
-        state, head = SendState(carry, blocks, empty((self.executor.table.chunks,), like)), None
-        for section in sections(self.executor.table, self.executor.phases):
+        state = SendState(carry, blocks, empty((self.table.chunks,), like))
+        head = None
+        for section in sections(self.table, self.phases):
             if section.reduces and head is None:
                 head = self.reduced("head", after(state.carry.edge["head"], state.carry.gx))
             state = self.run_section(section, state)
-        carry, reduced = self.with_blocks(state.blocks).end(state.carry), state.reduced
+        carry = self.with_blocks(state.blocks).end(state.carry)
+        reduced = state.reduced
         # XLA joins what is sent at one moment, and would have what travels wait for the embedding.
         edge = after(carry.edge, carry.blocks)
         for chunk in np.flatnonzero(self.sends[R] < 0):
@@ -66,7 +74,7 @@ class Sending:
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
         later = np.arange(section.repeats) * section.clocks
-        rows = [self.executor.rows_of(phase, later) for phase in section.phases]
+        rows = [rows_of(self.execution.buffers, phase, later) for phase in section.phases]
         chunks = [jnp.asarray(sent or [0] * section.repeats, jnp.int32) for sent in (section.gathers, section.reduces)]
         turn = partial(self.turn, section)
         if section.repeats > 1:
@@ -77,7 +85,8 @@ class Sending:
         self, section: ClockSection, state: SendState, at: tuple[Any, jax.Array, jax.Array]
     ) -> tuple[SendState, None]:
         """A section's clocks once, with the chunks that travel beside them."""
-        (carry, blocks, reduced), (rows, gathers, reduces) = state, at
+        (carry, blocks, reduced) = state
+        (rows, gathers, reduces) = at
         if section.gathers:
             weights = self.gathered(after(self.shards, blocks, carry.forward_received), gathers)
         if section.reduces:
@@ -85,7 +94,7 @@ class Sending:
             gradients = self.reduced("blocks", after(complete, carry.gx))
             # Read before the clocks add to the others, or XLA would copy all chunks to have both.
             carry = carry._replace(blocks=after(carry.blocks, complete))
-        carry = self.with_blocks(blocks).run(zip(section.phases, rows, strict=True), carry)
+        carry = self.with_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
         if section.gathers:
             # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
             carry = carry._replace(forward_received=jnp.where(gathers >= 0, carry.forward_received, 0))

@@ -1,12 +1,13 @@
-"""Splits a backward pass into the input gradient (I) and the weight gradient (W) of zero-bubble schedules (Qi et al. 2023).
+"""Splits a backward pass into the input gradient (I) and the weight gradient (W) of zero-bubble schedules (Qi et al.
+2023).
 
     B:  cotangent, residuals ──► input gradient, weight gradients
 
     I:  cotangent, residuals ──► input gradient, stash        what W needs of I: each linear layer's output cotangent
     W:  residuals, stash     ──► weight gradients             nothing is computed twice
 
-It works on the traced program of a layer, so it knows nothing of the model: I is what the input gradient depends on, W is the rest.
-A loop or a kernel in it is taken whole.
+It works on the traced program of a layer, so it knows nothing of the model: I is what the input gradient depends on, W
+is the rest. A loop or a kernel in it is taken whole.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -96,10 +97,12 @@ class _Parts:
     """A jaxpr whose equations are assigned to `first` (all that the wanted outputs depend on) and `second` (the rest)."""
 
     def __init__(self, jaxpr: Jaxpr, wanted: Sequence[bool], lost: Sequence[bool]) -> None:
-        self.jaxpr, self.wanted = jaxpr, list(wanted)
+        self.jaxpr = jaxpr
+        self.wanted = list(wanted)
         needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
         others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
-        # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than what it is made of.
+        # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than
+        # what it is made of.
         known = _outs(made_by(jaxpr, needed))
         needed |= {v for v in others if not any(map(_multiplies, made_by(jaxpr, {v}, known)))}
         self.in_first = made_by(jaxpr, needed)
@@ -127,7 +130,8 @@ class _Parts:
 
 def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
     """Returns the equations that `wanted` take, but for those that lead to what is `known`."""
-    wanted, equations = wanted - known, []
+    wanted = wanted - known
+    equations = []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
             equations.append(eqn)

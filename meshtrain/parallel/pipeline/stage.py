@@ -1,18 +1,20 @@
 """What one stage computes of one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
 
-The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to its place:
+The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to
+its place:
 
     forward     x ─► layer 0 ─► layer 1 ─► y          stash[place, layer] ◄─ the layer's input, and what its vjp keeps
     backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += those of its weights, where the stage is not idle
 
-Buffers are trees of arrays whose first axes count places, and of the stash layers too. The layers' loop writes and reads place and layer
+Buffers are trees of arrays whose first axes count places, and of the stash layers too. The layers' loop writes and
+reads place and layer
 where they lie: a whole place is never in a second piece of memory.
 
     stash              [places, layers, ...]    a place is what F leaves of one microbatch and chunk for B
     receive buffers    [places, ...]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,12 +45,20 @@ class Slot(NamedTuple):
     place: jax.Array  # of the stash
 
 
+class BufferSlot(NamedTuple):
+    """One place of a buffer that has a tree [places, layers, ...] for each segment."""
+
+    buffers: Sequence[Tree]
+    place: jax.Array
+
+
 class LayerTrace(NamedTuple):
     """A layer's forward pass, and its vjp to the gradients of its weights and of x."""
 
     output: jax.Array
     vjp: Callable
-    # Which of the vjp's residuals depend on the microbatch: no weights that are only read, which are there in the backward as they were.
+    # Which of the vjp's residuals depend on the microbatch: no weights that are only read, which are there in the
+    # backward as they were.
     stashed: list[bool]
 
     def residuals(self) -> list[jax.Array]:
@@ -66,19 +76,23 @@ class Stage:
     """The weights and batches of one step on this device."""
 
     def __init__(self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: jax.Array | None) -> None:
-        self.model, self.batches, self.key = forward, batches, key
+        self.model = forward
+        self.batches = batches
+        self.key = key
         self.edge = {part: weights.differentiated[part] for part in ("embedding", "head")}
         self.constant = weights.constant
         self.blocks = weights.part("blocks")
         # Of a chunk; its layers lie one after the other in the weights' first axis.
-        self.layers, self.segments = forward.layout.layer_at.shape[-1], forward.layout.segments
+        self.layers = forward.layout.layer_at.shape[-1]
+        self.segments = forward.layout.segments
         assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
         layer_at = jnp.asarray(forward.layout.layer_at)
         self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False).reshape(-1)
 
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
-        config, rows = self.model.config, inputs(self.batches).shape[1]
+        config = self.model.config
+        rows = inputs(self.batches).shape[1]
         shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
         shape = (rows, self.model.length(self.batches) // shards, config.model.d_model)
         return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
@@ -88,11 +102,16 @@ class Stage:
 
     def add_embedding_gradient(self, edge: Tree, microbatch: jax.Array, gx: jax.Array) -> Tree:
         """The gradients of the edge's weights with the embedding's added, from the cotangent of what `embed` gave."""
-        weights, batch = Weights(self.edge, self.constant), self._batch(microbatch)
+        weights = Weights(self.edge, self.constant)
+        batch = self._batch(microbatch)
         return edge | {"embedding": self.model.add_embedding_gradient(edge["embedding"], weights, batch, self.key, gx)}
 
-    def loss(self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array) -> tuple[Totals, Tree, jax.Array]:  # fmt: skip
-        """Loss of what left the last stage, zero but where `here`, and the gradients of `seed` times it: of the edge's weights, and of y."""
+    def loss(
+        self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array
+    ) -> tuple[Totals, Tree, jax.Array]:
+        """Loss of what left the last stage, zero but where `here`, and the gradients of `seed` times it: of the edge's
+        weights, and of y.
+        """
         of = lambda w, y: self.model.loss(Weights(w, self.constant), y, self._batch(microbatch), here, seed)  # noqa: E731
         seeded, vjp, totals = jax.vjp(of, self.edge, y, has_aux=True)
         return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
@@ -101,83 +120,125 @@ class Stage:
         """The same label by label, [b, T] each."""
         return self.model.label_losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
 
-    # --- the layers of a chunk; `at` counts them in the stacked weights, `i` in a segment of the chunk
+    # --- a chunk: one loop over its layers, five ops
 
     def run(self, x: jax.Array, slot: Slot) -> jax.Array:
-        """The chunk's output, with nothing saved."""
-        for segment in self.segments:
-            x = self._run(segment, x, slot)
-        return x
+        """Returns the chunk's output; no residuals are saved."""
+        return self._over_layers(self._run_layer, x, slot)[0]
 
-    def _run(self, segment: Segment, x: jax.Array, slot: Slot) -> jax.Array:
-        layer = self._layer(slot, segment)
-        first, indices = self.first(slot.chunk, segment), self._indices(segment)
-
-        def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            weights, index = self._weights(first + i)
-            return layer(weights.differentiated, x, weights.constant, index), None
-
-        return lax.scan(run_layer, x, indices)[0]
-
-    def forward_only(self, x: jax.Array, stash: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
-        """`forward` that keeps nothing."""
+    def forward_only(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
+        """Returns the chunk's output, and the stash as it was."""
         return self.run(x, slot), stash
 
     def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
-        """The chunk's output, and the stash with what its backward needs at the slot's place."""
-        written = []
-        for segment, part in zip(self.segments, stash, strict=True):
-            x, part = lax.scan(self.forward_layer(segment, slot), (x, part), self._indices(segment))[0]
-            written.append(part)
-        return x, written
-
-    def forward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[tuple[jax.Array, Tree], None]]:
-        """Returns the function ((x, stash), i) -> (output, stash with what the backward needs), None of layer i of a segment."""
-        layer, first = self._layer(slot, segment), self.first(slot.chunk, segment)
-
-        def forward_layer(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            x, stash = carry
-            trace = self._trace(layer, first + i, x)
-            return (trace.output, write(stash, (x, trace.residuals()), slot.place, i)), None
-
-        return forward_layer
+        """F: returns the chunk's output, and the stash with each layer's input and residuals."""
+        return self._over_layers(self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place))
 
     def backward(self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
-        """The input gradient, and `gradients` with the weights' gradient added where the slot is active."""
-        for segment, part in zip(self.segments[::-1], stash[::-1], strict=True):
-            layer, first = self.backward_layer(segment, slot), self.first(slot.chunk, segment)
+        """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is active."""
+        step = partial(self.backward_layer, slot.active)
+        sources = [BufferSlot(stash, slot.place)]
+        return self._over_layers(step, (cotangent, gradients), slot, read_from=sources, reverse=True)[0]
 
-            def step(
-                carry: tuple, i: jax.Array, layer: Callable = layer, part: Tree = part, first: Any = first
-            ) -> tuple[tuple, None]:
-                at = first + i
-                return layer(carry, read(part, slot.place, i), at), None
+    def input_gradient(
+        self, stash: list[Tree], cotangent: jax.Array, w_residuals: list[Tree], place: jax.Array, slot: Slot
+    ) -> tuple[jax.Array, list[Tree]]:
+        """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
+        sources = [BufferSlot(stash, slot.place)]
+        target = BufferSlot(w_residuals, place)
+        return self._over_layers(self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True)
 
-            indices = self._indices(segment)
-            cotangent, gradients = lax.scan(step, (cotangent, gradients), indices, reverse=True)[0]
-        return cotangent, gradients
+    def weight_gradient(
+        self, stash: list[Tree], w_residuals: list[Tree], gradients: Tree, place: jax.Array, slot: Slot
+    ) -> Tree:
+        """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
+        step = partial(self.weight_layer, slot.active)
+        sources = [BufferSlot(stash, slot.place), BufferSlot(w_residuals, place)]
+        return self._over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
 
-    def backward_layer(self, segment: Segment, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((cotangent, gradients), what the stash has of it, at) -> (input gradient, gradients with its own added) of
-        a layer of a segment."""
-        layer = self._layer(slot, segment)
+    def _over_layers(
+        self,
+        step: Callable[..., tuple[Tree, Tree]],
+        carry: Tree,
+        slot: Slot,
+        *,
+        read_from: Sequence["BufferSlot"] = (),
+        write_to: "BufferSlot | None" = None,
+        reverse: bool = False,
+    ) -> tuple[Tree, list[Tree]]:
+        """Runs `step(layer, at, carry, *values read) -> (carry, values to write)` over the layers of the slot's chunk.
 
-        def backward_layer(carry: tuple[jax.Array, Tree], stashed: Tree, at: jax.Array) -> tuple[jax.Array, Tree]:
-            (cotangent, gradients), (x, saved) = carry, stashed
-            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-            return gx, add(gradients, gradient, at, active=slot.active)
+        Segments (layers whose products are of one kind) follow one another. Each reads and writes its part of the
+        buffers in place, layer by layer. `at` is the layer's index in the stacked weights.
+        """
+        written = list(write_to.buffers) if write_to else [None] * len(self.segments)
+        order = range(len(self.segments))
+        for n in reversed(order) if reverse else order:
+            segment = self.segments[n]
+            layer = self.layer(slot, segment)
+            first = self.first(slot.chunk, segment)
 
-        return backward_layer
+            def body(
+                state: tuple[Tree, Tree], i: jax.Array, n: int = n, layer: Callable = layer, first: jax.Array = first
+            ) -> tuple[tuple[Tree, Tree], None]:
+                carry, buffer = state
+                inputs = [read(source.buffers[n], source.place, i) for source in read_from]
+                carry, output = step(layer, first + i, carry, *inputs)
+                if write_to:
+                    buffer = write(buffer, output, write_to.place, i)
+                return (carry, buffer), None
+
+            (carry, written[n]), _ = lax.scan(body, (carry, written[n]), self._indices(segment), reverse=reverse)
+        return carry, written
+
+    # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
+
+    def _run_layer(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        weights, index = self._weights(at)
+        return layer(weights.differentiated, x, weights.constant, index), None
+
+    def forward_layer(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Tree]:
+        """Returns a layer's output, and its input and residuals for the stash."""
+        trace = self._trace(layer, at, x)
+        return trace.output, (x, trace.residuals())
+
+    def backward_layer(
+        self, active: jax.Array, layer: Callable, at: jax.Array, carry: tuple[jax.Array, Tree], stashed: Tree
+    ) -> tuple[tuple[jax.Array, Tree], None]:
+        """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
+        cotangent, gradients = carry
+        x, saved = stashed
+        gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
+        return (gx, add(gradients, gradient, at, active=active)), None
+
+    def input_layer(
+        self, layer: Callable, at: jax.Array, cotangent: jax.Array, stashed: Tree
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns a layer's input gradient, and the residuals of its weight gradient."""
+        x, saved = stashed
+        (gx,), residuals = self._halves(layer, at, x, saved).first(x, saved, cotangent)
+        return gx, residuals
+
+    def weight_layer(
+        self, active: jax.Array, layer: Callable, at: jax.Array, gradients: Tree, stashed: Tree, residuals: Tree
+    ) -> tuple[Tree, None]:
+        """Returns the gradient sums with a layer's weight gradient added if `active`."""
+        x, saved = stashed
+        leaves = self._halves(layer, at, x, saved).second(residuals, x, saved, None)
+        gradient = jax.tree.unflatten(jax.tree.structure(self.blocks.differentiated), leaves)
+        return add(gradients, gradient, at, active=active), None
+
+    # --- a backward that sends its weight gradients while it goes on
 
     def backward_sending(
         self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
     ) -> tuple[jax.Array, Tree]:
-        """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those in `gradients`
-        (None: to nothing). A bucket of layers is sent while the one before it is gone through.
+        """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those
+        in `gradients` (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
 
         def backward_of(segment: Segment, stash: Tree) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Tree]]:
-            layer = self._layer(slot, segment)
+            layer = self.layer(slot, segment)
 
             def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
                 x, saved = read(stash, slot.place, at - segment.first if segment.first else at)
@@ -210,76 +271,16 @@ class Stage:
             complete = after(complete, sent[-1])
         return cotangent, joined([*sent, send(complete)][::-1])
 
-    def input_gradient(
-        self, stash: list[Tree], cotangent: jax.Array, w_residuals: list[Tree], place: jax.Array, slot: Slot
-    ) -> tuple[jax.Array, list[Tree]]:
-        """I: the input gradient, and `w_residuals` with what the weight gradient needs of it at `place`."""
-        written = []
-        for segment, part, of_w in zip(self.segments[::-1], stash[::-1], w_residuals[::-1], strict=True):
-            cotangent, of_w = self._input_gradient(segment, part, cotangent, of_w, place, slot)
-            written.append(of_w)
-        return cotangent, written[::-1]
-
-    def _input_gradient(
-        self, segment: Segment, stash: Tree, cotangent: jax.Array, w_residuals: Tree, place: jax.Array, slot: Slot
-    ) -> tuple[jax.Array, Tree]:
-        input_layer = self.input_layer(segment, place, slot)
-        first, indices = self.first(slot.chunk, segment), self._indices(segment)
-
-        def step(carry: tuple[jax.Array, Tree], i: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
-            at = first + i
-            return input_layer(carry, read(stash, slot.place, i), at, i), None
-
-        return lax.scan(step, (cotangent, w_residuals), indices, reverse=True)[0]
-
-    def input_layer(self, segment: Segment, place: jax.Array, slot: Slot) -> Callable[..., tuple[jax.Array, Tree]]:
-        """Returns the function ((cotangent, w_residuals), what the stash has of it, at, i) -> (input gradient, w_residuals with what W
-        needs) of a layer of a segment."""
-        layer = self._layer(slot, segment)
-
-        def input_layer(
-            carry: tuple[jax.Array, Tree], stashed: Tree, at: jax.Array, i: jax.Array
-        ) -> tuple[jax.Array, Tree]:
-            (cotangent, w_residuals), (x, saved) = carry, stashed
-            (gx,), more = self._halves(layer, at, x, saved).first(x, saved, cotangent)
-            return gx, write(w_residuals, more, place, i)
-
-        return input_layer
-
-    def weight_gradient(self, stash: list[Tree], w_residuals: list[Tree], gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
-        """W: `gradients` with the weights' gradient added, from what I left at `place` of `w_residuals`."""
-        for segment, part, of_w in zip(self.segments[::-1], stash[::-1], w_residuals[::-1], strict=True):
-            gradients = self._weight_gradient(segment, part, of_w, gradients, place, slot)
-        return gradients
-
-    def _weight_gradient(self, segment: Segment, stash: Tree, w_residuals: Tree, gradients: Tree, place: jax.Array, slot: Slot) -> Tree:  # fmt: skip
-        weight_layer = self.weight_layer(segment, slot)
-        first, indices = self.first(slot.chunk, segment), self._indices(segment)
-
-        def step(gradients: Tree, i: jax.Array) -> tuple[Tree, None]:
-            at = first + i
-            return weight_layer(gradients, read(stash, slot.place, i), read(w_residuals, place, i), at), None
-
-        return lax.scan(step, gradients, indices, reverse=True)[0]
-
-    def weight_layer(self, segment: Segment, slot: Slot) -> Callable[..., Tree]:
-        """Returns the function (gradients, what the stash has of it, what I left of it, at) -> gradients with those of a layer of a segment
-        added."""
-        layer, tree = self._layer(slot, segment), jax.tree.structure(self.blocks.differentiated)
-
-        def weight_layer(gradients: Tree, stashed: Tree, w_residuals: Tree, at: jax.Array) -> Tree:
-            x, saved = stashed
-            leaves = self._halves(layer, at, x, saved).second(w_residuals, x, saved, None)
-            return add(gradients, jax.tree.unflatten(tree, leaves), at, active=slot.active)
-
-        return weight_layer
+    # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Shapes of what a layer of each segment has in the stash, and of what I leaves of it for W where the backward is `split`."""
+        """Shapes of what a layer of each segment has in the stash, and of what I leaves of it for W where the backward
+        is `split`.
+        """
         zero, x = jnp.zeros((), jnp.int32), self.zeros()
 
         def a_layer(segment: Segment, x: jax.Array) -> tuple[Tree, Tree]:
-            layer = self._layer(Slot(jnp.array(True), zero, zero, zero), segment)
+            layer = self.layer(Slot(jnp.array(True), zero, zero, zero), segment)
             saved = self._trace(layer, zero, x).residuals()
             return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
 
@@ -306,7 +307,8 @@ class Stage:
         index = jnp.maximum(microbatch, 0)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
 
-    def _layer(self, slot: Slot, segment: Segment) -> Callable:
+    def layer(self, slot: Slot, segment: Segment) -> Callable:
+        """Returns the function of one layer of a segment, for the microbatch of a slot."""
         return self.model.layer(self._batch(slot.microbatch), self.key, slot.active, segment.products)
 
     def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
@@ -321,7 +323,9 @@ class Stage:
         return LayerTrace(y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)])
 
     def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, saved: list[jax.Array]) -> "Halves":
-        """The layer's vjp as I (x, saved, cotangent) -> input gradient and W (what I left, x, saved) -> leaves of the weight gradient."""
+        """The layer's vjp as I (x, saved, cotangent) -> input gradient and W (what I left, x, saved) -> leaves of the
+        weight gradient.
+        """
 
         def both(x: jax.Array, saved: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
             gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
@@ -341,7 +345,9 @@ def joined(parts: list[Tree]) -> Tree:
 
 
 def empty(shape: tuple[int, ...], like: Tree, zero: jax.Array | float = 0) -> Tree:
-    """Zeros: `shape` places for values like `like`, which may differ between stages; made of `zero`, so not before it is there."""
+    """Zeros: `shape` places for values like `like`, which may differ between stages; made of `zero`, so not before it
+    is there.
+    """
 
     def zeros(a: jax.Array) -> jax.Array:
         return vary(jnp.full((*shape, *a.shape), zero, a.dtype), (*varying(a), PIPELINE))
@@ -373,8 +379,11 @@ def add(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array) -> Tree:
 
 
 def _updated(buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Callable[..., jax.Array]) -> Tree:
-    """`update(buffer, what is at the place, value)` at the place. Both keep the axes of `at`: with a reshape between, XLA's GPU
-    compiler no longer sees that it reads where it writes, and copies the place first."""
+    """`update(buffer, what is at the place, value)` at the place.
+
+    Both keep the axes of `at`: with a reshape between, XLA's GPU compiler no longer sees that it reads where it writes,
+    and copies the place first.
+    """
 
     def updated(buffer: jax.Array, value: jax.Array) -> jax.Array:
         value = value.reshape((*(1 for _ in at), *value.shape))
@@ -395,14 +404,17 @@ def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
 
 
 def after(values: Tree, *others: Tree) -> Tree:
-    """`values`, not before the others are there. They vary over all mesh axes over which the others do: a barrier makes it so.
+    """`values`, not before the others are there.
+
+    They vary over all mesh axes over which the others do: a barrier makes it so.
 
         values ──► start ─────────── done ──► what arrived         on the links
         carry  ─────────►   work   ──────────► its result          on the device
 
-    XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with collectives of its
-    own included (on GPUs as many at a time as `mesh.compiler_options` allows). Left alone it starts one as soon as it can and waits for
-    it at once. So what is sent waits for what the work begins with, and what is sent next for what arrives. It goes through the program
-    from its end, and of a loop and a done takes the loop first, unless something stands behind the loop that needs its result.
+    XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with
+    collectives of its own included (on GPUs as many at a time as `mesh.compiler_options` allows). Left alone it starts
+    one as soon as it can and waits for it at once. So what is sent waits for what the work begins with, and what is
+    sent next for what arrives. It goes through the program from its end, and of a loop and a done takes the loop first,
+    unless something stands behind the loop that needs its result.
     """
     return lax.optimization_barrier((values, others))[0]

@@ -28,7 +28,7 @@ from meshtrain.config import Config, load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.parallelize import LocalStep
-from meshtrain.parallel.pipeline.execute import Carry, Execution
+from meshtrain.parallel.pipeline.clock import Carry, Execution
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.placement import Placed
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
@@ -319,8 +319,8 @@ def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
     executor, weights = program.local.executor, program.local.zero.gather_params(masters)
     assert executor is not None
     stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
-    execution = Execution(executor, stage, jnp.float32(1))
-    return execution.run(executor.with_rows(executor.phases), execution.start())
+    execution = Execution(executor.table, executor.buffers, stage, jnp.float32(1))
+    return execution.run(executor.phases, execution.start())
 
 
 def used_places(program: Program) -> np.ndarray:
