@@ -45,10 +45,16 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             say(request if request.args else "stopped.")
             # At its end the interpreter would wait for what XLA compiles, and crash on it.
             code, at_once = STOPPED, arguments is None
-        except OSError as error:
-            _report(error)
-            # such a name is bad input, wherever it is met
-            code = USAGE if error.errno == errno.ENAMETOOLONG else FAILED
+        except Exception as error:
+            if early.raised:
+                say("stopped.")
+                code, at_once = STOPPED, arguments is None
+            elif isinstance(error, OSError):
+                _report(error)
+                # such a name is bad input, wherever it is met
+                code = USAGE if error.errno == errno.ENAMETOOLONG else FAILED
+            else:
+                raise
         code = code if _output_is_written() else FAILED
         if at_once:
             os._exit(code)
@@ -222,7 +228,7 @@ class Parser(argparse.ArgumentParser):
 
 def train_parser() -> Parser:
     """Returns the parser of `meshtrain.train`, which imports JAX and needs it earlier."""
-    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh.")
+    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a device mesh.")
     parser.add_config()
     parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
     return parser

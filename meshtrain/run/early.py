@@ -10,6 +10,10 @@ STOPPED = 75  # the exit code
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
+# What was raised since `interrupt`: an import that is under way may make an error of its own of it.
+raised: list["Stopped"] = []
+
+
 class Stopped(KeyboardInterrupt):
     """A request to stop, in a sentence if it has one.
 
@@ -26,6 +30,7 @@ def hear() -> None:
 
 def interrupt() -> None:
     """Has SIGINT raise Stopped from here on, if `hear` was called: in a command of its own process."""
+    raised.clear()
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, _raise)
 
@@ -41,7 +46,9 @@ def heard() -> set[signal.Signals]:
 
 
 def _raise(*_: object) -> None:
-    raise Stopped
+    request = Stopped()
+    raised.append(request)
+    raise request
 
 
 def _stop(number: int, _: FrameType | None) -> None:
