@@ -142,10 +142,7 @@ def _run(
     supervision.build(program)
     checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
     closing.callback(checkpointer.close)
-    supervision.at("restore")
-    # A new run has nothing to restore; it makes its weights.
-    if checkpointer.newest is not None or config.checkpoint.resume not in ("auto", "never"):
-        heartbeat.phase("restore")
+    supervision.enter("restore")
     state, start = checkpointer.restore_or_init()
     supervision.start(state, start, lambda: checkpointer.newest)
     record = RunRecord(directory, config, start, checkpointer.lock)

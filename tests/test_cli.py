@@ -222,7 +222,9 @@ def test_an_interrupt_that_an_import_makes_an_error_of_its_own_of_is_still_an_in
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("words", ["plan --config quickstart", "checkpoint verify nowhere", "train --config quickstart"])
+@pytest.mark.parametrize(
+    "words", ["plan --config quickstart", "checkpoint verify nowhere", "train --config quickstart"]
+)
 def test_a_command_ends_quietly_at_any_moment_of_its_start(words, number, tmp_path):
     """From its first import on: before that Python itself listens."""
     (tmp_path / "sitecustomize.py").write_text("""
