@@ -42,8 +42,8 @@ if _is_command():
 
     early.hear()
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from meshtrain import schedule as schedule
