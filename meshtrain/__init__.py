@@ -1,4 +1,4 @@
-"""meshtrain: train transformers on a 3-D device mesh (data x tensor x pipeline) in JAX and Flax.
+"""meshtrain: train transformers on a device mesh (data x tensor x pipeline x context x islands) in JAX and Flax.
 
     import meshtrain as mt
 
@@ -20,15 +20,30 @@ ConfigError, one plain sentence. `train` and `plan` are modules with commands of
 the functions of the same name: mt.train(config), mt.plan(config, "h100").
 """
 
-import importlib
+# The interpreter has loaded these three before the first line of any program.
+import _signal  # type: ignore[import-not-found]
+import os
 import sys
-from typing import TYPE_CHECKING, Any
 
-# `python -m meshtrain.X`, which looks for X still: its imports take seconds.
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][0].removeprefix("-m").startswith(f"{__name__}."):
+
+def _is_command() -> bool:
+    """Returns whether the process is one of our commands: `meshtrain X`, or Python with `-m meshtrain` or `-m meshtrain.X`."""
+    if sys.argv[:1] != ["-m"]:
+        return os.path.basename(sys.argv[0] if sys.argv else "") == __name__
+    # `-m`, which looks for the module still.
+    return sys.orig_argv[-len(sys.argv) :][0].removeprefix("-m").partition(".")[0] == __name__
+
+
+if _is_command():
+    # Imports take seconds, and the first of them, of what has words for a request, a tenth of one.
+    for _number in (_signal.SIGINT, _signal.SIGTERM):
+        _signal.signal(_number, lambda *_: os._exit(75))
     from meshtrain.run import early
 
     early.hear()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from meshtrain import schedule as schedule

@@ -36,25 +36,34 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         early.interrupt()
         at_once = False
         try:
-            with _log_printed(), _umask():
-                code = main(arguments)
-        except ConfigError as error:
-            say(error)
-            code = USAGE
+            code = _code_of(lambda: main(arguments))
+            early.leave()
         except KeyboardInterrupt as request:
+            early.leave()
             say(request if request.args else "stopped.")
+            code = STOPPED
             # At its end the interpreter would wait for what XLA compiles, and crash on it.
-            code, at_once = STOPPED, arguments is None
-        except OSError as error:
-            _report(error)
-            # such a name is bad input, wherever it is met
-            code = USAGE if error.errno == errno.ENAMETOOLONG else FAILED
+            at_once = arguments is None
         code = code if _output_is_written() else FAILED
         if at_once:
             os._exit(code)
         return code
 
     return ended
+
+
+def _code_of(work: Callable[[], int]) -> int:
+    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system caused."""
+    try:
+        with _log_printed(), _umask():
+            return work()
+    except ConfigError as error:
+        say(error)
+        return USAGE
+    except OSError as error:
+        _report(error)
+        # such a name is bad input, wherever it is met
+        return USAGE if error.errno == errno.ENAMETOOLONG else FAILED
 
 
 @contextlib.contextmanager
@@ -222,7 +231,7 @@ class Parser(argparse.ArgumentParser):
 
 def train_parser() -> Parser:
     """Returns the parser of `meshtrain.train`, which imports JAX and needs it earlier."""
-    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a 3-D device mesh.")
+    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a device mesh.")
     parser.add_config()
     parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
     return parser

@@ -20,9 +20,11 @@ class ConfigError(ValueError):
         return [f"{PREFIX}{self}"]
 
 
-def not_installed(what: str, extra: str) -> ConfigError:
-    """Returns the error of something that needs a library (`what` names both), with the extra that brings it."""
-    return ConfigError(f"{what}, which is not installed: pip install 'meshtrain[{extra}]'.")
+def not_installed(what: str, extra: str, libraries: int = 1) -> ConfigError:
+    """Returns the error of something that needs a library or several (`what` names both), with the extra that brings them."""
+    return ConfigError(
+        f"{what}, which {'is' if libraries == 1 else 'are'} not installed: pip install 'meshtrain[{extra}]'."
+    )
 
 
 def refusal(error: OSError) -> str:

@@ -5,7 +5,7 @@ One figure says how much of a GPU's memory a run may have: to JAX's pool, to XLA
 besides stands in `meshtrain.launch.flags`.
 
 The train step names its parts, and they stand in each instruction's `op_name`; of names inside one another the rules of
-`report.trace.scopes` begin with the outermost:
+`report.trace.instructions` begin with the outermost:
 
     jit(_train) / shard_map / while / body / FORWARD / while / body / LAYER / dot_general
                                               slot                    what of it

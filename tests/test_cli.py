@@ -197,6 +197,63 @@ def test_an_interrupt_while_a_command_imports_is_a_sentence(module, at, tmp_path
     assert done.returncode == cli.STOPPED
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "words", [("-m", "meshtrain", "plan"), ("-m", "meshtrain.plan"), ("-c", "import sys; sys.argv = ['/bin/meshtrain']; import meshtrain.__main__")],
+)  # fmt: skip
+def test_an_interrupt_of_the_packages_first_import_ends_it_with_75_and_no_traceback(words, number, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS.replace("signal.SIGINT", str(int(number))))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPTED_AT": "meshtrain.run"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (cli.STOPPED, "")
+
+
+def test_an_interrupt_during_an_import_waits_for_its_end_since_extension_modules_make_another_error_of_it(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException: raise ImportError('your installation is bad')"
+    )
+    program = (
+        "import time; from meshtrain import cli; from meshtrain.run import early; early.hear()\n"
+        "def main(_):\n"
+        "    import theirs\n"
+        "    time.sleep(60)\n"
+        "cli.command(main)()"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (cli.STOPPED, "meshtrain: stopped.\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "words", ["plan --config quickstart", "checkpoint verify nowhere", "train --config quickstart"]
+)
+def test_a_command_ends_quietly_at_any_moment_of_its_start(words, number, tmp_path):
+    """From its first import on: before that Python itself listens."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import sys
+class Tells:
+    def find_spec(self, name, path=None, target=None):
+        if name == "meshtrain.run":
+            print("begun", flush=True)
+sys.meta_path.insert(0, Tells())
+""")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for after in (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0):
+        command = [sys.executable, "-m", "meshtrain", *words.split()]
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(after)
+        process.send_signal(number)
+        _, said = process.communicate()
+        done = (0, 2) if words.startswith(("plan", "checkpoint")) else ()
+        assert process.returncode in (cli.STOPPED, *done) and "Traceback" not in said, (after, said)
+        assert not list(tmp_path.glob("**/*.writing")) and not list(tmp_path.glob("**/*.part"))
+
+
 def test_who_imports_the_package_is_interrupted_as_before(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import meshtrain.cli")

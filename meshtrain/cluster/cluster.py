@@ -266,6 +266,12 @@ def named(name: str, devices: int) -> Cluster:
     raise ConfigError(f"--cluster {short(name)}: there is no such file or accelerator; {legal}")
 
 
+def machine_devices(name: str) -> int | None:
+    """Returns the devices that a node of a named cluster or of a file's has; None where one machine is faked to be several."""
+    cluster = known()[name] if name in known() else named(name, 1)
+    return None if cluster.shared or name == "cpu" else cluster.devices_per_node
+
+
 @functools.cache
 def known() -> dict[str, Cluster]:
     """The clusters that come along, by name: of each accelerator the machines that it is sold in."""

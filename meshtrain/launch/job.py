@@ -11,9 +11,9 @@ from typing import NamedTuple
 import yaml
 
 from meshtrain.cli import Parser, whole_number
-from meshtrain.cluster.cluster import named, usual_cluster
+from meshtrain.cluster.cluster import machine_devices, named, usual_cluster
 from meshtrain.config import Config, load
-from meshtrain.errors import ConfigError, listed_divisors, short
+from meshtrain.errors import ConfigError, divisors, listed_divisors, short
 from meshtrain.launch import flags
 
 REQUEUES = 100  # times that a run is started again after it was stopped, at most
@@ -114,6 +114,8 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     for override in overrides:
         words += ["--set", override]
     cluster = options.cluster or usual_cluster(config)
+    if options.cluster or not options.no_flags:
+        _refuse_crowded(cluster, devices, wanted)
     if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
         # Each node sets what its own versions take.
         words += ["--flags", cluster]
@@ -121,6 +123,18 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
     return LaunchJob(
         name, nodes, devices // wanted, tuple(words), config.run.directory, config.survive.restarts, config.run.imports
+    )
+
+
+def _refuse_crowded(cluster: str, devices: int, nodes: int) -> None:
+    """Raises ConfigError where a node would need more devices than one of the cluster has."""
+    held, needed = machine_devices(cluster), devices // nodes
+    if held is None or needed <= held:
+        return
+    fewest = min(n for n in divisors(devices) if devices // n <= held)
+    raise ConfigError(
+        f"{nodes} node{'' if nodes == 1 else 's'} would need {needed} devices each for the {devices} of the mesh, and a node of cluster "
+        f"{short(cluster)} has {held}; give at least {fewest} nodes, or the --cluster that the nodes are."
     )
 
 

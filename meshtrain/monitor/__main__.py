@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshtrain import units
 from meshtrain.cli import DONE, Parser, command, whole_number
-from meshtrain.monitor.watched import Look, WatchedRun
+from meshtrain.monitor.watched import Look, WatchedRun, is_run
 from meshtrain.report.text import sparkline
 from meshtrain.survive.history import date
 from meshtrain.survive.reliability import Failure
@@ -48,7 +48,7 @@ LEAST = 8  # letters of a sparkline or a bar
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    watched = [WatchedRun(run) for run in options.runs]
+    watched = [WatchedRun(run) for named in options.runs for run in _runs_in(named)]
     if options.json:
         print(json.dumps([run.look().as_json() for run in watched], indent=2))
         return DONE
@@ -80,12 +80,25 @@ def parser() -> Parser:
         description="Shows runs while they go on: steps, losses, speed, memory, alerts, faults, who lags. q or Ctrl-C ends it.",
     )
     parser.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="a run's directory, which need not be there yet"
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="a run's directory, which need not be there yet, or one that holds runs",
     )
     parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
     parser.add_argument("--json", action="store_true", help="shows it once, for programs")
     return parser
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    """Returns a run's directory; of one that holds runs these, the newest last. What is empty, or not there yet, may become a run."""
+    if is_run(directory):
+        return [directory]
+    with contextlib.suppress(OSError, ValueError):
+        return sorted(filter(is_run, directory.iterdir()), key=lambda run: run.stat().st_mtime) or [directory]
+    return [directory]
 
 
 def _sleep(seconds: float) -> bool:

@@ -67,6 +67,14 @@ class Look:
         )  # type: ignore[no-any-return]
 
 
+def is_run(directory: Path) -> bool:
+    """Returns whether a directory has what a run writes first."""
+    try:
+        return (directory / CONFIG).exists() or (directory / METRICS).exists()
+    except (OSError, ValueError):
+        return False
+
+
 class WatchedRun:
     """One run directory, looked at again and again; it need not be there yet."""
 
@@ -86,11 +94,7 @@ class WatchedRun:
     def look(self) -> Look:
         """Reads what is new; returns it together with what was."""
         name = short(self.directory.name or self.directory)
-        try:
-            begun = (self.directory / CONFIG).exists() or (self.directory / METRICS).exists()
-        except (OSError, ValueError):
-            begun = False
-        if not begun:
+        if not is_run(self.directory):
             return Look(name, self.directory)
         stamp = written(self.directory / CONFIG)
         if stamp is not None and stamp != self._config_written:

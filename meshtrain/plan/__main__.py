@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from meshtrain import units
-from meshtrain.cli import Parser, check_target, command, whole_number, write_target
+from meshtrain.cli import DONE, FAILED, Parser, check_target, command, whole_number, write_target
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
 from meshtrain.config.follow import as_run_on
@@ -161,9 +161,10 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     if options.html:
         points = scaling.strong(config, cluster), scaling.weak(config, cluster)
         write_target(options.html, page.page(planned, *points, _notes(planned)))
-    if not planned.fits:
-        say(advice.sentence(planned, changes))
-    return 0
+    if planned.fits:
+        return DONE
+    say(advice.sentence(planned, changes))
+    return FAILED
 
 
 def _width() -> int:

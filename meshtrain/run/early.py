@@ -4,9 +4,8 @@ import os
 import signal
 from types import FrameType
 
-from meshtrain.errors import PREFIX
-
 STOPPED = 75  # the exit code
+PAUSE = 0.05  # seconds until a request that came during an import is looked at again
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -30,6 +29,12 @@ def interrupt() -> None:
         signal.signal(signal.SIGINT, _raise)
 
 
+def leave() -> None:
+    """Has SIGINT end the process again, if `interrupt` made it raise: the command's work is done."""
+    if signal.getsignal(signal.SIGINT) is _raise:
+        signal.signal(signal.SIGINT, _stop)
+
+
 def is_command() -> bool:
     """Returns whether `hear` was called and nothing else listens yet: the process is a command's, which may end it."""
     return signal.getsignal(signal.SIGTERM) is _stop
@@ -40,14 +45,34 @@ def heard() -> set[signal.Signals]:
     return SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
 
 
-def _raise(*_: object) -> None:
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Raises Stopped; later, if a module is being imported: extension modules turn it into errors of their own."""
+    if _is_importing(frame):
+        # Not at the top: this module is imported before anything else.
+        import threading
+
+        again = threading.Timer(PAUSE, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
     raise Stopped
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stop(number: int, _: FrameType | None) -> None:
     try:
         name = signal.Signals(number).name
         at_work = signal.getsignal(signal.SIGINT) is _raise
-        os.write(2, f"{PREFIX}{name}: stopped{'' if at_work else '; nothing is lost, run again to go on'}.\n".encode())
+        os.write(
+            2,
+            f"{__package__.partition('.')[0]}: {name}: stopped{'' if at_work else '; nothing is lost, run again to go on'}.\n".encode(),
+        )
     finally:
         os._exit(STOPPED)

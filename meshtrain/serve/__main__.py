@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.key = _key(options.key_env)
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise not_installed(f"a server needs {' and '.join(missing)}", "serve")
+        raise not_installed(f"a server needs {' and '.join(missing)}", "serve", len(missing))
     # whoever asks for --help does not wait for JAX
     from meshtrain.serve.listening import run
 

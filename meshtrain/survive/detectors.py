@@ -7,7 +7,7 @@
     slow (reported, ends nothing)         seconds that a rank waits for others; a product       `stragglers.Stragglers`
     sick                                  copies that differ; a product that is known           `health.Health`, in the training process
     numbers                               a loss or gradient that is not finite                 the training loop; `leader.cleared` afterwards
-    lock                                  a lease that its supervisor no longer renews          `beat.Heartbeat`, in the training process
+    lock                                  a lease that its supervisor no longer renews          `supervised.SupervisedHeartbeat`, in the training process
 
 A rank hangs if it stays in its phase for longer than that may take; a frozen one is silent as a lost node is:
 

@@ -7,7 +7,8 @@ Panels of what a machine does not tell (GPUs on one without) say that there is n
 (https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model); `$run` and `$rank` are chosen above it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from meshtrain.telemetry.catalogue import BY_NAME, METRICS, PREFIX, Metric
@@ -35,13 +36,28 @@ def document() -> dict[str, Any]:
     return {
         "title": "meshtrain", "uid": "meshtrain", "tags": ["meshtrain"], "schemaVersion": 38, "editable": True,
         "time": {"from": "now-3h", "to": "now"}, "refresh": "10s", "templating": {"list": variables},
-        "panels": [{"id": k, **panel} for k, panel in enumerate(_placed(), 1)],
+        "panels": _numbered(_placed(), count(1)),
     }  # fmt: skip
+
+
+def _numbered(panels: Iterable[Panel], numbers: Iterator[int]) -> list[Panel]:
+    """Returns panels with an id each, those within rows too."""
+    return [
+        {"id": next(numbers), **panel} | ({"panels": _numbered(panel["panels"], numbers)} if "panels" in panel else {})
+        for panel in panels
+    ]
+
+
+def panels() -> Iterator[Panel]:
+    """Yields each panel of the dashboard, and the rows that hold them."""
+    for panel in document()["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
 
 
 def queries() -> list[tuple[str, str]]:
     """Returns (title of the panel, query) of each query, as the dashboard has it."""
-    return [(panel["title"], target["expr"]) for panel in document()["panels"] for target in panel.get("targets", ())]
+    return [(panel["title"], target["expr"]) for panel in panels() for target in panel.get("targets", ())]
 
 
 def _variable(name: str, query: str) -> dict[str, Any]:
@@ -52,19 +68,29 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _placed() -> Iterator[Panel]:
-    """Yields the panels of each group below its title, as many side by side as 24 columns hold."""
+    """Yields each group's title, and its panels below: those of now open, those of any other group within its collapsed row."""
     below = 0
-    for title, panels in _groups().items():
-        yield {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": False}
+    for number, (title, panels) in enumerate(_groups().items()):
+        row = {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": number > 0}
         below += 1
-        across = 0
-        for panel in panels:
-            size = panel["gridPos"]
-            if across + size["w"] > 24:
-                across, below = 0, below + size["h"]
-            yield panel | {"gridPos": size | {"x": across, "y": below}}
-            across += size["w"]
-        below += panels[-1]["gridPos"]["h"]
+        placed, height = _side_by_side(panels, below)
+        # Grafana queries nothing for what is collapsed.
+        yield row | {"panels": placed if number else []}
+        if not number:
+            yield from placed
+            below += height
+
+
+def _side_by_side(panels: list[Panel], below: int) -> tuple[list[Panel], int]:
+    """Returns panels from a line on, as many side by side as 24 columns hold, and their height."""
+    placed, across, first = [], 0, below
+    for panel in panels:
+        size = panel["gridPos"]
+        if across + size["w"] > 24:
+            across, below = 0, below + size["h"]
+        placed.append(panel | {"gridPos": size | {"x": across, "y": below}})
+        across += size["w"]
+    return placed, below - first + panels[-1]["gridPos"]["h"]
 
 
 def _groups() -> dict[str, list[Panel]]:

@@ -76,7 +76,8 @@ class Reporter(TerminalBar, RunHook):
             self.bar.update(self.task, completed=row["step"], description=text)
         elif due:
             left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
-            self.write(f"step {row['step']}/{self.steps}  {text}  {duration(round(left))} left")
+            # Less than a second is still more than nothing.
+            self.write(f"step {row['step']}/{self.steps}  {text}  {duration(round(left) or left)} left")
 
 
 LINES_EVERY = 10.0  # seconds between two lines of an evaluation

@@ -38,6 +38,29 @@ def test_nodes_set_the_flags_of_their_cluster_unless_they_are_not_to(tmp_path):
     assert "--flags" not in _job(tmp_path, 2, run={"fake_devices": 8}).supervisor
 
 
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "cluster", "fewest"),
+    [
+        (512, 8, None, 64),
+        (512, 8, "h100", 64),
+        (24, 2, "a100-80", 3),
+        (8, 1, "gb200", 2),
+        (36, 4, "h100", 6),
+    ],
+)
+def test_nodes_that_would_need_more_devices_than_they_have_are_refused_with_the_fewest_that_do(
+    tmp_path, mesh, nodes, cluster, fewest
+):
+    sizes = {"data": mesh, "tensor": 1}
+    batch = {"train": {"global_batch_size": mesh}}
+    with pytest.raises(job.ConfigError, match=f"has [0-9]+; give at least {fewest} nodes, or the --cluster"):
+        _job(tmp_path, nodes, cluster=cluster, mesh=sizes, **batch)
+    assert _job(tmp_path, fewest, cluster=cluster, mesh=sizes, **batch).devices == mesh // fewest
+    # Who says nothing of the nodes' kind, and wants none of its flags, may have others.
+    assert _job(tmp_path, nodes, no_flags=True, mesh=sizes, **batch).devices == mesh // nodes
+    assert _job(tmp_path, nodes, mesh=sizes, run={"fake_devices": mesh}, **batch).devices == mesh // nodes
+
+
 NAMES = {"runs/quickstart": "quickstart", "/a/8B run_é!": "b-run", "runs/123": "meshtrain", "r" * 99: "r" * 40, "a" * 39 + "--b": "a" * 39}  # fmt: skip
 
 

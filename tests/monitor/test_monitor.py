@@ -41,6 +41,17 @@ def run(tmp_path):
     return where
 
 
+def test_a_directory_of_runs_shows_each_of_them(run, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path), "--json"]) == 0
+    assert {look["run"] for look in json.loads(capsys.readouterr().out)} == {str(run), str(tmp_path / "other")}
+    for named in (run, tmp_path / "empty", tmp_path / "nowhere"):
+        assert main([str(named), "--json"]) == 0
+        assert [look["run"] for look in json.loads(capsys.readouterr().out)] == [str(named)]
+
+
 def write(run, *steps, **more):
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": k} | ROW | more) + "\n" for k in steps)

@@ -8,7 +8,9 @@ import pytest
 import yaml
 from drawn import check_drawing
 
+from meshtrain.plan import advice
 from meshtrain.plan.__main__ import main
+from meshtrain.plan.estimate import Plan
 from meshtrain.schedule.generators import make_table
 from meshtrain.schedule.table import read_csv
 
@@ -226,12 +228,22 @@ def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
     assert "needs 8 devices, but cluster tiny has 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
+@pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
+def test_a_layout_that_does_not_fit_ends_with_1(config, form, fits, code, capsys, monkeypatch):
+    monkeypatch.setattr(Plan, "fits", property(lambda _: fits))
+    monkeypatch.setattr(advice, "changes", lambda _: [])
+    monkeypatch.setattr(advice, "sentence", lambda *_: "too large.")
+    assert main(["--config", str(config), *form]) == code
+    assert capsys.readouterr().err == ("" if fits else "meshtrain: too large.\n")
+
+
 @pytest.mark.thorough
 def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
     large = ("d_model=8192", "heads=64", "d_ff=28672", "layers=24", "kv_heads=8")
     big = sets(*(f"model.{key}" for key in large), "train.sequence_length=4096", "precision.compute=bfloat16")
     big += ["--cluster", "h100"]
-    assert main(["--config", str(config), *big, "--json"]) == 0
+    assert main(["--config", str(config), *big, "--json"]) == 1
     caught = capsys.readouterr()
     found = json.loads(caught.out)
     assert not found["fits"] and len(found["changes"]) == 3

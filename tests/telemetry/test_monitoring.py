@@ -73,11 +73,24 @@ def test_queries_name_metrics_of_the_catalogue_only_and_the_dashboard_shows_them
 
 
 def test_no_panel_lies_on_another_or_beside_the_page():
-    places = [panel["gridPos"] for panel in dashboard.document()["panels"]]
-    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
-    for a, b in combinations(places, 2):
-        apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+    beside = dashboard.document()["panels"]
+    # Grafana moves what is below a row when that is opened, by the height of what the row holds.
+    for panels in (beside, *([row, *row["panels"]] for row in beside if row["type"] == "row")):
+        places = [panel["gridPos"] for panel in panels]
+        assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
+        for a, b in combinations(places, 2):
+            apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+
+
+def test_numbers_of_now_are_open_and_every_other_row_is_collapsed():
+    rows = [panel for panel in dashboard.document()["panels"] if panel["type"] == "row"]
+    assert [row["collapsed"] for row in rows] == [False, *[True] * (len(rows) - 1)]
+    assert all(bool(row["panels"]) == row["collapsed"] for row in rows)
+    # What stands beside the rows is seen at once, and is not much.
+    assert len(dashboard.document()["panels"]) - len(rows) < 10
+    ids = [panel["id"] for panel in dashboard.panels()]
+    assert sorted(ids) == list(range(1, len(ids) + 1))
 
 
 def test_durations_are_written_as_prometheus_reads_them():

@@ -22,6 +22,13 @@ def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_an
     assert shown == "step 2/10  loss 2.5000  1,234 tokens/s  16 s left" and "eval loss 2.7500" in evaluated
 
 
+@pytest.mark.parametrize(("step", "left"), [(5, "50 ms"), (9, "10 ms"), (10, "0 s")])
+def test_nothing_is_left_at_the_last_step_alone(capsys, step, left):
+    with Reporter(10, 0) as report:
+        report.after_metrics(ROW | {"step": step, "step_seconds": 0.01}, due=True)
+    assert capsys.readouterr().out.endswith(f"tokens/s  {left} left\n")
+
+
 def test_on_a_terminal_a_bar_stands_there_while_the_first_step_compiles(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
