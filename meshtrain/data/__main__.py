@@ -150,7 +150,14 @@ def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]
 
 def _prepare(chosen: argparse.Namespace) -> None:
     options = PrepareOptions(
-        chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad, chosen.format, chosen.template, chosen.begin, chosen.end
+        chosen.tokenizer,
+        chosen.validation,
+        chosen.text_field,
+        chosen.bad,
+        chosen.format,
+        chosen.template,
+        chosen.begin,
+        chosen.end,
     )
     files, output, began = _find(chosen.input, chosen.format), chosen.output, time.perf_counter()
     with _writing(output), _progress_bar() as progress:

@@ -154,13 +154,18 @@ def _marks(files: Mapping[str, Mapping[str, Any]], which: str, tokenizer: Any, n
                 number = tokenizer.token_to_id(text) if isinstance(text, str) and text else None
                 legal = f"a token of {TOKENIZER}, as a text or an object with its content"
             else:
-                number = value if type(value) is int and 0 <= value < MOST_ID else None
+                number = next(iter(numbers_of(value)), None)
                 text = None if number is None else tokenizer.id_to_token(number) or ""
                 legal = "a whole number from 0, or a list of them"
             if number is not None:
                 yield Mark(number, str(text), name)
             elif value is not None:
                 notes.append(f"{name}: {key} is {short(repr(value))}, which is left out; legal is {legal}")
+
+
+def numbers_of(field: Any) -> list[int]:
+    """Returns the ids of a field of somebody's JSON, which may hold one, several, or what is none."""
+    return [i for i in (field if isinstance(field, list) else [field]) if type(i) is int and 0 <= i < MOST_ID]
 
 
 def _put_around(tokenizer: Any) -> tuple[list[Mark], list[Mark]]:
@@ -205,7 +210,9 @@ def _named(key: str, text: str | None, tokenizer: Any) -> Mark | None:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         legal = f"{NONE}, or a token of it" if key == "begin" else "a token of it"
         ending = nearest(text, special) or (f", such as {special[0]}." if special else ".")
-        raise ConfigError(f"data.{key} is {short(repr(text))}, which data.tokenizer does not have; give {legal}{ending}")
+        raise ConfigError(
+            f"data.{key} is {short(repr(text))}, which data.tokenizer does not have; give {legal}{ending}"
+        )
     return Mark(number, text, f"data.{key}")
 
 

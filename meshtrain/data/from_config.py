@@ -116,7 +116,14 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
 
             share = PrepareOptions.validation if data.validation is None else data.validation
             options = PrepareOptions(
-                data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template, data.begin, data.end
+                data.tokenizer,
+                share,
+                data.text_field,
+                data.bad_documents,
+                data.format,
+                data.template,
+                data.begin,
+                data.end,
             )
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:

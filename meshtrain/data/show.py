@@ -83,7 +83,9 @@ def print_json(
     learned = int(((taken & LEARNED) > 0).sum())
     record = {"example": name, "tokens": tokens.size, "taken": taken.size, "learned": learned, "parts": parts}
     print(
-        json.dumps(record | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()}, indent=2)
+        json.dumps(
+            record | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()}, indent=2
+        )
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data.boundaries import Mark, end_of_turn
+from meshtrain.data.boundaries import end_of_turn
 from meshtrain.data.chat import Unfit, messages_of
 from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
@@ -142,6 +142,7 @@ class Conversations:
         """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is put before it."""
         return self._tokenizer.encode([self.text(messages, tools)])[0].astype(np.int32)
 
-    def end_of_turn(self) -> Mark | None:
+    def end_of_turn(self) -> int | None:
         """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
-        return end_of_turn(lambda messages: self.text(messages, prompt=False), self._tokenizer)
+        turn = end_of_turn(lambda messages: self.text(messages, prompt=False), self._tokenizer)
+        return None if turn is None else turn.id
