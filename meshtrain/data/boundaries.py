@@ -41,8 +41,9 @@ def with_companions(tokenizer: Path) -> dict[str, Path]:
 
     A copy of config.json is called otherwise, since it would make a Hugging Face directory of where it lies.
     """
-    beside = {IMPORTED if name == MODEL else name: tokenizer.parent / name for name in (IMPORTED, *SOURCES)}
-    return {TOKENIZER: tokenizer} | {name: path for name, path in beside.items() if path.is_file()}
+    paths = (tokenizer.parent / name for name in (IMPORTED, CONFIG, SPECIAL, GENERATION, MODEL))
+    beside = {IMPORTED if path.name == MODEL else path.name: path for path in paths if path.is_file()}
+    return {TOKENIZER: tokenizer} | beside
 
 
 class Mark(NamedTuple):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import Tokenizer, models, processors
+from written_tokenizers import DEEPSEEK_BEGIN, DEEPSEEK_END, written
 
 import meshtrain as mt
 from meshtrain.data.__main__ import main
@@ -14,26 +13,6 @@ from meshtrain.data.manifest import read_manifest
 from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.generate.text import text_tokens
-
-DEEPSEEK_END, DEEPSEEK_BEGIN = "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"
-
-
-def written(folder: Path, special=(DEEPSEEK_END, DEEPSEEK_BEGIN), processor=None, first: int = 300, **files) -> Path:
-    """A tokenizer of bytes with special tokens from the id `first` on, and JSON files beside it."""
-    folder.mkdir(exist_ok=True)
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    ids = {letter: i for i, letter in enumerate(sorted(letters))} | {f"ab{n}": n for n in range(256, first)}
-    made = Tokenizer(models.BPE(ids, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(list(special))
-    if processor is not None:
-        named = [(token, made.token_to_id(token)) for token in special]
-        made.post_processor = processors.TemplateProcessing(processor, special_tokens=named)
-    made.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    return folder / "tokenizer.json"
 
 
 def boundaries(path: Path, **how):
