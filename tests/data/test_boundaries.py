@@ -205,3 +205,22 @@ def test_show_tells_how_texts_and_answers_begin_and_end(tmp_path, capsys):
     assert main([*arguments, "--json", "--begin", "none"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["begins"] == [] and shown["ends"]["id"] == 300 and shown["turn"]["id"] == 303
+
+
+def test_the_tokenizers_end_makes_no_difference_to_what_a_preparation_is_called_where_it_is_the_usual_one(tmp_path):
+    """So that what earlier versions have prepared is found again."""
+    path = written(tmp_path, ("<|endoftext|>",), tokenizer_config={"eos_token": "<|endoftext|>"})
+    shards = prepared(tmp_path, path)
+    assert "beginning and end of documents" not in json.loads((shards / "plan.json").read_text())
+
+
+def test_a_resume_of_an_older_version_is_told_how_its_text_was_prepared():
+    from types import SimpleNamespace
+
+    from meshtrain.checkpoint.restoring import _other_content
+
+    config = mt.load({"data": {"tokenizer": "t/tokenizer.json", "source": "text"}})
+    older = SimpleNamespace(config={"data": {"source": "text"}}, data={"digest": "a"}, versions={})
+    newer = SimpleNamespace(config={"data": {"source": "text", "begin": None}}, data={"digest": "a"}, versions={})
+    assert "data.begin=none" in _other_content(older, config, "b")
+    assert "data.begin" not in _other_content(newer, config, "b")
