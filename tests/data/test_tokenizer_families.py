@@ -46,7 +46,9 @@ def test_a_prompt_begins_as_transformers_has_it(family):
         # what is put behind a text ends it, and a prompt does not end
         assert [*tokenizer.begin, *special.tolist()] == begun[: len(begun) - behind]
         if text and "<|" not in text:
-            assert text_tokens(tokenizer, text).tolist() == (begun[: len(begun) - behind] or [tokenizer.end_of_document])
+            assert text_tokens(tokenizer, text).tolist() == (
+                begun[: len(begun) - behind] or [tokenizer.end_of_document]
+            )
 
 
 def test_texts_are_written_as_transformers_writes_them(family):

@@ -33,7 +33,14 @@ def _byte_level(special: tuple[str, ...], split: str | None = None) -> Tokenizer
 
 def _sentencepiece(special: tuple[str, ...], prepend: bool = True) -> Tokenizer:
     """BPE over ▁ with a fallback to bytes, as Llama 2 and Gemma have it."""
-    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *"▁abcdefghijklmnopqrstuvwxyz0123456789", "▁m", "es", "▁mes"]
+    tokens = [
+        *special,
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz0123456789",
+        "▁m",
+        "es",
+        "▁mes",
+    ]
     ids = {token: i for i, token in enumerate(tokens)}
     merges = [("▁", "m"), ("e", "s"), ("▁m", "es")]
     made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -109,7 +116,18 @@ def _t5() -> Tokenizer:
 
 
 def _bert() -> Tokenizer:
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "me", "##sh", *"abcxyz", *(f"##{c}" for c in "abcxyz")]
+    tokens = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "the",
+        "me",
+        "##sh",
+        *"abcxyz",
+        *(f"##{c}" for c in "abcxyz"),
+    ]
     made = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
