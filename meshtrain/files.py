@@ -50,6 +50,13 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise ConfigError(f"{shown} is not text; {takes} in UTF-8.") from None
 
 
+def check_regular(path: Path) -> None:
+    """ConfigError for a pipe, a socket or a device, before it is opened: that may wait for ever, or do anything. OSError where nothing is."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise ConfigError(f"{short(path)} is {KINDS.get(kind, 'a device')}; it must be a file.")
+
+
 def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
     """Returns the end of a sentence on the file beside `path` whose name is nearest to its own; nothing if none is near."""
     try:

@@ -29,6 +29,7 @@ from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.imports import take
 from meshtrain.config.key import known
 from meshtrain.config.mesh import MeshConfig
+from meshtrain.data.copies import opened_from
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
 from meshtrain.hf import loading
@@ -233,8 +234,10 @@ def _config(directory: Path, manifest: StepManifest, mesh: Mapping[str, int], pr
     `parallel`.
     """
     sections = known(manifest.config, Config)
+    run_directory = directory.absolute().parents[1]
     if entries := sections.get("run", {}).get("imports"):
-        sections["run"]["imports"] = take(entries, directory.absolute().parents[1])
+        sections["run"]["imports"] = take(entries, run_directory)
+    sections["data"] = opened_from(sections.get("data", {}), run_directory)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
     # would cost more than it saves.

@@ -47,7 +47,7 @@ from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
-from meshtrain.run.processes import RunFailure, end_at_once, explained
+from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, TrainStep
@@ -147,6 +147,10 @@ def _run(
     supervision.start(state, start, lambda: checkpointer.newest)
     record = RunRecord(directory, config, start, checkpointer.lock)
     closing.callback(record.close)
+    if config.data.tokenizer != "byte" or config.data.template is not None:
+        from meshtrain.data.copies import keep
+
+        first_decides(lambda: keep(config, directory))
     # These end before the failure's sentence, which may end the process at once.
     with (
         watch(config, directory, heartbeat, program.mesh) as hub,

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.data.copies import COPIES
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import sync
 from meshtrain.hf_families import CONFIG, MODEL_TYPES, read_json
+from meshtrain.hf_families.generation import GENERATION, IDS, SAMPLING, problems
 from meshtrain.run.directory import CHECKPOINTS
 
 HF_CONFIG, TEMPLATE = "hf_config.json", "chat_template.jinja"
@@ -34,7 +36,7 @@ WRITING, LOCK = ".writing", ".lock"
 # Without all of them llama.cpp and others cannot use a model.
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    TEMPLATE, "generation_config.json",
+    TEMPLATE, GENERATION,
 )  # fmt: skip
 # One of these makes a tokenizer; the others say more of it.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -52,7 +54,9 @@ def check(directory: Path) -> None:
     files = _files(directory)
     for path in files.values():
         if path.suffix == ".json":
-            read_json(path)
+            content = read_json(path)
+        if path.name == GENERATION and (problem := next(problems(content, SAMPLING | IDS), None)) is not None:
+            raise ConfigError(f"{short(directory)}: {problem}")
     _largest_id(files)
 
 
@@ -78,6 +82,7 @@ def _origins(root: Path, config: Config) -> Iterator[Path]:
     """Yields the directories that may have the files beside a run's weights: the run's, then that which it began with."""
     yield run_of(root)
     if config.model.weights is not None:
+        yield run_of(root) / COPIES
         yield Path(config.model.weights).expanduser()
     if config.checkpoint.resume not in ("auto", "never"):
         yield run_of(Path(config.checkpoint.resume).expanduser())

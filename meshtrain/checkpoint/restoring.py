@@ -127,6 +127,11 @@ def _other_content(manifest: StepManifest, config: Config, digest: str) -> str:
     then, now = manifest.versions.get("python"), platform.python_version()
     if then != now and any(name in SOURCES and SOURCES[name].of_python for name in changed):
         sentence += f": it is that of Python {now}, was that of {then}"
+    if config.data.tokenizer != "byte" and "begin" not in manifest.config.get("data", {}):
+        sentence += (
+            "; the version that wrote the checkpoint read no file beside the tokenizer: data.begin=none, and the token that then ended "
+            "documents as data.end, prepare them as it did"
+        )
     return f"data.source {sentence}"
 
 

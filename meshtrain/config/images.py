@@ -82,7 +82,14 @@ def _source_problems(data: Any) -> Iterator[str]:
         with_source = f"with data.source {data.source} the held-out images are drawn too"
         yield f"data.validation_source is given, but {with_source}; leave it out."
     # Keys of text alone, and their defaults.
-    for name, default in (("batching", "window"), ("mixture", ()), ("template", None), ("tokenizer", "byte")):
+    for name, default in (
+        ("batching", "window"),
+        ("mixture", ()),
+        ("template", None),
+        ("tokenizer", "byte"),
+        ("begin", None),
+        ("end", None),
+    ):
         if (value := getattr(data, name)) != default:
             yield f"data.{name} is {value}, but images have none; leave it out."
 

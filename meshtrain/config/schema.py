@@ -225,6 +225,11 @@ class DataConfig:
         path=True, resume=CONTENT
     )
     tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", path=True, resume=TOKENS)
+    begin: str | None = key(
+        None, "the token before each document, and before each prompt that no chat template makes, or none; null: as the files of the "
+        "tokenizer say", resume=CONTENT
+    )
+    end: str | None = key(None, "the token behind each document; null: as the files of the tokenizer say", resume=CONTENT)
     mixture: tuple[str, ...] = key((), "source: mixture draws from these sources (each stdlib, text or prepared shards)", path=True, resume=CONTENT)
     weights: tuple[float, ...] = key(
         (), "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "

@@ -26,6 +26,7 @@ from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.manifest import SPLITS, Contents, ShardManifest, read_manifest
 from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
 from meshtrain.data.shards import open_corpus
+from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.tokenizer_file import train_bpe
 from meshtrain.data.unit import PrepareOptions, open_encoder
 from meshtrain.errors import ConfigError, say, short
@@ -127,6 +128,8 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     kinds = "byte, or the path of a tokenizer.json"
     parser.add_argument("--tokenizer", default=PrepareOptions.tokenizer, help=kinds)
     parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
+    for name in ("begin", "end"):
+        parser.add_argument(f"--{name}", metavar="TOKEN", help=f"as data.{name}")
 
 
 def _directory(text: str) -> Path:
@@ -147,7 +150,14 @@ def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]
 
 def _prepare(chosen: argparse.Namespace) -> None:
     options = PrepareOptions(
-        chosen.tokenizer, chosen.validation, chosen.text_field, chosen.bad, chosen.format, chosen.template
+        chosen.tokenizer,
+        chosen.validation,
+        chosen.text_field,
+        chosen.bad,
+        chosen.format,
+        chosen.template,
+        chosen.begin,
+        chosen.end,
     )
     files, output, began = _find(chosen.input, chosen.format), chosen.output, time.perf_counter()
     with _writing(output), _progress_bar() as progress:
@@ -167,6 +177,11 @@ def _prepare(chosen: argparse.Namespace) -> None:
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
     print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+    boundaries = load_tokenizer(chosen.tokenizer, begin=chosen.begin, end=chosen.end).boundaries
+    if chosen.format == "text":
+        print(boundaries.describe())
+    for note in boundaries.notes:
+        say(f"{note}.")
     if not manifest.shards["train"]:
         raise ConfigError(
             f"no document is left to train on: of few documents --validation {options.validation} may take all; give a smaller share and "
@@ -188,12 +203,20 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 
 def _show(chosen: argparse.Namespace) -> None:
-    options = PrepareOptions(chosen.tokenizer, contents=chosen.format, template=chosen.template)
+    options = PrepareOptions(
+        chosen.tokenizer, contents=chosen.format, template=chosen.template, begin=chosen.begin, end=chosen.end
+    )
     files = _find(chosen.input, chosen.format)
     encoder = open_encoder(options, last_change(files))
     name, tokens = show.nth(files, encoder, chosen.number)
-    draw = show.print_json if chosen.json else show.draw
-    draw(name, tokens, encoder.tokenizer, chosen.length)
+    turn = show.turn_of(encoder)
+    if chosen.json:
+        show.print_json(name, tokens, encoder.tokenizer, chosen.length, turn)
+    else:
+        show.draw(name, tokens, encoder.tokenizer, chosen.length)
+        show.draw_boundaries(encoder.tokenizer, turn)
+    for note in encoder.tokenizer.boundaries.notes:
+        say(f"{note}.")
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:

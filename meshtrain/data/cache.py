@@ -90,7 +90,8 @@ def open_stdlib(data: DataConfig, tokenizer: Tokenizer) -> Source:
 
     data.text_field and data.bad_documents do not matter: these are plain files.
     """
-    options = PrepareOptions(data.tokenizer, STDLIB_VALIDATION if data.validation is None else data.validation)
+    share = STDLIB_VALIDATION if data.validation is None else data.validation
+    options = PrepareOptions(data.tokenizer, share, begin=data.begin, end=data.end)
     return open_files(stdlib_files(), "stdlib", options, tokenizer, data)
 
 

@@ -67,11 +67,13 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
         from meshtrain.data.images.image_batches import open_images
 
         return open_images(config)
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, begin=data.begin, end=data.end)
     if tokenizer.vocab_size > config.model.vocab_size:
+        ends = tokenizer.vocab_size == config.model.vocab_size + 1 == tokenizer.end_of_document + 1
+        way_out = ", or name the token that ends a document with data.end" if ends else ""
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of data.tokenizer {data.tokenizer}; "
-            f"give at least {tokenizer.vocab_size}."
+            f"give at least {tokenizer.vocab_size}{way_out}."
         )
     if not has_documents(data.source):
         opens = SOURCES[data.source].rows
@@ -114,7 +116,14 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
 
             share = PrepareOptions.validation if data.validation is None else data.validation
             options = PrepareOptions(
-                data.tokenizer, share, data.text_field, data.bad_documents, data.format, data.template
+                data.tokenizer,
+                share,
+                data.text_field,
+                data.bad_documents,
+                data.format,
+                data.template,
+                data.begin,
+                data.end,
             )
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
@@ -137,7 +146,7 @@ def _batches(
     corpora, weights = [corpus for _, corpus, _ in pairs], [w for _, _, w in pairs]
     length, batching = config.train.sequence_length, config.data.batching
     for source, corpus, _ in pairs:
-        if corpus.labels == corpus.documents:
+        if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
             raise ConfigError(
                 f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer {short(config.data.tokenizer)} "
                 "knows anything; give the tokenizer that was made for such text."
@@ -153,11 +162,10 @@ def _batches(
     padded = not batches.batches_per_epoch
     if padded:
         batches = build(config, corpora, tables, weights, True)
-    notes = [
-        f"{source.name}: {note}" if len(pairs) > 1 else note
-        for (source, corpus, _), table in zip(pairs, tables, strict=False)
-        for note in source.describe(corpus, table, length)
-    ]
+    notes = list(tokenizer.boundaries.notes) if split == "train" else []
+    for number, (source, corpus, _) in enumerate(pairs):
+        of_source = [*source.notes, *(source.describe(corpus, tables[number], length) if tables else ())]
+        notes += [f"{source.name}: {note}" if len(pairs) > 1 else note for note in of_source]
     notes += few(config.train.global_batch_size) if padded else ()
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
     return TextBatches(batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes))

@@ -50,6 +50,7 @@ class ShardManifest:
     contents: Contents = "text"
     template_digest: str = ""
     counts: dict[str, int] = field(default_factory=dict)  # of conversations: by what is counted (examples.COUNTED)
+    begin: tuple[int, ...] = ()  # what each document begins with; an older manifest does not say so, and has nothing
 
     def count(self, split: str, what: str) -> int:
         return sum(getattr(shard, what) for shard in self.shards[split])
@@ -68,6 +69,8 @@ class ShardManifest:
         values = asdict(self)
         if self.contents == "text":
             values = {name: value for name, value in values.items() if name not in OF_CHATS}
+        if not self.begin:
+            del values["begin"]
         return json.dumps(values, indent=1) + "\n"
 
 
@@ -94,11 +97,13 @@ def read_manifest(directory: Path) -> ShardManifest:
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
             )
         shards = {split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS}
-        manifest = ShardManifest(**{**values, "shards": shards})
+        manifest = ShardManifest(**{**values, "shards": shards, "begin": tuple(values.get("begin", ()))})
         if manifest.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {manifest.dtype!r}")
         if manifest.contents not in get_args(Contents):
             raise ValueError(f"contents is {manifest.contents!r}")
+        if not all(type(number) is int for number in (manifest.end_of_document, *manifest.begin)):
+            raise ValueError(f"begin is {manifest.begin!r}, end_of_document {manifest.end_of_document!r}")
         if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
             raise ValueError("a shard's name is a path")
         return manifest

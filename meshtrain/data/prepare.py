@@ -24,6 +24,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+from meshtrain.data.boundaries import with_companions
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.examples import COUNTED
 from meshtrain.data.input_files import InputFile
@@ -41,14 +42,17 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 def fingerprint(files: Sequence[InputFile], options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, str]:
     """Names what a preparation is made from: two of the same are the same."""
     listing = "\n".join(f"{f.name}\t{f.size}\t{f.modified}" for f in files)
-    apart = ("tokenizer", "template") if options.contents != "text" else ("tokenizer", "template", "contents")
+    apart = ("tokenizer", "template", "begin", "end", *(("contents",) if options.contents == "text" else ()))
     chosen = {k: v for k, v in asdict(options).items() if k not in apart}
+    begin = tokenizer.begin if options.contents == "text" else ()
     recipe = {
         "input": hashlib.sha256(encoded(listing)).hexdigest(),
         "tokenizer": tokenizer.digest,
         "options": json.dumps(chosen, sort_keys=True),
         "rules of reading": str(RULES),
     }
+    if (begin, tokenizer.end_of_document) != ((), tokenizer.usual_end):
+        recipe["beginning and end of documents"] = json.dumps([begin, tokenizer.end_of_document])
     if options.contents != "text":
         template = find_template(options.template, options.tokenizer)
         recipe["chat template"] = json.dumps([template.digest, template.special], sort_keys=True)
@@ -122,7 +126,7 @@ def _claim(output: Path, recipe: dict[str, str]) -> None:
         raise ConfigError(
             f"{path} is damaged, so that nothing tells what {output} was made from; remove that directory."
         ) from None
-    if changed := [what for what in recipe if before.get(what) != recipe[what]]:
+    if changed := [what for what in {**recipe, **before} if before.get(what) != recipe.get(what)]:
         raise ConfigError(
             f"{output} holds shards made from different {' and '.join(changed)}; remove it, or give another --output."
         )
@@ -206,6 +210,7 @@ def _finish(
         contents=options.contents,
         template_digest=template.source.digest if template else "",
         counts={name: counts[name] for name in COUNTED} if template else {},
+        begin=encoder.begin,
     )
     if not any(manifest.shards.values()):
         first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
@@ -214,7 +219,8 @@ def _finish(
         raise ConfigError(f"the input holds no document{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
-        write_atomically(output / "tokenizer.json", Path(os.path.expanduser(options.tokenizer)).read_bytes())
+        for name, path in with_companions(Path(os.path.expanduser(options.tokenizer))).items():
+            write_atomically(output / name, path.read_bytes())
     if template is not None:
         write_atomically(output / JINJA, template.source.text.encode())
     write_atomically(output / MANIFEST, manifest.to_json().encode())

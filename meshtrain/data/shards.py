@@ -6,7 +6,10 @@
     DIR/validation-00000.tokens  ...                                  first label of each document, and the end
 
 E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from the E
-before it and ends with the E that it predicts: each stored token but the first is a label exactly once.
+before it and ends with the E that it predicts: each stored token but the first is a label exactly once. Where documents begin with a
+token of their own, B, they are predicted from that, and what ends one is E and the B of the next:
+
+    B d d d E B d d d d d E B d d E B
 
 Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing comes after its last.
 Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in the second half of a pair that they
@@ -19,7 +22,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -237,6 +240,7 @@ class Source:
     manifest: ShardManifest
     train: Corpus | None
     validation: Corpus | None
+    notes: tuple[str, ...] = ()  # on how its documents begin and end
 
     def digest(self, split: str) -> str:
         """Names the documents of train, validation or all."""
@@ -303,4 +307,30 @@ def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokeniz
     train, validation = (
         open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None for split in SPLITS
     )
-    return Source(name, manifest, train, validation)
+    return Source(name, manifest, train, validation, tuple(_boundary_notes(name, manifest, data, tokenizer)))
+
+
+def _boundary_notes(name: str, manifest: ShardManifest, data: DataConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields where documents begin or end otherwise than texts do when the model is used; ConfigError where a key asks for that."""
+    marks, end = tokenizer.boundaries, (manifest.end_of_document,)
+    for key, stored, mark in (("begin", manifest.begin, marks.begin), ("end", end, (marks.end,))):
+        # a conversation begins and ends as its template has it
+        if manifest.contents != "text" or stored == tuple(one.id for one in mark):
+            continue
+        there, wanted = _spelt(tokenizer, stored), " ".join(map(str, mark)) or "nothing"
+        if getattr(data, key) is not None:
+            raise ConfigError(
+                f"data.{key} is {short(getattr(data, key))}, but the documents in {name} {key} with {there}; prepare them again, or leave the key out."
+            )
+        source = f" (of {mark[0].source})" if mark else ""
+        legal = _spelt(tokenizer, stored, plain=True)
+        yield (
+            f"its documents {key} with {there}, but with {wanted}{source} when the model is used; prepare them again, or set data.{key} to {legal}"
+        )
+
+
+def _spelt(tokenizer: Tokenizer, ids: Sequence[int], plain: bool = False) -> str:
+    if not ids:
+        return "none" if plain else "nothing"
+    texts = [tokenizer.spell(np.array([number])) or f"id {number}" for number in ids]
+    return texts[0] if plain else " ".join(f"{text} ({number})" for text, number in zip(texts, ids, strict=True))

@@ -16,6 +16,7 @@ from typing import TextIO
 
 import numpy as np
 
+from meshtrain.data.boundaries import Mark, end_of_turn
 from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import documents
 from meshtrain.data.input_files import InputFile
@@ -62,18 +63,44 @@ def draw(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None
     print(f"{summary}, {int(((taken & LEARNED) > 0).sum()):,} learned", file=stream)
 
 
-def print_json(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None) -> None:
+def draw_boundaries(tokenizer: Tokenizer, turn: Mark | None) -> None:
+    """Prints how texts begin and end, and which special token ends an answer; of bytes there is nothing to say."""
+    if tokenizer.name == "byte":
+        return
+    print(printable(tokenizer.boundaries.describe()))
+    print(printable(f"an answer ends with {turn}, of {turn.source}") if turn else "no special token ends an answer")
+
+
+def print_json(
+    name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None, turn: Mark | None = None
+) -> None:
     """Prints the same for programs: what is taken, in parts that are learned, or of a rejected answer, alike."""
-    taken = _taken(tokens, length)
+    taken, marks = _taken(tokens, length), tokenizer.boundaries
+    begins, ends = [mark._asdict() for mark in marks.begin], marks.end._asdict()
     parts = [
         {"text": text, "learned": learned, "rejected": rejected} for text, learned, rejected in _runs(taken, tokenizer)
     ]
     learned = int(((taken & LEARNED) > 0).sum())
+    record = {"example": name, "tokens": tokens.size, "taken": taken.size, "learned": learned, "parts": parts}
     print(
         json.dumps(
-            {"example": name, "tokens": tokens.size, "taken": taken.size, "learned": learned, "parts": parts}, indent=2
+            record | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()}, indent=2
         )
     )
+
+
+def turn_of(encoder: Encoder) -> Mark | None:
+    """Returns the special token that ends an answer."""
+    assert encoder.examples is not None, "only conversations are shown"
+    template = encoder.examples.template
+
+    def write(messages: list[dict[str, str]]) -> str:
+        try:
+            return template.render(messages, None, [(len(messages), False)], "")[0][0]
+        except Unfit as error:
+            raise ConfigError(error.detail) from None
+
+    return end_of_turn(write, encoder.tokenizer)
 
 
 def _taken(tokens: np.ndarray, length: int | None) -> np.ndarray:

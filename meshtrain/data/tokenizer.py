@@ -4,11 +4,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, short
+
+if TYPE_CHECKING:
+    from meshtrain.data.boundaries import Boundaries
 
 # Characters [begin, end) of a text, in order.
 Spans = Sequence[tuple[int, int]]
@@ -22,6 +25,13 @@ class Tokenizer(Protocol):
     end_of_document: int
     digest: str
     special: tuple[str, ...]  # special tokens, as they are spelled
+    begin: tuple[int, ...]  # what stands before every document, and before a prompt that no template makes
+    usual_end: int  # `end_of_document` as versions before data.end took it
+
+    @property
+    def boundaries(self) -> "Boundaries":
+        """Returns how texts begin and end, and where that is said."""
+        ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, without `end_of_document`."""
@@ -46,6 +56,14 @@ class ByteTokenizer:
     end_of_document = 256
     digest = hashlib.sha256(b"meshtrain byte tokenizer, end of document 256").hexdigest()
     special: tuple[str, ...] = ()
+    begin: tuple[int, ...] = ()
+    usual_end = end_of_document
+
+    @property
+    def boundaries(self) -> "Boundaries":
+        from meshtrain.data.boundaries import byte_boundaries
+
+        return byte_boundaries()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -66,9 +84,16 @@ class ByteTokenizer:
     spell = decode
 
 
-def load_tokenizer(name: str, chat: bool = False) -> Tokenizer:
-    """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it is neither."""
+def load_tokenizer(name: str, chat: bool = False, begin: str | None = None, end: str | None = None) -> Tokenizer:
+    """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it is neither.
+
+    begin, end: data.begin and data.end.
+    """
     if name == "byte":
+        if begin is not None or end is not None:
+            from meshtrain.data.boundaries import byte_boundaries
+
+            byte_boundaries(begin, end)
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
@@ -78,7 +103,7 @@ def load_tokenizer(name: str, chat: bool = False) -> Tokenizer:
         raise ConfigError(f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}")
     from meshtrain.data.tokenizer_file import FileTokenizer
 
-    return FileTokenizer(path, chat)
+    return FileTokenizer(path, chat, begin, end)
 
 
 def use_one_thread() -> None:

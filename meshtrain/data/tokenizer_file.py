@@ -2,43 +2,41 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshtrain.data.boundaries import END_TOKENS, read_boundaries
 from meshtrain.data.tokenizer import Spans
 from meshtrain.errors import ConfigError, not_installed, refusal, short
 from meshtrain.files import write_atomically
 
-# What others call the end of a document.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+# What the library raises where its own code fails; it derives from BaseException alone.
+PANIC = "PanicException"
+ENCODING = "cannot make tokens of a text"
+DECODING = "cannot make a text of tokens"
 LEAST_VOCABULARY = 257  # of a byte-level BPE: the bytes and the end of document
 MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of it
 
 
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json. If it has no token of END_TOKENS, the end of document is one id more than it has.
+    """The tokenizer of a tokenizer.json; how texts begin and end is as it and the files beside it say (`meshtrain.data.boundaries`).
 
-    chat: special tokens that stand in a text are read as such, as in what a chat template makes.
+    chat: special tokens that stand in a text are read as such, as in what a chat template makes. begin, end: data.begin and data.end.
     """
 
-    def __init__(self, path: Path, chat: bool = False) -> None:
+    def __init__(self, path: Path, chat: bool = False, begin: str | None = None, end: str | None = None) -> None:
         library = _library()
+        self._path = path
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
-        try:
+        with self._said("is not a tokenizer.json that the tokenizers library can read"):
             self._tokenizer = library.Tokenizer.from_str(data.decode())
-        # The library raises nothing more specific.
-        except Exception as error:
-            raise ConfigError(
-                f"{path} is not a tokenizer.json that the tokenizers library can read ({short(str(error))})."
-            ) from None
         # A file may come with either switched on.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -49,18 +47,25 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps.
         size = max(vocabulary.values(), default=-1) + 1
-        self.end_of_document = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
+        with self._said("has a post-processor that the tokenizers library cannot run"):
+            self.boundaries = read_boundaries(path, self._tokenizer, size, begin, end)
+        # what versions that read no file beside it took for the end
+        self.usual_end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
+        self.begin = tuple(mark.id for mark in self.boundaries.begin)
+        self.end_of_document = self.boundaries.end.id
         self.vocab_size = max(size, self.end_of_document + 1)
         self.name = f"{type(self._tokenizer.model).__name__}-{self.vocab_size}"
         self.digest = hashlib.sha256(data).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._said(ENCODING):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
         outputs = []
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with self._said(ENCODING):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         for encoding, marked in zip(encodings, spans, strict=True):
             learned = np.zeros(len(encoding), bool)
             for begin, end in marked:
@@ -69,17 +74,24 @@ class FileTokenizer:
         return outputs
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_document])
+        with self._said(DECODING):
+            return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_document])
 
     def spell(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with self._said(DECODING):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    @cached_property
-    def begin(self) -> tuple[int, ...]:
-        """The ids that its own post-processor puts before a text, such as BOS."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        """Turns what the library raises into a sentence: nothing more specific than Exception, and of a panic in Rust not even that."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
+            raise ConfigError(f"{self._path} {what} ({short(str(error))}); mend the file, or give another.") from None
 
 
 def _tokens(encoding: Any, begin: int, end: int) -> slice:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -37,21 +37,31 @@ T = TypeVar("T", str, Example)
 class ShardWriter:
     """Writes one shard: appended to, digested on the way, renamed when whole."""
 
-    def __init__(self, directory: Path, name: str, end_of_document: int, dtype: np.dtype) -> None:
-        self.name, self.dtype, self.end = name, dtype, np.array([end_of_document], dtype)
+    def __init__(
+        self, directory: Path, name: str, end_of_document: int, dtype: np.dtype, begin: Sequence[int] = ()
+    ) -> None:
+        self.name, self.dtype = name, dtype
+        # A document is predicted from what it begins with, else from the end of the one before it.
+        self.rest = np.array(begin[1:], dtype)
+        self.end = np.array([end_of_document, *begin[:1]], dtype)
         self.path = directory / f"{name}.tokens"
         self.temporary = temporary_beside(self.path)
         self.digest, self.tokens = hashlib.sha256(), 1
         self.offsets = [1]
-        self.waiting = [self.end]
+        self.waiting = [self.end[-1:]]
 
     def add(self, ids: np.ndarray) -> None:
         """More of the document."""
+        if self.tokens == self.offsets[-1]:
+            self._append(self.rest)
+        self._append(ids)
+
+    def _append(self, ids: np.ndarray) -> None:
         self.waiting.append(ids)
         self.tokens += len(ids)
 
     def end_document(self) -> None:
-        self.add(self.end)
+        self._append(self.end)
         self.offsets.append(self.tokens)
 
     def flush(self) -> None:
@@ -91,6 +101,8 @@ class PrepareOptions:
     bad: str = "skip"  # skip | refuse a document that is none
     contents: Contents = "text"
     template: str | None = None  # of conversations: its file; None: the one beside the tokenizer
+    begin: str | None = None  # as data.begin and data.end
+    end: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,10 +127,15 @@ class Encoder:
         """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since a token has bits of its own."""
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None else "<u4")
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """What stands before each document; a conversation begins as its template has it."""
+        return self.tokenizer.begin if self.examples is None else ()
+
 
 def open_encoder(options: PrepareOptions, now: float) -> Encoder:
     """ConfigError for a tokenizer or a template that is none; now: the time that templates see, in seconds since 1970."""
-    tokenizer = load_tokenizer(options.tokenizer, chat=options.contents != "text")
+    tokenizer = load_tokenizer(options.tokenizer, options.contents != "text", options.begin, options.end)
     if options.contents == "text":
         if options.template is not None:
             raise ConfigError(
@@ -155,8 +172,8 @@ class Unit:
         self, number: int, output: Path, options: PrepareOptions, encoder: Encoder, stop: Event | None = None
     ) -> None:
         self.number, self.output, self.options, self.encoder, self.stop = number, output, options, encoder, stop
-        end = encoder.tokenizer.end_of_document
-        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", end, encoder.dtype) for split in SPLITS}
+        how = encoder.tokenizer.end_of_document, encoder.dtype, encoder.begin
+        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", *how) for split in SPLITS}
         self.skipped: Counter[str] = Counter()
         self.log: list[str] = []  # the skipped ones by name
         self.counts: Counter[str] = Counter()

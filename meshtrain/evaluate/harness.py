@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, not_installed, say, short
-from meshtrain.evaluate.perplexity import begin_of, rows_of
+from meshtrain.evaluate.perplexity import rows_of
 from meshtrain.evaluate.scoring import Scorer, TokenRow
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import Opened, open_model
@@ -45,8 +45,9 @@ class Harness:
         super().__init__()
         self.opened, self.scorer = opened, Scorer(opened.model, rows)
         self.longest = opened.longest if longest is None else longest
-        self.begin: tuple[int, ...] = getattr(opened.tokenizer, "begin", ())  # what the tokenizer puts before a text
-        self.prefix = begin_of(opened.tokenizer)  # the empty context
+        self.begin = opened.tokenizer.begin  # what a text begins with
+        marks = opened.tokenizer.boundaries
+        self.prefix = (marks.bos or marks.end).id  # the empty context, which lm-eval's `hf` has alike
 
     def tokens(self, text: str, begun: bool = True) -> list[int]:
         """The tokens of a text; `begun`: behind `begin`, unless it begins with that already."""
@@ -87,7 +88,7 @@ class Harness:
         ends = [0]
         for (text,) in (request.args for request in requests):
             tokens = np.array(self.tokens(text), np.int32)
-            rows += rows_of(tokens, self.prefix, self.longest, self.longest)
+            rows += rows_of(tokens, (self.prefix,), self.longest, self.longest)
             ends.append(len(rows))
         with EvaluationProgress("scoring", "rows", quiet=disable_tqdm) as progress:
             totals = [_total(scores)[0] for scores in self.scorer(rows, progress)]

@@ -63,11 +63,9 @@ def described(record: dict[str, Any], lines: Sequence[tuple[str, str, str]], wid
     return [f"{label:<{width}}  {value}" for label, value in values]
 
 
-def begin_of(tokenizer: Tokenizer) -> int:
-    """Returns the token that a document stands behind: the last one that the tokenizer itself puts before a text (BOS), else the end of
-    the document before it."""
-    begun = getattr(tokenizer, "begin", ())
-    return begun[-1] if begun else tokenizer.end_of_document
+def begin_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that a document stands behind: what documents begin with (BOS), else the end of the one before it."""
+    return tokenizer.begin or (tokenizer.end_of_document,)
 
 
 def exp(x: float) -> float:
@@ -78,8 +76,8 @@ def exp(x: float) -> float:
         return math.inf
 
 
-def rows_of(tokens: np.ndarray, begin: int, length: int, stride: int) -> Iterator[TokenRow]:
-    """Cuts a document's tokens [n], behind the token `begin`, into rows of at most `length` places so that each token is scored once.
+def rows_of(tokens: np.ndarray, begin: int | Sequence[int], length: int, stride: int) -> Iterator[TokenRow]:
+    """Cuts a document's tokens [n], behind the tokens `begin`, into rows of at most `length` places so that each token is scored once.
 
         tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
         row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
@@ -93,11 +91,13 @@ def rows_of(tokens: np.ndarray, begin: int, length: int, stride: int) -> Iterato
 
     The last row is moved back so that it is full. 1 <= stride <= length; a document without tokens has no row.
     """
-    document = np.concatenate([[begin], tokens]).astype(np.int32)
-    scored = 1
+    head = np.atleast_1d(begin)
+    document = np.concatenate([head, tokens]).astype(np.int32)
+    scored = begun = len(head)
     while scored < len(document):
         # The first row scores all that it can.
-        end = min(scored + (length if scored == 1 else stride), len(document))
+        step = max(length + 1 - scored, 1) if scored == begun else stride
+        end = min(scored + step, len(document))
         first = max(end - 1 - length, 0)
         yield TokenRow(document[first:end], scored - first)
         scored = end

@@ -29,6 +29,8 @@ from meshtrain.adopt import extra_files
 from meshtrain.config import Config, MeshConfig, check, replaced
 from meshtrain.config.mesh import DATA, TENSOR
 from meshtrain.config.schema import PrecisionConfig
+from meshtrain.data.boundaries import SOURCES as FILES
+from meshtrain.data.boundaries import numbers_of
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
@@ -37,6 +39,7 @@ from meshtrain.generate.cache import OwnGroups
 from meshtrain.generate.request import Sampling
 from meshtrain.generate.text import Conversations
 from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
+from meshtrain.hf_families.generation import GENERATION, SAMPLING, problems
 from meshtrain.mesh import kind_of, make_mesh
 from meshtrain.parallel.placement import all_placed
 from meshtrain.plan.shapes import itemsize
@@ -113,7 +116,6 @@ def parse_mesh(asked: str) -> MeshConfig:
     return MeshConfig.read(asked, (DATA, TENSOR), ": a model generates without stages.")
 
 
-GENERATION = "generation_config.json"
 PRECISIONS: tuple[str, ...] = get_args(get_type_hints(PrecisionConfig)["compute"])
 # What else that file may ask for and nothing here does, with the value that asks for nothing.
 ABSENT: Mapping[str, Any] = {
@@ -169,7 +171,9 @@ def open_model(
         )
     theirs = read_json(root / CONFIG) if is_hf_directory(root) else extra_files.find_hf_config(root, config)
     name, files = _tokenizer(root, config)
-    tokenizer, marked = load_tokenizer(name), load_tokenizer(name, chat=True)
+    begin, end = config.data.begin, config.data.end
+    tokenizer = load_tokenizer(name, begin=begin, end=end)
+    marked = load_tokenizer(name, chat=True, begin=begin, end=end)
     vocabulary = config.model.vocab_size
     # of a tokenizer without one the end of a document may be an id more than the model has
     if tokenizer.vocab_size - (tokenizer.end_of_document >= vocabulary) > vocabulary:
@@ -185,8 +189,16 @@ def open_model(
         without = str(error)
     generation = read_json(files[GENERATION]) if GENERATION in files else {}
     sampling, asks = _sampling(generation)
-    ends = {tokenizer.end_of_document} | _ids(theirs.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-    ends |= _ids(template.end_of_turn() if template else None)
+    asks = (*asks, *(f"{note}." for note in tokenizer.boundaries.notes))
+    ends = {stop.id: stop.source for stop in tokenizer.boundaries.stops}
+    if template and (turn := template.end_of_turn()) is not None:
+        ends[turn] = "the chat template"
+    # of weights whose tokenizer lies elsewhere
+    for file, content in ((CONFIG, theirs), (GENERATION, generation)):
+        ends |= {i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends}
+    beyond = [f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES]
+    if beyond:
+        asks += (f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}.",)
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
     model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
@@ -250,13 +262,10 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
     )
 
 
-def _ids(field: Any) -> set[int]:
-    """Returns the ids of a field of somebody's JSON, which may hold one, several, or what is none."""
-    return {i for i in (field if isinstance(field, list) else [field]) if type(i) is int and i >= 0}
-
-
 def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
     """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no way to."""
+    if (problem := next(problems(generation, SAMPLING), None)) is not None:
+        raise ConfigError(problem)
     absent = [name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)]
     asks = [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."] if absent else []
     values = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
@@ -265,15 +274,7 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str
         return None, tuple(asks)
     if draws is False:
         return Sampling(), tuple(asks)
-    for name, value in values.items():
-        number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
-        if not number or not abs(value) < 1 << 31:
-            raise ConfigError(f"{GENERATION}: {name} is {short(repr(value))}, which is no number that it can be.")
     sampling = Sampling(**{"temperature": 1.0, **values})
-    try:
-        sampling.check()
-    except ConfigError as error:
-        raise ConfigError(f"{GENERATION}: {error}") from None
     how = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1"
     asks.insert(0, f"unless asked otherwise, tokens are drawn as {GENERATION} says: {how}.")
     return sampling, tuple(asks)

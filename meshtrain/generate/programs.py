@@ -314,4 +314,8 @@ def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
     if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
         raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
     if hooks.attention is not None:
-        raise ConfigError("the model has an attention of its own, which knows of no cache; it cannot generate.")
+        name = model.attention or getattr(hooks.attention, "__qualname__", "a function")
+        raise ConfigError(
+            f"the model has an attention of its own ({name}), which knows of no cache of keys and values, so that it cannot generate; "
+            "mt.read_model gives its logits, and meshtrain evaluate its perplexity."
+        )

@@ -162,17 +162,18 @@ class Running:
         self.tokens += 1
         if logprob is not None and not np.isfinite(logprob):
             return self.last("error", problem="the model's logits are not finite numbers.")
-        if token in self.ends and not request.ignore_ends:
-            return self.last("stop")
-        text = self._stream.push(token)
+        ended = token in self.ends and not request.ignore_ends
+        text = "" if ended else self._stream.push(token)
         chosen: tuple[Chosen, ...] = ()
         if (most := request.logprobs) is not None:
             spelt = self._spelling.of
             likely = zip(ids[:most], logprobs[:most], strict=True)
             alternatives = tuple((int(i), spelt(int(i)), float(p)) for i, p in likely)
             chosen = (Chosen(token, spelt(token), float(logprob), alternatives),)
-        if self._stream.stopped or self.tokens == self.most:
-            return self.last("stop" if self._stream.stopped else "length", text, chosen)
+        if ended or self._stream.stopped:
+            return self.last("stop", text, chosen)
+        if self.tokens == self.most:
+            return self.last("length", text, chosen)
         return Piece(text, chosen, self.tokens) if text or chosen else None
 
     def last(self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = "") -> Piece:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain.data.boundaries import end_of_turn
 from meshtrain.data.chat import Unfit, messages_of
 from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.data.tokenizer_file import FileTokenizer
 from meshtrain.errors import ConfigError
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
@@ -107,13 +107,12 @@ class Spelling:
 
 
 def text_tokens(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Returns the tokens of a text to go on with, int32 [T], behind what the tokenizer's own post-processor puts before a text (BOS).
+    """Returns the tokens of a text to go on with, int32 [T], behind what documents begin with (BOS).
 
     Never empty: nothing at all is what follows the end of a document.
     """
     ids = tokenizer.encode([text])[0]
-    begun = tokenizer.begin if isinstance(tokenizer, FileTokenizer) else ()
-    tokens = np.concatenate([np.array(begun, np.int64), ids.astype(np.int64)])
+    tokens = np.concatenate([np.array(tokenizer.begin, np.int64), ids.astype(np.int64)])
     return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(np.int32)
 
 
@@ -145,13 +144,5 @@ class Conversations:
 
     def end_of_turn(self) -> int | None:
         """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
-        messages = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": "Yes"}]
-        try:
-            _, answer, behind = self.text(messages, prompt=False).rpartition("Yes")
-        except ConfigError:
-            return None
-        special = [(at, -len(word), word) for word in self._tokenizer.special if (at := behind.find(word)) >= 0]
-        if not special or not answer:
-            return None
-        ids = self._tokenizer.encode([min(special)[2]])[0]
-        return int(ids[0]) if len(ids) == 1 else None
+        turn = end_of_turn(lambda messages: self.text(messages, prompt=False), self._tokenizer)
+        return None if turn is None else turn.id

@@ -14,7 +14,7 @@ Pickles (.bin, .pt) run code when they are opened, so they are refused. Pixels a
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from meshtrain.config import Config, load
 from meshtrain.config.follow import put
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
+from meshtrain.files import check_regular
 from meshtrain.hf import mxfp4
 from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
 
 ENDING = ".safetensors"
 SINGLE, INDEX = f"model{ENDING}", f"model{ENDING}.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
+HEADS = ("lm_head.", "classifier.")  # of the classes with a head, under no prefix
 PREPROCESSOR = "preprocessor_config.json"
 BILINEAR = 2  # Pillow's number of how images are resized here
 
@@ -40,7 +42,8 @@ class TensorFiles:
     ConfigError, in a sentence, for what is missing, damaged, or outside of it.
     """
 
-    def __init__(self, directory: Path, stem: str = "model") -> None:
+    def __init__(self, directory: Path, stem: str = "model", rename: Callable[[str], str] | None = None) -> None:
+        """`rename`: of the names in the files, what they are called here; of weights without it as their class with a head has them."""
         self.directory = directory
         self._open: dict[str, Any] = {}
         self._file: dict[str, str] = {}
@@ -55,11 +58,20 @@ class TensorFiles:
             runs_code = "is a pickle, which runs code when it is opened: save it as safetensors"
             why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
             raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
+        self._theirs: dict[str, str] = {}  # names in the files, by ours
+        self._rename(rename or _with_prefix(directory, self._file))
         self._mxfp4 = frozenset(
             name
             for name in (name.removesuffix(mxfp4.BLOCKS) for name in self._file if name.endswith(mxfp4.BLOCKS))
             if f"{name}{mxfp4.SCALES}" in self._file
         )
+
+    def _rename(self, rename: Callable[[str], str]) -> None:
+        for name in self._file:
+            other = self._theirs.setdefault(rename(name), name)
+            if other != name:
+                raise ConfigError(f"{short(self.directory)} has both {short(other)} and {short(name)}, which are one tensor; leave one out.")  # fmt: skip
+        self._file = {ours: self._file[theirs] for ours, theirs in self._theirs.items()}
 
     @property
     def names(self) -> list[str]:
@@ -121,6 +133,7 @@ class TensorFiles:
                 raise ConfigError("weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'.") from None
             path = self.directory / file
             try:
+                check_regular(path)
                 self._open[file] = safe_open(str(path), framework="np")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{short(path)} is no whole safetensors file: {short(str(error))}.") from None
@@ -129,7 +142,16 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         if name not in self._file:
             raise ConfigError(f"{short(self.directory)} has no tensor {short(name)}.")
-        return self._opened(self._file[name]).get_slice(name)
+        return self._opened(self._file[name]).get_slice(self._theirs[name])
+
+
+def _with_prefix(directory: Path, names: Iterable[str]) -> Callable[[str], str]:
+    """Returns a function that puts before a name what the class with a head has before it, where the files are of the class without."""
+    path = directory / CONFIG
+    family = BY_MODEL_TYPE.get(str(read_json(path).get("model_type"))) if path.is_file() else None
+    if family is None or any(name.startswith(family.prefix) for name in names):
+        return lambda name: name
+    return lambda name: name if name.startswith(HEADS) else family.prefix + name
 
 
 def config_of(directory: Path, source: Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -42,6 +42,9 @@ IGNORED = (
 def check(model: ModelConfig, files: TensorFiles) -> None:
     """ConfigError where the files are not the weights of a resolved config's model: one is missing, too many, of another shape or no number."""
     where, used = short(files.directory), {"lm_head.weight"} if model.tied_head else set()
+    if (head := mappings(model, files).get("head.weight")) and not set(head.tensors(None)) <= set(files.names):
+        missing = f"{where} has no {head.tensors(None)[0]}: it is a model without its head"
+        raise ConfigError(f"{missing}, which has to be trained with it; give one with its head.")
     for mapping in mappings(model, files).values():
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):

@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, positio
 from meshtrain.errors import ConfigError, short
 from meshtrain.hf.hf_directory import DTYPES, ENDING, TensorFiles
 from meshtrain.hf.mapping import Source, mappings
-from meshtrain.hf_families import read_json
+from meshtrain.hf_families import hf_family, read_json
 from meshtrain.model.weights import Weight, adapted, adapters, lora_difference, lora_scale, weights
 
 ADAPTER_CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -146,6 +147,16 @@ def _adapted_modules(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[Pef
 # --- read
 
 
+def _in_full(prefix: str, name: str) -> str:
+    """Returns the name that PEFT writes for a tensor of an adapter of the class with a head, whose names begin with `prefix`.
+
+    An adapter of the class without a head, and the state of a module itself (with the adapter's name in it, without PEFT's own prefix),
+    have other ones.
+    """
+    module = re.sub(r"(\.lora_[AB])\.[^.]+(\.weight)$", r"\1\2", name.removeprefix(PREFIX))
+    return PREFIX + (module if module.startswith(prefix) else prefix + module)
+
+
 class Adapters:
     """The adapters of a directory that PEFT has written, for a resolved config's model; ConfigError if they are of another one."""
 
@@ -154,7 +165,7 @@ class Adapters:
         self.where = short(directory / ADAPTER_CONFIG)
         self._given = read_json(directory / ADAPTER_CONFIG)
         self._refuse_other_methods()
-        self.files = TensorFiles(directory, STEM)
+        self.files = TensorFiles(directory, STEM, partial(_in_full, hf_family(model.family).prefix))
         self._modules = self._find_modules()
         self._check_targets()
         self._thirds = self._read_thirds()
@@ -303,6 +314,8 @@ class Adapters:
                         raise ConfigError(f"{tensor} is {list(actual)}; {right}.")
                     if dtype not in DTYPES:
                         raise ConfigError(f"{tensor} is {dtype}; it must be one of {', '.join(DTYPES)}.")
+                    if not np.isfinite(self.files.tensor(name)).all():
+                        raise ConfigError(f"{tensor} has NaN or infinity, so it is no trained weight.")
                 if module.fused and self._thirds:
                     self._check_blocks(module, layer)
 

@@ -35,6 +35,7 @@ class HfFamily:
     names: Callable[[Json], Iterable[WeightName]]
     in_memory: Callable[[Json], Iterable[WeightName]] | None = None  # names that some files have in the place of those
     model_type: str = ""  # theirs, where it is not the name
+    prefix: str = "model."  # before the names of all but the head; the class without a head has them without
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool = False
     window: bool = True  # there may be one

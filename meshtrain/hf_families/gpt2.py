@@ -55,5 +55,14 @@ def names(model: Json) -> Iterator[WeightName]:
 
 
 GPT2 = HfFamily(
-    "gpt2", "GPT2LMHeadModel", section, config, names, qkv_bias=True, window=False, shared_heads=False, wide_heads=False
+    "gpt2",
+    "GPT2LMHeadModel",
+    section,
+    config,
+    names,
+    prefix="transformer.",
+    qkv_bias=True,
+    window=False,
+    shared_heads=False,
+    wide_heads=False,
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.files import check_regular
 
 Json = Mapping[str, Any]
 # The fields that are read, by the type that they must have where they are given.
@@ -46,9 +47,12 @@ HF_FUNCTIONS = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
 def read_json(path: Path) -> dict[str, Any]:
     """Returns a file's JSON object; ConfigError if there is none."""
     try:
+        check_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be read: {refusal(error)}.") from None
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{short(path)} is no JSON: {short(str(error))}.") from None
     if not isinstance(content, dict):

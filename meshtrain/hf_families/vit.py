@@ -79,5 +79,5 @@ def names(model: Json) -> Iterator[WeightName]:
 
 
 VIT = HfFamily(
-    "vit", ARCHITECTURE, section, config, names, qkv_bias=None, window=False, shared_heads=False, wide_heads=False
+    "vit", ARCHITECTURE, section, config, names, prefix="vit.", qkv_bias=None, window=False, shared_heads=False, wide_heads=False
 )  # fmt: skip

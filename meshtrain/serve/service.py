@@ -75,7 +75,10 @@ class ServedModel:
             prompts = [self._conversation(asked)]
         else:
             tokenizer = self._opened.tokenizer
-            prompts = [text_tokens(tokenizer, p) if isinstance(p, str) else np.asarray(p, np.int32) for p in asked.prompts]  # fmt: skip
+            try:
+                prompts = [text_tokens(tokenizer, p) if isinstance(p, str) else np.asarray(p, np.int32) for p in asked.prompts]  # fmt: skip
+            except ConfigError as error:
+                raise Refused(400, str(error), "prompt", "invalid_value") from None
         return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
 
     def _conversation(self, asked: Asked) -> np.ndarray:

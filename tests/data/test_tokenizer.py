@@ -1,5 +1,6 @@
 """Bytes and tokenizer.json files: what goes in comes out, the ids fit, nothing in a document ends it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +81,47 @@ def test_a_tokenizer_that_is_none_is_refused(name, said, tmp_path, monkeypatch):
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="must be from 257"):
         train_bpe(["text"], 256, tmp_path / "small.json")
+
+
+def broken(path: Path, **parts) -> Path:
+    """A tokenizer.json of words whose parts are replaced."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a"))
+    content = json.loads(words.to_str()) | parts
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(?:x|xx)+\\z(?<!b)"])
+def test_a_pattern_that_makes_the_library_panic_is_a_sentence(pattern, tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", pre_tokenizer=split)))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*retry-limit"):
+        tokenizer.encode(["x" * 40 + "b"])
+
+
+def test_a_panic_is_a_sentence_and_an_interrupt_is_none(tmp_path):
+    tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json")))
+
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    for raised in (PanicException("called Option::unwrap()"), KeyboardInterrupt()):
+
+        class Library:
+            def __getattr__(self, name, raised=raised):
+                raise raised
+
+        tokenizer._tokenizer = Library()
+        kind = ConfigError if isinstance(raised, PanicException) else KeyboardInterrupt
+        for call in (tokenizer.encode, tokenizer.decode, tokenizer.spell, lambda t: tokenizer.encode_marked(t, [[]])):
+            with pytest.raises(kind):
+                call(["a"])
+
+
+def test_a_text_that_has_no_token_where_none_is_unknown_is_a_sentence(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", model=model)))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*\[UNK\]"):
+        tokenizer.encode(["zebra"])
+    with pytest.raises(ConfigError, match=r"cannot make tokens of a text"):
+        tokenizer.encode_marked(["zebra"], [[(0, 2)]])

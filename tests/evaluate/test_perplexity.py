@@ -142,3 +142,12 @@ def test_a_document_without_a_token_has_no_row():
 def test_the_drawing_is_what_is_made():
     rows = [(row.tokens.tolist(), row.scored) for row in rows_of(np.arange(10), -1, 5, 2)]
     assert rows == [([-1, 0, 1, 2, 3, 4], 5), ([1, 2, 3, 4, 5, 6], 2), ([3, 4, 5, 6, 7, 8], 2), ([4, 5, 6, 7, 8, 9], 1)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 20])
+def test_behind_several_beginning_tokens_each_token_is_scored_once(length):
+    scored = []
+    for row in rows_of(np.arange(10), (-2, -1), length, min(2, length)):
+        assert len(row.tokens) - 1 <= length
+        scored += row.tokens[row.begin :].tolist()
+    assert scored == list(range(10))

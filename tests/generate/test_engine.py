@@ -118,7 +118,9 @@ def test_an_end_token_ends_the_text_and_is_no_part_of_it():
     engine = Engine(fake_opened(), 2, decoding=good)
     heard, beyond = answers(engine, asked(b">", 20, logprobs=0), asked(b">", 20, ignore_ends=True))
     assert (heard.text, heard.finish, heard.pieces[-1].tokens) == ("good", "stop", 5)
-    assert [chosen.text for piece in heard.pieces for chosen in piece.chosen] == list("good")
+    # it is told of all the same, with its log-probability
+    chosen = [chosen for piece in heard.pieces for chosen in piece.chosen]
+    assert [one.token for one in chosen] == [*b"good", 256] and chosen[-1].logprob == -2.56
     assert (beyond.finish, beyond.pieces[-1].tokens) == ("length", 20)
     several = fake_opened(ends=frozenset({256, ord("x"), ord("d")}))
     (heard,) = answers(Engine(several, 1, decoding=good), asked(b">", 20))

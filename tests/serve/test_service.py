@@ -1,10 +1,15 @@
 """Whether requests should be sent here, by what an engine's status says."""
 
+from types import SimpleNamespace
+
 import pytest
 from fake_serving import fake
 
+from meshtrain.data.tokenizer import ByteTokenizer
+from meshtrain.errors import ConfigError
 from meshtrain.generate.request import EngineStatus
-from meshtrain.serve.service import COMPILING_SECONDS, verdict
+from meshtrain.serve.errors import Refused
+from meshtrain.serve.service import COMPILING_SECONDS, ServedModel, verdict
 
 
 def status(busy=1, waiting=0, **times):
@@ -64,3 +69,15 @@ def test_a_device_that_fails_again_and_again_is_broken():
         assert server.client.get("/health").json()["status"] == "broken"
         refused = server.completion()
         assert refused.status_code == 503 and "on fire" in refused.json()["error"]["message"]
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_the_requests_fault():
+    class Tokenizer(ByteTokenizer):
+        def encode(self, texts):
+            raise ConfigError("tokenizer.json cannot make tokens of a text (Missing [UNK] token).")
+
+    served = ServedModel.__new__(ServedModel)
+    served._opened = SimpleNamespace(tokenizer=Tokenizer())
+    with pytest.raises(Refused, match="cannot make tokens of a text") as refused:
+        served._requests(SimpleNamespace(messages=(), prompts=("zebra",), n=1))
+    assert refused.value.status == 400
