@@ -130,6 +130,9 @@ ax.set_xticks(places, names, rotation=20)
 ax.legend(frameon=False)
 ax.set_ylabel("% of a step")
 plt.show()
+assert set(expected) <= set(found.parts)
+assert all(parts["across tensor"] > 0 for parts in (expected, found.parts))
+
 # %% [markdown]
 # ## Why it is slow
 # A diagnosis is a list of rules over this evidence, one small function a reason, each with what it looked at, what it expected, and how much

@@ -57,6 +57,7 @@ states = [program.init() for program, _ in stages]
 config, psi = stages[0][0].config, stages[0][0].layout.parameters
 N = config.mesh.data
 print(f"{psi:,} parameters")
+assert all(program.layout.parameters == psi for program, _ in stages)
 
 # %% [markdown]
 # From stage 1 on the masters are sharded too, not only the moments. Of the embedding, 264 rows, every device holds all in stage 0 (stripes), and

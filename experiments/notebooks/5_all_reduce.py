@@ -181,6 +181,8 @@ for panel, name in zip(panels, ways, strict=True):
 panels[0].set_ylabel("step")
 plt.tight_layout()
 plt.show()
+assert [len(messages(name)) for name in ways] == [14, 6, 6, 8]
+assert all(sender != receiver for name in ways for _, pairs in messages(name) for sender, receiver in pairs)
 
 # %% [markdown]
 # ## Steps and bytes
