@@ -88,7 +88,9 @@ def expert_bytes() -> None:
     """Prints kB that a device sends in a layer and step with sequence parallelism: 12 experts do not divide by 8 ranks, 16 do."""
     mt.fake_devices(8)
     tokens = 1024
-    title = f"{tokens} tokens of 64 numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and step"
+    title = (
+        f"{tokens} tokens of 64 numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and step"
+    )
     table = Table("dispatch  ", "experts over   ", "tensor", "expert", "together", title=title)
     for dispatch, capacity, count in (("all_gather", None, 16), ("all_to_all", 1.25, 12), ("all_to_all", 1.25, 16)):
         placing = {"dispatch": dispatch, "capacity": capacity}

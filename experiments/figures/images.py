@@ -1,8 +1,8 @@
 """Images: how fast they come on one core, beside what no loader can do without, and what a small ViT learns of them.
 
-    digits    8 x 8 pixels from memory, batches of 120. Bare: NumPy takes the same images, normalises and cuts them into patches.
-    photos    500 x 375 JPEG files to 224 x 224, batches of 32. Bare: Pillow decodes, cuts out, resizes, mirrors and does as many operations
-              of the same table, one call after the other, and NumPy normalises and cuts them into patches.
+digits    8 x 8 pixels from memory, batches of 120. Bare: NumPy takes the same images, normalises and cuts them into patches.
+photos    500 x 375 JPEG files to 224 x 224, batches of 32. Bare: Pillow decodes, cuts out, resizes, mirrors and does as many operations
+          of the same table, one call after the other, and NumPy normalises and cuts them into patches.
 """
 
 import json

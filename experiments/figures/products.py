@@ -133,6 +133,8 @@ def chunk_seconds(*, rounds: int = 5) -> None:
         batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
         runs[chunk] = Stepping(program.train_step, program.init(), batch)
     found = {chunk: bench.typical(times).wall for chunk, times in bench.turns(runs, rounds).items()}
-    table = Table("tokens a chunk", "seconds", "x all", title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU")
+    table = Table(
+        "tokens a chunk", "seconds", "x all", title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU"
+    )
     for chunk, seconds in found.items():
         table.row(chunk, f"{seconds:.3f}", f"{seconds / found['all']:.2f}")

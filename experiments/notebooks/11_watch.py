@@ -131,7 +131,7 @@ ax.legend(frameon=False)
 ax.set_ylabel("% of a step")
 plt.show()
 assert set(expected) <= set(found.parts)
-assert all(parts["across tensor"] > 0 for parts in (expected, found.parts))
+assert all(parts["tensor"] > 0 for parts in (expected, found.parts))
 
 # %% [markdown]
 # ## Why it is slow
