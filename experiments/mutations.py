@@ -35,7 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshtrain"
-COPIED = (
+COPIED = [
     "meshtrain",
     "tests",
     "experiments",
@@ -45,7 +45,7 @@ COPIED = (
     "CONTRIBUTING.md",
     "pyproject.toml",
     ".ci",
-)
+]
 SUITES = {"quick": "not slow and not thorough", "thorough": "thorough"}
 TESTS = 64  # of a line that are run at most: of its own room first, three cases of each test before the others, the cheapest first
 CHEAP = 25.0  # processor seconds for all of them; the first is run whatever it costs

@@ -48,6 +48,7 @@ def batch_of(rows: int, length: int, words: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    bench.parser(__doc__).parse_args()
     mt.fake_devices(8)
     given = {
         "model": SIZES,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from experiments import bench
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.stage import Stage
@@ -61,6 +62,7 @@ def stashed(chosen: Config) -> int:
 
 
 def main() -> int:
+    bench.parser(__doc__).parse_args()
     worst = 0.0
     print(f"{'':32} {'remat none':>12} {'':>7} {'selective':>12}")
     for name, case in CASES.items():

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from experiments import bench
 from meshtrain.cluster.levels import clustered, cost
 from meshtrain.config import Config, MeshConfig, load
 from meshtrain.plan import Cluster, axes, named, plan
@@ -61,6 +62,7 @@ def order_of_axes(config: Config, cluster: Cluster) -> tuple[float, float]:
 
 
 def main() -> None:
+    bench.parser(__doc__).parse_args()
     print("levels recovered exactly, of", SEEDS, "shuffled matrices, by noise\n")
     print(f"{'blocks':>12} " + "".join(f"{noise:>8.0%}" for noise in (0.2, 0.3, 0.4)) + "   seconds each")
     for sizes in SHAPES:

@@ -186,10 +186,9 @@ def compiled(console: Console, target: str) -> None:
         ("more than XLA likes to hold on an H100", TIGHT),
     ):
         table = Table(title=f"{target}, {title}", title_justify="left", box=None)
-        for name in (
-            "model",
-            "mesh",
-            "parallel",
+        for name in ("model", "mesh", "parallel"):
+            table.add_column(name)
+        for name in [
             "planned GiB",
             "compiled GiB",
             "off by",
@@ -197,8 +196,8 @@ def compiled(console: Console, target: str) -> None:
             "seconds planned",
             "of the program",
             "off by",
-        ):
-            table.add_column(name, justify="left" if name in ("model", "mesh", "parallel") else "right")
+        ]:
+            table.add_column(name, justify="right")
         memory_errors, traffic_errors, seconds_errors = [], [], []
         for row in rows:
             found = _plan(row, target)
