@@ -3,8 +3,8 @@
 #
 # Three nodes train one model. The process of one is killed, that of another is frozen, and then a node is gone for good. How is it known who is
 # to blame, and what is lost? First a judge is asked by hand, about nodes that do not exist; then the same judge leads a real run on three
-# processes of this machine to its last step. At the end stand its losses beside those of a run that nothing disturbed, an account of every
-# second, and how often to save.
+# processes of this machine to its last step. At the end stand its losses beside those of a run that nothing disturbed, and an account of
+# every second. How often to save is a question for the planner: notebook 8.
 
 # %%
 import json
@@ -26,13 +26,10 @@ import meshtrain as mt
 from meshtrain.config.follow import padded_batch_size
 from meshtrain.draw.picture import Picture
 from meshtrain.draw.svg import image
-from meshtrain.plan.failures import daly, goodput, young
 from meshtrain.survive import history, picture
 from meshtrain.survive.decide import SupervisorOptions, decide
-from meshtrain.survive.forming import formed
 from meshtrain.survive.ledger import ledger, word
 from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
-from meshtrain.survive.reliability import reliability
 from meshtrain.survive.store import config_of
 
 # %% [markdown]
@@ -293,43 +290,6 @@ for config in (before, since):
 assert (padded_batch_size(before), padded_batch_size(since)) == (15, 16)
 
 # %% [markdown]
-# Here a row in 16 is waste. On a real cluster it is little, and what it saves is much: 128 nodes of 8 GPUs, tensor 8 × pipeline 8, 1024 rows. One
-# node is lost. Data 15 does not divide 1024; without empty rows the next that does is 8, and half of the cluster would idle for one node.
-
-# %%
-sections = {
-    "model": {"layers": 64, "d_model": 8192, "heads": 64, "d_ff": 28672, "vocab_size": 128256},
-    "mesh": {"data": 16, "tensor": 8, "pipeline": 8},
-    "parallel": {"microbatches": 16},
-    "train": {"global_batch_size": 1024, "sequence_length": 4096},
-    "data": {"source": "synthetic"},
-    "survive": {"wanted": 128},
-}
-large = mt.load(sections)
-print(formed(large, 127).sentence)
-
-
-def speeds(nodes):
-    """Of what 128 nodes do, the share that so many do: with empty rows, and if data had to divide the batch."""
-    config = formed(large, nodes).config
-    dividing = max(data for data in range(1, nodes // 8 + 1) if 1024 % data == 0)
-    return config.mesh.data / 16 * 1024 / padded_batch_size(config), dividing / 16
-
-
-left = range(64, 129)
-filled, divided = zip(*map(speeds, left), strict=True)
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.plot(left, np.array(left) / 128, color="lightgrey", lw=4)
-panel.step(left, filled, color="black", where="post")
-panel.step(left, divided, color="black", ls="--", where="post")
-panel.text(94, 0.83, "empty rows", ha="right")
-panel.text(112, 0.52, "data must divide the batch", ha="center")
-panel.set(xlabel="nodes left of 128 (grey: what they could do)", ylabel="speed")
-plt.tight_layout()
-plt.show()
-assert math.isclose(speeds(127)[0], 15 / 16 * 1024 / 1035) and speeds(127)[1] == 8 / 16
-
-# %% [markdown]
 # ## Every second
 # Each process counts its own seconds by phase, on a clock of its own, and supervisors note when it began and ended. The ledger puts that together:
 # every second of the run has one kind. `lost` is whatever came after the checkpoint that a later generation went on from, `down` is when there was no process,
@@ -360,58 +320,6 @@ processes = [e.integer("pid") for e in told.of("started", "join")]
 left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 print(f"{len(processes)} processes, {len(left)} of them left")
 assert left == []
-
-# %% [markdown]
-# ## How often to save
-# The share of the time that goes into steps that count is the *goodput*. A save stops training for $C$, a fault costs a restart $R$ and what was not saved yet, and
-# faults come every $M$ on average, without memory. A piece of work $\tau$ with its save then takes $M e^{R/M}\,(e^{(\tau+C)/M}-1)$ on average
-# (Daly 2006, equation 20), and the best $\tau$ is about $\sqrt{2CM}$ (Young 1974). $C$ and $R$ are those that the run above had; the formula
-# is held against faults drawn by chance.
-
-
-# %% tags=["varies"]
-def drawn(interval, write, restart, between, saves=20_000):
-    """Goodput over so many saves, with faults from a random generator."""
-    chance, spent = np.random.default_rng(0), 0.0
-    for _ in range(saves):
-        # Without memory, a new draw after each save is as good as the rest of the one before.
-        while (fault := chance.exponential(between)) < interval + write:
-            spent += fault
-            while (fault := chance.exponential(between)) < restart:
-                spent += fault
-            spent += restart
-        spent += interval + write
-    return saves * interval / spent
-
-
-measured = reliability(told, account)
-write, restart, between = measured.write, measured.noticed + measured.restart, 600.0
-print(f"a save stops training for {write:.2f} s, a fault for {restart:.1f} s; a fault every {between:.0f} s")
-intervals = np.geomspace(write, between, 60)
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.semilogx(intervals, [goodput(i, write, restart, between) for i in intervals], color="black")
-for interval in intervals[5::12]:
-    share = drawn(interval, write, restart, between)
-    panel.plot(interval, share, "o", color="black", mfc="none")
-    assert abs(share - goodput(interval, write, restart, between)) < 0.01
-best = daly(write, between)
-panel.axvline(best, color="grey", ls=":")
-panel.text(best * 1.1, 0.55, f"Daly {best:.1f} s\nYoung {young(write, between):.1f} s")
-panel.set(xlabel="seconds of steps between saves (circles: drawn by chance)", ylabel="goodput")
-plt.tight_layout()
-plt.show()
-assert max(goodput(i, write, restart, between) for i in intervals) - goodput(best, write, restart, between) < 1e-3
-
-# %% [markdown]
-# The run itself had three faults in a minute, on purpose. What does the formula make of that? Three are few: the mean between them is known to
-# a factor of ten (95% sure), so the formula gives a range, and the measured goodput lies in it. `survive stats` prints the same of any run, and the steps between saves that would lose least.
-
-# %% tags=["varies"]
-bounds = measured.between_least, measured.between_most
-shares = [goodput(measured.interval, write, restart, m) for m in bounds]
-print(f"a fault every {bounds[0]:.0f} to {bounds[1]:.0f} s: goodput {shares[0]:.1%} to {shares[1]:.1%}")
-print(f"measured: goodput {account.goodput:.1%}")
-assert shares[0] < account.goodput < shares[1]
 
 # %% [markdown]
 # ## Things to try

@@ -232,40 +232,6 @@ kept = (cutmix["patches"] == plain["patches"]) | (plain["patches"] == plain["pat
 assert np.all(kept.mean((1, 2)) >= cutmix["mix"][:, 0] - 1e-6)
 
 # %% [markdown]
-# And on any number of processes: rows 30 to 60 of a batch are the same for whoever reads only those, and the fifth batch is the same for a run
-# that goes on there.
-
-# %%
-everything = {"shift": 1, "policy": "randaugment", "mixup": 0.8, "cutmix": 1.0}
-batch, part = batches(**everything).batch(5), batches(**everything).batch(5, slice(30, 60))
-assert all(np.array_equal(batch[name][30:60], part[name]) for name in batch)
-assert not np.array_equal(batches(**everything).batch(16)["patches"], batch["patches"])
-
-# %% [markdown]
-# A larger picture shows what the operations do. It is made here; each picture is one of the fourteen of RandAugment (Cubuk et al. 2020), with
-# magnitude 20 of 30.
-
-# %%
-from PIL import Image, ImageDraw
-
-from meshtrain.data.images.policies import OPERATIONS, RANDAUGMENT
-
-picture = Image.fromarray(
-    np.indices((96, 96)).sum(0).astype(np.uint8)[..., None] * np.array([1, 0, 0], np.uint8)
-    + np.array([20, 90, 140], np.uint8)
-)
-pen = ImageDraw.Draw(picture)
-pen.ellipse((20, 14, 60, 54), fill=(240, 220, 60))
-pen.rectangle((48, 48, 84, 84), fill=(40, 160, 70), outline=(250, 250, 250), width=3)
-figure, axes = plt.subplots(2, 7, figsize=(9, 2.9))
-for name, axis in zip(RANDAUGMENT, axes.flat, strict=True):
-    axis.imshow(OPERATIONS[name](picture, 20 / 30, 1))
-    axis.set_title(name, fontsize=8)
-    axis.axis("off")
-plt.tight_layout()
-plt.show()
-
-# %% [markdown]
 # ### Training
 # A short run (`configs/vit_digits.yaml` takes longer and gets further), on two devices that share the heads.
 

@@ -8,7 +8,6 @@
 
 # %%
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
@@ -135,16 +134,6 @@ drawings = [picture(ExpertLoads(200, tokens[-1])) for tokens in (free_tokens, ev
 names = ("without a rule", "with a bias")
 shown = [f"<p>{name}</p>{image(drawing, name, 'width:420px')}" for name, drawing in zip(names, drawings, strict=True)]
 Picture("".join(shown), "loads by layer and expert, without a rule and with a bias")
-
-# %% [markdown]
-# And step by step:
-
-# %%
-for name, rows in {"without a rule": free_rows, "bias": even_rows}.items():
-    plt.plot([row["expert_load"] for row in rows], label=name)
-plt.axhline(1.3, color="grey", linewidth=0.7)
-plt.xlabel("step"), plt.ylabel("fullest expert over the mean"), plt.legend()
-plt.show()
 
 # %% [markdown]
 # ## No mesh changes it

@@ -95,12 +95,6 @@ for (d, t, p), device in np.ndenumerate(program.mesh.devices):
 mt.show(q)
 
 # %% [markdown]
-# A norm's scale has no heads: nothing of it can be split over tensor, so both tensor ranks hold the same numbers. Stripes show it.
-
-# %%
-mt.show(state.params["blocks"]["attention_norm"]["scale"])
-
-# %% [markdown]
 # ## The bytes
 # AdamW keeps two moments of each parameter, so with the float32 master a parameter takes 12 bytes. Let $w$ be the devices among which the
 # model splits a weight (`ways`); ZeRO shares each of these parts among $D$ more. A device then holds

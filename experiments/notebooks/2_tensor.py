@@ -3,8 +3,8 @@
 # How can several devices share one layer, so that each holds a part of its weights and does a part of its work? We begin
 # with two matrix products in plain JAX and one sum over the devices, see in the compiled program what that sends, forward and
 # backward, and build attention and a whole block from it (Shoeybi et al. 2019, section 3). Sequence parallelism then costs two
-# changed lines (Korthikanti et al. 2022, section 4). At the end the same calls are found in meshtrain's step, counted, and used
-# by a block of our own.
+# changed lines (Korthikanti et al. 2022, section 4). At the end the same calls are found in meshtrain's step, and counted; and rows
+# are split by their tokens.
 
 # %%
 import meshtrain as mt
@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.hlo import KINDS, CompiledCollectives, collectives
 from meshtrain.model.attention import attend
-from meshtrain.parallel.context import column_order
 from meshtrain.parallel.tensor import MeshCollectives
 
 mesh = mt.make_mesh(mt.load(None, ["mesh.tensor=4"]))
@@ -466,52 +465,8 @@ whole = whole[:, :-1] / whole[:, -1:]
 assert equal(in_order(q, k, v), whole)
 
 # %% [markdown]
-# The mask hides nearly half of all this. But a rank cannot leave it out: rank 0 sees only its own part and rank 3 all four, one program runs on
-# all of them, and who had nothing to do would wait for the message of one who had. So cut the row into $2n$ chunks, and give rank $r$ chunk $r$
-# (early) and chunk $2n-1-r$ (late). Of the keys of another rank, late queries then see the early chunk always, and one more half is seen: early
-# queries see an early chunk that came before theirs, else late queries see the late one. Two products of half by half, none masked.
-
-# %%
-zigzag = column_order(tokens, n, by_heads=False)
-for rank, places in enumerate(zigzag.reshape(n, -1)):
-    print(f"rank {rank}: chunks {sorted({int(place) * 2 * n // tokens for place in places})}")
-
-
-@jax.jit
-@jax.shard_map(mesh=rows, in_specs=(SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
-def in_zigzag(q, k, v):
-    rank, half = lax.axis_index("context"), len(q) // 2
-    own = jnp.tril(jnp.ones((half, half), bool))
-    early = seen(q[:half], k[:half], v[:half], own)
-    late = seen(q[half:], k[half:], v[half:], own) + seen(q[half:], k[:half], v[:half])
-    for step in range(1, n):
-        k, v = passed_on((k, v))
-        late += seen(q[half:], k[:half], v[:half])
-        before = (rank - step) % n < rank
-        more = seen(*(jnp.where(before, x[:half], x[half:]) for x in (q, k, v)))
-        early += jnp.where(before, more, 0)
-        late += jnp.where(before, 0, more)
-    total = jnp.concatenate([early, late])
-    return total[:, :-1] / total[:, -1:]
-
-
-assert equal(in_zigzag(q[zigzag], k[zigzag], v[zigzag]), whole[zigzag])
-
-# %% [markdown]
-# Counted in what XLA compiled, for each device, beside a device that had a quarter of the causal half to do. Of $4n$ squares of half by half
-# $2n+1$ are left, and with more ranks it comes near to one half:
-
-# %%
-flops = {f.__name__: f.lower(q, k, v).compile().cost_analysis()["flops"] for f in (in_order, in_zigzag)}
-share = 4 * width * tokens * (tokens + 1) / 2 / n
-for name, found in flops.items():
-    print(f"{name:10} {found / 1e6:6.1f} MFLOP a device, {found / share:.2f} of its share")
-ratio = flops["in_zigzag"] / flops["in_order"]
-assert abs(ratio - (2 * n + 1) / (4 * n)) < 0.01
-
-# %% [markdown]
-# `parallel.context_strategy=ring` does this in each layer, forward and backward, with the attention kernel of the device. The losses are those
-# above, and a picture of the batch tells who holds which tokens.
+# Cut like this rank 3 has four times as much to see as rank 0. `parallel.context_strategy=ring` gives each rank an early and a late chunk in
+# place of one, and does this in each layer, forward and backward, with the device's attention kernel. The losses are those above.
 
 # %%
 ring = mt.Program(mt.load(base, ["mesh.context=4", "parallel.context_strategy=ring"]))
@@ -521,65 +476,10 @@ assert abs(float(metrics["loss"]) - losses["one device"][0]) < 1e-5
 mt.show(batch["tokens"])
 
 # %% [markdown]
-# ## A block of our own
-#
-# GPT-J and PaLM (Chowdhery et al. 2022, section 2) feed attention and the MLP from *one* norm. As a hook that is three lines, with
-# the same `enter`; the two branches leave by themselves. It is right on every mesh:
-
-
-# %%
-def parallel_block(block, x, sequence, collectives, dropout):
-    h = collectives.enter(block.attention_norm(x))
-    return x + block.attention(h, sequence, collectives, dropout) + block.mlp(h, collectives)
-
-
-after = {}
-for name, program in programs.items():
-    replaced = mt.Program(program.config, program.mesh, block=parallel_block)
-    after[name] = float(replaced.eval_step(trained[name], replaced.place(data.batch(4))))
-    print(f"{name:18} {after[name]:.4f}")
-usual = float(programs["one device"].eval_step(trained["one device"], programs["one device"].place(data.batch(4))))
-assert max(after.values()) - min(after.values()) < 1e-5 and abs(after["tensor 4"] - usual) > 1e-4
-
-# %% [markdown]
-# One norm means one $f$: backward a layer sums once, not twice. Forward the two sums no longer wait for each other, and XLA makes one
-# message of them. Of the bytes a quarter goes, of the messages half.
-
-# %%
-replaced = mt.Program(programs["tensor 4"].config, block=parallel_block)
-fewer = CompiledCollectives(c for c in replaced.collectives() if c.loops)
-assert fewer.traffic["tensor"] == 0.75 * of_layers["tensor 4"].traffic["tensor"]
-assert sum(c.times for c in fewer) == 0.5 * sum(c.times for c in of_layers["tensor 4"])
-fewer
-
-# %% [markdown]
-# And whoever forgets `leave`? Each device would add its own part to a stream that must be the same everywhere, train, and be wrong
-# without a word. The types know better: what comes out still differs over `tensor`. The refusal comes when the program is made, on
-# a mesh of one device too, before anything runs.
-
-
-# %%
-def forgetful_block(block, x, sequence, collectives, dropout):
-    x = x + block.attention(collectives.enter(block.attention_norm(x)), sequence, collectives, dropout)
-    h = collectives.enter(block.mlp_norm(x))
-    return x + jax.nn.silu(h @ block.mlp.up[...]) @ block.mlp.down[...]
-
-
-refused = {}
-for name in ("one device", "tensor 4"):
-    try:
-        mt.Program(programs[name].config, block=forgetful_block)
-    except mt.ConfigError as error:
-        refused[name] = str(error)
-assert refused["one device"] == refused["tensor 4"]
-print(refused["tensor 4"])
-
-# %% [markdown]
 # ## Things to try
 # - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum, so XLA drops that
 #   all-reduce, and the assert on `of_weights` says so.
 # - Leave `psum` out of `columns_then_rows`: `shard_map` refuses, since the result may vary over `tensor`.
-# - Mend `forgetful_block` with one call, and give it the missing gate (`block.mlp.gate`): its losses become those of the built-in block.
 # - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data` are added, and
 #   what the layers send over `tensor` is half as large, since each data rank has half the rows.
 # - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join what is summed

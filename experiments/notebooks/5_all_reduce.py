@@ -345,38 +345,6 @@ for r in ranks:
     assert r.bit_count() == 1 or "butterfly" not in taken[r]
 
 # %% [markdown]
-# Textbooks say: trees for small vectors, rings for large ones. That is so where the ranks are no power of two (for 48 the ring comes beyond
-# the table). For a power of two the butterfly has as few steps as the tree and as few bytes as the ring: in this model neither ever beats it,
-# and no vector is large enough to bring the ring back. What does is left out of the model: links are shared. On a torus the messages of
-# the butterfly's far partners pass over the wires of the ranks between them, while the ring speaks to neighbours only.
-
-# %%
-assert all(algorithms.butterfly(ALL_REDUCE, machine, s) < algorithms.ring(ALL_REDUCE, machine, s) for s in sizes)
-torus = dataclasses.replace(sixteen, topology="torus")
-meet = crossing("butterfly", "ring", torus)
-assert meet > 0 and algorithms.butterfly(ALL_REDUCE, torus, 2 * meet) > algorithms.ring(ALL_REDUCE, torus, 2 * meet)
-print(f"16 ranks on a torus: the ring is ahead of the butterfly from {meet / 1e6:.1f} MB on")
-
-# %% [markdown]
-# And of a real run: Llama-3 8B on 6 × 8 × 2 H100s, the largest of what it sends of each kind, and the way that the planner takes for it.
-# On GPUs it takes what NCCL has: rings, trees, and switches that sum (NVLS), the first two in three protocols. `LL` sends a flag beside
-# every 4 bytes, which is quick and takes half of the wire; `Simple` fills the wire and waits for a fence; `LL128` stands between
-# (`meshtrain/cluster/nccl.py`).
-
-# %%
-overrides = ["mesh.data=6", "mesh.tensor=8", "train.global_batch_size=48", "parallel.zero_stage=0"]
-plan = mt.plan(mt.load("../configs/llama3_8b.yaml", overrides), "h100")
-largest = {(f.axis, f.kind): f for f in sorted(plan.transfers, key=lambda f: f.sent) if f.axis in ("data", "tensor")}
-for f in largest.values():
-    costs = algorithms.all_of(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes)
-    way = min(costs, key=costs.get)
-    print(f"{f.axis:7}{f.kind:15}{f.nbytes / 2**20:9.1f} MiB on {f.size} ranks: {way:12}{f.count:4} × {f.what}")
-assert (
-    min(costs, key=costs.get)
-    == algorithms.best(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes).algorithm
-)
-
-# %% [markdown]
 # ## Why one `psum` stays
 # The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the size when it runs: NCCL on
 # GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between its start and its end; fourteen messages, each
@@ -386,40 +354,6 @@ assert (
 only = collectives(programs["psum"], flat)
 assert [c.kind for c in only] == ["all-reduce"] and only[0].bytes == S and only[0].sent == theory["ring"][1]
 only
-
-# %% [markdown]
-# There is a second reason, and JAX tells it by itself. The type of a `psum` says that its value is the same on all ranks; the type of what came by
-# messages cannot. A function that promises the same value everywhere (`out_specs` without the axis) may end with the one, not with the other.
-# On that knowledge the backward pass of tensor parallelism rests (`meshtrain/parallel/tensor.py`).
-
-# %%
-row = jax.ShapeDtypeStruct((8 * N,), np.float32)
-everywhere = {"mesh": flat, "in_specs": PartitionSpec("rank"), "out_specs": PartitionSpec()}
-jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "rank"), **everywhere)).lower(row)
-try:
-    jax.jit(jax.shard_map(ring, **everywhere)).lower(row)
-except ValueError as error:
-    refused = str(error)
-assert "replicated" in refused
-print("psum: taken; ring: refused, since JAX cannot infer that its value is replicated")
-
-# %% [markdown]
-# Last, what *cannot* be seen here. Fake devices share the processor's cores and its memory: there are no links, and a clock measures all
-# ranks' work together, which is least for whoever copies least. The order below says nothing of a cluster.
-
-# %% tags=["varies"]
-import time
-
-large = np.ones((8, 2**19), np.float32)
-for name, (all_reduce, mesh) in {**ways, "psum": (lambda row: jax.lax.psum(row, "rank"), flat)}.items():
-    _, compiled = run(all_reduce, mesh, large)
-    placed = jax.device_put(large, compiled.input_shardings[0][0])
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        compiled(placed).block_until_ready()
-        took.append(time.perf_counter() - began)
-    print(f"{name:14}{min(took) * 1e3:7.1f} ms for 2 MiB a rank on fake devices")
 
 # %% [markdown]
 # ## Things to try

@@ -10,7 +10,7 @@ import math
 
 import matplotlib.pyplot as plt
 import numpy as np
-from plan import calibrate, published, sources
+from plan import sources
 
 import meshtrain as mt
 from meshtrain.plan import advice, failures, scaling, traffic
@@ -112,34 +112,6 @@ print(f"the H100 has {richer:.2f} times the peak, and is {faster:.2f} times as f
 assert all(p.fits for p in on.values()) and faster < richer
 
 # %% [markdown]
-# Faster devices are harder to feed. Memory and links have grown less than the peak, the products reach less of it, and the bubble is the
-# same share.
-
-# %%
-grown = {"peak": richer}
-grown["memory bandwidth"], grown["network"] = (
-    get(on["h100"].cluster) / get(on["a100-80"].cluster)
-    for get in (lambda c: c.accelerator.bandwidth, lambda c: c.links.rail.bandwidth)
-)
-print(", ".join(f"{what} x {times:.2f}" for what, times in grown.items()))
-assert max(grown, key=grown.get) == "peak"
-assert np.isclose(on["h100"].bubble_fraction, on["a100-80"].bubble_fraction, rtol=0.02)
-
-# %% [markdown]
-# ## Fewer devices, longer
-# The same batch on 1,024 to 8,192 A100s: days fall, device-hours rise. Narayanan et al. 2021 (section 5.1) work out 34 days for 1,024
-# A100s, from a measured 140 TFLOP/s, all activations recomputed.
-
-# %%
-start = mt.load(gpt3, ["mesh.data=16", "parallel.microbatches=96"])
-sizes = scaling.strong(start, on["a100-80"].cluster, most=8192)
-days, hours = zip(*((d := 300e9 / s.plan.tokens_per_second / 86400, d * 24 * s.devices) for s in sizes), strict=True)
-for s, d, h in zip(sizes, days, hours, strict=True):
-    print(f"{s.devices:5} A100: {d:5.1f} days, {h / 1e6:.2f} million device-hours, fits: {s.plan.fits}")
-assert list(days) == sorted(days, reverse=True) and list(hours) == sorted(hours)
-assert sizes[-1].devices == 8192 and np.isclose(sizes[-1].plan.seconds, on["a100-80"].seconds)
-
-# %% [markdown]
 # ## Where scaling ends
 # Llama-3 8B again, with its batch of 128 sequences, on more and more devices. Amdahl (1967): if a share $s$ of the first step does not
 # shrink, $n$ times as many devices reach an efficiency of $1 / (1 + s(n-1))$. The plan names that share: collectives over data, bubble,
@@ -207,29 +179,6 @@ again = search(small, scaling.grown(plan.cluster, 512), devices=512).plans[0]
 each = again.tokens_per_second / again.devices / (plan.tokens_per_second / plan.devices)
 print(f"{layout(again.config)}\nefficiency {each:.2f} in place of {reached[-1]:.2f}")
 assert reached[-1] + 0.2 < each < 1
-
-# %% [markdown]
-# ## A batch that grows
-# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses what rings with a step for
-# each rank cost, and what all hosts wait for the slowest of them, by a law of one number (0.7% of a host's work, times $\sqrt{2 \ln n}$ of $n$
-# hosts) that came of other series:
-
-# %%
-weak = scaling.weak(small, plan.cluster)
-print(f"efficiency at {weak[-1].devices:,} devices: {weak[-1].efficiency:.3f}")
-assert 0.96 < weak[-1].efficiency < 0.995
-
-# %% [markdown]
-# Published weak scaling from 8 to 128 H100s (torchtitan, pure data parallel), which that number did not come of, says how good the law is: some of
-# what is lost it does not know, such as congestion.
-
-# %%
-runs = {run.name: run for run in (*published.FITTED, *published.HELD_OUT) if run.source == "torchtitan"}
-for name in ("8B", "8B compiled"):
-    few, many = runs[name], runs[name.replace("8B", "8B on 128")]
-    lost, foreseen = 1 - few.seconds / many.seconds, 1 - few.predicted() / many.predicted()
-    print(f"{name:12} lost from 8 to 128 devices: {lost:.1%} measured, {foreseen:.1%} planned")
-    assert foreseen < lost < 0.05
 
 # %% [markdown]
 # ## Tensor within a node, data across
@@ -327,19 +276,6 @@ print(f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_o
 assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 
 # %% [markdown]
-# A fit knows the clusters and the code of its sources. The harder test leaves a whole source out; here MaxText's rows on H100s, which is the one
-# that compiles with XLA, as a run of this package would:
-
-# %%
-maxtext = sources.of_family("Hopper")["MaxText"]
-errors = {"fitted": [run.predicted() / run.seconds - 1 for run in maxtext]}
-without = calibrate.fit(sources.fitted_on("Hopper", without="MaxText"))
-errors["left out"] = [calibrate.predict(run, without) / run.seconds - 1 for run in maxtext]
-for kind, found_errors in errors.items():
-    print(f"{kind:9} {', '.join(f'{error:+.1%}' for error in found_errors)}")
-assert np.abs(errors["fitted"]).max() < np.abs(errors["left out"]).max() < 0.1
-
-# %% [markdown]
 # `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of single steps. Meta's model card of
 # Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over 15 trillion tokens:
 
@@ -352,7 +288,7 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
 # %% [markdown]
 # So read a plan as what undisturbed steps of this program take. It knows nothing of restarts, evaluations, experiments or slow data, and
 # who trains 8B may care for other things than MFU. Memory is more certain than time: against XLA's own analysis of compiled steps mostly
-# within a few percent; packed sequences under a pipeline are planned a fifth too high (`experiments/README.md`, "Planner").
+# within a few percent; packed sequences under a pipeline are planned a fifth too high (`docs/benchmarks.md`, "Planner").
 #
 # ## Things to try
 # - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is

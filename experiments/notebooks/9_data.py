@@ -3,7 +3,7 @@
 #
 # Which text does step 1,000 train on? Here it is a function of the seed and the number 1,000, and of nothing else: not of the mesh, the
 # number of processes, or how often the run was stopped. This notebook follows text into shards, shards into rows and rows into batches, shuffles a
-# billion rows without storing an order, packs documents side by side, mixes sources, and ends with a run that notices that its text has changed.
+# billion rows without storing an order, packs documents side by side, and ends with a run that notices that its text has changed.
 
 # %%
 import json
@@ -196,24 +196,6 @@ far = permute(np.array([0, 1, 2]), 10**12, key_of(0, "rows", 0))
 print("rows 0, 1, 2 of 10^12 come from", *far)
 
 # %% [markdown]
-# Does it look like chance? Points without a pattern, another picture for another epoch. And one number: a random permutation leaves on
-# average one point where it is, whatever its size, with variance one.
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(6, 3), sharey=True)
-for epoch, panel in enumerate(panels):
-    panel.plot(permute(np.arange(400), 400, key_of(0, "windows", epoch)), ".", color="black", markersize=2)
-    panel.set(title=f"epoch {epoch}", xlabel="place in the order")
-panels[0].set_ylabel("row of the text")
-plt.tight_layout()
-plt.show()
-
-places, keys = np.arange(400), 2000
-fixed = np.mean([(permute(places, 400, key_of(seed)) == places).sum() for seed in range(keys)])
-assert abs(fixed - 1) < 3 / np.sqrt(keys)
-print(f"fixed points: {fixed:.2f} on average over {keys} orders")
-
-# %% [markdown]
 # ## An epoch
 # So every row comes once before any comes twice. With `data.last: pad` no token is left out: the labels of one epoch are those of the
 # text, each as often as it stands there.
@@ -326,40 +308,6 @@ print(f"{len(documents)} documents: {together:.1f} packed, {separate:.1f} apart,
 assert np.isclose(together, separate, rtol=1e-5) and not np.isclose(together, blind, rtol=1e-4)
 
 # %% [markdown]
-# ## A mixture
-# Several sources in given shares: which source a row comes from is computed from its number too. In each block of 4,096 rows every source has
-# its share exactly, in a drawn order; drawn one by one, a share $p$ would be off by $\sqrt{p(1-p)/4096}$.
-
-# %%
-write("numerals", {digit: digit * 50 for digit in "0123456789"})
-mixture = {"mixture": ["letters", "numerals"], "weights": [0.7, 0.3]}
-mixed, _ = mt.open_data(config("mixture", **mixture))
-for row in mixed.batch(0)["tokens"]:
-    print(readable(row))
-
-# %%
-numbers = np.arange(3 * 4096)
-source, item = mixed.batches.draw.at(numbers)
-shares = np.bincount(source[:4096]) / 4096
-assert (np.abs(shares - [0.7, 0.3]) < 1 / 4096).all()
-assert (np.bincount(source[4096:8192]) == np.bincount(source[:4096])).all()
-# the rows of each source come one after the other, none left out
-assert all((np.sort(item[source == s]) == np.arange((source == s).sum())).all() for s in (0, 1))
-# and the batches hold what was drawn
-firsts = np.concatenate(
-    [[set(readable(r)) - {"·"} <= set("0123456789") for r in mixed.batch(k)["labels"]] for k in range(50)]
-)
-assert (firsts == source[: len(firsts)]).all()
-
-figure, panel = plt.subplots(figsize=(6, 2.6))
-panel.plot(numbers + 1, np.cumsum(source == 1) / (numbers + 1), color="black", lw=1)
-panel.axhline(0.3, color="grey", lw=0.8)
-panel.set(xscale="log", xlabel="rows", ylabel="share of numerals", ylim=(0, 1.05))
-plt.tight_layout()
-plt.show()
-print(f"numerals: {shares[1]:.4f} of every 4,096 rows; by chance alone 0.3 ± {np.sqrt(0.3 * 0.7 / 4096):.4f}")
-
-# %% [markdown]
 # ## What is held out
 # Whether a document is held out depends on its name alone. So none moves from one side to the other when more text comes.
 
@@ -415,7 +363,7 @@ assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.
 # ## Things to try
 # - `opened("budget")`: batches of equally many tokens, more rows the shorter the documents. What happens to the padding, what to the shapes?
 # - Change the signs in `network` but not in `undone`, or let $F$ read the digit that it changes: which assert finds it?
-# - Two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`), then draw the picture of an epoch again: what do you see?
+# - Draw the points (k, the row of batch k) of an epoch, then with two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`).
 # - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a compilation each)?
 # - `data.source: stdlib` in `config`, `sequence_length` 1024: how many tokens are in an epoch, and how many of them does `last: drop` leave out?
-# - Give the mixture the weights $[0.999, 0.001]$ and `numerals` comes in 4 of 4,096 rows. How often has all of `letters` come by then?
+# - `data.source: {mixture: [letters, numbers], weights: [0.999, 0.001]}`: how often has all of `letters` come by the time `numbers` has once?
