@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14 Use: a model that goes on with a text, and one that sees
-#
-# First a tiny model learns lines of text, and goes on with others: the prompt is read at once (prefill), then a token is chosen at a time
-# (decode), and keys and values are kept so that nothing is computed twice. Then a Vision Transformer learns to read digits, from images that
-# are moved, turned and mixed as they come. Every claim is held against the numbers.
+# First a tiny model learns lines of text, and goes on with others: the prompt is read at once (prefill), then a token
+# is chosen at a time (decode), and keys and values are kept so that nothing is computed twice. Then a Vision
+# Transformer learns to read digits, from images that are moved, turned and mixed as they come. Every claim is held
+# against the numbers.
 
 # %%
 import json
@@ -39,8 +39,8 @@ def trained(config):
 
 # %% [markdown]
 # ## Text
-# Lines that say of ten things which colour they have, in any order, a byte a token. After a few hundred steps the model knows how a word is
-# spelled and which colour a thing has, and that any thing may come next.
+# Lines that say of ten things which colour they have, in any order, a byte a token. After a few hundred steps the
+# model knows how a word is spelled and which colour a thing has, and that any thing may come next.
 
 # %% tags=["varies"]
 COLOURS = {
@@ -66,9 +66,9 @@ trained(mt.load(text))
 
 # %% [markdown]
 # ### Prefill and decode
-# A slot holds one sequence: its keys and values in every layer, key/value heads over `tensor`, slots over `data`. Prefill reads the whole prompt
-# and chooses the token behind it; each decode step reads one token and chooses the next. What is kept is as large as the positions, whatever
-# stands in them:
+# A slot holds one sequence: its keys and values in every layer, key/value heads over `tensor`, slots over `data`.
+# Prefill reads the whole prompt and chooses the token behind it; each decode step reads one token and chooses the
+# next. What is kept is as large as the positions, whatever stands in them:
 
 # %%
 opened = open_model("lines", slots=2, length=64)
@@ -103,9 +103,10 @@ assert ids[len(prompt) :] == chosen and bytes(chosen).startswith(b" black.\n")
 
 # %% [markdown]
 # ### How a token is chosen
-# Behind `.⏎` any of eight things may follow. Temperature 0 takes the likeliest; 1 draws from the distribution that was learned; more makes all
-# tokens more alike, until words fall apart. `top_k` and `top_p` leave the unlikely ones out first. The random number follows from the seed and
-# the position alone, so the same seed says the same again, whatever else runs beside it.
+# Behind `.⏎` any of eight things may follow. Temperature 0 takes the likeliest; 1 draws from the distribution that was
+# learned; more makes all tokens more alike, until words fall apart. `top_k` and `top_p` leave the unlikely ones out
+# first. The random number follows from the seed and the position alone, so the same seed says the same again, whatever
+# else runs beside it.
 
 
 # %%
@@ -153,12 +154,13 @@ print(f"{sum(right)} of {len(right)} colours are right at temperature 1")
 engine.close()
 
 # %% [markdown]
-# `python -m meshtrain.generate lines --prompt "coal is"` does the same from a terminal, `python -m meshtrain.serve lines` for many at once.
+# `python -m meshtrain.generate lines --prompt "coal is"` does the same from a terminal, `python -m meshtrain.serve
+# lines` for many at once.
 #
 # ## Images
-# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 2 × 2 patches of 4 × 4 pixels;
-# each becomes a vector as a token does, with its place added, and the layers are those of the language model, but that every patch sees
-# every other.
+# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 2 ×
+# 2 patches of 4 × 4 pixels; each becomes a vector as a token does, with its place added, and the layers are those of
+# the language model, but that every patch sees every other.
 
 # %%
 CHANGES = {
@@ -198,8 +200,9 @@ print({name: (x.shape, str(x.dtype)) for name, x in train.batch(0).items()})
 
 # %% [markdown]
 # ### As training sees them
-# Below, the first images of batch 0, changed in five ways. What happens to an image follows from the seed, the batch and its row: the second
-# row of pictures is the first, moved. A mixed image has two classes, and the share of each in the loss is that of its pixels.
+# Below, the first images of batch 0, changed in five ways. What happens to an image follows from the seed, the batch
+# and its row: the second row of pictures is the first, moved. A mixed image has two classes, and the share of each in
+# the loss is that of its pixels.
 
 # %%
 figure, axes = plt.subplots(len(CHANGES), 10, figsize=(9, 5.4))
@@ -219,8 +222,8 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# To the number: cutmix leaves of the first image what its share says, and mixup is the blend of both. The partner is the image of the row
-# beside: 0 with 1, 2 with 3.
+# To the number: cutmix leaves of the first image what its share says, and mixup is the blend of both. The partner is
+# the image of the row beside: 0 with 1, 2 with 3.
 
 # %%
 plain, mixup, cutmix = batches().batch(0), batches(mixup=0.8).batch(0), batches(cutmix=1.0).batch(0)
@@ -266,7 +269,8 @@ plt.show()
 assert accuracies[-1] > 0.85
 
 # %% [markdown]
-# `mt.read_model` reads it on one device; what it says of the held-out digits is what the run has written. Whom does it take for whom?
+# `mt.read_model` reads it on one device; what it says of the held-out digits is what the run has written. Whom does it
+# take for whom?
 
 # %%
 model = mt.read_model("digits")

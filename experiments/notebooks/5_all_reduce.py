@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5 All-reduce by hand: ring, tree, butterfly, hierarchical, and when each wins
-#
-# Data parallelism ends every step with an all-reduce: each rank has a gradient, and all ranks need the sum. Here four ways to do it are
-# written out as messages between neighbours, `jax.lax.ppermute`, and compared with `jax.lax.psum`: what comes out, how many messages one
-# waits for, and how many bytes they carry, counted from the compiled program. A model of two numbers, latency and bandwidth, then says
-# which way is fastest at which size, and where the planner of this project changes from one to another.
+# Data parallelism ends every step with an all-reduce: each rank has a gradient, and all ranks need the sum. Here four
+# ways to do it are written out as messages between neighbours, `jax.lax.ppermute`, and compared with `jax.lax.psum`:
+# what comes out, how many messages one waits for, and how many bytes they carry, counted from the compiled program. A
+# model of two numbers, latency and bandwidth, then says which way is fastest at which size, and where the planner of
+# this project changes from one to another.
 
 # %%
 import meshtrain as mt
@@ -31,9 +31,9 @@ vectors = np.random.default_rng(0).standard_normal((8, N)).astype(np.float32)
 
 # %% [markdown]
 # ## Ring
-# Cut the vector into $n$ parts. In the first half, reduce-scatter, part after part travels once around the ring, and each rank that it
-# passes adds its own: after $n-1$ messages rank $i$ holds part $i$ of the sum. In the second half, all-gather, the finished parts travel
-# around once more. Each message is $S/n$ (Patarasuk & Yuan 2009).
+# Cut the vector into $n$ parts. In the first half, reduce-scatter, part after part travels once around the ring, and
+# each rank that it passes adds its own: after $n-1$ messages rank $i$ holds part $i$ of the sum. In the second half,
+# all-gather, the finished parts travel around once more. Each message is $S/n$ (Patarasuk & Yuan 2009).
 
 
 # %%
@@ -63,8 +63,9 @@ def ring(x, axis="rank"):
 
 # %% [markdown]
 # ## Tree
-# Pairs of ranks 1 apart add, then those 2 apart, then 4: rank 0 has the sum after $k = \lceil \log_2 n \rceil$ messages. The same way
-# back down tells everybody. Each message is the whole vector, and a rank that is not named in `ppermute` receives zeros.
+# Pairs of ranks 1 apart add, then those 2 apart, then 4: rank 0 has the sum after $k = \lceil \log_2 n \rceil$
+# messages. The same way back down tells everybody. Each message is the whole vector, and a rank that is not named in
+# `ppermute` receives zeros.
 
 
 # %%
@@ -84,15 +85,16 @@ def tree(x, axis="rank"):
 
 # %% [markdown]
 # ## Butterfly
-# Recursive halving, then recursive doubling. Partners $n/2$ apart exchange halves: each keeps one half and adds the partner's to it.
-# Then partners $n/4$ apart do so with what is left, and so on: $k$ messages of $S/2, S/4, \dots$ make the same reduce-scatter as the ring's
-# $n-1$. Doubling goes the way back (Thakur, Rabenseifner & Gropp 2005, section 4.5).
+# Recursive halving, then recursive doubling. Partners $n/2$ apart exchange halves: each keeps one half and adds the
+# partner's to it. Then partners $n/4$ apart do so with what is left, and so on: $k$ messages of $S/2, S/4, \dots$ make
+# the same reduce-scatter as the ring's $n-1$. Doubling goes the way back (Thakur, Rabenseifner & Gropp 2005, section
+# 4.5).
 
 
 # %%
-def butterfly(x, axis="rank", ranks=None):
-    """Among the first `ranks` of the axis, a power of two; all if not given."""
-    n, me = ranks or axis_size(axis), axis_index(axis)
+def butterfly(x, axis="rank"):
+    """Among ranks that are a power of two."""
+    n, me = axis_size(axis), axis_index(axis)
     partners = {far: [(i, i ^ far) for i in range(n)] for far in distances(n)}
     for far in reversed(partners):
         mine, halves = me // far % 2, x.reshape(2, -1)
@@ -105,8 +107,9 @@ def butterfly(x, axis="rank", ranks=None):
 
 # %% [markdown]
 # ## Hierarchical
-# Two nodes of four ranks: links within a node are fast, those between nodes slow. Reduce-scatter within each node, all-reduce of a
-# quarter with the like rank of the other node, all-gather within the node. It is the ring's two halves, on two axes.
+# Two nodes of four ranks: links within a node are fast, those between nodes slow. Reduce-scatter within each node,
+# all-reduce of a quarter with the like rank of the other node, all-gather within the node. It is the ring's two
+# halves, on two axes.
 
 
 # %%
@@ -146,8 +149,8 @@ for name, sums in ended.items():
 print(f"{', '.join(ended)}: the sum, and the same bits on all 8 ranks")
 
 # %% [markdown]
-# The same bits on all ranks is what training needs: replicas that differ by one bit drift apart. The same bits in all *ways* is more than
-# one gets, since each adds in an order of its own and floating-point addition is not associative.
+# The same bits on all ranks is what training needs: replicas that differ by one bit drift apart. The same bits in all
+# *ways* is more than one gets, since each adds in an order of its own and floating-point addition is not associative.
 
 # %%
 for name in ("tree", "butterfly", "hierarchical"):
@@ -186,9 +189,10 @@ assert all(sender != receiver for name in ways for _, pairs in messages(name) fo
 
 # %% [markdown]
 # ## Steps and bytes
-# A step costs latency; bytes cost time on the wire. Two counts of bytes matter: those that one waits for, a message of each step after
-# the other, and those that the busiest rank sends. In no way can every rank send fewer than $2S\frac{n-1}{n}$ (Patarasuk & Yuan 2009);
-# the tree's root sends the whole vector three times, while ever more ranks are idle.
+# A step costs latency; bytes cost time on the wire. Two counts of bytes matter: those that one waits for, a message of
+# each step after the other, and those that the busiest rank sends. In no way can every rank send fewer than
+# $2S\frac{n-1}{n}$ (Patarasuk & Yuan 2009); the tree's root sends the whole vector three times, while ever more ranks
+# are idle.
 
 # %%
 n, k = 8, 3
@@ -208,8 +212,8 @@ for name in ways:
     assert all(c.kind == "collective-permute" for c in collectives(programs[name], ways[name][1]))
 
 # %% [markdown]
-# The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where links are fast.
-# `collectives` tells the same by mesh axis: of its bytes, a seventh crosses between the nodes.
+# The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where
+# links are fast. `collectives` tells the same by mesh axis: of its bytes, a seventh crosses between the nodes.
 
 # %%
 sent = collectives(programs["hierarchical"], two_nodes)
@@ -217,39 +221,9 @@ assert sent.traffic == {"local": 1.5 * S, "node": 0.25 * S}
 sent
 
 # %% [markdown]
-# ## Six ranks
-# Machines come in powers of two, meshes do not: 6 data ranks, 12, 48. The ring and the tree above run as they are. The butterfly has
-# no partners for ranks 4 and 5: they first give their vectors to ranks 0 and 1, wait while four ranks do the butterfly, and are told the
-# sum at the end. That costs two whole vectors more.
-
-
-# %%
-def folded(x, axis="rank"):
-    n, me = axis_size(axis), axis_index(axis)
-    most = 2 ** (n.bit_length() - 1)
-    x += ppermute(x, axis, [(most + i, i) for i in range(n - most)])
-    x = butterfly(x, axis, most)
-    told = ppermute(x, axis, [(i, most + i) for i in range(n - most)])
-    return jnp.where(me >= most, told, x)
-
-
-six = Mesh(devices[:6], ("rank",))
-some = vectors[:6, : 12 * 300]
-s = some[0].nbytes
-print(f"{'6 ranks':14}{'steps':>6}{'waited for':>12}")
-expected = {"ring": (10, 2 * s * 5 // 6), "tree": (6, 6 * s), "butterfly": (6, 2 * s * 3 // 4 + 2 * s)}
-for name, all_reduce in {"ring": ring, "tree": tree, "butterfly": folded}.items():
-    sums, compiled = run(all_reduce, six, some)
-    assert (sums == sums[0]).all() and (np.abs(sums[0] - some.sum(0, dtype=np.float64)) <= bound[: sums.shape[1]]).all()
-    found = collectives(compiled, six)
-    waited = sum(c.bytes for c in found)
-    print(f"{name:14}{len(found):6}{waited / s:12.2f}")
-    assert (len(found), waited) == expected[name]
-
-# %% [markdown]
 # ## Seconds
-# The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$ more a byte, so a
-# program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
+# The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$
+# more a byte, so a program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
 # `meshtrain/cluster/algorithms.py`; here they meet what was just counted, on 8 H100s in one machine.
 
 # %%
@@ -272,9 +246,10 @@ seconds = sum(h.latency + c.bytes / h.bytes_per_second for c in sent for h in [f
 assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12)
 
 # %% [markdown]
-# The tree is another matter: the planner's sends $2S$ in all, ours waits for $6S$. It means the tree that NCCL has: the vector is cut into
-# many pieces that follow one another up and down, so that all levels work at once, over two trees, so that a rank that only listens in
-# one relays in the other (Sanders, Speck & Träff 2009). What the pieces themselves cost in latency, the formula leaves out.
+# The tree is another matter: the planner's sends $2S$ in all, ours waits for $6S$. It means the tree that NCCL has:
+# the vector is cut into many pieces that follow one another up and down, so that all levels work at once, over two
+# trees, so that a rank that only listens in one relays in the other (Sanders, Speck & Träff 2009). What the pieces
+# themselves cost in latency, the formula leaves out.
 
 # %%
 ours = len(messages("tree")) * alpha + sum(size for size, _ in messages("tree")) * beta
@@ -284,9 +259,10 @@ print(f"{S:,} bytes: {planned * 1e6:.2f} us in pieces, {ours * 1e6:.2f} us whole
 
 # %% [markdown]
 # ## When each wins
-# Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for example, where
-# $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$. Left: 6 ranks in one machine. Right:
-# 16 ranks on two machines, where the links between them are slower in both numbers.
+# Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for
+# example, where $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$.
+# Left: 6 ranks in one machine. Right: 16 ranks on two machines, where the links between them are slower in both
+# numbers.
 
 
 # %%
@@ -346,9 +322,9 @@ for r in ranks:
 
 # %% [markdown]
 # ## Why one `psum` stays
-# The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the size when it runs: NCCL on
-# GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between its start and its end; fourteen messages, each
-# waiting for the one before, it must keep.
+# The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the
+# size when it runs: NCCL on GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between
+# its start and its end; fourteen messages, each waiting for the one before, it must keep.
 
 # %%
 only = collectives(programs["psum"], flat)

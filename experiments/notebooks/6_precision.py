@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 6 Precision: a float16 overflow, the loss scale, bfloat16
-# Sixteen bits instead of thirty-two: half the memory, half the messages, faster matrix products. What is lost? We look at the three number formats, put the gradients of a real little model into float16, watch its loss scale at work while
-# steps overflow, and find out why the weights themselves stay in float32. At the end: losses of three precisions side by side,
-# the bytes that change, and how a run ends when its numbers do.
+# Sixteen bits instead of thirty-two: half the memory, half the messages, faster matrix products. What is lost? We look
+# at the three number formats, put the gradients of a real little model into float16, watch its loss scale at work
+# while steps overflow, and find out why the weights themselves stay in float32. At the end: losses of three precisions
+# side by side, the bytes that change, and how a run ends when its numbers do.
 
 # %%
 import meshtrain as mt
@@ -24,11 +25,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # %% [markdown]
 # ## Three number lines
-#
-# A float has one bit for its sign, $e$ for its exponent and $m$ for what follows the binary point. With $b = 2^{e-1} - 1$ the
-# largest is $(2 - 2^{-m})\,2^b$ and the smallest that still has all its bits is $2^{1-b}$; below, down to $2^{1-b-m}$, one bit after
-# the other goes (*subnormal* numbers). bfloat16 is float32 with the last 16 bits cut off; float16 gives 3 bits from the exponent
-# to the precision.
+# A float has one bit for its sign, $e$ for its exponent and $m$ for what follows the binary point. With $b = 2^{e-1} -
+# 1$ the largest is $(2 - 2^{-m})\,2^b$ and the smallest that still has all its bits is $2^{1-b}$; below, down to
+# $2^{1-b-m}$, one bit after the other goes (*subnormal* numbers). bfloat16 is float32 with the last 16 bits cut off;
+# float16 gives 3 bits from the exponent to the precision.
 
 # %%
 for dtype in DTYPES:
@@ -40,8 +40,8 @@ for dtype in DTYPES:
     print(f"{dtype:9} {e} + {m:2} bits: largest 2^{b + 1:<4} smallest 2^{1 - b} or 2^{1 - b - m} as subnormal")
 
 # %% [markdown]
-# So the two 16-bit formats fail in different ways. bfloat16 never runs out of range, but has 8 bits in all: next to 256 it
-# cannot count. float16 counts to 2048, but ends at 65504 and at $2^{-24}$.
+# So the two 16-bit formats fail in different ways. bfloat16 never runs out of range, but has 8 bits in all: next to
+# 256 it cannot count. float16 counts to 2048, but ends at 65504 and at $2^{-24}$.
 
 # %%
 assert jnp.bfloat16(256) + jnp.bfloat16(1) == jnp.bfloat16(256)
@@ -51,10 +51,9 @@ assert jnp.float16(2.0**-26) == 0 and jnp.bfloat16(2.0**-26) > 0
 
 # %% [markdown]
 # ## Gradients of a real model
-#
-# A little Llama reads bytes: the text of this project's license. `precision.compute` is the dtype of weights and activations in the
-# step; the masters stay float32. `program.gradients` gives the loss and `scale` times its gradient, and with `program.update` it
-# makes a step. Compiled apart, the gradients of each precision serve the whole notebook.
+# A little Llama reads bytes: the text of this project's license. `precision.compute` is the dtype of weights and
+# activations in the step; the masters stay float32. `program.gradients` gives the loss and `scale` times its gradient,
+# and with `program.update` it makes a step. Compiled apart, the gradients of each precision serve the whole notebook.
 
 # %%
 base = {
@@ -95,9 +94,10 @@ print(f"{len(true):,} numbers, {np.mean(true != 0):.1%} of them not 0")
 print(f"the largest {size.max():.2f}, the median {np.median(size):.1e}")
 
 # %% [markdown]
-# The loss is a mean over the batch, so what a token adds to the gradient is divided by the number of tokens: here 1,024. In a batch
-# of 4 million ($2^{22}$), as large models have it, the same 1,024 tokens would add only $2^{-12}$ of this. Micikevicius et al.
-# (2018, section 3.2) found the gradients of many networks at the lower end of float16, and the upper end empty.
+# The loss is a mean over the batch, so what a token adds to the gradient is divided by the number of tokens: here
+# 1,024. In a batch of 4 million ($2^{22}$), as large models have it, the same 1,024 tokens would add only $2^{-12}$ of
+# this. Micikevicius et al. (2018, section 3.2) found the gradients of many networks at the lower end of float16, and
+# the upper end empty.
 
 # %%
 in_4M = tokens / 2**22
@@ -126,9 +126,9 @@ assert lost["1,024"] < 0.01 < 0.1 < lost["4 M"]
 assert not np.any(size * 2.0**16 <= rounds_to_zero)
 
 # %% [markdown]
-# That was float32's gradient, rounded at the end. Computed in float16 throughout, small numbers are lost on the way as well. Times a
-# scale $s$ (a power of 2, so that nothing else is rounded) they are not, until the largest overflow. How wrong is the whole
-# gradient, $\|g - g_{32}\| / \|g_{32}\|$, for each $s$? Scales below 1 are larger batches.
+# That was float32's gradient, rounded at the end. Computed in float16 throughout, small numbers are lost on the way as
+# well. Times a scale $s$ (a power of 2, so that nothing else is rounded) they are not, until the largest overflow. How
+# wrong is the whole gradient, $\|g - g_{32}\| / \|g_{32}\|$, for each $s$? Scales below 1 are larger batches.
 
 # %%
 exponents = np.arange(-20, 30, 2)
@@ -152,9 +152,10 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# A valley more than 12 powers of 2 wide, with a wall on its right. On its floor float16 is 8 times as exact as bfloat16, for it has 3
-# bits more. bfloat16 does not care about $s$ at all. Without a scale a batch of 4 million tokens would train on a gradient that is
-# mostly not there: far more is lost on the way than rounding at the end would take.
+# A valley more than 12 powers of 2 wide, with a wall on its right. On its floor float16 is 8 times as exact as
+# bfloat16, for it has 3 bits more. bfloat16 does not care about $s$ at all. Without a scale a batch of 4 million
+# tokens would train on a gradient that is mostly not there: far more is lost on the way than rounding at the end would
+# take.
 
 # %%
 at = {int(x): i for i, x in enumerate(exponents)}
@@ -169,24 +170,23 @@ assert zeros[-12] > 2 * lost["4 M"] and zeros[16] == 0
 
 # %% [markdown]
 # ## The loss scale finds its place by itself
+# Nobody knows where the wall is, and it moves. So (Micikevicius et al. 2018, section 3.2; `meshtrain/precision.py`):
+# if loss and gradient norm are finite the step is taken; after `loss_scale_window` such steps in a row $s$ is doubled.
+# If not, the step is skipped and $s$ halved. We begin far too high, and grow soon, so that there is something to see.
 #
-# Nobody knows where the wall is, and it moves. So (Micikevicius et al. 2018, section 3.2; `meshtrain/precision.py`): if loss and
-# gradient norm are finite the step is taken; after `loss_scale_window` such steps in a row $s$ is doubled. If not, the step is
-# skipped and $s$ halved. We begin far too high, and grow soon, so that there is something to see.
-#
-# The loop is that of `meshtrain/step.py`: `factor` of the state's scale goes into the gradients, `update` does the rest.
+# The loop is that of `meshtrain/step.py`: `factor` of the state's scale goes into the gradients, `update` does the
+# rest.
 
 
 # %%
-def training(dtype, *changes, kept=lambda params: params):
-    """(state before, state after, metrics) of each step; `kept`: what becomes of the masters from one to the next."""
+def training(dtype, *changes):
+    """(state before, state after, metrics) of each step."""
     program = mt.Program(mt.load(base, [f"precision.compute={dtype}", *changes]))
     update = jax.jit(program.update)
-    state = start._replace(params=kept(start.params), scale=initial_scale(program.config.precision))
+    state = start._replace(scale=initial_scale(program.config.precision))
     for batch in batches:
         loss, tree = gradients[dtype](state.params, batch, state.step, factor(state.scale))
         after, metrics = update(state, Gradients(loss, tree))
-        after = after._replace(params=kept(after.params))
         yield state, after, {name: float(value) for name, value in metrics.items()}
         state = after
 
@@ -212,9 +212,8 @@ assert all(skipped[:3]) and not all(skipped[3:]) and max(np.diff(scales)) > 0
 
 # %% [markdown]
 # ## Sixty steps in three precisions
-#
-# Same weights, same batches, the loss scale where it begins by default ($2^{16}$). The curves lie on one another; what one can see
-# are the differences to float32. float16 stays nearer, as its gradient did.
+# Same weights, same batches, the loss scale where it begins by default ($2^{16}$). The curves lie on one another; what
+# one can see are the differences to float32. float16 stays nearer, as its gradient did.
 
 # %%
 losses = {dtype: np.array([metrics["loss"] for _, _, metrics in training(dtype)]) for dtype in DTYPES}
@@ -237,10 +236,10 @@ assert losses["bfloat16"][-10:].mean() < 0.7 * losses["bfloat16"][0]
 
 # %% [markdown]
 # ## Why the masters stay float32
-#
-# An update that is less than half the gap to the next number changes nothing, however often it comes. Adding 0.01 in bfloat16 a
-# thousand times ends at 4: from there the gap is $4 \cdot 2^{-7} = 0.031$, and 0.01 is less than half of it. The sums are wrong
-# before that too: the bends are powers of 2, where the gap doubles, and each 0.01 is rounded to another number of gaps.
+# An update that is less than half the gap to the next number changes nothing, however often it comes. Adding 0.01 in
+# bfloat16 a thousand times ends at 4: from there the gap is $4 \cdot 2^{-7} = 0.031$, and 0.01 is less than half of
+# it. The sums are wrong before that too: the bends are powers of 2, where the gap doubles, and each 0.01 is rounded to
+# another number of gaps.
 
 # %%
 sums = {
@@ -261,10 +260,10 @@ assert sums["bfloat16"][-1] == stuck == 4 and abs(sums["float32"][-1] - 10) < 1e
 
 # %% [markdown]
 # ## What is half as large
-#
-# On a mesh, by the planner: what is kept and sent in the compute dtype halves (attention's and the loss's own sums stay float32).
-# Masters and optimizer state do not. Weights are gathered over `data` in the compute dtype, but gradients are summed over it in `precision.reduce`, float32 unless one says otherwise:
-# so that traffic falls to three quarters, or with `reduce` to half.
+# On a mesh, by the planner: what is kept and sent in the compute dtype halves (attention's and the loss's own sums
+# stay float32). Masters and optimizer state do not. Weights are gathered over `data` in the compute dtype, but
+# gradients are summed over it in `precision.reduce`, float32 unless one says otherwise: so that traffic falls to three
+# quarters, or with `reduce` to half.
 
 # %%
 on_mesh = ["mesh.data=2", "mesh.tensor=2", "train.global_batch_size=8"]
@@ -296,11 +295,10 @@ CompiledCollectives(c for c in sent if c.sent > 1000)
 
 # %% [markdown]
 # ## When the numbers end
-#
-# In float32 and bfloat16 there is no scale to blame: a loss or a gradient that is not finite is past saving, and `mt.train` ends the
-# run before anything of that step is saved. Its `NumbersCheck` sees each step's metrics; here those of an absurd learning rate. Note that
-# the loss is still a number: the norms divide by the root of a mean that is infinite, all logits are 0, and the model guesses
-# ($\log 128$). Only the gradient knows.
+# In float32 and bfloat16 there is no scale to blame: a loss or a gradient that is not finite is past saving, and
+# `mt.train` ends the run before anything of that step is saved. Its `NumbersCheck` sees each step's metrics; here
+# those of an absurd learning rate. Note that the loss is still a number: the norms divide by the root of a mean that
+# is infinite, all logits are 0, and the model guesses ($\log 128$). Only the gradient knows.
 
 # %%
 absurd = ["optimizer.learning_rate=1e6", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 8 The planner: what fits, what it costs, where scaling ends
-# What will a run of 8, 70 or 175 billion parameters hold, send and take on hundreds or thousands of GPUs? The planner answers on a laptop,
-# without a device, from the model's shapes, the same placement and schedule that a run uses, and a description of a cluster. You will see
-# a layout that does not fit and what mends it, the best of all layouts, where more devices stop helping and why, what failures cost,
-# and how far all this is from what others have measured.
+# What will a run of 8, 70 or 175 billion parameters hold, send and take on hundreds or thousands of GPUs? The planner
+# answers on a laptop, without a device, from the model's shapes, the same placement and schedule that a run uses, and
+# a description of a cluster. You will see a layout that does not fit and what mends it, the best of all layouts, where
+# more devices stop helping and why, what failures cost, and how far all this is from what others have measured.
 
 # %%
 import math
@@ -20,7 +20,8 @@ from meshtrain.units import size
 
 # %% [markdown]
 # ## A plan
-# Llama-3 8B on 64 H100s, eight to a node. On the left what the fullest device holds, on the right where a step's time goes.
+# Llama-3 8B on 64 H100s, eight to a node. On the left what the fullest device holds, on the right where a step's time
+# goes.
 
 # %%
 small = mt.load("../configs/llama3_8b.yaml")
@@ -28,10 +29,10 @@ plan = mt.plan(small, "h100")
 plan
 
 # %% [markdown]
-# How much of this can one derive? With $N$ parameters, mixed precision and ZeRO-1 (Rajbhandari et al. 2020, section 3.1): float32 masters
-# and two moments, $12N$ bytes, over *all* devices; weights in bfloat16, $2N$, and gradients in float32, $4N$, over tensor and pipeline
-# only. And of floating-point operations a token takes $6N + 12\,L\,H\,Q\,T$ (Chowdhery et al. 2022, PaLM, appendix B), the embedding not
-# counted, being no product.
+# How much of this can one derive? With $N$ parameters, mixed precision and ZeRO-1 (Rajbhandari et al. 2020, section
+# 3.1): float32 masters and two moments, $12N$ bytes, over *all* devices; weights in bfloat16, $2N$, and gradients in
+# float32, $4N$, over tensor and pipeline only. And of floating-point operations a token takes $6N + 12\,L\,H\,Q\,T$
+# (Chowdhery et al. 2022, PaLM, appendix B), the embedding not counted, being no product.
 
 # %%
 held = {item.name: item.nbytes for item in plan.memory}
@@ -51,8 +52,8 @@ assert np.isclose(sum(seconds for _, seconds in plan.time.parts()), plan.seconds
 
 # %% [markdown]
 # ## What does not fit
-# 70 billion parameters on 512 H100s, only tensor parallel within the nodes and data parallel between them. The state fits easily. What
-# does not are the activations that 80 layers keep for the backward.
+# 70 billion parameters on 512 H100s, only tensor parallel within the nodes and data parallel between them. The state
+# fits easily. What does not are the activations that 80 layers keep for the backward.
 
 # %%
 large = {
@@ -67,8 +68,8 @@ assert not too_much.fits and max(too_much.memory, key=lambda item: item.nbytes).
 too_much
 
 # %% [markdown]
-# `advice` tries the steps that tend to help (a higher ZeRO stage, recomputation, more microbatches, another mesh), alone and combined, and
-# names the cheapest that fit. The command `python -m meshtrain.plan` says the same.
+# `advice` tries the steps that tend to help (a higher ZeRO stage, recomputation, more microbatches, another mesh),
+# alone and combined, and names the cheapest that fit. The command `python -m meshtrain.plan` says the same.
 
 # %%
 changes = advice.cheapest(too_much)
@@ -77,8 +78,9 @@ assert mended.fits
 print(advice.sentence(too_much, changes))
 
 # %% [markdown]
-# But small steps from a bad place lead to a mediocre one. `search` goes through *all* layouts of these devices: meshes, schedules,
-# microbatches, ZeRO stages, recomputation. It takes seconds, since what a choice does not change is computed once.
+# But small steps from a bad place lead to a mediocre one. `search` goes through *all* layouts of these devices:
+# meshes, schedules, microbatches, ZeRO stages, recomputation. It takes seconds, since what a choice does not change is
+# computed once.
 
 # %%
 found = search(mended.config, mended.cluster, devices=512)
@@ -90,8 +92,8 @@ print(f"\nthe mended layout takes {mended.seconds / found.plans[0].seconds:.2f} 
 
 # %% [markdown]
 # ## What it costs
-# GPT-3's shape (Brown et al. 2020, table 2.1) on 8,192 GPUs, 300 billion tokens, with a batch of 1,536 sequences (Narayanan et al. 2021,
-# section 5.1).
+# GPT-3's shape (Brown et al. 2020, table 2.1) on 8,192 GPUs, 300 billion tokens, with a batch of 1,536 sequences
+# (Narayanan et al. 2021, section 5.1).
 
 # %%
 gpt3 = {
@@ -113,9 +115,9 @@ assert all(p.fits for p in on.values()) and faster < richer
 
 # %% [markdown]
 # ## Where scaling ends
-# Llama-3 8B again, with its batch of 128 sequences, on more and more devices. Amdahl (1967): if a share $s$ of the first step does not
-# shrink, $n$ times as many devices reach an efficiency of $1 / (1 + s(n-1))$. The plan names that share: collectives over data, bubble,
-# optimizer.
+# Llama-3 8B again, with its batch of 128 sequences, on more and more devices. Amdahl (1967): if a share $s$ of the
+# first step does not shrink, $n$ times as many devices reach an efficiency of $1 / (1 + s(n-1))$. The plan names that
+# share: collectives over data, bubble, optimizer.
 
 # %%
 points = scaling.strong(small, plan.cluster)
@@ -135,7 +137,8 @@ for point, law in zip(points, amdahl, strict=True):
 assert np.allclose(reached[:3], amdahl[:3], rtol=0.015) and reached[3] < 0.75 * amdahl[3]
 
 # %% [markdown]
-# One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still has begun to
+# One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still
+# has begun to
 # *grow*. Count in device-seconds a step, and useful work is a floor that stays level; all else is lost.
 
 # %%
@@ -170,9 +173,9 @@ assert (
 )
 
 # %% [markdown]
-# It is the bubble. With fewer microbatches than stages (here one for two) every one of the 4 chunks of a stage waits for the other stage,
-# not only the first: $p - 1 + (v-1)\max(0, p-m)$ chunks of idleness, 4 in place of 1. So the end is one of *this layout*, not of the
-# model. Let us search again, on 512:
+# It is the bubble. With fewer microbatches than stages (here one for two) every one of the 4 chunks of a stage waits
+# for the other stage, not only the first: $p - 1 + (v-1)\max(0, p-m)$ chunks of idleness, 4 in place of 1. So the end
+# is one of *this layout*, not of the model. Let us search again, on 512:
 
 # %%
 again = search(small, scaling.grown(plan.cluster, 512), devices=512).plans[0]
@@ -210,16 +213,17 @@ assert (ours / over_data)[1:].min() > 10 and seconds.argmin() == 1
 assert 0.75 < rates[3] / rates[2] < 1
 
 # %% [markdown]
-# Why not across nodes? A layer's activations cross the tensor axis for every layer and microbatch; a weight's gradient crosses the data
-# axis once a step: 3 times less with 2 ranks, 900 times less with 32. The surprise is the GB/s: a link between nodes has a ninth of
-# NVLink's bandwidth, but the collective keeps four fifths of its speed when it leaves the node, since all eight devices, each with a
-# network card, carry a part. What makes 16 and 32 slow is rather that a rank that shares its sequences with fewer others has more of them
-# to send, and smaller products.
+# Why not across nodes? A layer's activations cross the tensor axis for every layer and microbatch; a weight's gradient
+# crosses the data axis once a step: 3 times less with 2 ranks, 900 times less with 32. The surprise is the GB/s: a
+# link between nodes has a ninth of NVLink's bandwidth, but the collective keeps four fifths of its speed when it
+# leaves the node, since all eight devices, each with a network card, carry a part. What makes 16 and 32 slow is rather
+# that a rank that shares its sequences with fewer others has more of them to send, and smaller products.
 #
 # ## Failures
-# Each device fails rarely, thousands together often. With a mean time $M$ between failures and a checkpoint that stops training for $C$,
-# little is lost at $\tau = \sqrt{2CM}$ (Young 1974); Daly (2006, equation 37) has further terms. First the rate: Llama 3 (Dubey et al.
-# 2024, section 3.3.4) counted 419 unexpected interruptions in 54 days on 16,384 GPUs, and the planner takes it from there.
+# Each device fails rarely, thousands together often. With a mean time $M$ between failures and a checkpoint that stops
+# training for $C$, little is lost at $\tau = \sqrt{2CM}$ (Young 1974); Daly (2006, equation 37) has further terms.
+# First the rate: Llama 3 (Dubey et al. 2024, section 3.3.4) counted 419 unexpected interruptions in 54 days on 16,384
+# GPUs, and the planner takes it from there.
 
 # %%
 thousands = on["h100"]
@@ -246,9 +250,10 @@ for write, style, name in ((copy, "k-", "copied to the host"), (whole, "k--", "w
     print(f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}")
 
 # %% [markdown]
-# The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest interval that costs half of one:
-# the store is shared. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints' at all: the restart, $R$ = 300 s, costs as much as they
-# do. So what would make it 90%, the "effective training time" that Llama 3's team reports to exceed?
+# The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest
+# interval that costs half of one: the store is shared. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints'
+# at all: the restart, $R$ = 300 s, costs as much as they do. So what would make it 90%, the "effective training time"
+# that Llama 3's team reports to exceed?
 
 # %%
 allowed = -math.log(0.9) * failures.mean_time_between(rate, 16384)
@@ -262,8 +267,8 @@ assert (1 - math.exp(-restart / between)) / lost > 0.4 and allowed > restart
 
 # %% [markdown]
 # ## How far off is it?
-# Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a collective,
-# ...) were *fitted* on published rows, 8 a source at most. By source, all published rows:
+# Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a
+# collective, ...) were *fitted* on published rows, 8 a source at most. By source, all published rows:
 
 # %%
 rows = sources.shipped()
@@ -276,8 +281,9 @@ print(f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_o
 assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 
 # %% [markdown]
-# `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of single steps. Meta's model card of
-# Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over 15 trillion tokens:
+# `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of
+# single steps. Meta's model card of Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B,
+# over 15 trillion tokens:
 
 # %%
 for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
@@ -286,9 +292,10 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
     assert told > hours
 
 # %% [markdown]
-# So read a plan as what undisturbed steps of this program take. It knows nothing of restarts, evaluations, experiments or slow data, and
-# who trains 8B may care for other things than MFU. Memory is more certain than time: against XLA's own analysis of compiled steps mostly
-# within a few percent; packed sequences under a pipeline are planned a fifth too high (`docs/benchmarks.md`, "Planner").
+# So read a plan as what undisturbed steps of this program take. It knows nothing of restarts, evaluations, experiments
+# or slow data, and who trains 8B may care for other things than MFU. Memory is more certain than time: against XLA's
+# own analysis of compiled steps mostly within a few percent; packed sequences under a pipeline are planned a fifth too
+# high (`docs/benchmarks.md`, "Planner").
 #
 # ## Things to try
 # - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import load
 from meshtrain.plan import Plan, named, plan, shapes
 
@@ -82,12 +83,13 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
 def main() -> None:
     """Prints the table, with each row's ratio to the first of its source."""
     bench.parser(__doc__).parse_args()
+    heads = ("   tokens", "layout" + 46 * " ", "reported", "planned", "of the first", "of the first")
+    rows = Table("source          ", *heads)
     first: dict[str, tuple[float, float]] = {}
     for source, length, layout, reported, by_plan in table():
-        of = first.setdefault(source, (reported, by_plan))
-        print(
-            f"{source:16} {length:9,}  {layout:52} {reported:8,.0f} {by_plan:8,.0f}   x {reported / of[0]:.3f} x {by_plan / of[1]:.3f}"
-        )
+        base = first.setdefault(source, (reported, by_plan))
+        shares = f"{reported / base[0]:.3f}", f"{by_plan / base[1]:.3f}"
+        rows.row(source, f"{length:,}", layout, f"{reported:,.0f}", f"{by_plan:,.0f}", *shares)
 
 
 if __name__ == "__main__":
