@@ -333,8 +333,6 @@ assert left == []
 # ## Things to try
 # - In `scenes`, let n2 say `"step": 9, "phase": "log"`, and then n1 the same: who is blamed when two are behind?
 # - Ask the judge about a thousand nodes, 999 of which fail as peers of one: is it found, and in how many milliseconds?
-# - Inject `asleep@8:1`, `loader@16:1` and `gil@24:1`, one after the other in one run: which hang is named, at which line of Python does the
-#   rank stand, and why does n1 not take part a third time?
+# - Inject `asleep@8:1`, `loader@16:1` and `gil@24:1`, one after the other in one run: which hang is named, at which
+#   line of Python does the rank stand, and why does n1 not take part a third time?
 # - `nan-always@12:1`: one restart with the ranks turned, then exit code 3. With `nan@12:1` the run goes on.
-# - `coordinator-lost@12:0`: the leader's node, which also holds JAX's coordinator, is gone. Who leads then?
-# - Set `survive.least: 3` and `survive.join_timeout: 10`, and lose a node: the run ends with 75. Start it again: it goes on.

@@ -207,5 +207,6 @@ assert [a.state for a in said if a.rule == said[0].rule] == ["firing", "resolved
 # - `telemetry.trace_at=[1]`: what does a step look like that touches its memory for the first time?
 # - The second run on 2 × 2 × 2: which parts of the plan grow, and does the trace say so too?
 # - Let a rank be late: in `resources/` its `phase_seconds` tell, though all ranks' steps take as long.
-# - From a terminal: `python -m meshtrain.report RUN --diagnose`, `python -m meshtrain.report RUN RUN2 --html page.html`,
-#   `python -m meshtrain.monitor RUN`. What links and devices give by themselves is measured by `python -m meshtrain.probe`.
+# - From a terminal: `python -m meshtrain.report RUN --diagnose`, `python -m meshtrain.report RUN RUN2 --html
+#   page.html`, `python -m meshtrain.monitor RUN`. What links and devices give by themselves is measured by `python -m
+#   meshtrain.probe`.

@@ -289,9 +289,10 @@ assert least("islands") > least("bfloat16") > least("int8") > least("int4") > le
 # quickstart's loss says of each.
 #
 # ## Things to try
-# - `built("mesh.islands=4")`: shards are twice as large, and across goes $2 \cdot 3/4$ of each. Where is the sum of both axes least?
-# - `parallel.reduce.over=islands` with `int8`: which of the two collectives is it now that sends bytes, and which float32?
-# - Set `parallel.sync.start` to 12 and train `alone` for 24 steps beside `islands`. Then with the published 0.7 and 0.9 from the first step on.
+# - `built("mesh.islands=4")`: shards are twice as large, and across goes $2 \cdot 3/4$ of each. Where is the sum of
+#   both axes least?
+# - `parallel.reduce.over=islands` with `int8`: which of the two collectives is it now that sends bytes, and which
+#   float32?
+# - Set `parallel.sync.start` to 12 and train `alone` for 24 steps beside `islands`. Then with the published 0.7 and
+#   0.9 from the first step on.
 # - Give `apart_by` 10 ms of latency in place of 50 µs, as between continents. Which lines move?
-# - `python -m experiments.communicate.crossing` has the same for a 70B model, and with overlap; `python -m
-#   experiments.communicate.parameter_server` sends to a server in place of each other.

@@ -304,4 +304,3 @@ plt.show()
 # - `patch_size: 2`, or 1: how many positions are there then, and how long does a step take?
 # - `model.kv_heads: 1` of the text model: how large is what is kept?
 # - A folder of your own images: `data.source: FOLDER`, with a folder for each class.
-# - `mt.load(short, ["mesh.data=2", "mesh.tensor=1"])`: the losses are the same to the last digits of float32.

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshtrain as mt
-from meshtrain.draw.picture import Picture
-from meshtrain.draw.svg import image
 from meshtrain.model.experts import route
 from meshtrain.model.slots import slots_of
 from meshtrain.plan import traffic
-from meshtrain.report.experts import ExpertLoads, picture
 
 mt.fake_devices(8)
 
@@ -131,16 +128,6 @@ assert max(row["expert_load"] for row in even_rows) > 3 and most < 1.3
 assert even_rows[0]["loss"] == free_rows[0]["loss"], "at first the bias is zero"
 
 # %% [markdown]
-# The load of each layer and expert after 200 steps, as `meshtrain report RUN --html FILE` draws it for a run: without
-# a rule, and with it.
-
-# %%
-drawings = [picture(ExpertLoads(200, tokens[-1])) for tokens in (free_tokens, even_tokens)]
-names = ("without a rule", "with a bias")
-shown = [f"<p>{name}</p>{image(drawing, name, 'width:420px')}" for name, drawing in zip(names, drawings, strict=True)]
-Picture("".join(shown), "loads by layer and expert, without a rule and with a bias")
-
-# %% [markdown]
 # ## No mesh changes it
 # The same first ten steps on four data ranks that share the experts, two on each (`mesh.expert: 4`): where experts lie
 # is no part of the model.
@@ -202,8 +189,9 @@ for name, tokens in {"without a rule": free_tokens[-1], "bias": even_tokens[-1]}
 
 # %% [markdown]
 # ## Things to try
-# - `"model.moe.balance=sequence", "model.moe.balance_weight=0.02"`: a loss over each sequence, the other rule that no mesh changes.
+# - `"model.moe.balance=sequence", "model.moe.balance_weight=0.02"`: a loss over each sequence, the other rule that no
+#   mesh changes.
 # - `bias_rate` 0.02: the bias overshoots, and loads swing about the mean.
 # - `"model.moe.shared_experts=1"`: an expert that every token takes, so that the others can specialise.
-# - `meshtrain plan --config ../configs/qwen3_30b_a3b.yaml`: what 128 experts over 16 GPUs send, and how long a step waits for it.
-# - `meshtrain train --config ../configs/moe_quickstart.yaml`, then `meshtrain report runs/moe_quickstart --html report.html`.
+# - `meshtrain plan --config ../configs/qwen3_30b_a3b.yaml`: what 128 experts over 16 GPUs send, and how long a step
+#   waits for it.

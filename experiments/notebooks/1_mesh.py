@@ -262,9 +262,9 @@ mt.show(logits)
 # %% [markdown]
 # ## Things to try
 # - `mesh.data=4`, `mesh.tensor=2`, `mesh.pipeline=1` in `settings`: the layers lie in one block, and the losses stay.
-# - `parallel.zero_stage=0` and look at `program.layout` again: nothing is split over data any more, and `formula` must lose its $D$. Notebook 3 is about it.
-# - `model.kv_heads=1`: one key/value head cannot be split over two tensor ranks. Which weights are whole on both now, and what is sent for their gradients?
-# - `parallel.sequence_parallel=true` in the run on (1, 8, 1): the all-reduces become gathers and scatters, with the same bytes.
-# - `parallel.schedule=interleaved`, `parallel.virtual_stages=2` and `uneven.layout.layer_at`: which stage holds which layers now?
-# - After `mt.train(odd)`: `mt.train(mt.load(settings, [..., "mesh.tensor=4", "mesh.data=1", "train.steps=8"]))` with the same `run.directory`
-#   and model goes on from step 6 on the other mesh, with the batches that follow.
+# - `parallel.zero_stage=0` and look at `program.layout` again: nothing is split over data any more, and `formula` must
+#   lose its $D$. Notebook 3 is about it.
+# - `model.kv_heads=1`: one key/value head cannot be split over two tensor ranks. Which weights are whole on both now,
+#   and what is sent for their gradients?
+# - `parallel.sequence_parallel=true` in the run on (1, 8, 1): the all-reduces become gathers and scatters, with the
+#   same bytes.

@@ -451,12 +451,10 @@ mt.show(batch["tokens"])
 
 # %% [markdown]
 # ## Things to try
-# - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum, so XLA drops that
-#   all-reduce, and the assert on `of_weights` says so.
+# - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum,
+#   so XLA drops that all-reduce, and the assert on `of_weights` says so.
 # - Leave `psum` out of `columns_then_rows`: `shard_map` refuses, since the result may vary over `tensor`.
-# - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data` are added, and
-#   what the layers send over `tensor` is half as large, since each data rank has half the rows.
-# - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join what is summed
-#   over `tensor`: `total` grows by about 12 KiB.
-# - Look at `mt.plan(mt.load("../configs/llama3_8b.yaml", ["mesh.tensor=8", "mesh.data=4"]), "h100")` with
-#   `parallel.sequence_parallel=false` and with the file's `true`: only one fits, and it also sends less between stages.
+# - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data`
+#   are added, and what the layers send over `tensor` is half as large, since each data rank has half the rows.
+# - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join
+#   what is summed over `tensor`: `total` grows by about 12 KiB.

@@ -268,11 +268,10 @@ mt.show({"q": blocks["attention"]["q"], "scale": blocks["attention_norm"]["scale
 
 # %% [markdown]
 # ## Things to try
-# - `optimizer.name=sgd` in `settings`: one momentum instead of two moments. Which 12 become 8, and which assertions notice?
+# - `optimizer.name=sgd` in `settings`: one momentum instead of two moments. Which 12 become 8, and which assertions
+#   notice?
 # - `train.sequence_length=128`: activations grow, and what ZeRO saves becomes a smaller share of a step.
-# - `model.d_model=60`, `model.heads=6`: eight ranks cannot divide some weights. `meshtrain.parallel.placement.notes(config)` says how they are padded;
-#   which assertions notice?
-# - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU backend sends float32 all the same:
-#   look at `dtype` in `sent`.
-# - `mesh.data=4`, `mesh.pipeline=2`, `parallel.microbatches=4`, `train.global_batch_size=16` with stages 1 and 3: a stage gathers its layers in every clock.
-# - Plans of `configs/llama3_8b.yaml` with `parallel.zero_stage` 0 to 3 on 1 to 1,024 devices: which floor does each stage leave, and why?
+# - `model.d_model=60`, `model.heads=6`: eight ranks cannot divide some weights.
+#   `meshtrain.parallel.placement.notes(config)` says how they are padded; which assertions notice?
+# - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU
+#   backend sends float32 all the same: look at `dtype` in `sent`.

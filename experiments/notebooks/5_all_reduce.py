@@ -246,18 +246,6 @@ seconds = sum(h.latency + c.bytes / h.bytes_per_second for c in sent for h in [f
 assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12)
 
 # %% [markdown]
-# The tree is another matter: the planner's sends $2S$ in all, ours waits for $6S$. It means the tree that NCCL has:
-# the vector is cut into many pieces that follow one another up and down, so that all levels work at once, over two
-# trees, so that a rank that only listens in one relays in the other (Sanders, Speck & Träff 2009). What the pieces
-# themselves cost in latency, the formula leaves out.
-
-# %%
-ours = len(messages("tree")) * alpha + sum(size for size, _ in messages("tree")) * beta
-planned = algorithms.tree(ALL_REDUCE, machine, S)
-assert np.isclose(ours - planned, (2 * k - 2) * S * beta, rtol=1e-9)
-print(f"{S:,} bytes: {planned * 1e6:.2f} us in pieces, {ours * 1e6:.2f} us whole")
-
-# %% [markdown]
 # ## When each wins
 # Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for
 # example, where $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$.
@@ -333,9 +321,11 @@ only
 
 # %% [markdown]
 # ## Things to try
-# - Four nodes of two, `devices.reshape(4, 2)`: a rank sends $1.75\,S$ as before. How many of them cross between nodes, and in how many steps?
-# - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each distance. $k$ steps and
-#   $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur et al. use it for short vectors.)
+# - Four nodes of two, `devices.reshape(4, 2)`: a rank sends $1.75\,S$ as before. How many of them cross between nodes,
+#   and in how many steps?
+# - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each
+#   distance. $k$ steps and $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur
+#   et al. use it for short vectors.)
 # - Let the ring turn the other way in one half only, or swap two partners of the butterfly: which assert finds it?
-# - Write the ring's messages as one in a `jax.lax.fori_loop`: `collectives` then shows one permute a half, and its `trips`.
-# - `named("tpu-v5p", 64)` in place of `h100` in the table: one latency, a torus. From which size on does the planner take the ring?
+# - Write the ring's messages as one in a `jax.lax.fori_loop`: `collectives` then shows one permute a half, and its
+#   `trips`.

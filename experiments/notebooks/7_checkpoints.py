@@ -256,9 +256,10 @@ assert np.isclose(found["run"], found["calm"], rtol=1e-5)
 
 # %% [markdown]
 # ## Things to try
-# - Flip a bit of `COMMIT`, of `digests.json`, of `manifest.json`: what does `verify` say of each? Which file stands for which?
+# - Flip a bit of `COMMIT`, of `digests.json`, of `manifest.json`: what does `verify` say of each? Which file stands
+#   for which?
 # - Damage all of 8, 16 and 24: the next start refuses, with exit code 2, rather than begin anew in silence.
-# - In `DYING`, die in `steps.publish` instead: everything is written, `COMMIT` too, but not the name. From which step does it go on?
-# - Rename `16` to `best`: it is a person's own then, never removed; `checkpoint.resume: run/checkpoints/best` starts another run from it.
-# - Send SIGTERM twice, or before the first step: which exit code, and what is there to go on from?
-# - `python -m meshtrain.checkpoint diff calm run`: which numbers differ after the other mesh, and by how much?
+# - In `DYING`, die in `steps.publish` instead: everything is written, `COMMIT` too, but not the name. From which step
+#   does it go on?
+# - Rename `16` to `best`: it is a person's own then, never removed; `checkpoint.resume: run/checkpoints/best` starts
+#   another run from it.

@@ -13,7 +13,7 @@ import numpy as np
 from plan import sources
 
 import meshtrain as mt
-from meshtrain.plan import advice, failures, scaling, traffic
+from meshtrain.plan import advice, failures, scaling
 from meshtrain.plan.report import layout
 from meshtrain.plan.search import reason, search
 from meshtrain.units import size
@@ -184,41 +184,6 @@ print(f"{layout(again.config)}\nefficiency {each:.2f} in place of {reached[-1]:.
 assert reached[-1] + 0.2 < each < 1
 
 # %% [markdown]
-# ## Tensor within a node, data across
-# The 70B model on 4 stages and 512 devices; tensor ranks are neighbours, so that from 16 on they leave the node of 8.
-
-# %%
-rows = []
-print("tensor  data   over tensor:  GiB     s   GB/s    over data: GiB     s    step")
-for tensor in (2, 4, 8, 16, 32):
-    data = 128 // tensor
-    settings = [
-        f"mesh.data={data}",
-        f"mesh.tensor={tensor}",
-        "mesh.pipeline=4",
-        "parallel.schedule=1f1b",
-        "parallel.remat=dots",
-    ]
-    settings.append(f"parallel.microbatches={512 // data}")
-    p = mt.plan(mt.load(large, settings), "h100")
-    sent = traffic.by_axis(p.transfers)
-    rate = sent["tensor"] / p.time.tensor / 1e9
-    rows.append((sent["tensor"], sent["data"], rate, p.seconds))
-    print(
-        f"{tensor:6}{data:6}{sent['tensor'] / 2**30:19.0f}{p.time.tensor:6.2f}{rate:7.0f}"
-        f"{sent['data'] / 2**30:19.1f}{p.time.data:6.2f}{p.seconds:8.2f}"
-    )
-ours, over_data, rates, seconds = np.array(rows).T
-assert (ours / over_data)[1:].min() > 10 and seconds.argmin() == 1
-assert 0.75 < rates[3] / rates[2] < 1
-
-# %% [markdown]
-# Why not across nodes? A layer's activations cross the tensor axis for every layer and microbatch; a weight's gradient
-# crosses the data axis once a step: 3 times less with 2 ranks, 900 times less with 32. The surprise is the GB/s: a
-# link between nodes has a ninth of NVLink's bandwidth, but the collective keeps four fifths of its speed when it
-# leaves the node, since all eight devices, each with a network card, carry a part. What makes 16 and 32 slow is rather
-# that a rank that shares its sequences with fewer others has more of them to send, and smaller products.
-#
 # ## Failures
 # Each device fails rarely, thousands together often. With a mean time $M$ between failures and a checkpoint that stops
 # training for $C$, little is lost at $\tau = \sqrt{2CM}$ (Young 1974); Daly (2006, equation 37) has further terms.
@@ -298,12 +263,12 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
 # high (`docs/benchmarks.md`, "Planner").
 #
 # ## Things to try
-# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is
-#   faster, but by less than its peak.
-# - Put a price on it: `dataclasses.replace(plan.cluster, price_per_device_hour=2.0)` as the second argument of `mt.plan`, then `.cost`.
-# - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The serial share is twice as
-#   large from the start, but the bubble no longer grows: on 512 devices this is the better of the two.
-# - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a fifth faster. What did it change?
-# - Give the nodes one network card in place of eight: `links.rail` with bandwidth 6.25, in a copy of `meshtrain/cluster/known/h100.yaml` with
-#   64 nodes, whose path `mt.plan` takes. Tensor 16 now takes more than twice as long, tensor 8 a fifth longer: that is the textbook's rule.
-# - Set `restart_seconds` to 30 in the cluster: the best interval stays, and 98.5% of the time of 8,192 devices counts in place of 97.2%.
+# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit;
+#   `advice.cheapest` mends it. The other is faster, but by less than its peak.
+# - Put a price on it: `dataclasses.replace(plan.cluster, price_per_device_hour=2.0)` as the second argument of
+#   `mt.plan`, then `.cost`.
+# - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The
+#   serial share is twice as large from the start, but the bubble no longer grows: on 512 devices this is the better of
+#   the two.
+# - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a
+#   fifth faster. What did it change?

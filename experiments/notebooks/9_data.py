@@ -286,25 +286,6 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# ## What is held out
-# Whether a document is held out depends on its name alone. So none moves from one side to the other when more text
-# comes.
-
-
-# %%
-def held_out(folder):
-    data = mt.open_data(config(folder, validation=0.2, batching="packed", last="pad"))[1]
-    return {letter for b in epoch_of(data) for letter in readable(b["labels"][b["weights"] > 0])} - {"·"}
-
-
-write("half", {letter: letter * 30 for letter in alphabet[:13]})
-before = held_out("half")
-write("half", {letter: letter * 30 for letter in alphabet[13:]})
-after = held_out("half")
-print(f"of 13 documents {', '.join(sorted(before))}; of 26 {', '.join(sorted(after))}")
-assert before == {letter for letter in after if letter <= "m"}
-
-# %% [markdown]
 # ## Text that has changed
 # One global order is worth nothing if the text under it is another. A checkpoint keeps the digest of what was read,
 # and a run goes on only with the same. Two steps, then one letter of one document is changed:
@@ -340,9 +321,11 @@ assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.
 
 # %% [markdown]
 # ## Things to try
-# - `opened("budget")`: batches of equally many tokens, more rows the shorter the documents. What happens to the padding, what to the shapes?
-# - Change the signs in `network` but not in `undone`, or let $F$ read the digit that it changes: which assert finds it?
-# - Draw the points (k, the row of batch k) of an epoch, then with two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`).
-# - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a compilation each)?
-# - `data.source: stdlib` in `config`, `sequence_length` 1024: how many tokens are in an epoch, and how many of them does `last: drop` leave out?
-# - `data.source: {mixture: [letters, numbers], weights: [0.999, 0.001]}`: how often has all of `letters` come by the time `numbers` has once?
+# - `opened("budget")`: batches of equally many tokens, more rows the shorter the documents. What happens to the
+#   padding, what to the shapes?
+# - Change the signs in `network` but not in `undone`, or let $F$ read the digit that it changes: which assert finds
+#   it?
+# - Draw the points (k, the row of batch k) of an epoch, then with two turns in place of six
+#   (`meshtrain.data.permutation.ROUNDS = 2`).
+# - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a
+#   compilation each)?
