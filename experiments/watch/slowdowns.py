@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ import psutil
 
 from experiments import bench
 from experiments.bench import Table
+from experiments.serving.servers import free_port
 
 SECONDS = 180  # that a run may take
 HOGS = 1  # busy processes a core
@@ -226,9 +226,7 @@ def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> d
 
 def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
     """One run, with all its processes; RuntimeError if it fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     directory.mkdir(parents=True)
     command = [sys.executable, "-m", "experiments.watch.slowdowns", "--child", kind.name]
     command += [str(directory / "run"), str(number)]
