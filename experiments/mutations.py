@@ -35,17 +35,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshtrain"
-COPIED = [
+COPIED = (
     "meshtrain",
     "tests",
     "experiments",
     "configs",
-    "README.md",
     "docs",
+    "README.md",
     "CONTRIBUTING.md",
     "pyproject.toml",
     ".ci",
-]
+)
 SUITES = {"quick": "not slow and not thorough", "thorough": "thorough"}
 TESTS = 64  # of a line that are run at most: of its own room first, three cases of each test before the others, the cheapest first
 CHEAP = 25.0  # processor seconds for all of them; the first is run whatever it costs

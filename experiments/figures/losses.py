@@ -16,13 +16,8 @@ from meshtrain.config.schema import RECIPES
 
 LAST = 50  # steps whose mean loss counts
 PARTS = 4  # of a row
-ALONE = [
-    "mesh.data=1",
-    "mesh.tensor=1",
-    "mesh.pipeline=1",
-    "parallel.sequence_parallel=false",
-    "parallel.schedule=auto",
-]
+ONE_DEVICE = ["mesh.data=1", "mesh.tensor=1", "mesh.pipeline=1"]
+ALONE = [*ONE_DEVICE, "parallel.sequence_parallel=false", "parallel.schedule=auto"]
 
 
 def losses(settings: Sequence[str], seed: int, steps: int) -> np.ndarray:

@@ -220,9 +220,10 @@ def sent(balancer: str, work: Path, status: int | None = None, requests: int = 2
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = "balancer,a was,requests,refused by a,lost on a,lost elsewhere,longest pause on b s,a answers again s"
+    counted = ("requests", "refused by a", "lost on a", "lost elsewhere")
+    head = ("balancer", "a was", *counted, "longest pause on b, s", "a answers again, s")
     cells = ([r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows)
-    return columns([head.split(","), *cells])
+    return columns([head, *cells])
 
 
 def main() -> int:

@@ -16,13 +16,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def of_kinds(found: list[dict[str, Any]]) -> str:
     """A line each kind and number of processes; times as median, worst in seconds, each from the moment of the one before."""
-    head = (
-        *["kind", "processes", "tried", "named", "wrong"],
-        *(f"{t} s" for t in TIMES),
-        "steps lost",
-        "loss off",
-        "load",
-    )
+    times = (f"{t} s" for t in TIMES)
+    head = ("kind", "processes", "tried", "named", "wrong", *times, "steps lost", "loss off", "load")
     rows, wrong = [], []
     for kind in sorted({one["kind"] for one in found}, key=lambda k: KINDS[k].number if k in KINDS else 0):
         for processes in sorted({one["processes"] for one in found if one["kind"] == kind}):

@@ -52,20 +52,16 @@ def mesh(data: int, tensor: int, pipeline: int) -> tuple[str, ...]:
     return (f"mesh.data={data}", f"mesh.tensor={tensor}", f"mesh.pipeline={pipeline}", f"run.fake_devices={devices}")
 
 
-# quickstart's model and batch, data parallel: nothing to be won by another layout.
-BASE = (
-    *[
-        "model.family=llama",
-        "model.layers=4",
-        "model.d_model=128",
-        "model.heads=8",
-        "model.kv_heads=4",
-        "model.d_ff=352",
-    ],
-    *["model.vocab_size=260", "data.source=stdlib", "data.tokenizer=byte", "train.global_batch_size=16"],
-    *["train.sequence_length=128", "checkpoint.every=20", "checkpoint.keep=1", "log.every=1", "telemetry.every=1"],
-    *("train.steps=40", "telemetry.trace_at=[30]", *mesh(2, 1, 1)),
-)
+# quickstart's model and batch.
+CONFIG = {
+    "model": {"layers": 4, "d_model": 128, "heads": 8, "kv_heads": 4, "d_ff": 352, "vocab_size": 260},
+    "data": {"source": "stdlib", "tokenizer": "byte"},
+    "train": {"steps": 40, "global_batch_size": 16, "sequence_length": 128},
+    "checkpoint": {"every": 20, "keep": 1},
+    "log": {"every": 1},
+    "telemetry": {"every": 1, "trace_at": [30]},
+}
+BASE = mesh(2, 1, 1)  # data parallel: nothing to be won by another layout
 
 # Runs of which nothing is to be said, one after the other.
 HEALTHY: tuple[tuple[str, ...], ...] = (
@@ -75,19 +71,11 @@ HEALTHY: tuple[tuple[str, ...], ...] = (
     ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
 )
 
-SHORT = (*["train.steps=8", "telemetry.trace_at=[]", "checkpoint.every=0"], *mesh(1, 1, 1))
 ODD_LENGTHS = (
-    *[
-        "data.batching=grouped",
-        "data.lengths=32",
-        "data.length_multiple=4",
-        "model.layers=1",
-        "model.d_model=32",
-        "model.d_ff=64",
-    ],
-    *SHORT,
+    *("data.batching=grouped", "data.lengths=32", "data.length_multiple=4", "model.layers=1", "model.d_model=32"),
+    *("model.d_ff=64", "train.steps=8", "telemetry.trace_at=[]", "checkpoint.every=0", *mesh(1, 1, 1)),
 )
-BUBBLE = (*mesh(1, 1, 2), *["parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1"])
+BUBBLE = (*mesh(1, 1, 2), "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1")
 TENSOR = ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1))
 DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
 RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
@@ -121,7 +109,7 @@ def child(kind: str, directory: str, number: int) -> int:
     settings = [*BASE, *_settings(KINDS[kind], number), f"run.directory={directory}"]
     if kind == "compiling":
         settings.append(f"data.source={_texts(Path(directory).parent / 'texts')}")
-    return train(load({}, settings)).exit_code
+    return train(load(CONFIG, settings)).exit_code
 
 
 def _settings(kind: Kind, number: int) -> tuple[str, ...]:
