@@ -29,12 +29,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-PICTURES = {
-    "experiments/interleaved.svg": "experiments/interleaved.svg",
-    "experiments/float8.svg": "float8.svg",
-    "experiments/communicate/crossing.svg": "communicate/crossing.svg",
-    "experiments/communicate/parameter_server.svg": "communicate/parameter_server.svg",
-}
+PICTURES = {"experiments/interleaved.svg": "experiments/interleaved.svg"}
 ALONE = ("LICENSE", "CITATION.cff")  # linked to in the repository, but no pages
 served = False
 
@@ -73,7 +68,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _with_links(text: str) -> str:
     """Returns the text of a file of the repository with links to files as links to pages."""
-    text = text.replace("](docs/", "](")
+    text = text.replace("](docs/", "](").replace("](../docs/", "](")
     for source, page in PAGES.items():
         text = text.replace(f"]({source})", f"]({page})")
     for name in ALONE:

@@ -1,26 +1,27 @@
-"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR]
+"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--lora]
 
-Prints, for a state on 8 fake CPU devices: how long a step is blocked and how long the whole save takes, on a mesh whose weights lie
-as they are saved and on one where they must be rearranged, and what processor time it takes; how fast a checkpoint is verified, and how fast the same bytes are only
-read; how long it takes to restore onto several meshes, and the peak of host memory meanwhile, beyond what the process had before,
-over the state that it holds afterwards. Each restore is a process of its own.
+For a state on 8 fake CPU devices it prints how long a step is blocked and how long the whole save takes, on a mesh whose weights lie as
+they are saved and on one where they must be rearranged, and its processor time; how fast a checkpoint is verified, and the same bytes
+only read; how long it takes to restore onto several meshes, each in a process of its own, and the peak of host memory meanwhile, beyond
+what the process had before, over the state that it holds afterwards.
+
+--lora: the saves of a base on one device whose projections have adapters of rank 8. The first two write the base, so that a flipped bit
+costs one of two copies, and the others link it: MB written by each, and what all take on the disk, each file counted once.
 """
 
 import argparse
 import gc
 import json
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from meshtrain.checkpoint import Checkpointer, digests
-from meshtrain.config import Config, load
+from experiments import bench
+from experiments.bench import Table, least, spent
+from meshtrain.checkpoint import Checkpointer, digests, steps
+from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -36,126 +37,112 @@ AS_IT_LIES, *_, REARRANGED = LAYOUTS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--directory", type=Path, default=None, help="where to write; default: a temporary directory")
+    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary directory")
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--restore", default=None, metavar="LAYOUT", help=argparse.SUPPRESS)
+    parser.add_argument("--lora", action="store_true", help="the saves of a run with adapters")
+    parser.add_argument("--restore", metavar="LAYOUT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.restore:
         print(json.dumps(restore(options.directory, options.megabytes, options.restore)))
         return
-    root = options.directory or Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
-    try:
+    with bench.directory(options.directory) as root:
+        if options.lora:
+            save(root, options.megabytes, "1 x 1 x 1", options.saves, lora=True)
+            on_disk(root / "checkpoints")
+            return
         for layout in (REARRANGED, AS_IT_LIES):
-            shutil.rmtree(root / "checkpoints", ignore_errors=True)
-            save(root, options.megabytes, layout, options.saves)
-        verify(root / "checkpoints" / str(options.saves))
-        print(f"\n{'restored onto':<24} {'seconds':>8} {'state MB':>9} {'peak MB':>8} {'peak / state':>13}")
+            save(root / layout, options.megabytes, layout, options.saves)
+        last = root / AS_IT_LIES / "checkpoints" / str(options.saves)
+        verify(last)
+        table = Table("restored onto         ", "seconds", "state MB", "peak MB", "peak / state")
         for layout in LAYOUTS:
-            command = [
-                sys.executable,
-                __file__,
-                "--restore",
-                layout,
-                "--directory",
-                str(root),
-                "--megabytes",
-                str(options.megabytes),
-            ]
-            found = json.loads(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            )
-            print(
-                f"{layout:<24} {found['seconds']:8.2f} {found['state'] / 1e6:9.0f} {found['peak'] / 1e6:8.0f} "
-                f"{found['peak'] / found['state']:13.2f}"
-            )
-    finally:
-        if options.directory is None:
-            shutil.rmtree(root)
+            words = ["--restore", layout, "--directory", root / AS_IT_LIES, "--megabytes", options.megabytes]
+            found = bench.in_process("experiments.bench_checkpoint", *words)
+            sizes = [f"{found[name] / 1e6:.0f}" for name in ("state", "peak")]
+            table.row(layout, f"{found['seconds']:.2f}", *sizes, f"{found['peak'] / found['state']:.2f}")
 
 
-def program(directory: Path, megabytes: int, layout: str) -> tuple[Config, Program]:
-    """A llama with `megabytes` of float32 masters and Adam moments."""
+def program(directory: Path, megabytes: int, layout: str, lora: bool = False) -> Program:
+    """Returns a llama with `megabytes` of float32 masters and Adam moments, or of a frozen base."""
     mesh, parallel = LAYOUTS[layout]
-    per_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
-    layers = max(8, round((megabytes * 1e6 / 12 - 2 * VOCABULARY * WIDTH) / per_layer))
-    config = load(
-        {
-            "run": {"directory": str(directory), "fake_devices": 8},
-            "model": {"layers": layers, "d_model": WIDTH, "heads": 8, "d_ff": D_FF, "vocab_size": VOCABULARY},
-            "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": {"microbatches": 1} | parallel,
-            "train": {"global_batch_size": 8, "sequence_length": 64},
-            "checkpoint": {"keep": 1},
-        }
-    )
-    return config, Program(config, make_mesh(config))
+    a_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
+    numbers = megabytes * 1e6 / (4 if lora else 12)
+    given: dict[str, Any] = {
+        "run": {"directory": str(directory), "fake_devices": 8},
+        "model": {"layers": max(8, round((numbers - 2 * VOCABULARY * WIDTH) / a_layer)), "d_model": WIDTH, "heads": 8},
+        "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
+        "parallel": {"microbatches": 1} | parallel,
+        "train": {"global_batch_size": 8, "sequence_length": 64},
+        "checkpoint": {"keep": 100 if lora else 1},
+        "lora": {"rank": 8} if lora else {},
+    }
+    given["model"] |= {"d_ff": D_FF, "vocab_size": VOCABULARY}
+    config = load(given)
+    return Program(config, make_mesh(config))
 
 
-def save(root: Path, megabytes: int, layout: str, saves: int) -> None:
-    config, built = program(root, megabytes, layout)
-    checkpointer = Checkpointer(config, built)
-    state, _ = checkpointer.restore_or_init()
-    jax.block_until_ready(state)
+def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False) -> None:
+    built = program(root, megabytes, layout, lora)
+    checkpointer = Checkpointer(built.config, built)
+    state = jax.block_until_ready(checkpointer.restore_or_init()[0])
     gc.collect()  # the states of the layout before
     shares = []
-    print(f"saved from {layout}")
-    print(f"{'save':<8} {'blocked ms':>10} {'whole ms':>9} {'blocked / whole':>16} {'CPU ms':>7} {'MB':>7}")
-    for step in range(1, saves + 1):
-        began = time.process_time()
+    table = Table(
+        "save", "blocked ms", "whole ms", "blocked / whole", "CPU ms", "MB written", title=f"saved from {layout}"
+    )
+
+    def saved(step: int) -> None:
         checkpointer.save(step, state, loss=1.0)
         checkpointer.wait()
-        spent = time.process_time() - began
+
+    for step in range(1, saves + 1):
+        took = spent(lambda step=step: saved(step))
         found = checkpointer.metrics()
-        blocked, whole = found["checkpoint_blocked_seconds"], found["checkpoint_seconds"]
+        blocked = found["checkpoint_blocked_seconds"]
+        whole = found["checkpoint_seconds"]
         shares.append(blocked / whole)
-        print(
-            f"{step:<8} {1e3 * blocked:10.1f} {1e3 * whole:9.0f} {blocked / whole:16.1%} {1e3 * spent:7.0f} "
-            f"{found['checkpoint_bytes'] / 1e6:7.0f}"
-        )
-    copying = min(timed(lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state))) for _ in range(3))
-    asking = min(timed(lambda: bool(built.is_finite(state))) for _ in range(3))
-    print(
-        f"{'median':<8} {statistics.median(shares):37.1%}   (a plain copy of the state: {1e3 * copying:.0f} ms; "
-        f"asking whether it is finite: {1e3 * asking:.0f} ms)\n"
-    )
+        written = f"{found['checkpoint_bytes'] / 1e6:.1f}"
+        times = f"{1e3 * blocked:.1f}", f"{1e3 * whole:.0f}", f"{shares[-1]:.1%}", f"{1e3 * took.processor:.0f}"
+        table.row(step, *times, written)
+    copying = least(lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state)))
+    asking = least(lambda: bool(built.is_finite(state)))
+    told = f"a plain copy of the state: {1e3 * copying:.0f} ms; asking whether it is finite: {1e3 * asking:.0f} ms"
+    print(f"median share blocked {statistics.median(shares):.1%} ({told})\n")
     checkpointer.close()
+
+
+def on_disk(directory: Path) -> None:
+    found = steps.numbered(directory)
+    once = {p.stat().st_ino: p.stat().st_size for step in found for p in step.rglob("*") if p.is_file()}
+    apart = sum(map(digests.total_bytes, found))
+    print(f"{len(found)} steps: {sum(once.values()) / 1e6:.0f} MB on the disk, {apart / 1e6:.0f} MB if each is copied")
 
 
 def verify(directory: Path) -> None:
     files = [p for p in directory.rglob("*") if p.is_file()]
-    size = sum(p.stat().st_size for p in files)
-    reading = min(timed(lambda: [p.read_bytes() for p in files]) for _ in range(3))
-    verifying = min(timed(lambda: digests.problems(directory)) for _ in range(3))
-    print(
-        f"verified {size / 1e6:.0f} MB at {size / verifying / 1e9:.2f} GB/s (only reading them: {size / reading / 1e9:.2f} GB/s)"
-    )
-
-
-def timed(function) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+    size = sum(p.stat().st_size for p in files) / 1e9
+    reading = size / least(lambda: [p.read_bytes() for p in files])
+    verifying = size / least(lambda: digests.problems(directory))
+    print(f"verified {1e3 * size:.0f} MB at {verifying:.2f} GB/s (only reading them: {reading:.2f} GB/s)")
 
 
 def restore(root: Path, megabytes: int, layout: str) -> dict[str, float]:
-    config, built = program(root, megabytes, layout)
-    checkpointer = Checkpointer(config, built)
+    built = program(root, megabytes, layout)
+    checkpointer = Checkpointer(built.config, built)
     warm = jax.device_put(jax.numpy.ones((16, 16)), jax.NamedSharding(built.mesh, jax.P()))
-    jax.block_until_ready(
-        jax.jit(lambda x: jax.numpy.tanh(x @ x))(warm)
-    )  # the compiler's own memory, which the step needs anyway
+    # The compiler's own memory is one that the step needs anyway.
+    jax.block_until_ready(jax.jit(lambda x: jax.numpy.tanh(x @ x))(warm))
     gc.collect()
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
-    began = time.perf_counter()
-    state, _ = checkpointer.restore_or_init()
-    jax.block_until_ready(state)
-    seconds, peak = time.perf_counter() - began, memory("VmHWM")
-    held = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
+    found: list[Any] = []
+    took = spent(lambda: found.append(jax.block_until_ready(checkpointer.restore_or_init()[0])))
+    peak = memory("VmHWM")
+    held = sum(shard.data.nbytes for x in jax.tree.leaves(found) for shard in x.addressable_shards)
     checkpointer.close()
-    return {"seconds": seconds, "state": held, "peak": peak - before}
+    return {"seconds": took.wall, "state": held, "peak": peak - before}
 
 
 def memory(field: str) -> int:

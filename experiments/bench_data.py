@@ -1,19 +1,16 @@
-"""How fast the data comes, beside Grain's plain pipeline and Hugging Face datasets, in one run.
+"""How fast the data comes, beside Grain's plain pipeline and beside what no loader can do without, in one run.
 
-    pip install grain datasets tokenizers      # by hand: only this benchmark needs the first two
-    python experiments/bench_data.py [--gigabytes 2] [--seconds 6] [--directory DIR] [--only loader,memory]
+    pip install grain      # by hand, for `loader` alone
+    python experiments/bench_data.py [--gigabytes 2] [--seconds 6] [--directory DIR] [--only floor,loader]
 
-Every table is a ratio or stands beside its rival in the same run, on the same shards:
-  packing   share of places that hold a label, standard library, rows of 1024
-  padding   share of places that hold none: random batches, grouped, budget
-  reading   random rows of the shards, memory-mapped and by position
-  floor     batches of 32,768 labels beside what no loader can do without: the same stretches in the same order copied from a bare
-            memory map by a loop, in the same turns; processor time, user and system
-  loader    tokens a second of batches of 32 x 1024 from shards in the page cache, each library with its own prefetching; datasets
-            reads the first 100,000 rows, copied to its own Arrow file
-  watch     share of the loader's time that goes into looking for shards that are altered while they are read
-  memory    resident memory over a pass of the whole corpus
-  prepare   text to shards against the bare tokenizer, same workers, same text
+    packing   share of places that hold a label, standard library
+    padding   share of places that hold none: random batches, grouped, budget
+    reading   random rows of the shards, memory-mapped and by position
+    floor     batches of 32,768 labels beside the same stretches in the same order copied from a bare memory map by a loop, in the same
+              turns; processor time, user and system
+    loader    tokens a second of batches of 32 x 1024 from shards in the page cache, beside Grain with its own prefetching
+    memory    resident memory over a pass of the whole corpus
+
 The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its shards (2.5 times
 --gigabytes in all) stay in DIR for the next run.
 """
@@ -25,11 +22,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import resource
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -37,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.data import Loader, open_data
 from meshtrain.data.cache import stdlib_files
@@ -48,30 +40,29 @@ from meshtrain.data.input_files import find
 from meshtrain.data.manifest import ShardManifest, read_manifest
 from meshtrain.data.prepare import prepare
 from meshtrain.data.shards import Corpus, open_corpus
-from meshtrain.data.tokenizer import load_tokenizer, use_one_thread
-from meshtrain.data.tokenizer_file import train_bpe
-from meshtrain.data.unit import BATCH_CHARACTERS, PrepareOptions, ShardWriter
+from meshtrain.data.tokenizer import load_tokenizer
+from meshtrain.data.unit import PrepareOptions, ShardWriter
 
 LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
-SECTIONS = ("packing", "padding", "reading", "floor", "loader", "watch", "memory", "prepare")
-console = Console(width=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sections = {
+        "packing": packing, "padding": padding, "reading": reading, "floor": floors, "loader": loaders, "memory": memory,
+    }  # fmt: skip
+    parser = bench.parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the shards (default: 2)")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long each loader runs, in 3 turns (default: 6)")
     parser.add_argument("--directory", type=Path, default=Path("/tmp/meshtrain-bench-data"))
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=",".join(sections))
     parser.add_argument("--pass-over", help=argparse.SUPPRESS)  # the child process of `memory`
     chosen = parser.parse_args()
     if chosen.pass_over:
         pass_over(chosen.directory / "shards", chosen.pass_over)
         return
     chosen.directory.mkdir(parents=True, exist_ok=True)
-    runs = dict(zip(SECTIONS, (packing, padding, reading, floors, loaders, watching, memory, preparation), strict=True))
     for section in chosen.only.split(","):
-        runs[section](chosen)
+        sections[section](chosen)
 
 
 def config(source: str, batching: str, length: int = LENGTH, **data: Any) -> Config:
@@ -79,42 +70,28 @@ def config(source: str, batching: str, length: int = LENGTH, **data: Any) -> Con
     return load({"data": values, "train": {"sequence_length": length, "global_batch_size": ROWS}})
 
 
-def table(title: str, *columns: str) -> Table:
-    console.print(f"\n{title}")
-    made = Table()
-    for column in columns:
-        made.add_column(column, justify="left" if column == columns[0] else "right")
-    return made
-
-
 # The corpus
 
 
 def documents() -> list[str]:
-    """The standard library's source files."""
+    """Returns the standard library's source files."""
     parts = [part for unit in units(stdlib_files().files) for part in unit]
     return [document.text for part in parts for document in read(part, "text") if not document.problem]
 
 
 def shards(chosen: argparse.Namespace) -> Path:
-    """Shards of the byte tokenizer, two bytes a token, prepared unless they are there; says what that took. Leaves them in the page cache."""
-    text, output = chosen.directory / f"text-{chosen.gigabytes}.jsonl", chosen.directory / "shards"
+    """Returns shards of the byte tokenizer, two bytes a token, prepared unless they are there. Leaves them in the page cache."""
+    text = chosen.directory / f"text-{chosen.gigabytes}.jsonl"
+    output = chosen.directory / "shards"
     if not text.exists():
-        written, wanted = 0, chosen.gigabytes * 1e9 / 2
+        written = 0
         with open(chosen.directory / "unfinished", "w") as stream:
             for number, document in enumerate(itertools.cycle(documents())):
-                if written >= wanted:
+                if written >= chosen.gigabytes * 1e9 / 2:
                     break
                 written += stream.write(json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False) + "\n")
         os.replace(chosen.directory / "unfinished", text)
-    began, there = time.perf_counter(), (output / "manifest.json").exists()
     prepare(find([str(text)]).files, output, PrepareOptions(), WORKERS)
-    if not there:
-        seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
-        rate = text.stat().st_size / 1e6 / seconds
-        console.print(
-            f"prepared {text.stat().st_size / 1e6:.0f} MB of JSON Lines: {rate:.0f} MB/s, largest process {peak:.0f} MB"
-        )
     for path in output.glob("*.tokens"):
         with open(path, "rb") as stream:
             while stream.read(1 << 24):
@@ -126,27 +103,16 @@ def shards(chosen: argparse.Namespace) -> Path:
 
 
 def packing(chosen: argparse.Namespace) -> None:
-    made = table(
-        "packing: histogram best fit (LPFHP), standard library, byte tokenizer", "rows of", "rows", "full", "wanted"
-    )
+    made = Table("rows of", "    rows", "  full", title="histogram best fit (LPFHP), standard library, byte tokenizer")
     for length in (256, 1024, 8192):
         train, _ = open_data(config("stdlib", "packed", length, last="pad"))
         rows: Any = train.batches.rows  # type: ignore[union-attr]
-        full = rows.labels / (rows.count * length)
-        made.add_row(str(length), str(rows.count), f"{full:.4f}", "0.97" if length == LENGTH else "")
-    console.print(made)
+        made.row(length, rows.count, f"{rows.labels / (rows.count * length):.4f}")
 
 
 def padding(chosen: argparse.Namespace) -> None:
-    made = table(
-        "padding: share of places without a label, batches of 32",
-        "up to",
-        "random",
-        "grouped",
-        "ratio",
-        "budget",
-        "ratio",
-    )
+    title = "share of places without a label, batches of 32"
+    made = Table("up to", "random", "grouped", "ratio", "budget", "ratio", title=title)
     for length in (1024, 8192, 65536):
         train = {b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")}
         pieces = train["grouped"].batches.pieces  # type: ignore[union-attr]
@@ -154,8 +120,7 @@ def padding(chosen: argparse.Namespace) -> None:
         drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
         at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
         cells = [cell for b in train.values() for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")]
-        made.add_row(str(length), f"{at_random:.4f}", *cells)
-    console.print(made)
+        made.row(length, f"{at_random:.4f}", *cells)
 
 
 # Loaders: an iterator of the number of tokens in each batch
@@ -219,33 +184,6 @@ def grain_packed(shards: Path) -> Iterator[int]:
         yield batch["tokens"].size
 
 
-def hugging_face(shards: Path, directory: Path, flattened: bool) -> Iterator[int]:
-    """Rows of LENGTH + 1 tokens in an Arrow file, memory-mapped; shuffling is a table of indices, unless flattened (written out in order)."""
-    import datasets
-
-    folder = directory / "arrow"
-    if not folder.exists():
-        rows, most = GrainRows(shards), 100_000
-
-        def generate() -> Iterator[dict[str, np.ndarray]]:
-            for row in range(min(len(rows), most)):
-                found = rows[row]
-                yield {"tokens": np.append(found["tokens"], found["labels"][-1]).astype(np.uint16)}
-
-        features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("uint16"), length=LENGTH + 1)})
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_generator(generate, features=features, cache_dir=str(directory / "hf")).save_to_disk(
-            str(folder)
-        )
-    loaded = datasets.load_from_disk(str(folder)).with_format("numpy")
-    for batch in (loaded if flattened else loaded.shuffle(seed=0)).iter(batch_size=ROWS):
-        tokens, labels = (
-            np.ascontiguousarray(batch["tokens"][:, a:b], np.int32) for a, b in ((0, LENGTH), (1, LENGTH + 1))
-        )
-        assert labels.shape == tokens.shape
-        yield tokens.size
-
-
 def rate(batches: Callable[[], Iterator[int]], seconds: float) -> tuple[float, float]:
     """Millions of tokens a second and a second of processor time, the first 20 batches left out; epoch after epoch."""
     stream = itertools.chain.from_iterable(batches() for _ in itertools.count())
@@ -269,56 +207,23 @@ def ours(shards: Path, batching: str) -> Iterator[int]:
 
 def loaders(chosen: argparse.Namespace) -> None:
     where = shards(chosen)
-    size = sum(path.stat().st_size for path in where.glob("train-*.tokens"))
     runs: dict[str, tuple[str, Callable[[], Iterator[int]]]] = {
         "ours, window": ("window", lambda: ours(where, "window")),
         "Grain, no threads": ("window", lambda: grain_window(where, 0)),
         "Grain, 2 threads": ("window", lambda: grain_window(where, 2)),
         "Grain, 16 threads (its default)": ("window", lambda: grain_window(where, 16)),
-        "datasets, in file order": ("window", lambda: hugging_face(where, chosen.directory, True)),
-        "datasets, shuffled": ("window", lambda: hugging_face(where, chosen.directory, False)),
         "ours, packed": ("packed", lambda: ours(where, "packed")),
         "Grain, FirstFitPack": ("packed", lambda: grain_packed(where)),
         "ours, grouped": ("grouped", lambda: ours(where, "grouped")),
     }
     rounds = [{name: rate(run, chosen.seconds / ROUNDS) for name, (_, run) in runs.items()} for _ in range(ROUNDS)]
     best = {name: [max(found[name][i] for found in rounds) for i in range(2)] for name in runs}  # the least disturbed
-    title = f"loader alone: batches of {ROWS} x {LENGTH} from {size / 1e9:.2f} GB, {os.cpu_count()} cores; millions of tokens"
-    made = table(title, "loader", "a second", "wanted", "of ours", "a CPU second", "of ours")
+    title = f"batches of {ROWS} x {LENGTH}, {os.cpu_count()} cores; millions of tokens"
+    made = Table("loader                         ", "a second", "of ours", "a CPU second", "of ours", title=title)
     for name, (batching, _) in runs.items():
-        wall, cpu = best[name]
-        our_wall, our_cpu = best[f"ours, {batching}"]
-        wanted = "20" if name in ("ours, window", "ours, packed") else ""
-        made.add_row(name, f"{wall:.1f}", wanted, f"{wall / our_wall:.2f}", f"{cpu:.1f}", f"{cpu / our_cpu:.2f}")
-    console.print(made)
-
-
-def watching(chosen: argparse.Namespace) -> None:
-    """Batches one after another as fast as they come,"""
-    where = shards(chosen)
-    title = "looking for altered shards while batches come as fast as they can: processor time over the clock's"
-    made = table(title, "batching", "looks a second", "share")
-    for batching in ("window", "packed"):
-        train, _ = open_data(config(str(where), batching))
-        watch = train.batches.rows.corpus.watch
-        look, spent, looks = watch.look, 0.0, 0
-
-        def timed(shards: Any, look: Any = look, watch: Any = watch) -> None:
-            nonlocal spent, looks
-            if time.monotonic() < watch.due:
-                return
-            began = time.thread_time()
-            look(shards)
-            spent += time.thread_time() - began
-            looks += 1
-
-        watch.look = timed
-        began, k = time.perf_counter(), 0
-        while (wall := time.perf_counter() - began) < chosen.seconds:
-            train.batches.batch(k % train.batches_per_epoch)
-            k += 1
-        made.add_row(batching, f"{looks / wall:.0f}", f"{spent / wall:.2%}")
-    console.print(made)
+        mine = best[f"ours, {batching}"]
+        cells = [(f"{rate:.1f}", f"{rate / our:.2f}") for rate, our in zip(best[name], mine, strict=True)]
+        made.row(name, *cells[0], *cells[1])
 
 
 # Reading
@@ -330,11 +235,8 @@ def reading(chosen: argparse.Namespace) -> None:
     path = joined(chosen.directory / "one.tokens", sorted(path.parent.glob("train-*.tokens")))
     count = path.stat().st_size // 2
     title = f"reading random rows of {path.stat().st_size / 1e9:.2f} GB: processor time, and the most memory resident"
-    made = table(
-        title,
-        "rows of",
-        *(f"{how} {what}" for how in ("mapped", "mapped, given back", "by position") for what in ("us", "MB")),
-    )
+    heads = [f"{how} {what}" for how in ("mapped", "mapped, given back", "by position") for what in ("us", "MB")]
+    made = Table("rows of", *heads, title=title)
     for length in (256, 1024, 4096):
         starts = np.random.default_rng(0).permutation(count // length - 1)[:100_000] * length
         cells = []
@@ -342,8 +244,7 @@ def reading(chosen: argparse.Namespace) -> None:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 seconds, peak = pool.apply(read_rows, (path, starts, length, how))
             cells += [f"{seconds / len(starts) * 1e6:.1f}", f"{peak:.0f}"]
-        made.add_row(str(length), *cells)
-    console.print(made)
+        made.row(length, *cells)
 
 
 def joined(path: Path, parts: list[Path]) -> Path:
@@ -356,8 +257,9 @@ def joined(path: Path, parts: list[Path]) -> Path:
 
 def read_rows(path: Path, starts: np.ndarray, length: int, how: str) -> tuple[float, float]:
     """(seconds of processor time, most MB resident) to read the rows once."""
-    row, peak = np.empty(length, np.int32), 0.0
-    spent = 0.0
+    row = np.empty(length, np.int32)
+    peak = 0.0
+    seconds = 0.0
     with open(path, "rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
         tokens = np.frombuffer(mapped, "<u2")
@@ -368,13 +270,13 @@ def read_rows(path: Path, starts: np.ndarray, length: int, how: str) -> tuple[fl
                     row[:] = np.frombuffer(os.pread(stream.fileno(), 2 * length, 2 * start), "<u2")
                 else:
                     row[:] = tokens[start : start + length]
-            spent += time.process_time() - began
+            seconds += time.process_time() - began
             peak = max(peak, resident())
             began = time.process_time()
             if how == "back":
                 mapped.madvise(mmap.MADV_DONTNEED)
-            spent += time.process_time() - began
-    return spent, peak
+            seconds += time.process_time() - began
+    return seconds, peak
 
 
 # The floor
@@ -388,15 +290,14 @@ FLOOR_TOKENS, FLOOR_SHARDS, FLOOR_BATCHES, FLOOR_ROUNDS, LABELS = 120_000_000, 4
 
 
 def floors(chosen: argparse.Namespace) -> None:
-    np.ones(
-        24 << 20, np.uint8
-    )  # glibc, having seen it freed, keeps blocks of a batch's size: as in a process that trains
+    # glibc, having seen it freed, keeps blocks of a batch's size: as in a process that trains.
+    np.ones(24 << 20, np.uint8)
     title = (
-        f"floor: batches of {LABELS:,} labels, millions of them a CPU second, the best of {FLOOR_ROUNDS} turns;\n"
-        "map 2: tokens and labels alone, map all: all arrays of a batch; Loader: ours on its thread, with nobody computing"
+        f"batches of {LABELS:,} labels, millions of them a CPU second, the best of {FLOOR_ROUNDS} turns; map 2: tokens and labels alone, "
+        "map all: all arrays of a batch; Loader: ours on its thread, with nobody computing"
     )
-    columns = ("pieces", "map 2", "map all", "ours", "/ map 2", "/ map all", "Loader")
-    made = table(title, "documents", "rows of", "batching", *columns)
+    heads = ("pieces", "map 2", "map all", "ours", "/ map 2", "/ map all", "Loader")
+    made = Table("documents   ", "rows of", "batching", *heads, title=title)
     for name, (mean, sigma) in LENGTHS.items():
         shards = drawn(chosen.directory / f"floor-{mean}", mean, sigma)
         for length, batching in itertools.product((1024, 8192), ("window", "packed")):
@@ -412,19 +313,11 @@ def floors(chosen: argparse.Namespace) -> None:
                 "ours": lambda: one_by_one(enumerate(map(train.batch, range(FLOOR_BATCHES)))),  # noqa: B023
                 "loader": lambda: one_by_one(Loader(train)),  # noqa: B023
             }
-            turns = [{run: processor_seconds(function) for run, function in runs.items()} for _ in range(FLOOR_ROUNDS)]
-            rates = {run: FLOOR_BATCHES * LABELS / min(turn[run] for turn in turns) / 1e6 for run in runs}
-            made.add_row(
-                name,
-                str(length),
-                batching,
-                f"{len(stretches) / FLOOR_BATCHES:.0f}",
-                *(f"{rates[run]:.0f}" for run in ("two", "all", "ours")),
-                f"{rates['ours'] / rates['two']:.2f}",
-                f"{rates['ours'] / rates['all']:.2f}",
-                f"{rates['loader']:.0f}",
-            )
-    console.print(made)
+            times = bench.turns(runs, FLOOR_ROUNDS, warm=0)
+            rates = {run: FLOOR_BATCHES * LABELS / min(one.processor for one in times[run]) / 1e6 for run in runs}
+            cells = [f"{len(stretches) / FLOOR_BATCHES:.0f}", *(f"{rates[run]:.0f}" for run in ("two", "all", "ours"))]
+            cells += [f"{rates['ours'] / rates[run]:.2f}" for run in ("two", "all")]
+            made.row(name, length, batching, *cells, f"{rates['loader']:.0f}")
 
 
 def drawn(directory: Path, mean: int, sigma: float) -> Path:
@@ -441,16 +334,8 @@ def drawn(directory: Path, mean: int, sigma: float) -> Path:
                 writer.end_document()
             writer.flush()
         written.append(writer.close())
-    manifest = ShardManifest(
-        "byte",
-        load_tokenizer("byte").digest,
-        257,
-        256,
-        "uint16",
-        0.0,
-        {"train": tuple(filter(None, written)), "validation": ()},
-        {},
-    )
+    splits = {"train": tuple(filter(None, written)), "validation": ()}
+    manifest = ShardManifest("byte", load_tokenizer("byte").digest, 257, 256, "uint16", 0.0, splits, {})
     (directory / "manifest.json").write_text(manifest.to_json())
     return directory
 
@@ -488,29 +373,19 @@ def one_by_one(batches: Iterator[tuple[int, Any]]) -> None:
         batches.close()
 
 
-def processor_seconds(function: Callable[[], Any]) -> float:
-    """User and system."""
-    began = resource.getrusage(resource.RUSAGE_SELF)
-    function()
-    ended = resource.getrusage(resource.RUSAGE_SELF)
-    return ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime
-
-
 # Memory
 
 
 def memory(chosen: argparse.Namespace) -> None:
-    where = shards(chosen)
-    size = sum(path.stat().st_size for path in where.glob("train-*.tokens"))
-    title = f"memory over a pass of {size / 1e9:.2f} GB: MB resident after 1%, at most later, at the end"
-    made = table(title, "batching", "after 1%", "most", "end", "growth", "Mtokens/s")
+    shards(chosen)
+    title = "a pass over the corpus: MB resident after 1%, at most later, at the end"
+    made = Table("batching", "after 1%", " most", "  end", "growth", "Mtokens/s", title=title)
     for batching in ("window", "packed", "grouped"):
-        command = [sys.executable, __file__, "--directory", str(chosen.directory), "--pass-over", batching]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        words = ["--directory", chosen.directory, "--pass-over", batching]
+        told = bench.in_process("experiments.bench_data", *words)
         seen = told["memory"]
         cells = [f"{mb:.0f}" for mb in (seen[0], max(seen), seen[-1])]
-        made.add_row(batching, *cells, f"{max(seen) - seen[0]:+.0f}", f"{told['rate']:.1f}")
-    console.print(made)
+        made.row(batching, *cells, f"{max(seen) - seen[0]:+.0f}", f"{told['rate']:.1f}")
 
 
 def pass_over(shards: Path, batching: str) -> None:
@@ -531,84 +406,6 @@ def resident() -> float:
     """Resident memory of this process in MB."""
     found = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(found["VmRSS"].split()[0]) / 1e3
-
-
-# Preparation
-
-
-def batched(path: Path) -> list[list[str]]:
-    """A file's texts in batches as large as `prepare` makes them."""
-    batches: list[list[str]] = [[]]
-    for document in (d for unit in units(find([str(path)]).files) for part in unit for d in read(part, "text")):
-        if sum(map(len, batches[-1])) >= BATCH_CHARACTERS:
-            batches.append([])
-        batches[-1].append(document.text)
-    return batches
-
-
-def bare(batches: list[list[str]], tokenizer: Path) -> tuple[float, float]:
-    """(wall, processor) seconds to tokenize texts that lie in memory, what comes out dropped."""
-    library = load_tokenizer(str(tokenizer))._tokenizer  # type: ignore[attr-defined]
-    wall, cpu = time.perf_counter(), time.process_time()
-    for batch in batches:
-        library.encode_batch_fast(batch, add_special_tokens=False)
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def bare_worker(number: int, paths: list[Path], tokenizer: Path, barrier: Any, walls: Any) -> None:
-    use_one_thread()
-    batches = [batch for path in paths[number::WORKERS] for batch in batched(path)]
-    barrier.wait()
-    walls[number] = bare(batches, tokenizer)[0]
-
-
-def preparation(chosen: argparse.Namespace) -> None:
-    use_one_thread()
-    folder, output = chosen.directory / "text", Path(tempfile.mkdtemp(dir=chosen.directory))
-    folder.mkdir(exist_ok=True)
-    tokenizer, found = chosen.directory / "tokenizer.json", documents()
-    train_bpe(found, 8192, tokenizer)
-    paths = [folder / f"{number}.jsonl" for number in range(32)]  # a unit each
-    for number, path in enumerate(paths):
-        path.write_text("".join(json.dumps({"text": document}) + "\n" for document in found[number % 16 :: 16]))
-    size = sum(path.stat().st_size for path in paths) / 1e6
-    made = table(
-        f"preparation: {size:.0f} MB of JSON Lines, BPE of 8192", "", "bare MB/s", "prepare MB/s", "ratio", "wanted"
-    )
-
-    def row(name: str, bare_seconds: float, seconds: float) -> None:
-        made.add_row(
-            name, f"{size / bare_seconds:.2f}", f"{size / seconds:.2f}", f"{bare_seconds / seconds:.3f}", "0.900"
-        )
-
-    spent = np.zeros((2, 2))  # bare, prepare; wall, processor
-
-    def prepare_one(number: int) -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        prepare(find([str(paths[number])]).files, output / str(number), PrepareOptions(str(tokenizer)))
-        return time.perf_counter() - wall, time.process_time() - cpu
-
-    for number, path in enumerate(paths):  # in turns, so that a busy machine slows both
-        batches = batched(path)
-        if number % 2:
-            spent[1] += prepare_one(number)
-        spent[0] += bare(batches, tokenizer)
-        if number % 2 == 0:
-            spent[1] += prepare_one(number)
-    row("1 worker, file by file in turns, wall", *spent[:, 0])
-    row("the same, processor time", *spent[:, 1])
-    spawn = multiprocessing.get_context("spawn")
-    barrier, walls = spawn.Barrier(WORKERS), spawn.Array("d", WORKERS)
-    workers = [spawn.Process(target=bare_worker, args=(n, paths, tokenizer, barrier, walls)) for n in range(WORKERS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    began = time.perf_counter()
-    prepare(find([str(path) for path in paths]).files, output / "all", PrepareOptions(str(tokenizer)), WORKERS)
-    row(f"{WORKERS} workers, wall, theirs with their start", max(walls[:]), time.perf_counter() - began)
-    console.print(made)
-    shutil.rmtree(output)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """Step time of layouts over that of plain single-device JAX on the same global batch, interleaved in one run.
 
     python experiments/bench_layouts.py                     every factorisation of 8 devices at ZeRO-1 and ZeRO-3
-    python experiments/bench_layouts.py --by-hand           and beside the same layouts as one would shard plain JAX by hand (`sharded_jax.py`)
-    python experiments/bench_layouts.py --layouts '1,1,1 zero_stage=0; 2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
+    python experiments/bench_layouts.py --by-hand           beside plain JAX that is sharded by hand too (`sharded_jax.py`)
+    python experiments/bench_layouts.py --layouts '2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
 
 Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
 `ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better; the rest is what a step took.
 By hand the first step has our loss, or the script ends; `speed` is the time that a step takes by hand over ours: above 1 ours is faster.
 """
 
-import argparse
 from statistics import median
 
 import jax
 import numpy as np
-import plain_jax
-import sharded_jax
-from interleave import HEADER, Stepping, compare
 
+from experiments import bench, plain_jax, sharded_jax
+from experiments.bench import HEADER, Stepping, compare
 from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.step import Program
@@ -54,10 +52,8 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of the parallel section"
-    )
+    parser = bench.parser(__doc__)
+    parser.add_argument("--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of parallel")
     parser.add_argument("--by-hand", action="store_true", help="beside each layout in plain JAX, sharded by hand")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)

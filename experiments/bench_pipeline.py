@@ -11,23 +11,20 @@ is installed, for GPUs; the others run on fake CPU devices, in both ways that th
 (accelerators).
 """
 
-import argparse
 import dataclasses
-import math
-import re
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_jax
-from interleave import HEADER, Stepping, compare
 from jax.sharding import PartitionSpec
 
+from experiments import bench, plain_jax
+from experiments.bench import HEADER, Stepping, Table, compare, spent
+from experiments.plan.work import Work
 from meshtrain.config import Config, load
+from meshtrain.hlo import Module
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.parallel.pipeline.clock import Execution
@@ -112,49 +109,41 @@ def entries_held(program: Program) -> list[int]:
 
 
 def memory(schedules: list[str]) -> None:
-    print("4 stages; temp kB per device with 8 and with 64 microbatches of the same size; entries held with 8")
-    print(f"{'schedule':16}{'idle':>8}{'8':>9}{'64':>9}{'ratio':>7}   entries by stage: measured, simulated")
+    title = (
+        "4 stages; temp kB of a device with 8 and with 64 microbatches of one size; entries held on each stage with 8"
+    )
+    table = Table("schedule      ", "idle   ", "    8", "   64", "ratio", "entries", "simulated", title=title)
     for schedule in schedules:
-        for masked in (False, True):
-            programs = [program_of(configuration(schedule, m, SMALL), masked) for m in (8, 64)]
+        for idle in ("skipped", "masked"):
+            programs = [program_of(configuration(schedule, m, SMALL), idle == "masked") for m in (8, 64)]
             few, many = map(temp_bytes, programs)
-            table = programs[0].layout.table
-            assert table is not None
-            simulated = simulate(table, Durations()).peak_in_flight.tolist()
+            pipeline = programs[0].layout.table
+            assert pipeline is not None
+            held: list[Any] = ["", ""]
             # Masked, idle slots write into places that are free.
-            held = "" if masked else f"{entries_held(programs[0])} {simulated}"
-            print(
-                f"{schedule:16}{'masked' if masked else 'skipped':>8}{few / 1e3:9.0f}{many / 1e3:9.0f}{many / few:7.3f}   {held}",
-                flush=True,
-            )
-    print("\n1f1b, 16 microbatches: temp kB by parallel.remat")
+            if idle == "skipped":
+                held = [entries_held(programs[0]), simulate(pipeline, Durations()).peak_in_flight.tolist()]
+            table.row(schedule, idle, f"{few / 1e3:.0f}", f"{many / 1e3:.0f}", f"{many / few:.3f}", *held)
+    table = Table("parallel.remat", "temp kB", title="1f1b, 16 microbatches")
     for remat in ("none", "dots", "full"):
-        print(
-            f"{remat:8}{temp_bytes(program_of(configuration('1f1b', 16, MEDIUM, remat=remat))) / 1e3:9.0f}", flush=True
-        )
+        found = temp_bytes(program_of(configuration("1f1b", 16, MEDIUM, remat=remat)))
+        table.row(remat, f"{found / 1e3:.0f}")
 
 
 def compile_time(schedules: list[str]) -> None:
-    print("4 stages; CPU seconds to trace, lower and compile with 8 and with 256 microbatches")
-    print(f"{'schedule':16}{'idle':>8}{'8':>8}{'256':>8}{'ratio':>7}")
+    title = "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
+    table = Table("schedule      ", "idle   ", "    8", "  256", "ratio", title=title)
+
+    def compiling(schedule: str, microbatches: int, masked: bool) -> None:
+        jax.clear_caches()
+        compiled(program_of(configuration(schedule, microbatches, SMALL), masked))
+
     for schedule in schedules:
-        for masked in (False, True):
-            seconds: dict[int, list[float]] = {8: [], 256: []}
-            for _ in range(2):
-                for m, found in seconds.items():
-                    jax.clear_caches()
-                    program = program_of(configuration(schedule, m, SMALL), masked)
-                    found.append(cpu_seconds(lambda program=program: compiled(program))[0])
-            few, many = min(seconds[8]), min(seconds[256])
-            print(
-                f"{schedule:16}{'masked' if masked else 'skipped':>8}{few:8.2f}{many:8.2f}{many / few:7.2f}", flush=True
-            )
-
-
-def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.process_time()
-    result = function()
-    return time.process_time() - began, result
+        for idle in ("skipped", "masked"):
+            masked = idle == "masked"
+            runs = {str(m): lambda m=m: compiling(schedule, m, masked) for m in (8, 256)}  # noqa: B023
+            found = {m: min(one.processor for one in times) for m, times in bench.turns(runs, 2, warm=0).items()}
+            table.row(schedule, idle, f"{found['8']:.2f}", f"{found['256']:.2f}", f"{found['256'] / found['8']:.2f}")
 
 
 def step_time(schedules: list[str], rounds: int) -> None:
@@ -176,88 +165,53 @@ def step_time(schedules: list[str], rounds: int) -> None:
 
 
 def large() -> None:
-    config = configuration(
-        "1f1b", 32, LARGE, (8, 8, 8), 4096, "bfloat16", virtual_stages=1, sequence_parallel=True, remat="full"
-    )
+    given = {"virtual_stages": 1, "sequence_parallel": True, "remat": "full"}
+    config = configuration("1f1b", 32, LARGE, (8, 8, 8), 4096, "bfloat16", **given)
     kinds = {"fake CPU devices": None}
     if find_spec("jax_cuda12_plugin"):
         kinds["described GPUs"] = described_devices("h100", 512)
+    title = "1f1b on 512 devices: processor seconds to lower and to compile, GiB of state and temporaries on a device"
+    table = Table("devices         ", "parameters", "lower", "compile", "state", " temp", title=title)
     for kind, devices in kinds.items():
         program = Program(config, make_mesh(config, devices))
-        lower, lowered = cpu_seconds(program.lower)
-        seconds, executable = cpu_seconds(lowered.compile)
-        analysis = executable.memory_analysis()
-        print(
-            f"{program.layout.parameters / 1e9:.1f} billion parameters on 512 {kind}: {lower:.1f} s to lower, {seconds:.1f} s to compile "
-            f"(CPU seconds); {analysis.argument_size_in_bytes / 2**30:.1f} GiB of state and {analysis.temp_size_in_bytes / 2**30:.1f} GiB "
-            "temp per device",
-            flush=True,
-        )
+        made: list[Any] = []
+        lower = spent(lambda: made.append(program.lower())).processor  # noqa: B023
+        compile = spent(lambda: made.append(made[0].compile())).processor  # noqa: B023
+        held = made[1].memory_analysis()
+        sizes = [f"{size / 2**30:.1f}" for size in (held.argument_size_in_bytes, held.temp_size_in_bytes)]
+        table.row(kind, f"{program.layout.parameters / 1e9:.1f}e9", f"{lower:.1f}", f"{compile:.1f}", *sizes)
 
 
 def vocabulary(schedules: list[str]) -> None:
-    print(
-        "Llama-3 8B, 4 stages, 16 microbatches of 1 x 8192: matrix products in the compiled program of each GPU, TFLOP a step"
-    )
-    print(f"{'schedule':16}{'edge':>9}{'spread':>9}{'gain':>7}   clocks with the head")
+    title = "Llama-3 8B, 4 stages, 16 microbatches of 1 x 8192: TFLOP of matrix products in a GPU's compiled step"
+    table = Table("schedule      ", " edge", "spread", " gain", "clocks with the head", title=title)
     for schedule in schedules:
         flops = {}
         for vocab in ("edge", "spread"):
             config = configuration(schedule, 16, LLAMA_8B, (1, 1, 4), 8192, "bfloat16", vocab=vocab)
             program = Program(config, make_mesh(config, described_devices("h100", 4)))
-            text = program.lower().compile().as_text()
-            assert text is not None
-            flops[vocab] = product_flops(text) / 1e12
+            module = Module(program.lower().compile().as_text() or "")
+            flops[vocab] = Work(module).products(module.entry) / 1e12
         assert program.layout.table is not None
         head = int(ops_per_clock(phases(program.layout.table))[:, 1].sum())
         gain = 1 - flops["spread"] / flops["edge"]
-        print(f"{schedule:16}{flops['edge']:9.0f}{flops['spread']:9.0f}{gain:7.1%}   {head}", flush=True)
-
-
-def product_flops(text: str) -> float:
-    """Floating-point operations of the `dot`s of an HLO module, each as often as its loops turn (attention's own kernels apart)."""
-    own: dict[str, float] = {}
-    calls: dict[str, list[tuple[str, int]]] = {}
-    shapes: dict[str, list[int]] = {}
-    current = entry = ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", line):
-            current, shapes = header[2], {}
-            own[current], calls[current] = 0.0, []
-            entry = current if header[1] else entry
-        elif named := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", line):
-            shapes[named[1]] = [int(n) for n in named[2].split(",") if n]
-        if product := re.search(r" dot\(%?([\w.\-]+), .*lhs_contracting_dims=\{([\d,]+)\}", line):
-            left, result = shapes[product[1]], shapes[line.split(" = ")[0].split("%")[-1].strip()]
-            own[current] += 2.0 * math.prod(result) * math.prod(left[int(d)] for d in product[2].split(","))
-        turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-        for name in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", line):
-            calls[current].append((name, int(turns[1]) if turns else 1))
-
-    def total(name: str) -> float:
-        return own[name] + sum(times * total(inner) for inner, times in calls[name])
-
-    return total(entry)
+        table.row(schedule, f"{flops['edge']:.0f}", f"{flops['spread']:.0f}", f"{gain:.1%}", head)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("what", choices=["memory", "compile", "time", "large", "vocabulary"])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.what != "vocabulary":
         fake_cpu_devices(512 if options.what == "large" else 8)
-    if options.what == "memory":
-        memory(options.schedules)
-    elif options.what == "compile":
-        compile_time(options.schedules)
-    elif options.what == "time":
+    if options.what == "time":
         step_time(options.schedules, options.rounds)
     elif options.what == "large":
         large()
     else:
-        vocabulary(options.schedules)
+        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[options.what](options.schedules)
 
 
 if __name__ == "__main__":

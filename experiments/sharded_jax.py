@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments import plain_jax
 from meshtrain.config import Config
 
 Tree = Any

@@ -40,26 +40,7 @@ NOT_HERE = {
     "pip install -e .[docs]": "likewise",
     "pip install -c constraints.txt -e .": "likewise",
     "mkdocs build --strict": "tests/test_site.py builds the pages, and follows every link",
-    "python -m experiments.api_reference site/": "tests/test_reference.py builds it, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
-    "python -m pytest": "this is it",
-    "python -m experiments.survive kinds": "takes an hour",
-    "python -m experiments.watch.slowdowns": "takes an hour",
-    "python -m experiments.watch.slowdowns --repeats 5": "likewise",
-    "python -m experiments.survive soak": "likewise",
-    "python -m experiments.watch.cost": "takes minutes, on a quiet machine",
-    "python -m experiments.faults --all": "likewise",
-    "python -m experiments.generate.decode": "likewise",
-    "python -m experiments.communicate.bytes": "likewise",
-    "python -m experiments.communicate.quality": "likewise",
-    "python -m experiments.communicate.crossing": "likewise",
-    "python experiments/bench_layouts.py": "likewise",
-    "python experiments/bench_pipeline.py": "likewise",
-    "python experiments/bench_checkpoint.py": "likewise",
-    "python experiments/bench_data.py": "likewise",
-    "python -m pytest tests/test_equivalence.py": "is part of the tests",
-    "python -m pytest -m engines -n 0 tests/launch": "is a stage of CI",
-    "python -m experiments.adopt.parity": "needs torch and transformers; tests/adopt has what they computed",
     "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
     "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py places them",
@@ -70,17 +51,6 @@ NOT_HERE = {
     "python -m meshtrain.report runs/moe_quickstart --html report.html": "needs a run of two minutes; tests/report/test_expert_loads.py has one",
     "python -m meshtrain.plan --measure": "takes a minute; tests/plan/test_plan_command.py reads what it prints",
     "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
-    "python -m experiments.faults": "takes minutes, and is a stage of CI",
-    "python -m experiments.gpu speed": "needs a GPU",
-    "python -m experiments.gpu check": "likewise",
-    "python -m pytest tests/plan/fit/test_measured.py": "is part of the tests",
-    "python -m experiments.plan": "takes a minute; tests/plan/fit/test_published.py holds what it prints",
-    "python -m experiments.plan.sources": "likewise",
-    "python -m experiments.plan.experts": "likewise",
-    "python -m experiments.grouped": "likewise",
-    "python -m experiments.plan --compile": "takes 15 minutes; tests/plan/test_compiled.py compiles some of them",
-    "python -m experiments.plan --compile h100": "likewise",
-    "python -m experiments.serving.balance": "tests/serve/test_balancers.py runs it, where haproxy and nginx are",
     "python -m meshtrain.generate HF_DIR --chat": "reads what is typed; tests/generate/test_generate_command.py has it",
     "python -m meshtrain.adopt export RUN PEFT_OUT --adapter": "the run has no adapters; tests/adopt has runs that do",
     "python -m meshtrain.adopt merge RUN HF_OUT": "likewise",
@@ -89,6 +59,8 @@ NOT_HERE = {
     "srun meshtrain train --config FILE": "tests/launch/test_slurm_cluster.py has srun do so, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
 }
+# Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of them tell its options.
+ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
 # A synopsis stands for several commands.
 FORMS = {
     "python -m meshtrain.checkpoint ls | show | verify | diff": [
@@ -118,7 +90,7 @@ TYPED = list(
     {
         " ".join(PLACEHOLDERS.get(word, word) for word in form.split()): form
         for command in COMMANDS
-        if command not in NOT_HERE
+        if command not in NOT_HERE and not ELSEWHERE.match(command)
         for form in FORMS.get(command, [command])
     }.values()
 )

@@ -77,7 +77,6 @@ def test_a_source_that_jupytext_would_read_otherwise(old, new, said):
     [
         ("# # 3 The", "# # 4 The", "the first cell is no Markdown of a title `# 3 ...`"),
         ("# What it tells.\n", "", "the first cell is no Markdown of a title"),
-        ("assert 1", "1", "no cell asserts anything."),
         ("## Things to try", "## The end", "the last cell is no Markdown with the heading `## Things to try`."),
         ("1.5", "1.5 +", "cell 3, line 1 is no Python"),
         ("1.5\n", "", "cell 3 is empty."),
@@ -86,6 +85,18 @@ def test_a_source_that_jupytext_would_read_otherwise(old, new, said):
 def test_what_a_notebook_lacks(old, new, said):
     (found,) = source.lacks("3_title", source.read(SOURCE.replace(old, new, 1)))
     assert found.startswith(said)
+
+
+def test_a_section_that_shows_something_asserts_something():
+    heading = Cell("markdown", "## Later")
+    shown = [*CELLS[:2], heading, Cell("code", "x = 1\nprint(x)"), CELLS[3]]
+    assert source.lacks("3_title", shown) == ["no cell of ## Later asserts anything."]
+    for good in ("x = 1\nprint(x)\nassert x == 1", "def f():\n    print(1)", "import os"):
+        assert source.lacks("3_title", [*shown[:3], Cell("code", good), CELLS[3]]) == []
+    # What is printed by a committed notebook is compared.
+    kept = source.KEPT[0]
+    title = Cell("markdown", f"# {kept.split('_')[0]} It\n\nWhat it tells.")
+    assert source.lacks(kept, [title, *shown[1:]]) == []
 
 
 def test_a_name_without_a_number():
@@ -214,10 +225,16 @@ def test_streams_come_in_pieces():
 
 
 @pytest.mark.parametrize("name", source.names())
-def test_committed(name):
+def test_sources(name):
     """What can be said of a notebook without executing it."""
     cells = source.read((source.SOURCES / f"{name}.py").read_text(encoding="utf-8"))
-    committed = (source.NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
     assert source.lacks(name, cells) == []
+    assert notebook.unfit(cells, [[] for _ in cells]) == []
+
+
+@pytest.mark.parametrize("name", source.KEPT)
+def test_committed(name):
+    cells = source.read((source.SOURCES / f"{name}.py").read_text(encoding="utf-8"))
+    committed = (source.NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
     assert notebook.stale(committed, cells) == []
     assert notebook.unfit(cells, notebook.read(committed)[1]) == []

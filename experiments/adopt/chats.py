@@ -12,6 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from experiments import bench
+
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "chats"
 SPECIAL = ["<s>", "<|turn|>", "<|end|>"]
 CONVERSATIONS = [
@@ -23,6 +25,7 @@ CONVERSATIONS = [
 
 
 def main() -> None:
+    bench.parser(__doc__).parse_args()
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

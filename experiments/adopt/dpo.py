@@ -6,13 +6,13 @@ The reference is a forward more: of frozen weights a step multiplies twice (forw
 is what FLOPs alone would give, but for the adapters. Steps of both are taken in turns; processor time is that of all fake devices.
 """
 
-import time
 from typing import Any
 
-import jax
 import numpy as np
 
 import meshtrain as mt
+from experiments import bench
+from experiments.bench import Compared, Stepping, Table, spread
 from meshtrain.config import load, replaced
 from meshtrain.mesh import AXES
 from meshtrain.plan.shapes import model_flops
@@ -48,46 +48,35 @@ def batch_of(rows: int, length: int, words: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    bench.parser(__doc__).parse_args()
     mt.fake_devices(8)
-    base = load(
-        {
-            "model": SIZES,
-            "train": {"global_batch_size": 16, "sequence_length": 128, "objective": "dpo"},
-            "data": {"format": "pairs"},
-            "lora": {"rank": 8},
-        }
-    )
+    given = {
+        "model": SIZES,
+        "train": {"global_batch_size": 16, "sequence_length": 128, "objective": "dpo"},
+        "data": {"format": "pairs"},
+        "lora": {"rank": 8},
+    }
+    base = load(given)
     batch = batch_of(16, 128, SIZES["vocab_size"])
     plain = {name: np.abs(x) for name, x in batch.items() if name != "pairs"}
-    print("| layout | dpo over next_token: wall-clock | processor time | by FLOPs | temporary MB, next_token and dpo |")
-    print("| --- | --- | --- | --- | --- |")
+    heads = ("wall over next_token's", "processor           ", "by FLOPs", "temporary MB of both")
+    table = Table("layout                              ", *heads)
     for name, (mesh, parallel) in LAYOUTS.items():
         placed = {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": {"microbatches": 1, **parallel}}
         preferring = replaced(base, **placed)
         tuned = replaced(preferring, train={"objective": "next_token"}, data={"format": "text"})
-        runs = []
-        for config, given in ((tuned, plain), (preferring, batch)):
+        runs, held = {}, []
+        for kind, config, arrays in (("next_token", tuned, plain), ("dpo", preferring, batch)):
             program = Program(config)
-            state, arrays = program.init(), program.place(given)
-            compiled = program.train_step.lower(state, arrays).compile()
-            runs.append([compiled, state, arrays])
-        seconds = np.array([[taken(run) for run in runs] for _ in range(ROUNDS + 1)])[1:]
-        ratios = seconds[:, 1] / seconds[:, 0]
-        wall, processor = (f"{np.median(r):.2f} ({r.min():.2f}-{r.max():.2f})" for r in ratios.T)
-        held = [run[0].memory_analysis().temp_size_in_bytes / 1e6 for run in runs]
-        print(
-            f"| {name} | {wall} | {processor} | {model_flops(preferring) / model_flops(tuned):.2f} | {held[0]:.1f}, {held[1]:.1f} |",
-            flush=True,
-        )
-
-
-def taken(run: list[Any]) -> tuple[float, float]:
-    """Seconds of one step, of the clock and of the processors; the state goes on."""
-    compiled, state, arrays = run
-    began = time.perf_counter(), time.process_time()
-    run[1], metrics = compiled(state, arrays)
-    jax.block_until_ready(metrics)
-    return time.perf_counter() - began[0], time.process_time() - began[1]
+            state = program.init()
+            placed_batch = program.place(arrays)
+            compiled = program.train_step.lower(state, placed_batch).compile()
+            runs[kind] = Stepping(compiled, state, placed_batch)
+            held.append(f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.1f}")
+        times = bench.turns(runs, ROUNDS)
+        ratios = Compared(times["dpo"], times["next_token"])
+        flops = model_flops(preferring) / model_flops(tuned)
+        table.row(name, spread(ratios.walls), spread(ratios.processors), f"{flops:.2f}", ", ".join(held))
 
 
 if __name__ == "__main__":

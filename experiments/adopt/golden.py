@@ -14,6 +14,7 @@ import transformers as hf
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.models.vit.modeling_vit import ViTPooler
 
+from experiments import bench
 from experiments.adopt.parity import randomise, with_large_gates
 
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
@@ -32,16 +33,8 @@ def models() -> Iterator[tuple[str, Any]]:
         rope_type="llama3", rope_theta=500000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=16,
     )  # fmt: skip
-    gpt2 = dict(
-        n_embd=16,
-        n_layer=3,
-        n_head=4,
-        vocab_size=45,
-        n_positions=64,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    gpt2 = dict(n_embd=16, n_layer=3, n_head=4, vocab_size=45, n_positions=64, initializer_range=0.3)
+    gpt2 |= dict(bos_token_id=1, eos_token_id=2)
     yield from {
         "llama3": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=llama3)),
         "mistral": hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=10)),
@@ -69,6 +62,7 @@ def models() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
+    bench.parser(__doc__).parse_args()
     torch.manual_seed(0)
     made = {}
     for name, model in models():

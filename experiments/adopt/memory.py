@@ -9,15 +9,15 @@ themselves, so that the result is taken off; what is left must be at most twice 
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+
+from experiments import bench
+from experiments.bench import Table, in_process
 
 SECTION = {
     "model_type": "llama", "num_hidden_layers": 12, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
@@ -106,7 +106,7 @@ def read(directory: Path, devices: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = bench.parser(__doc__)
     parser.add_argument("--write", nargs=2, metavar=("DIR", "DTYPE"), help=argparse.SUPPRESS)
     parser.add_argument("--read", nargs=2, metavar=("DIR", "DEVICES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -114,27 +114,14 @@ def main() -> None:
         return write(Path(options.write[0]), options.write[1])
     if options.read:
         return print(json.dumps(read(Path(options.read[0]), int(options.read[1]))))
-    print(f"{'file':<9} {'devices':>7} {'result':>9} {'over it':>9} {'allowed':>9} {'seconds':>8}")
+    table = Table("files   ", "devices", "result MB", "over it MB", "allowed MB", "seconds")
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
-            run("--write", directory, dtype)
+            in_process("experiments.adopt.memory", "--write", directory, dtype, JAX_PLATFORMS="cpu")
             for devices in MESHES:
-                found = json.loads(run("--read", directory, str(devices)))
-                allowed = 2 * found["layer"] + ALLOWED
-                mb = [
-                    f"{found[name] / 1e6:6.0f} MB" if name in found else f"{allowed / 1e6:6.0f} MB"
-                    for name in ("result", "over", "allowed")
-                ]
-                print(f"{dtype:<9} {devices:>7} {mb[0]:>9} {mb[1]:>9} {mb[2]:>9} {found['seconds']:>8.1f}", flush=True)
-
-
-def run(*words: str) -> str:
-    """A process of its own; its last line."""
-    command = [sys.executable, "-m", "experiments.adopt.memory", *words]
-    done = subprocess.run(
-        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return (done.stdout.strip().splitlines() or [""])[-1]
+                found = in_process("experiments.adopt.memory", "--read", directory, devices, JAX_PLATFORMS="cpu")
+                sizes = (found["result"], found["over"], 2 * found["layer"] + ALLOWED)
+                table.row(dtype, devices, *(f"{size / 1e6:.0f}" for size in sizes), f"{found['seconds']:.1f}")
 
 
 if __name__ == "__main__":

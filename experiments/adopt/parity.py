@@ -21,6 +21,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import meshtrain as mt
+from experiments import bench
 from meshtrain.config import Config, load, replaced
 from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.hf.mapping import full_box, layers, mappings
@@ -229,6 +230,7 @@ def on_mesh(config: Config, params: Any, given: np.ndarray, labels: np.ndarray) 
 
 
 def main() -> int:
+    bench.parser(__doc__).parse_args()
     mt.fake_devices(8)
     hf.utils.logging.disable_progress_bar()
     torch.manual_seed(0)

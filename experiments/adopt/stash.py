@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.stage import Stage
@@ -61,13 +63,17 @@ def stashed(chosen: Config) -> int:
 
 
 def main() -> int:
+    bench.parser(__doc__).parse_args()
     worst = 0.0
-    print(f"{'':32} {'remat none':>12} {'':>7} {'selective':>12}")
+    table = Table("tuned                         ", "remat none, MiB", "over full", "selective, MiB", "over full")
+    whole = {remat: stashed(config({}, remat)) for remat in ("none", "selective")}
     for name, case in CASES.items():
-        row = [stashed(config(case, remat)) / stashed(config({}, remat)) for remat in ("none", "selective")]
-        sizes = [stashed(config(case, remat)) for remat in ("none", "selective")]
-        worst = max(worst, *row)
-        print(f"{name:32} {sizes[0] / 2**20:8.1f} MiB {row[0]:7.3f} {sizes[1] / 2**20:8.1f} MiB {row[1]:7.3f}")
+        cells = []
+        for remat, base in whole.items():
+            size = stashed(config(case, remat))
+            worst = max(worst, size / base)
+            cells += [f"{size / 2**20:.1f}", f"{size / base:.3f}"]
+        table.row(name, *cells)
     print(f"largest share of full fine-tuning's: {worst:.3f} (goal {GOAL})")
     return int(worst > GOAL)
 

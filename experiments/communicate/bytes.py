@@ -8,12 +8,10 @@ left out. `matrices` is the ratio of what is compressed alone; `all` has norms, 
 all sums of gradients one after the other; in brackets those of encoding and decoding among them.
 """
 
-import argparse
 from collections import defaultdict
 
-from rich.console import Console
-from rich.table import Table
-
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan import gradient_traffic, named, pipeline
@@ -51,10 +49,11 @@ def sent(config: Config) -> dict[tuple[str, bool], float]:
     return found
 
 
-def seconds() -> Table:
-    """Of the planner, by how many islands there are and what is compressed."""
-    names, cluster = ("none", "bfloat16", "int8", "int4", "powersgd"), named("h100", 512)
-    table = Table("islands", "over", *names, box=None)
+def seconds() -> None:
+    """Prints what the planner says, by how many islands there are and what is compressed."""
+    names = ("none", "bfloat16", "int8", "int4", "powersgd")
+    cluster = named("h100", 512)
+    table = Table("islands", "over   ", *(name.ljust(8) for name in names))
     for islands, over in ((1, "data"), (64, "data"), (64, "islands")):
         row = []
         for name in names:
@@ -69,35 +68,34 @@ def seconds() -> Table:
             )
             spent, coding = gradient_traffic.seconds(config, cluster)
             row.append(f"{1000 * (spent + coding):.0f} ({1000 * coding:.0f})")
-        table.add_row(str(islands), over, *row)
-    return table
+        table.row(islands, over, *row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("--seconds", action="store_true", help="the planner's milliseconds, without compiling anything")
-    table = seconds() if parser.parse_args().seconds else compiled()
-    Console(width=120).print(table)
+    if parser.parse_args().seconds:
+        seconds()
+    else:
+        compiled()
 
 
-def compiled() -> Table:
-    """Of the compiled steps."""
-    columns = ("compression", "over", "islands", "over data", "across", "planner's", "all", "matrices")
-    table = Table(*columns, box=None)
+def compiled() -> None:
+    """Prints what the compiled steps send."""
+    heads = ("islands", " over data", "    across", "planner's", "    all", "matrices")
+    table = Table("compression", "over   ", *heads)
     plain: dict[int, float] = {}
     for compression, over, islands in CASES:
         config = config_of(compression, over, islands)
         found = sent(config)
-        total, packed = sum(found.values()), sum(nbytes for (_, how), nbytes in found.items() if how)
+        total = sum(found.values())
+        packed = sum(nbytes for (_, how), nbytes in found.items() if how)
         across = sum(nbytes for (axis, _), nbytes in found.items() if axis == "island")
         whole = plain.setdefault(islands, total)
         planned, _ = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
         of_matrices = f"{(whole - total + packed) / packed:.2f} x" if packed else ""
-        table.add_row(
-            compression, over if packed else "", str(islands), f"{total - across:,.0f}", f"{across:,.0f}",
-            f"{planned / total - 1:+.3%}", f"{whole / total:.2f} x", of_matrices,
-        )  # fmt: skip
-    return table
+        cells = [f"{total - across:,.0f}", f"{across:,.0f}", f"{planned / total - 1:+.3%}", f"{whole / total:.2f} x"]
+        table.row(compression, over if packed else "", islands, *cells, of_matrices)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
 """When it pays to know of slow links: the planner's step of three trainings on 512 H100s in 4 islands, with ever less between them.
 
-    python -m experiments.communicate.crossing [--svg FILE]
+    python -m experiments.communicate.crossing
 
 The cluster is `islands.yaml` beside this file; what a GPU can send out of its island goes from 400 Gbit/s down to 0.125, which is 1
 Gbit/s a machine. Prints the seconds of a step by method and bandwidth, and two crossing points of each: below which bandwidth it
 is ahead of the same mesh without islands, and down to which it keeps nine tenths of the best speed there is.
 """
 
-import argparse
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from experiments.communicate import draw
-from experiments.communicate.draw import Axis, Line
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.cluster.algorithms import best
 from meshtrain.cluster.cluster import Cluster, load_cluster
 from meshtrain.config import Config, ConfigError, load
@@ -67,8 +65,6 @@ class Method:
     name: str
     settings: tuple[str, ...]
     seconds: Seconds = whole
-    colour: int | None = None  # None: it is not drawn
-    dash: str = ""
 
 
 def sent_as(compression: str) -> tuple[str, ...]:
@@ -80,21 +76,21 @@ def alone(steps: int) -> tuple[str, ...]:
     return ("mesh.islands=4", f"parallel.sync.every={steps}")
 
 
-FLAT, ISLANDS = "no islands", ("mesh.islands=4",)
-DOTS, DASHES = "2 3", "8 4"
+FLAT = "no islands"
+ISLANDS = ("mesh.islands=4",)
 METHODS = (
-    Method(FLAT, (), colour=0),
-    Method("islands", ISLANDS, colour=1),
-    Method("islands, overlapped", ISLANDS, overlapped, 1, DOTS),
-    Method("bfloat16 across", sent_as("bfloat16"), colour=3),
+    Method(FLAT, ()),
+    Method("islands", ISLANDS),
+    Method("islands, overlapped", ISLANDS, overlapped),
+    Method("bfloat16 across", sent_as("bfloat16")),
     Method("float8 across", sent_as("float8")),
-    Method("int8 across", sent_as("int8"), colour=5),
-    Method("int8 across, overlapped", sent_as("int8"), overlapped, 5, DOTS),
-    Method("int4 across", sent_as("int4"), colour=6),
-    Method("PowerSGD of rank 4 across", sent_as("powersgd"), colour=7),
-    Method("top 1% across", sent_as("topk"), colour=4),
-    Method("DiLoCo, every 10 steps", alone(10), colour=2, dash=DOTS),
-    Method("DiLoCo, every 100 steps", alone(100), colour=2, dash=DASHES),
+    Method("int8 across", sent_as("int8")),
+    Method("int8 across, overlapped", sent_as("int8"), overlapped),
+    Method("int4 across", sent_as("int4")),
+    Method("PowerSGD of rank 4 across", sent_as("powersgd")),
+    Method("top 1% across", sent_as("topk")),
+    Method("DiLoCo, every 10 steps", alone(10)),
+    Method("DiLoCo, every 100 steps", alone(100)),
 )
 
 
@@ -149,51 +145,25 @@ def report(model: str) -> None:
     found = curves(model)
     flat = next(curve for curve in found if curve.method.name == FLAT)
     full = min(curve(MOST) for curve in found)
-    print(f"\n{model}: seconds of a step; Gbit/s of a GPU across islands")
-    print(f"{'':26}" + "".join(f"{gigabits:>9g}" for gigabits in TOLD) + f"{'ahead below':>18}{'90% down to':>13}")
+    bandwidths = [f"{gigabits:g}".rjust(6) for gigabits in TOLD]
+    title = f"{model}: seconds of a step; Gbit/s of a GPU across islands"
+    table = Table("method                   ", *bandwidths, "ahead below", "90% down to", title=title)
     for curve in found:
-        spent = "".join(f"{curve(gigabits):9.2f}" for gigabits in TOLD)
+        spent = [f"{curve(gigabits):.2f}" for gigabits in TOLD]
         beats = "" if curve is flat else said(edge(lambda g, c=curve: c(g) < flat(g), LEAST, MOST), MOST)
         kept = said(edge(lambda g, c=curve: c(g) <= full / KEPT, MOST, LEAST), LEAST)
-        print(f"{curve.method.name:26}{spent}{beats:>18}{kept:>13}")
+        table.row(curve.method.name, *spent, beats, kept)
 
 
 def said(gigabits: float | None, end: float) -> str:
     return "never" if gigabits is None else "always" if gigabits == end else f"{gigabits:.3g}"
 
 
-def picture() -> list[list[str]]:
-    bandwidth = Axis(
-        "Gbit/s of a GPU across islands", [(LEAST, "0.125"), (1, "1"), (4, "4"), (40, "40"), (MOST, "400")]
-    )
-    share = Axis("share of the best speed", [(k / 4, f"{k * 25}%") for k in range(5)], log=False)
-    points = [LEAST * (MOST / LEAST) ** (k / 24) for k in range(25)]
-    drawn, panels = [m for m in METHODS if m.colour is not None], []
-    for model in MODELS:
-        found = {curve.method.name: curve for curve in curves(model)}
-        full = min(curve(MOST) for curve in found.values())
-        panels.append(draw.chart(model, bandwidth, share, [line(m, found.get(m.name), points, full) for m in drawn]))
-    return [*panels, draw.legend([line(m, None, (), 1.0) for m in drawn])]
-
-
-def line(method: Method, curve: Curve | None, points: Sequence[float], full: float) -> Line:
-    """A method's share of the speed of a step of `full` seconds; no points where it is refused."""
-    shares = [(g, full / curve(g)) for g in points] if curve else []
-    return Line(method.name, shares, method.colour or 0, method.dash)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.communicate.crossing", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--svg", type=Path, help="where the picture is written")
-    options = parser.parse_args()
+def main() -> None:
+    bench.parser(__doc__).parse_args()
     for model in MODELS:
         report(model)
-    if options.svg:
-        draw.write(options.svg, picture(), 2)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,20 +12,18 @@ Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the 
     step, MFU    of the whole program, and what the planner says of it
 """
 
-import argparse
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-from experiments.bench_program import LLAMA, compiled
+from experiments import bench
+from experiments.bench import Table
 from experiments.plan.timed import CollectiveTime, timed
 from meshtrain.config import Config, load
-from meshtrain.hlo.module import Module
-from meshtrain.mesh import DATA, ISLAND, TENSOR, make_mesh
+from meshtrain.mesh import DATA, ISLAND, TENSOR
 from meshtrain.plan import named, plan
-from meshtrain.plan.compiled import described_devices
-from meshtrain.step import Program
+from meshtrain.plan.compiled import Compiled, compile_step
 
+LLAMA = {"family": "llama", "vocab_size": 128256, "kv_heads": 8}
 SMALL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336}
 MIDDLE = {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672}
 # model, (data, tensor, pipeline), islands, sequences in a batch, parallel's keys
@@ -60,43 +58,42 @@ def config_of(layout: str, changes: list[str]) -> Config:
     return load(given, changes)
 
 
-def sent_over(axis: str, config: Config, module: Module, program: Program) -> tuple[dict[str, CollectiveTime], float]:
-    """What is sent over an axis (over data: and islands), by kind, and the seconds of the whole program."""
-    found = timed(module, program.mesh, config, named("h100", config.mesh.devices))
+def sent_over(axis: str, config: Config, compiled: Compiled) -> tuple[dict[str, CollectiveTime], float]:
+    """Returns what is sent over an axis (over data: and islands), by kind, and the seconds of the whole program."""
+    found = timed(compiled.module, compiled.mesh, config, named("h100", config.mesh.devices))
+    wanted = {DATA, ISLAND} if axis == DATA else {axis}
     kinds: dict[str, CollectiveTime] = defaultdict(CollectiveTime)
     for (axes, kind), sent in found.sent.items():
-        if set(axes.split("+")) <= ({DATA, ISLAND} if axis == DATA else {axis}):
+        if set(axes.split("+")) <= wanted:
             kinds[kind].add(sent)
             kinds["all"].add(sent)
     return kinds, found.seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}; all, if none is given")
     parser.add_argument("--over", choices=(DATA, TENSOR), default=DATA, help="the axis whose messages are looked at")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of each config")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keeps the compiled programs, and takes what lies there"
-    )
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):
         parser.error(f"there is no layout {', '.join(sorted(unknown))}; legal are {', '.join(LAYOUTS)}.")
-    print(
-        "layout            kind                GB   under  hidden  waits, s   planned   step, s  planned   MFU  planned   temp GiB"
-    )
+    heads = ("    GB", "under", "hidden", "waits, s", "planned", "step, s", "planned", "  MFU", "planned", "temp GiB")
+    table = Table("layout           ", "kind              ", *heads)
     for layout in options.layouts or LAYOUTS:
         config = config_of(layout, options.set)
-        program = Program(config, make_mesh(config, described_devices("h100", config.mesh.devices)))
-        text, facts = compiled(layout, program, options.keep)
-        kinds, seconds = sent_over(options.over, config, Module(text), program)
+        compiled = compile_step(config, f"h100x{config.mesh.devices}")
+        kinds, seconds = sent_over(options.over, config, compiled)
         planned = plan(config, named("h100", config.mesh.devices))
         for kind, sent in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
             hidden = 1 - sent.waited / sent.seconds
-            line = f"{layout:17} {kind:15} {sent.bytes / 1e9:6.2f}  {sent.under / sent.bytes:5.0%}  {hidden:5.0%}  {sent.waited:8.4f}"
+            cells = [f"{sent.bytes / 1e9:.2f}", f"{sent.under / sent.bytes:.0%}", f"{hidden:.0%}", f"{sent.waited:.4f}"]
+            whole = [""] * 6
             if kind == "all":
-                line += f"  {getattr(planned.time, options.over):8.4f}  {seconds:8.4f} {planned.seconds:8.4f} {planned.mfu * planned.seconds / seconds:5.1%}    {planned.mfu:5.1%}   {facts['temp'] / 2**30:8.2f}"
-            print(line, flush=True)
+                reached = planned.mfu * planned.seconds / seconds
+                whole = [f"{getattr(planned.time, options.over):.4f}", f"{seconds:.4f}", f"{planned.seconds:.4f}"]
+                whole += [f"{reached:.1%}", f"{planned.mfu:.1%}", f"{compiled.temp_bytes / 2**30:.2f}"]
+            table.row(layout, kind, *cells, *whole)
 
 
 if __name__ == "__main__":

@@ -114,10 +114,10 @@ def all_reduce(task: Task, steps: int, rate: float) -> Trained:
     return Trained(losses, [0] * steps, [(steps * workers, float(steps), task.loss(one))])
 
 
-def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float], every: int = 0) -> Trained:
+def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float]) -> Trained:
     """The server waits for a gradient of every worker, which take `seconds` [workers], and makes one update of their mean.
 
-    Held-out loss at the start, at the end and every `every` steps.
+    Held-out loss at the start and at the end.
     """
     weights, losses, held_out = task.weights, list[float](), [(0, 0.0, task.loss(task.weights))]
     for k in range(steps):
@@ -126,15 +126,14 @@ def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float], e
             found.append(task.gradient(jax.device_put(weights, device), *task.rows(k, worker)))
         weights = updated(weights, rate * (1 - k / steps), *(jax.device_put(own, task.server) for _, own in found))
         losses.append(sum(float(loss) for loss, _ in found) / len(found))
-        if k + 1 == steps or (every and (k + 1) % every == 0):
-            held_out.append(((k + 1) * len(found), (k + 1) * max(seconds), task.loss(weights)))
+    held_out.append((steps * len(task.devices), steps * max(seconds), task.loss(weights)))
     return Trained(losses, [0] * steps, held_out)
 
 
-def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[float], every: int = 0) -> Trained:
+def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[float]) -> Trained:
     """The server makes an update of every gradient as it arrives. Workers that become free take the next rows.
 
-    Held-out loss at the start, at the end and every `every` gradients. With the synchronous rate over the number of workers, as
+    Held-out loss at the start and at the end. With the synchronous rate over the number of workers, as
     many gradients as there are workers move the weights as far as one synchronous step.
     """
     weights, losses, staleness = task.weights, list[float](), list[int]()
@@ -150,6 +149,5 @@ def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[floa
         staleness.append(version - seen)
         pulled[worker] = jax.device_put(weights, task.devices[worker])
         heapq.heappush(working, (now + seconds[worker], worker, version + 1, version + workers))
-        if version + 1 == gradients or (every and (version + 1) % every == 0):
-            held_out.append((version + 1, now, task.loss(weights)))
+    held_out.append((gradients, now, task.loss(weights)))
     return Trained(losses, staleness, held_out)

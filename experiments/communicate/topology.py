@@ -4,6 +4,8 @@ import time
 
 import numpy as np
 
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.cluster.levels import clustered, cost
 from meshtrain.config import Config, MeshConfig, load
 from meshtrain.plan import Cluster, axes, named, plan
@@ -61,22 +63,25 @@ def order_of_axes(config: Config, cluster: Cluster) -> tuple[float, float]:
 
 
 def main() -> None:
-    print("levels recovered exactly, of", SEEDS, "shuffled matrices, by noise\n")
-    print(f"{'blocks':>12} " + "".join(f"{noise:>8.0%}" for noise in (0.2, 0.3, 0.4)) + "   seconds each")
+    bench.parser(__doc__).parse_args()
+    title = f"levels recovered exactly, of {SEEDS} shuffled matrices, by noise"
+    table = Table("blocks      ", "20%", "30%", "40%", "seconds each", title=title)
     for sizes in SHAPES:
         results = [recovered(sizes, noise) for noise in (0.2, 0.3, 0.4)]
-        print(f"{'/'.join(map(str, sizes)):>12} " + "".join(f"{n:>8}" for n, _ in results) + f"{results[0][1]:>12.3f}")
-    print(f"\n64 devices, {MESH}, bytes {WEIGHTS}: cost over the best order's, noise 20%\n")
+        table.row("/".join(map(str, sizes)), *(n for n, _ in results), f"{results[0][1]:.3f}")
+    title = f"64 devices, {MESH}, bytes {WEIGHTS}: cost over the best order's, noise 20%"
+    table = Table("blocks      ", "shuffled", "repaired", title=title)
     for sizes in ((8, 64), (8, 32, 64)):
         wrong, right = repaired(sizes, 0.2)
-        print(f"{'/'.join(map(str, sizes)):>12}   shuffled {wrong:5.2f}   repaired {right:6.4f}")
-    print("\nwhat the best order of the axes saves of a step: of the usual order, of the reverse\n")
+        table.row("/".join(map(str, sizes)), f"{wrong:.2f}", f"{right:.4f}")
+    title = "what the best order of the axes saves of a step"
+    table = Table("model     ", "mesh                           ", "cluster", "usual order", "the reverse", title=title)
     for name, mesh in (("llama3_8b", (8, 4, 2)), ("llama3_70b", (8, 8, 8))):
         sizes = [f"mesh.{axis}={n}" for axis, n in zip(("data", "tensor", "pipeline"), mesh, strict=True)]
         config = load(f"configs/{name}.yaml", [*sizes, "train.global_batch_size=128"])
         for cluster in ("h100", "a100-80", "gb200"):
             usual, reverse = order_of_axes(config, named(cluster, config.mesh.devices))
-            print(f"{name:>12} on {config.mesh}, {cluster:8} {usual:7.1%} {reverse:7.1%}")
+            table.row(name, config.mesh, cluster, f"{usual:.1%}", f"{reverse:.1%}")
 
 
 if __name__ == "__main__":

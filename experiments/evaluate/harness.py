@@ -19,6 +19,7 @@ import numpy as np
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+from experiments import bench
 from experiments.evaluate.tiny import END, FAMILIES, LENGTH, tiny
 from meshtrain.evaluate.harness import model_class
 from meshtrain.reader import Model, read_model
@@ -107,6 +108,7 @@ def accuracy(task: str, said: Sequence[Any], results: dict[str, Any]) -> float:
 
 
 def main() -> int:
+    bench.parser(__doc__).parse_args()
     model = model_class()
     print(f"{'model':7} {'against':8} {'task':17} {'ours':>7} {'theirs':>7} {'largest difference':>19}")
     missed = 0

@@ -6,18 +6,17 @@ Both take turns, and the medians are compared. Goal: no more than 1.1 times as l
 in the compiled step, of which there must be none, and what stays allocated from step to step, which must be the same.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.interleave import Compared, Stepping, compare
+from experiments import bench
+from experiments.bench import Compared, Stepping, Table, compare, spread, typical
 from meshtrain.config import load
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -153,32 +152,26 @@ def copies(text: str, least: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench.parser(__doc__)
     parser.add_argument("sizes", nargs="*", default=[*SIZES])
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     good = True
-    print(
-        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} steps; copies of a layer's cache, bytes grown, programs compiled"
+    title = (
+        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} steps"
     )
-    print(
-        f"{'':8}{'weights':>8}{'slots':>7}{'positions':>11}{'ours':>11}{'plain':>11}{'ratio':>7} {'(min-max)':12}{'CPU':>6}{'copies':>8}{'grown':>7}{'compiled':>10}"
-    )
+    heads = ("weights", "slots", "positions", "ours, ms", "plain, ms", "ratio             ", "processor")
+    table = Table("size ", *heads, "copies of a layer's cache", "bytes grown", "programs compiled", title=title)
     for name in given.sizes:
         size = (SIZES | LARGE)[name]
         times, copied, grown, compiled = measured(size, given.precision, given.rounds, given.steps)
-        each = list(zip(*times, strict=True))
-        wall = [ours.wall / plain.wall for ours, plain in each]
-        processor = median(ours.processor / plain.processor for ours, plain in each)
-        good &= median(wall) <= GOAL and not copied and grown <= 0 and not compiled
-        ours, plain = (1e3 * median(spent.wall for spent in which) / given.steps for which in times)
-        print(
-            f"{name:8}{model_size(size) / 1e6:>6.0f} M{size[5]:>7}{size[6]:>11}{ours:>8.2f} ms{plain:>8.2f} ms{median(wall):>7.3f} "
-            f"({min(wall):.2f}-{max(wall):.2f}){processor:>8.3f}{len(copied):>8}{grown:>7}{compiled:>10}",
-            flush=True,
-        )
+        good &= float(np.median(times.walls)) <= GOAL and not copied and grown <= 0 and not compiled
+        ours, plain = (f"{1e3 * typical(found).wall / given.steps:.2f}" for found in times)
+        sizes = [f"{model_size(size) / 1e6:.0f} M", size[5], size[6]]
+        checks = [len(copied), grown, compiled]
+        table.row(name, *sizes, ours, plain, spread(times.walls), f"{times.processor:.3f}", *checks)
         for line in copied:
             print("   ", line)
     return 0 if good else 1

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 10 Faults: hurt, judged, going on
-#
-# Three nodes train one model. The process of one is killed, that of another is frozen, and then a node is gone for good. How is it known who is
-# to blame, and what is lost? First a judge is asked by hand, about nodes that do not exist; then the same judge leads a real run on three
-# processes of this machine to its last step. At the end stand its losses beside those of a run that nothing disturbed, an account of every
-# second, and how often to save.
+# Three nodes train one model. The process of one is killed, that of another is frozen, and then a node is gone for
+# good. How is it known who is to blame, and what is lost? First a judge is asked by hand, about nodes that do not
+# exist; then the same judge leads a real run on three processes of this machine to its last step. At the end stand its
+# losses beside those of a run that nothing disturbed, and an account of every second. How often to save is a question
+# for the planner: notebook 8.
 
 # %%
 import json
@@ -26,21 +26,19 @@ import meshtrain as mt
 from meshtrain.config.follow import padded_batch_size
 from meshtrain.draw.picture import Picture
 from meshtrain.draw.svg import image
-from meshtrain.plan.failures import daly, goodput, young
 from meshtrain.survive import history, picture
 from meshtrain.survive.decide import SupervisorOptions, decide
-from meshtrain.survive.forming import formed
 from meshtrain.survive.ledger import ledger, word
 from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
-from meshtrain.survive.reliability import reliability
 from meshtrain.survive.store import config_of
 
 # %% [markdown]
 # ## The judge
-# On each node a supervisor looks after one training process, the rank, and writes what it sees into the shared run directory: one small record a
-# node. There is no server: the live node of the lowest name reads all records and asks one pure function what follows
-# (`meshtrain/survive/decide.py`), `decide(now, nodes, plan, history, options)`. It looks at no clock, file or process, so it can be
-# asked about anything. Here are three nodes whose ranks have taken 10 steps and wait for their devices in the next one.
+# On each node a supervisor looks after one training process, the rank, and writes what it sees into the shared run
+# directory: one small record a node. There is no server: the live node of the lowest name reads all records and asks
+# one pure function what follows (`meshtrain/survive/decide.py`), `decide(now, nodes, plan, history, options)`. It
+# looks at no clock, file or process, so it can be asked about anything. Here are three nodes whose ranks have taken 10
+# steps and wait for their devices in the next one.
 
 # %%
 names = ["n0", "n1", "n2"]
@@ -69,9 +67,9 @@ assert judged(node(0), node(1), node(2)).verdict == "go on"
 
 # %% [markdown]
 # ## A cause among its effects
-# A rank that is killed makes the others fail in their next collective. Three processes have ended then, two of them with an error of their own,
-# and which record comes first is chance. The verdict may not depend on it: causes have an order, and what stands later in it follows from what
-# stands earlier (`causes.py`).
+# A rank that is killed makes the others fail in their next collective. Three processes have ended then, two of them
+# with an error of their own, and which record comes first is chance. The verdict may not depend on it: causes have an
+# order, and what stands later in it follows from what stands earlier (`causes.py`).
 
 # %%
 failed = ProcessEnd(73, "peer", "lost another process", 10)
@@ -82,8 +80,8 @@ assert found.blamed == ("n2",)
 assert all(decide(1000, records, plan, [], options) == found for records in permutations(scene))
 
 # %% [markdown]
-# Without the third end there are effects only. Then it is right to wait for as long as a cause may still show: a moment, or, while a node is
-# silent, until its time is up (6 s here). Is n2 well all along, nobody is blamed.
+# Without the third end there are effects only. Then it is right to wait for as long as a cause may still show: a
+# moment, or, while a node is silent, until its time is up (6 s here). Is n2 well all along, nobody is blamed.
 
 # %%
 silent = [
@@ -97,9 +95,10 @@ assert (well.verdict, well.blamed) == ("form", ())
 
 # %% [markdown]
 # ## Nobody moves
-# No process has ended, but there was no progress for 9 s. In a collective all ranks wait for the one that does not come, so that those who look
-# stuck are not to blame. What differs is small: the state that the kernel gives n2's process (proc(5): T stopped, D in the kernel, R running), its
-# phase, and whether a thread that does nothing else still counts up. n0 and n1 say the same each time.
+# No process has ended, but there was no progress for 9 s. In a collective all ranks wait for the one that does not
+# come, so that those who look stuck are not to blame. What differs is small: the state that the kernel gives n2's
+# process (proc(5): T stopped, D in the kernel, R running), its phase, and whether a thread that does nothing else
+# still counts up. n0 and n1 say the same each time.
 
 # %%
 scenes = {
@@ -119,9 +118,10 @@ assert [h.blamed for h in hangs.values()] == [()] + 5 * [("n2",)]
 
 # %% [markdown]
 # ## The same once more
-# A restart helps against an accident, not against a bug. After numbers that are not finite every rank is moved to another node and
-# the steps are taken again. Gone: it was a device. The same at the same step, with every shard computed elsewhere: it is the data or the
-# optimizer, and the run ends with exit code 3, which says that starting it again is of no use.
+# A restart helps against an accident, not against a bug. After numbers that are not finite every rank is moved to
+# another node and the steps are taken again. Gone: it was a device. The same at the same step, with every shard
+# computed elsewhere: it is the data or the optimizer, and the run ends with exit code 3, which says that starting it
+# again is of no use.
 
 # %%
 nan = [node(i, ProcessEnd(70, "numbers", "found NaN in the loss", 10)) for i in range(3)]
@@ -135,9 +135,9 @@ assert (again.verdict, again.code) == ("over", 3)
 
 # %% [markdown]
 # ## For real
-# Now processes. A model small enough to take 48 steps in seconds, three nodes of two fake devices each, and timeouts of seconds where a
-# cluster has minutes. `python -m meshtrain.launch local 3` starts three supervisors on this machine; each starts a training process, and those
-# are one JAX program over gloo. First undisturbed.
+# Now processes. A model small enough to take 48 steps in seconds, three nodes of two fake devices each, and timeouts
+# of seconds where a cluster has minutes. `python -m meshtrain.launch local 3` starts three supervisors on this
+# machine; each starts a training process, and those are one JAX program over gloo. First undisturbed.
 
 # %%
 os.chdir(tempfile.mkdtemp())
@@ -183,8 +183,9 @@ assert code == 0 and [step for step, _ in calm] == list(range(1, 49))
 
 # %% [markdown]
 # ## Hurt
-# The same command, and three faults to inject: after step 12 rank 1 is killed, after step 20 rank 2 is frozen (SIGSTOP), and after step 28 the
-# node of rank 2 is gone, its supervisor killed in the same moment. All 32 kinds that there are: `python -m meshtrain.survive inject --list`.
+# The same command, and three faults to inject: after step 12 rank 1 is killed, after step 20 rank 2 is frozen
+# (SIGSTOP), and after step 28 the node of rank 2 is gone, its supervisor killed in the same moment. All 32 kinds that
+# there are: `python -m meshtrain.survive inject --list`.
 
 # %%
 code, seconds = launched("hurt", "survive.inject=[kill@12:1, frozen@20:2, node-lost@28:2]")
@@ -193,9 +194,9 @@ print(f"exit code {code}, {len(hurt)} steps")
 assert code == 0 and len(hurt) == 48
 
 # %% [markdown]
-# Every decision is a file, numbered, made once and never changed; a number can be taken by one leader only, so two who think that they lead do no
-# harm. A *generation* is one set of training processes. It forms when every process of the one before has ended: two generations that write
-# into one directory would be worse than any fault.
+# Every decision is a file, numbered, made once and never changed; a number can be taken by one leader only, so two who
+# think that they lead do no harm. A *generation* is one set of training processes. It forms when every process of the
+# one before has ended: two generations that write into one directory would be worse than any fault.
 
 # %%
 told = history.read(Path("hurt"))
@@ -208,10 +209,11 @@ assert [p.blamed for p in verdicts] == [[], ["n1"], ["n2"], ["n2"]]
 assert told.plans[-1].kind == "done" and told.plans[-2].members == ["n0", "n1"]
 
 # %% [markdown]
-# What it said to people, and how long things took: from the fault to the verdict, to the new processes, and to the first step that they take. A kill
-# is seen at once. Of a frozen rank and of a silent node only the timeout tells, here 6 s. (JAX itself gives up a peer that it has not heard
-# of for 100 s, and would wait for one that is alive but stuck for ever.) The rest is mostly what a start costs: JAX's import, joining the
-# others, the program out of the compilation cache, the newest checkpoint.
+# What it said to people, and how long things took: from the fault to the verdict, to the new processes, and to the
+# first step that they take. A kill is seen at once. Of a frozen rank and of a silent node only the timeout tells, here
+# 6 s. (JAX itself gives up a peer that it has not heard of for 100 s, and would wait for one that is alive but stuck
+# for ever.) The rest is mostly what a start costs: JAX's import, joining the others, the program out of the
+# compilation cache, the newest checkpoint.
 
 # %% tags=["varies"]
 # A file each, made in the moment of the fault.
@@ -227,8 +229,8 @@ for fault, verdict in zip(injected, verdicts[1:], strict=True):
 
 # %% [markdown]
 # ## Nothing lost, nothing twice
-# Steps after the newest checkpoint are taken again, but each has one row. As long as the mesh is the same their losses are those of the calm run,
-# to the last bit; so the weights were restored in full, and the data went on in its place.
+# Steps after the newest checkpoint are taken again, but each has one row. As long as the mesh is the same their losses
+# are those of the calm run, to the last bit; so the weights were restored in full, and the data went on in its place.
 
 # %%
 starts = [going[generation].integer("start") for generation in (1, 2, 3, 4)]
@@ -239,8 +241,8 @@ assert max(apart) < 1e-5
 print("bit-equal as long as there are three nodes; on two a part in 100,000 at most")
 
 # %% [markdown]
-# How many steps were taken again? A save is written while training goes on, and one that is not finished is none; the next one waits for it. So
-# at most two intervals of `checkpoint.every`.
+# How many steps were taken again? A save is written while training goes on, and one that is not finished is none; the
+# next one waits for it. So at most two intervals of `checkpoint.every`.
 
 # %% tags=["varies"]
 redone = [verdict.step - start for verdict, start in zip(verdicts[1:], starts[1:], strict=True)]
@@ -257,8 +259,8 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The data, row by row. With `log.batches` each rank notes a checksum of every row it reads, in whatever generation. Put together: each step had
-# the same 15 rows in the same places in both runs, and those taken twice had them twice.
+# The data, row by row. With `log.batches` each rank notes a checksum of every row it reads, in whatever generation.
+# Put together: each step had the same 15 rows in the same places in both runs, and those taken twice had them twice.
 
 
 # %%
@@ -278,9 +280,10 @@ print(f"{sum(map(len, read.values()))} rows in {len(read)} steps, the same in bo
 
 # %% [markdown]
 # ## One node less
-# Two nodes are left for a mesh of data 3 × tensor 2. Tensor and pipeline are kept, since one copy of the model is cut over them; data shrinks to 2. But
-# 15 rows do not divide by 2, and the batch must stay what it was, or the losses would be others. So it is filled up with empty rows, of weight
-# zero; and the microbatches become two, so that none has more rows than before, or memory might run out.
+# Two nodes are left for a mesh of data 3 × tensor 2. Tensor and pipeline are kept, since one copy of the model is cut
+# over them; data shrinks to 2. But 15 rows do not divide by 2, and the batch must stay what it was, or the losses
+# would be others. So it is filled up with empty rows, of weight zero; and the microbatches become two, so that none
+# has more rows than before, or memory might run out.
 
 # %%
 running = [p for p in told.plans if p.state == "running"]
@@ -293,48 +296,12 @@ for config in (before, since):
 assert (padded_batch_size(before), padded_batch_size(since)) == (15, 16)
 
 # %% [markdown]
-# Here a row in 16 is waste. On a real cluster it is little, and what it saves is much: 128 nodes of 8 GPUs, tensor 8 × pipeline 8, 1024 rows. One
-# node is lost. Data 15 does not divide 1024; without empty rows the next that does is 8, and half of the cluster would idle for one node.
-
-# %%
-sections = {
-    "model": {"layers": 64, "d_model": 8192, "heads": 64, "d_ff": 28672, "vocab_size": 128256},
-    "mesh": {"data": 16, "tensor": 8, "pipeline": 8},
-    "parallel": {"microbatches": 16},
-    "train": {"global_batch_size": 1024, "sequence_length": 4096},
-    "data": {"source": "synthetic"},
-    "survive": {"wanted": 128},
-}
-large = mt.load(sections)
-print(formed(large, 127).sentence)
-
-
-def speeds(nodes):
-    """Of what 128 nodes do, the share that so many do: with empty rows, and if data had to divide the batch."""
-    config = formed(large, nodes).config
-    dividing = max(data for data in range(1, nodes // 8 + 1) if 1024 % data == 0)
-    return config.mesh.data / 16 * 1024 / padded_batch_size(config), dividing / 16
-
-
-left = range(64, 129)
-filled, divided = zip(*map(speeds, left), strict=True)
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.plot(left, np.array(left) / 128, color="lightgrey", lw=4)
-panel.step(left, filled, color="black", where="post")
-panel.step(left, divided, color="black", ls="--", where="post")
-panel.text(94, 0.83, "empty rows", ha="right")
-panel.text(112, 0.52, "data must divide the batch", ha="center")
-panel.set(xlabel="nodes left of 128 (grey: what they could do)", ylabel="speed")
-plt.tight_layout()
-plt.show()
-assert math.isclose(speeds(127)[0], 15 / 16 * 1024 / 1035) and speeds(127)[1] == 8 / 16
-
-# %% [markdown]
 # ## Every second
-# Each process counts its own seconds by phase, on a clock of its own, and supervisors note when it began and ended. The ledger puts that together:
-# every second of the run has one kind. `lost` is whatever came after the checkpoint that a later generation went on from, `down` is when there was no process,
-# `other` what nobody counted. Two other clocks agree: the notebook's, around the whole command; and that of the rows in `metrics.jsonl`, which goes
-# from step to step, so that they have the seconds of the steps that count and of most saves.
+# Each process counts its own seconds by phase, on a clock of its own, and supervisors note when it began and ended.
+# The ledger puts that together: every second of the run has one kind. `lost` is whatever came after the checkpoint
+# that a later generation went on from, `down` is when there was no process, `other` what nobody counted. Two other
+# clocks agree: the notebook's, around the whole command; and that of the rows in `metrics.jsonl`, which goes from step
+# to step, so that they have the seconds of the steps that count and of most saves.
 
 # %% tags=["varies"]
 account = ledger(told)
@@ -351,9 +318,10 @@ assert 0.95 * steps < rows < 1.05 * with_saves
 Picture(image(picture.svg(Path("hurt"), width=860), "the life of the run"), "the life of the run")
 
 # %% [markdown]
-# A row for each node, and below it the steps: each fault takes the curve back to the newest save. Before `lost` is a gap: the two processes
-# that were left had failed at once, but who was the cause showed only when n2's time was up. In a terminal `python -m meshtrain.survive stats hurt` says
-# all this, and `status` while a run goes on. At the end nothing may be left of three supervisors and 11 ranks, the frozen one least of all.
+# A row for each node, and below it the steps: each fault takes the curve back to the newest save. Before `lost` is a
+# gap: the two processes that were left had failed at once, but who was the cause showed only when n2's time was up. In
+# a terminal `python -m meshtrain.survive stats hurt` says all this, and `status` while a run goes on. At the end
+# nothing may be left of three supervisors and 11 ranks, the frozen one least of all.
 
 # %%
 processes = [e.integer("pid") for e in told.of("started", "join")]
@@ -362,63 +330,9 @@ print(f"{len(processes)} processes, {len(left)} of them left")
 assert left == []
 
 # %% [markdown]
-# ## How often to save
-# The share of the time that goes into steps that count is the *goodput*. A save stops training for $C$, a fault costs a restart $R$ and what was not saved yet, and
-# faults come every $M$ on average, without memory. A piece of work $\tau$ with its save then takes $M e^{R/M}\,(e^{(\tau+C)/M}-1)$ on average
-# (Daly 2006, equation 20), and the best $\tau$ is about $\sqrt{2CM}$ (Young 1974). $C$ and $R$ are those that the run above had; the formula
-# is held against faults drawn by chance.
-
-
-# %% tags=["varies"]
-def drawn(interval, write, restart, between, saves=20_000):
-    """Goodput over so many saves, with faults from a random generator."""
-    chance, spent = np.random.default_rng(0), 0.0
-    for _ in range(saves):
-        # Without memory, a new draw after each save is as good as the rest of the one before.
-        while (fault := chance.exponential(between)) < interval + write:
-            spent += fault
-            while (fault := chance.exponential(between)) < restart:
-                spent += fault
-            spent += restart
-        spent += interval + write
-    return saves * interval / spent
-
-
-measured = reliability(told, account)
-write, restart, between = measured.write, measured.noticed + measured.restart, 600.0
-print(f"a save stops training for {write:.2f} s, a fault for {restart:.1f} s; a fault every {between:.0f} s")
-intervals = np.geomspace(write, between, 60)
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.semilogx(intervals, [goodput(i, write, restart, between) for i in intervals], color="black")
-for interval in intervals[5::12]:
-    share = drawn(interval, write, restart, between)
-    panel.plot(interval, share, "o", color="black", mfc="none")
-    assert abs(share - goodput(interval, write, restart, between)) < 0.01
-best = daly(write, between)
-panel.axvline(best, color="grey", ls=":")
-panel.text(best * 1.1, 0.55, f"Daly {best:.1f} s\nYoung {young(write, between):.1f} s")
-panel.set(xlabel="seconds of steps between saves (circles: drawn by chance)", ylabel="goodput")
-plt.tight_layout()
-plt.show()
-assert max(goodput(i, write, restart, between) for i in intervals) - goodput(best, write, restart, between) < 1e-3
-
-# %% [markdown]
-# The run itself had three faults in a minute, on purpose. What does the formula make of that? Three are few: the mean between them is known to
-# a factor of ten (95% sure), so the formula gives a range, and the measured goodput lies in it. `survive stats` prints the same of any run, and the steps between saves that would lose least.
-
-# %% tags=["varies"]
-bounds = measured.between_least, measured.between_most
-shares = [goodput(measured.interval, write, restart, m) for m in bounds]
-print(f"a fault every {bounds[0]:.0f} to {bounds[1]:.0f} s: goodput {shares[0]:.1%} to {shares[1]:.1%}")
-print(f"measured: goodput {account.goodput:.1%}")
-assert shares[0] < account.goodput < shares[1]
-
-# %% [markdown]
 # ## Things to try
 # - In `scenes`, let n2 say `"step": 9, "phase": "log"`, and then n1 the same: who is blamed when two are behind?
 # - Ask the judge about a thousand nodes, 999 of which fail as peers of one: is it found, and in how many milliseconds?
-# - Inject `asleep@8:1`, `loader@16:1` and `gil@24:1`, one after the other in one run: which hang is named, at which line of Python does the
-#   rank stand, and why does n1 not take part a third time?
+# - Inject `asleep@8:1`, `loader@16:1` and `gil@24:1`, one after the other in one run: which hang is named, at which
+#   line of Python does the rank stand, and why does n1 not take part a third time?
 # - `nan-always@12:1`: one restart with the ranks turned, then exit code 3. With `nan@12:1` the run goes on.
-# - `coordinator-lost@12:0`: the leader's node, which also holds JAX's coordinator, is gone. Who leads then?
-# - Set `survive.least: 3` and `survive.join_timeout: 10`, and lose a node: the run ends with 75. Start it again: it goes on.

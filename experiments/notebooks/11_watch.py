@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 11 Watch: a trace read, a bottleneck cured
-#
-# A run is slow. Is it, and against what? A small model is trained on eight tensor ranks, a layout that somebody might well choose. Its rows,
-# its samples and a trace of three steps are read, every microsecond of the trace is given a reason, the reasons stand beside what the
-# planner had foreseen, and a diagnosis says in words what to change. Then it is changed, and the second run held against the first.
+# A run is slow. Is it, and against what? A small model is trained on eight tensor ranks, a layout that somebody might
+# well choose. Its rows, its samples and a trace of three steps are read, every microsecond of the trace is given a
+# reason, the reasons stand beside what the planner had foreseen, and a diagnosis says in words what to change. Then it
+# is changed, and the second run held against the first.
 
 # %%
 import contextlib
@@ -31,9 +31,10 @@ work = Path(tempfile.mkdtemp())
 
 # %% [markdown]
 # ## What a run says of itself
-# Training writes files and everything else reads them: a row of `metrics.jsonl` for each step, a row of `resources/0.jsonl` every few
-# seconds for each process, and `traces/` where `telemetry.trace_at` asks for one. Each metric stands once in a catalogue, from which the
-# endpoint for Prometheus, the dashboard and the alert rules are made too.
+# Training writes files and everything else reads them: a row of `metrics.jsonl` for each step, a row of
+# `resources/0.jsonl` every few seconds for each process, and `traces/` where `telemetry.trace_at` asks for one. Each
+# metric stands once in a catalogue, from which the endpoint for Prometheus, the dashboard and the alert rules are made
+# too.
 
 # %%
 for metric in [m for m in METRICS if "seconds" in m.name][:8]:
@@ -64,9 +65,10 @@ trained(first)
 
 # %% [markdown]
 # ## A trace, read
-# JAX's profiler leaves one event for each instruction that a device has executed, and beside it stands the text of the compiled program.
-# Joined by the instruction's name, an event knows what it is for: a layer's forward, a collective over `tensor`, the optimizer. None may be
-# left over. And the collectives that ran, counted event by event, must be those that the program was compiled with.
+# JAX's profiler leaves one event for each instruction that a device has executed, and beside it stands the text of the
+# compiled program. Joined by the instruction's name, an event knows what it is for: a layer's forward, a collective
+# over `tensor`, the optimizer. None may be left over. And the collectives that ran, counted event by event, must be
+# those that the program was compiled with.
 
 # %% tags=["varies"]
 trace = newest_trace(work / "first")
@@ -85,8 +87,9 @@ assert found.attributed > 0.95
 assert dict(found.collectives) == compiled
 
 # %% [markdown]
-# On fake devices the durations of events cannot simply be summed: eight devices share a few cores, and most of the time an event lies there
-# without a core. So the wall is shared out: each moment is split among the devices that run, and only where none runs among those that wait.
+# On fake devices the durations of events cannot simply be summed: eight devices share a few cores, and most of the
+# time an event lies there without a core. So the wall is shared out: each moment is split among the devices that run,
+# and only where none runs among those that wait.
 
 # %% tags=["varies"]
 kinds = sorted((k for k in found.seconds if found.share(k) > 0.005), key=found.share)
@@ -106,7 +109,8 @@ for k in reversed(kinds):
 
 # %% [markdown]
 # ## Beside the plan
-# The planner knows the same parts under the same names. Its machine is a described one, so it is the shares that are held against each other.
+# The planner knows the same parts under the same names. Its machine is a described one, so it is the shares that are
+# held against each other.
 
 # %% tags=["varies"]
 evidence = read(work / "first", found)
@@ -130,10 +134,14 @@ ax.set_xticks(places, names, rotation=20)
 ax.legend(frameon=False)
 ax.set_ylabel("% of a step")
 plt.show()
+assert set(expected) <= set(found.parts)
+assert all(parts["tensor"] > 0 for parts in (expected, found.parts))
+
 # %% [markdown]
 # ## Why it is slow
-# A diagnosis is a list of rules over this evidence, one small function a reason, each with what it looked at, what it expected, and how much
-# of a step a cure would win. (Where others use the machine that comes first, since nothing can be said of the speed then; so it may be here.)
+# A diagnosis is a list of rules over this evidence, one small function a reason, each with what it looked at, what it
+# expected, and how much of a step a cure would win. (Where others use the machine that comes first, since nothing can
+# be said of the speed then; so it may be here.)
 
 # %% tags=["varies"]
 print(section_text(findings(diagnose(evidence).as_json())))
@@ -180,8 +188,9 @@ print(f"of {len(losses[0])} losses none differs by more than 1 in 100,000")
 
 # %% [markdown]
 # ## Alerts look at no clock
-# While a run goes on the same rows go through rules: `Judge()(row, heard, now) -> alerts`. It looks at no clock and no file, so
-# any story can be told to it. Here is one: forty good steps, three whose loss is no number, and good ones again.
+# While a run goes on the same rows go through rules: `Judge()(row, heard, now) -> alerts`. It looks at no clock and no
+# file, so any story can be told to it. Here is one: forty good steps, three whose loss is no number, and good ones
+# again.
 
 # %%
 judge, said = Judge(), []
@@ -198,5 +207,6 @@ assert [a.state for a in said if a.rule == said[0].rule] == ["firing", "resolved
 # - `telemetry.trace_at=[1]`: what does a step look like that touches its memory for the first time?
 # - The second run on 2 × 2 × 2: which parts of the plan grow, and does the trace say so too?
 # - Let a rank be late: in `resources/` its `phase_seconds` tell, though all ranks' steps take as long.
-# - From a terminal: `python -m meshtrain.report RUN --diagnose`, `python -m meshtrain.report RUN RUN2 --html page.html`,
-#   `python -m meshtrain.monitor RUN`. What links and devices give by themselves is measured by `python -m meshtrain.probe`.
+# - From a terminal: `python -m meshtrain.report RUN --diagnose`, `python -m meshtrain.report RUN RUN2 --html
+#   page.html`, `python -m meshtrain.monitor RUN`. What links and devices give by themselves is measured by `python -m
+#   meshtrain.probe`.

@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 13 Communication: islands, compression, and when each wins
-#
-# Every step of data parallelism ends with a sum over all devices. Within a machine that is cheap, between machines it is dear, between
-# buildings it may be all that a step does. Here are three ways to send less over the slow links: islands that first sum among
-# themselves; gradients as fewer bits; and islands that go on by themselves and meet now and then. Each is shown to have happened, by
-# counting bytes in the compiled step, and each has a price, which stands beside it. At the end the planner says for 512 GPUs which one
-# wins at which bandwidth.
+# Every step of data parallelism ends with a sum over all devices. Within a machine that is cheap, between machines it
+# is dear, between buildings it may be all that a step does. Here are three ways to send less over the slow links:
+# islands that first sum among themselves; gradients as fewer bits; and islands that go on by themselves and meet now
+# and then. Each is shown to have happened, by counting bytes in the compiled step, and each has a price, which stands
+# beside it. At the end the planner says for 512 GPUs which one wins at which bandwidth.
 
 # %%
 import meshtrain as mt
@@ -26,7 +25,6 @@ from meshtrain.plan import traffic
 
 # %% [markdown]
 # ## What is often said, and what is true
-#
 # | said | true |
 # | --- | --- |
 # | a ring takes $2 S \frac{n-1}{n} / B$ | and $2(n-1)$ latencies: of small arrays nothing else counts |
@@ -38,7 +36,8 @@ from meshtrain.plan import traffic
 # | top-k is a dense array with zeros | then nothing was saved; values and places are sent, and what was left out must come later |
 # | overlap is what runs after the backward | it runs beside it, as soon as the first gradient is whole |
 #
-# Two of them in numbers, on 16 machines of 8 H100s. First, a gigabyte, by one representative of each machine or by all eight cards:
+# Two of them in numbers, on 16 machines of 8 H100s. First, a gigabyte, by one representative of each machine or by all
+# eight cards:
 
 # %%
 S = 1e9
@@ -67,8 +66,8 @@ assert 2 * 127 * ring.latency / seconds(ALL_REDUCE, ring, 1e5) > 0.99
 
 # %% [markdown]
 # ## Islands
-# Eight devices in two islands of four. ZeRO shards within an island, so that gathers and scatters stay inside; each device sums its shard
-# with the one device of the other island that has the same (HSDP, Zhao et al. 2023):
+# Eight devices in two islands of four. ZeRO shards within an island, so that gathers and scatters stay inside; each
+# device sums its shard with the one device of the other island that has the same (HSDP, Zhao et al. 2023):
 #
 # ```
 # island 0              island 1
@@ -78,7 +77,8 @@ assert 2 * 127 * ring.latency / seconds(ALL_REDUCE, ring, 1e5) > 0.99
 #      └─────────────────────┘  ...
 # ```
 #
-# `mesh.data` stays 8, `mesh.islands` says how many there are. What the compiled step sends, by axis and line of the source:
+# `mesh.data` stays 8, `mesh.islands` says how many there are. What the compiled step sends, by axis and line of the
+# source:
 
 # %%
 settings = {
@@ -114,13 +114,14 @@ assert np.isclose(across, 2 * (R - 1) / R * gradients / shards, rtol=0.01)
 assert np.isclose(across, planned, rtol=0.01)
 
 # %% [markdown]
-# Islands alone send hardly less over the slow links than a ring over all eight that keeps to the islands:
-# the ring's scatter in float32 and gather are as many bytes as the all-reduce of shards. What islands win is that weights are gathered
-# inside, which with ZeRO-3 is done twice or more a step, and that the slow part stands by itself: it can be sent as something else.
+# Islands alone send hardly less over the slow links than a ring over all eight that keeps to the islands: the ring's
+# scatter in float32 and gather are as many bytes as the all-reduce of shards. What islands win is that weights are
+# gathered inside, which with ZeRO-3 is done twice or more a step, and that the slow part stands by itself: it can be
+# sent as something else.
 #
 # ## Fewer bits
-# Each codec, first on numbers alone. An int8 block of 256 has one float32 scale, so that it is $256 + 4$ bytes in place of 1,024; the
-# error of a number is at most half a step of its block.
+# Each codec, first on numbers alone. An int8 block of 256 has one float32 scale, so that it is $256 + 4$ bytes in
+# place of 1,024; the error of a number is at most half a step of its block.
 
 # %%
 from meshtrain.compression import codec_of
@@ -142,9 +143,10 @@ assert errors["bfloat16"] < errors["int8"] < errors["float8"] < errors["int4"]
 assert errors["bfloat16"] < 2**-8
 
 # %% [markdown]
-# Now in the step. Sums of int8 would wrap, so there is no reduce-scatter of it: every rank sends each other rank its part, encoded once,
-# in one all-to-all, and who receives them decodes and sums (ZeRO++, Wang et al. 2023). The compiled steps, and the bytes that a device
-# sends for gradients; `int4` and `topk` keep what they left out for the next step.
+# Now in the step. Sums of int8 would wrap, so there is no reduce-scatter of it: every rank sends each other rank its
+# part, encoded once, in one all-to-all, and who receives them decodes and sums (ZeRO++, Wang et al. 2023). The
+# compiled steps, and the bytes that a device sends for gradients; `int4` and `topk` keep what they left out for the
+# next step.
 
 # %%
 ways = ("none", "int8", "int4", "topk")
@@ -184,10 +186,11 @@ assert np.allclose(losses["none"], losses["int8"], atol=0.03) and losses["int8"]
 
 # %% [markdown]
 # ## Why what was left out must be kept
-# The largest tenth of a gradient, step after step. Without feedback the other nine tenths are never sent if they are never large; with
-# feedback they add up until they are. After any number of steps what was sent and what is owed are the whole gradient, which is why it
-# works (Stich et al. 2018, Karimireddy et al. 2019) where updates are the gradient times a rate. AdamW divides by the size of recent gradients,
-# and what comes late is then no longer what it was: in the quickstart top-k did worse with feedback than without (`experiments/README.md`).
+# The largest tenth of a gradient, step after step. Without feedback the other nine tenths are never sent if they are
+# never large; with feedback they add up until they are. After any number of steps what was sent and what is owed are
+# the whole gradient, which is why it works (Stich et al. 2018, Karimireddy et al. 2019) where updates are the gradient
+# times a rate. AdamW divides by the size of recent gradients, and what comes late is then no longer what it was: in
+# the quickstart top-k did worse with feedback than without (`experiments/README.md`).
 
 # %%
 from meshtrain.parallel.reduce.codecs import TopK
@@ -214,8 +217,9 @@ assert (arrived[False] == 0).mean() > 0.8 and (arrived[True] == 0).mean() < 0.15
 
 # %% [markdown]
 # ## Islands by themselves
-# DiLoCo (Douillard et al. 2023): each island takes `every` steps on its own, and then all of them take one common step, with momentum,
-# along the mean of what they moved. The two compiled programs say what crosses: nothing in one, one all-reduce of a shard in the other.
+# DiLoCo (Douillard et al. 2023): each island takes `every` steps on its own, and then all of them take one common
+# step, with momentum, along the mean of what they moved. The two compiled programs say what crosses: nothing in one,
+# one all-reduce of a shard in the other.
 
 # %%
 from meshtrain.hlo import collectives
@@ -231,8 +235,8 @@ assert crossing[0] == 0 and np.isclose(crossing[1], across, rtol=0.01)
 
 # %% [markdown]
 # ## When each wins
-# An 8B model on 512 H100s in four islands, of which each GPU can send 400 Gbit/s out at best and 1/8 Gbit/s at worst. The planner's step,
-# over the best there is.
+# An 8B model on 512 H100s in four islands, of which each GPU can send 400 Gbit/s out at best and 1/8 Gbit/s at worst.
+# The planner's step, over the best there is.
 
 
 # %%
@@ -277,16 +281,18 @@ for way in times:
 assert least("islands") > least("bfloat16") > least("int8") > least("int4") > least("DiLoCo, every 100")
 
 # %% [markdown]
-# Read from right to left. In one building, with a card of 400 Gbit/s a GPU, nothing here is worth its trouble: all lines lie within a few per
-# cent. Agarwal et al. (2022) found compression faster in 6 of more than 200 set-ups of data centres, and this is why. An order of magnitude
-# below int8 pays, and costs nothing that can be measured in the loss; another one below, PowerSGD and int4, which need feedback and a whole
-# float32 gradient of memory a device; then only fewer meetings help, which change what is trained: `experiments/README.md`,
-# "Communication", has what the quickstart's loss says of each.
+# Read from right to left. In one building, with a card of 400 Gbit/s a GPU, nothing here is worth its trouble: all
+# lines lie within a few per cent. Agarwal et al. (2022) found compression faster in 6 of more than 200 set-ups of data
+# centres, and this is why. An order of magnitude below int8 pays, and costs nothing that can be measured in the loss;
+# another one below, PowerSGD and int4, which need feedback and a whole float32 gradient of memory a device; then only
+# fewer meetings help, which change what is trained: `experiments/README.md`, "Communication", has what the
+# quickstart's loss says of each.
 #
 # ## Things to try
-# - `built("mesh.islands=4")`: shards are twice as large, and across goes $2 \cdot 3/4$ of each. Where is the sum of both axes least?
-# - `parallel.reduce.over=islands` with `int8`: which of the two collectives is it now that sends bytes, and which float32?
-# - Set `parallel.sync.start` to 12 and train `alone` for 24 steps beside `islands`. Then with the published 0.7 and 0.9 from the first step on.
+# - `built("mesh.islands=4")`: shards are twice as large, and across goes $2 \cdot 3/4$ of each. Where is the sum of
+#   both axes least?
+# - `parallel.reduce.over=islands` with `int8`: which of the two collectives is it now that sends bytes, and which
+#   float32?
+# - Set `parallel.sync.start` to 12 and train `alone` for 24 steps beside `islands`. Then with the published 0.7 and
+#   0.9 from the first step on.
 # - Give `apart_by` 10 ms of latency in place of 50 µs, as between continents. Which lines move?
-# - `python -m experiments.communicate.crossing` has the same for a 70B model, and with overlap; `python -m
-#   experiments.communicate.parameter_server` sends to a server in place of each other.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14 Use: a model that goes on with a text, and one that sees
-#
-# First a tiny model learns lines of text, and goes on with others: the prompt is read at once (prefill), then a token is chosen at a time
-# (decode), and keys and values are kept so that nothing is computed twice. Then a Vision Transformer learns to read digits, from images that
-# are moved, turned and mixed as they come. Every claim is held against the numbers.
+# First a tiny model learns lines of text, and goes on with others: the prompt is read at once (prefill), then a token
+# is chosen at a time (decode), and keys and values are kept so that nothing is computed twice. Then a Vision
+# Transformer learns to read digits, from images that are moved, turned and mixed as they come. Every claim is held
+# against the numbers.
 
 # %%
 import json
@@ -39,8 +39,8 @@ def trained(config):
 
 # %% [markdown]
 # ## Text
-# Lines that say of ten things which colour they have, in any order, a byte a token. After a few hundred steps the model knows how a word is
-# spelled and which colour a thing has, and that any thing may come next.
+# Lines that say of ten things which colour they have, in any order, a byte a token. After a few hundred steps the
+# model knows how a word is spelled and which colour a thing has, and that any thing may come next.
 
 # %% tags=["varies"]
 COLOURS = {
@@ -66,9 +66,9 @@ trained(mt.load(text))
 
 # %% [markdown]
 # ### Prefill and decode
-# A slot holds one sequence: its keys and values in every layer, key/value heads over `tensor`, slots over `data`. Prefill reads the whole prompt
-# and chooses the token behind it; each decode step reads one token and chooses the next. What is kept is as large as the positions, whatever
-# stands in them:
+# A slot holds one sequence: its keys and values in every layer, key/value heads over `tensor`, slots over `data`.
+# Prefill reads the whole prompt and chooses the token behind it; each decode step reads one token and chooses the
+# next. What is kept is as large as the positions, whatever stands in them:
 
 # %%
 opened = open_model("lines", slots=2, length=64)
@@ -103,9 +103,10 @@ assert ids[len(prompt) :] == chosen and bytes(chosen).startswith(b" black.\n")
 
 # %% [markdown]
 # ### How a token is chosen
-# Behind `.⏎` any of eight things may follow. Temperature 0 takes the likeliest; 1 draws from the distribution that was learned; more makes all
-# tokens more alike, until words fall apart. `top_k` and `top_p` leave the unlikely ones out first. The random number follows from the seed and
-# the position alone, so the same seed says the same again, whatever else runs beside it.
+# Behind `.⏎` any of eight things may follow. Temperature 0 takes the likeliest; 1 draws from the distribution that was
+# learned; more makes all tokens more alike, until words fall apart. `top_k` and `top_p` leave the unlikely ones out
+# first. The random number follows from the seed and the position alone, so the same seed says the same again, whatever
+# else runs beside it.
 
 
 # %%
@@ -153,12 +154,13 @@ print(f"{sum(right)} of {len(right)} colours are right at temperature 1")
 engine.close()
 
 # %% [markdown]
-# `python -m meshtrain.generate lines --prompt "coal is"` does the same from a terminal, `python -m meshtrain.serve lines` for many at once.
+# `python -m meshtrain.generate lines --prompt "coal is"` does the same from a terminal, `python -m meshtrain.serve
+# lines` for many at once.
 #
 # ## Images
-# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 2 × 2 patches of 4 × 4 pixels;
-# each becomes a vector as a token does, with its place added, and the layers are those of the language model, but that every patch sees
-# every other.
+# Scikit-learn brings 1797 handwritten digits of 8 × 8 pixels along; 360 are held out. The model cuts an image into 2 ×
+# 2 patches of 4 × 4 pixels; each becomes a vector as a token does, with its place added, and the layers are those of
+# the language model, but that every patch sees every other.
 
 # %%
 CHANGES = {
@@ -198,8 +200,9 @@ print({name: (x.shape, str(x.dtype)) for name, x in train.batch(0).items()})
 
 # %% [markdown]
 # ### As training sees them
-# Below, the first images of batch 0, changed in five ways. What happens to an image follows from the seed, the batch and its row: the second
-# row of pictures is the first, moved. A mixed image has two classes, and the share of each in the loss is that of its pixels.
+# Below, the first images of batch 0, changed in five ways. What happens to an image follows from the seed, the batch
+# and its row: the second row of pictures is the first, moved. A mixed image has two classes, and the share of each in
+# the loss is that of its pixels.
 
 # %%
 figure, axes = plt.subplots(len(CHANGES), 10, figsize=(9, 5.4))
@@ -219,8 +222,8 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# To the number: cutmix leaves of the first image what its share says, and mixup is the blend of both. The partner is the image of the row
-# beside: 0 with 1, 2 with 3.
+# To the number: cutmix leaves of the first image what its share says, and mixup is the blend of both. The partner is
+# the image of the row beside: 0 with 1, 2 with 3.
 
 # %%
 plain, mixup, cutmix = batches().batch(0), batches(mixup=0.8).batch(0), batches(cutmix=1.0).batch(0)
@@ -230,40 +233,6 @@ share = mixup["mix"][..., None]
 assert np.allclose(mixup["patches"], share * plain["patches"] + (1 - share) * plain["patches"][beside], atol=1e-6)
 kept = (cutmix["patches"] == plain["patches"]) | (plain["patches"] == plain["patches"][beside])
 assert np.all(kept.mean((1, 2)) >= cutmix["mix"][:, 0] - 1e-6)
-
-# %% [markdown]
-# And on any number of processes: rows 30 to 60 of a batch are the same for whoever reads only those, and the fifth batch is the same for a run
-# that goes on there.
-
-# %%
-everything = {"shift": 1, "policy": "randaugment", "mixup": 0.8, "cutmix": 1.0}
-batch, part = batches(**everything).batch(5), batches(**everything).batch(5, slice(30, 60))
-assert all(np.array_equal(batch[name][30:60], part[name]) for name in batch)
-assert not np.array_equal(batches(**everything).batch(16)["patches"], batch["patches"])
-
-# %% [markdown]
-# A larger picture shows what the operations do. It is made here; each picture is one of the fourteen of RandAugment (Cubuk et al. 2020), with
-# magnitude 20 of 30.
-
-# %%
-from PIL import Image, ImageDraw
-
-from meshtrain.data.images.policies import OPERATIONS, RANDAUGMENT
-
-picture = Image.fromarray(
-    np.indices((96, 96)).sum(0).astype(np.uint8)[..., None] * np.array([1, 0, 0], np.uint8)
-    + np.array([20, 90, 140], np.uint8)
-)
-pen = ImageDraw.Draw(picture)
-pen.ellipse((20, 14, 60, 54), fill=(240, 220, 60))
-pen.rectangle((48, 48, 84, 84), fill=(40, 160, 70), outline=(250, 250, 250), width=3)
-figure, axes = plt.subplots(2, 7, figsize=(9, 2.9))
-for name, axis in zip(RANDAUGMENT, axes.flat, strict=True):
-    axis.imshow(OPERATIONS[name](picture, 20 / 30, 1))
-    axis.set_title(name, fontsize=8)
-    axis.axis("off")
-plt.tight_layout()
-plt.show()
 
 # %% [markdown]
 # ### Training
@@ -300,7 +269,8 @@ plt.show()
 assert accuracies[-1] > 0.85
 
 # %% [markdown]
-# `mt.read_model` reads it on one device; what it says of the held-out digits is what the run has written. Whom does it take for whom?
+# `mt.read_model` reads it on one device; what it says of the held-out digits is what the run has written. Whom does it
+# take for whom?
 
 # %%
 model = mt.read_model("digits")
@@ -334,4 +304,3 @@ plt.show()
 # - `patch_size: 2`, or 1: how many positions are there then, and how long does a step take?
 # - `model.kv_heads: 1` of the text model: how large is what is kept?
 # - A folder of your own images: `data.source: FOLDER`, with a folder for each class.
-# - `mt.load(short, ["mesh.data=2", "mesh.tensor=1"])`: the losses are the same to the last digits of float32.

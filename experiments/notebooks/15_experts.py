@@ -1,30 +1,27 @@
 # %% [markdown]
 # # 15 Experts: a router learns, its load is kept even, and rows travel
-#
-# A mixture of experts has many MLPs in a layer, and a router, one matrix, which chooses a few of them for each token (Shazeer et al. 2017).
-# Parameters grow, the work for a token does not. What can go wrong: all tokens choose the same experts, and rows wait for links. Here a router
-# is written by hand; one learns, without and with a rule that keeps its load even, on one device and on four; and what crosses between devices
-# is counted in the compiled program, by formula and by the planner.
+# A mixture of experts has many MLPs in a layer, and a router, one matrix, which chooses a few of them for each token
+# (Shazeer et al. 2017). Parameters grow, the work for a token does not. What can go wrong: all tokens choose the same
+# experts, and rows wait for links. Here a router is written by hand; one learns, without and with a rule that keeps
+# its load even, on one device and on four; and what crosses between devices is counted in the compiled program, by
+# formula and by the planner.
 
 # %%
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
-from meshtrain.draw.picture import Picture
-from meshtrain.draw.svg import image
 from meshtrain.model.experts import route
 from meshtrain.model.slots import slots_of
 from meshtrain.plan import traffic
-from meshtrain.report.experts import ExpertLoads, picture
 
 mt.fake_devices(8)
 
 # %% [markdown]
 # ## A router by hand
-# Six tokens, four experts, two for each token. Logits are the tokens times the router's matrix, always in float32: a token on the edge between
-# two experts would otherwise choose another one on another mesh. The two largest probabilities are taken, and divided by their sum.
+# Six tokens, four experts, two for each token. Logits are the tokens times the router's matrix, always in float32: a
+# token on the edge between two experts would otherwise choose another one on another mesh. The two largest
+# probabilities are taken, and divided by their sum.
 
 # %%
 random = np.random.default_rng(2)
@@ -46,8 +43,9 @@ ours = route(moe, jnp.asarray(logits), jnp.zeros(4), None)
 assert (ours.chosen == chosen).all() and np.allclose(ours.weights, weights, atol=1e-6)
 
 # %% [markdown]
-# Rows are then sorted by expert into blocks, each of one expert, so that every product is of a whole block and one weight. Blocks that are not
-# full hold rows of zeros: 16 rows is the shortest block, which for so few tokens is mostly empty.
+# Rows are then sorted by expert into blocks, each of one expert, so that every product is of a whole block and one
+# weight. Blocks that are not full hold rows of zeros: 16 rows is the shortest block, which for so few tokens is mostly
+# empty.
 
 # %%
 slots = slots_of(ours.chosen, 4, ours.chosen.size)
@@ -60,9 +58,9 @@ assert sum((pairs < ours.chosen.size).sum() for pairs in used) == 12
 
 # %% [markdown]
 # ## One learns
-# Two layers of 8 experts, of which a token takes 2. The
-# corpus is skewed as words are: a word is as frequent as its rank says (Zipf), and often follows the same one. `telemetry.experts_every` has
-# a step also return the tokens of each expert of each layer.
+# Two layers of 8 experts, of which a token takes 2. The corpus is skewed as words are: a word is as frequent as its
+# rank says (Zipf), and often follows the same one. `telemetry.experts_every` has a step also return the tokens of each
+# expert of each layer.
 
 # %%
 settings = {
@@ -109,13 +107,15 @@ assert (
 )
 
 # %% [markdown]
-# The router has learned to choose the same: the fullest expert ends with four times the mean, the most that 2 of 8 can give, so that two experts
-# compute all tokens of a layer and the others learn nothing. The entropy of its probabilities stays near $\ln 8 = 2.08$: small differences decide.
+# The router has learned to choose the same: the fullest expert ends with four times the mean, the most that 2 of 8 can
+# give, so that two experts compute all tokens of a layer and the others learn nothing. The entropy of its
+# probabilities stays near $\ln 8 = 2.08$: small differences decide.
 #
 # ## Kept even
-# The classic mend adds a loss of the batch's loads, which is another one with every cut of the batch into microbatches and ranks; `meshtrain`
-# refuses it. Here each expert has a bias that is added to its score where experts are chosen, and nowhere else: it rises while the expert's
-# load, counted over the whole step, is below the mean, and falls otherwise (Wang et al. 2024). No gradient is changed by it.
+# The classic mend adds a loss of the batch's loads, which is another one with every cut of the batch into microbatches
+# and ranks; `meshtrain` refuses it. Here each expert has a bias that is added to its score where experts are chosen,
+# and nowhere else: it rises while the expert's load, counted over the whole step, is below the mean, and falls
+# otherwise (Wang et al. 2024). No gradient is changed by it.
 
 # %%
 even, even_rows, even_tokens = trained(200, "model.moe.balance=bias", "model.moe.bias_rate=0.002")
@@ -128,27 +128,9 @@ assert max(row["expert_load"] for row in even_rows) > 3 and most < 1.3
 assert even_rows[0]["loss"] == free_rows[0]["loss"], "at first the bias is zero"
 
 # %% [markdown]
-# The load of each layer and expert after 200 steps, as `meshtrain report RUN --html FILE` draws it for a run: without a rule, and with it.
-
-# %%
-drawings = [picture(ExpertLoads(200, tokens[-1])) for tokens in (free_tokens, even_tokens)]
-names = ("without a rule", "with a bias")
-shown = [f"<p>{name}</p>{image(drawing, name, 'width:420px')}" for name, drawing in zip(names, drawings, strict=True)]
-Picture("".join(shown), "loads by layer and expert, without a rule and with a bias")
-
-# %% [markdown]
-# And step by step:
-
-# %%
-for name, rows in {"without a rule": free_rows, "bias": even_rows}.items():
-    plt.plot([row["expert_load"] for row in rows], label=name)
-plt.axhline(1.3, color="grey", linewidth=0.7)
-plt.xlabel("step"), plt.ylabel("fullest expert over the mean"), plt.legend()
-plt.show()
-
-# %% [markdown]
 # ## No mesh changes it
-# The same first ten steps on four data ranks that share the experts, two on each (`mesh.expert: 4`): where experts lie is no part of the model.
+# The same first ten steps on four data ranks that share the experts, two on each (`mesh.expert: 4`): where experts lie
+# is no part of the model.
 
 # %%
 _, shared, counts = trained(10, "model.moe.balance=bias", "model.moe.bias_rate=0.002", "mesh.data=4", "mesh.expert=4")
@@ -159,16 +141,18 @@ assert apart < 1e-5 and same == 10
 
 # %% [markdown]
 # ## What crosses `expert`
-# Rows travel in one of two ways. `all_gather` sends every row to all P ranks, and a reduce-scatter brings the sums back. `all_to_all` sends a
-# row only to the ranks of the experts that it chose, into room that is `capacity` times an even load; rows beyond it are dropped, and
-# counted. On 8 data ranks, of which 4 share the experts, a rank has n = 512 tokens of D = 64 numbers. What it sends in a layer:
+# Rows travel in one of two ways. `all_gather` sends every row to all P ranks, and a reduce-scatter brings the sums
+# back. `all_to_all` sends a row only to the ranks of the experts that it chose, into room that is `capacity` times an
+# even load; rows beyond it are dropped, and counted. On 8 data ranks, of which 4 share the experts, a rank has n = 512
+# tokens of D = 64 numbers. What it sends in a layer:
 #
 # | | all_gather | all_to_all |
 # | --- | --- | --- |
 # | rows out, sums back, and their cotangents | $4 (P-1) n D$ | $4 \frac{P-1}{P} R D$ |
 # | who chose what, its weight, and that one's cotangent | $3 (P-1) n k$ | $3 \frac{P-1}{P} R$ |
 #
-# in numbers of four bytes, with $R = \lceil c\, n k / P \rceil P$ rows of room, $c$ the capacity and $k$ the experts of a token.
+# in numbers of four bytes, with $R = \lceil c\, n k / P \rceil P$ rows of room, $c$ the capacity and $k$ the experts
+# of a token.
 
 # %%
 P, n, D, k, layers = 4, 64 * 64 // 8, 64, 2, 2
@@ -189,11 +173,12 @@ for dispatch, expected in formula.items():
     assert np.isclose(sent, expected, rtol=0.01) and np.isclose(sent, planned, rtol=0.01)
 
 # %% [markdown]
-# all_gather sends less while P is below $c\,k$, and with every row there is nothing to drop. With many ranks all_to_all wins;
-# `parallel.experts.dispatch: auto` takes the one that sends less.
+# all_gather sends less while P is below $c\,k$, and with every row there is nothing to drop. With many ranks
+# all_to_all wins; `parallel.experts.dispatch: auto` takes the one that sends less.
 #
 # ## Dropped rows
-# What a capacity of 1.25 would have dropped in the last step of both runs: a rank has two of the experts, and room for 1.25 times its part.
+# What a capacity of 1.25 would have dropped in the last step of both runs: a rank has two of the experts, and room for
+# 1.25 times its part.
 
 # %%
 for name, tokens in {"without a rule": free_tokens[-1], "bias": even_tokens[-1]}.items():
@@ -204,8 +189,9 @@ for name, tokens in {"without a rule": free_tokens[-1], "bias": even_tokens[-1]}
 
 # %% [markdown]
 # ## Things to try
-# - `"model.moe.balance=sequence", "model.moe.balance_weight=0.02"`: a loss over each sequence, the other rule that no mesh changes.
+# - `"model.moe.balance=sequence", "model.moe.balance_weight=0.02"`: a loss over each sequence, the other rule that no
+#   mesh changes.
 # - `bias_rate` 0.02: the bias overshoots, and loads swing about the mean.
 # - `"model.moe.shared_experts=1"`: an expert that every token takes, so that the others can specialise.
-# - `meshtrain plan --config ../configs/qwen3_30b_a3b.yaml`: what 128 experts over 16 GPUs send, and how long a step waits for it.
-# - `meshtrain train --config ../configs/moe_quickstart.yaml`, then `meshtrain report runs/moe_quickstart --html report.html`.
+# - `meshtrain plan --config ../configs/qwen3_30b_a3b.yaml`: what 128 experts over 16 GPUs send, and how long a step
+#   waits for it.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1 The mesh: what lies where
-#
-# Eight devices train one model. Which of them holds which part of which weight, which rows of the batch does it see, and what does it send?
-# A mesh of three axes, data × tensor × pipeline, answers all of it. At the end you will have seen where every array lies, counted its bytes
-# on each device, trained the same model on five meshes with the same losses, and read a checkpoint on another mesh than its own.
+# Eight devices train one model. Which of them holds which part of which weight, which rows of the batch does it see,
+# and what does it send? A mesh of three axes, data × tensor × pipeline, answers all of it. At the end you will have
+# seen where every array lies, counted its bytes on each device, trained the same model on five meshes with the same
+# losses, and read a checkpoint on another mesh than its own.
 
 # %%
 import math
@@ -17,8 +17,9 @@ import meshtrain as mt
 mt.fake_devices(8)
 
 # %% [markdown]
-# A config is a dictionary or a YAML file; whatever it leaves out has a default. This one is a small Llama-style model on random bytes, on
-# 2 × 2 × 2 devices. `microbatches` are the pieces that each data rank's share of a batch is cut into.
+# A config is a dictionary or a YAML file; whatever it leaves out has a default. This one is a small Llama-style model
+# on random bytes, on 2 × 2 × 2 devices. `microbatches` are the pieces that each data rank's share of a batch is cut
+# into.
 
 # %%
 settings = {
@@ -31,8 +32,9 @@ settings = {
 }
 
 # %% [markdown]
-# The whole library in ten lines. Nothing in them says how many devices there are: with other sizes in `mesh` the same lines run on one device
-# or on a cluster. (Reading the loss waits for the step. Fake devices need that, since they share one machine's threads; others do not.)
+# The whole library in ten lines. Nothing in them says how many devices there are: with other sizes in `mesh` the same
+# lines run on one device or on a cluster. (Reading the loss waits for the step. Fake devices need that, since they
+# share one machine's threads; others do not.)
 
 # %%
 config = mt.load(settings)
@@ -50,15 +52,16 @@ assert abs(losses[0] - math.log(config.model.vocab_size)) < 0.05
 
 # %% [markdown]
 # ## The devices
-# A program shows its mesh: a block is a pipeline stage, a row a data rank, a column a tensor rank. Every device has a colour, which the
-# pictures below use again. Under it stands the pipeline's schedule, who does what in which clock; notebook 4 is about that.
+# A program shows its mesh: a block is a pipeline stage, a row a data rank, a column a tensor rank. Every device has a
+# colour, which the pictures below use again. Under it stands the pipeline's schedule, who does what in which clock;
+# notebook 4 is about that.
 
 # %%
 program
 
 # %% [markdown]
-# Device numbers count along tensor first, then data, then pipeline: $\text{device}(d, t, p) = (p\,D + d)\,T + t$. Neighbours have the fastest
-# links, and tensor ranks talk in every layer; stages talk least and are farthest apart.
+# Device numbers count along tensor first, then data, then pipeline: $\text{device}(d, t, p) = (p\,D + d)\,T + t$.
+# Neighbours have the fastest links, and tensor ranks talk in every layer; stages talk least and are farthest apart.
 
 # %%
 D, T, P = program.mesh.devices.shape
@@ -68,15 +71,15 @@ print(f"data {D} x tensor {T} x pipeline {P}")
 
 # %% [markdown]
 # ## The weights
-# Each axis of a weight has a name, and the name says over which mesh axis it is split: layers over pipeline, heads and `mlp` over tensor, the
-# vocabulary over both. ZeRO then splits one axis more over data.
+# Each axis of a weight has a name, and the name says over which mesh axis it is split: layers over pipeline, heads and
+# `mlp` over tensor, the vocabulary over both. ZeRO then splits one axis more over data.
 
 # %%
 program.layout
 
 # %% [markdown]
-# That was the plan. Is it so? Take the query projection $[\text{layers}, \text{embed}, \text{heads}, \text{head}]$ from the state that was
-# just trained, say which slice each device should hold, and ask the array.
+# That was the plan. Is it so? Take the query projection $[\text{layers}, \text{embed}, \text{heads}, \text{head}]$
+# from the state that was just trained, say which slice each device should hold, and ask the array.
 
 
 # %%
@@ -95,19 +98,15 @@ for (d, t, p), device in np.ndenumerate(program.mesh.devices):
 mt.show(q)
 
 # %% [markdown]
-# A norm's scale has no heads: nothing of it can be split over tensor, so both tensor ranks hold the same numbers. Stripes show it.
-
-# %%
-mt.show(state.params["blocks"]["attention_norm"]["scale"])
-
-# %% [markdown]
 # ## The bytes
-# AdamW keeps two moments of each parameter, so with the float32 master a parameter takes 12 bytes. Let $w$ be the devices among which the
-# model splits a weight (`ways`); ZeRO shares each of these parts among $D$ more. A device then holds
+# AdamW keeps two moments of each parameter, so with the float32 master a parameter takes 12 bytes. Let $w$ be the
+# devices among which the model splits a weight (`ways`); ZeRO shares each of these parts among $D$ more. A device then
+# holds
 #
 # $$12 \sum_{\text{weights}} \frac{\text{size}}{D\,w} \text{ bytes,}$$
 #
-# and three counters: of the step, of the moments and of the learning rate. The live arrays have exactly that, on every device.
+# and three counters: of the step, of the moments and of the learning rate. The live arrays have exactly that, on every
+# device.
 
 # %%
 from meshtrain.hlo import live_bytes
@@ -120,10 +119,12 @@ print(f"{formula:,} bytes a device; 12 bytes x parameters / devices would be {id
 assert 1 < formula / ideal < 1.01
 
 # %% [markdown]
-# The difference is the norms: tensor cannot split them, and the last one, which belongs to no layer, pipeline cannot split either.
+# The difference is the norms: tensor cannot split them, and the last one, which belongs to no layer, pipeline cannot
+# split either.
 #
 # ## The batch
-# Rows are split over data alone. The four devices of a data rank see the same rows: two stages pass them on, two tensor ranks share each layer.
+# Rows are split over data alone. The four devices of a data rank see the same rows: two stages pass them on, two
+# tensor ranks share each layer.
 
 # %%
 batch = program.place(data.batch(0))
@@ -135,8 +136,9 @@ mt.show(batch["tokens"])
 
 # %% [markdown]
 # ## Other meshes, the same losses
-# A mesh is only a placement. The same three batches on one device, on eight data ranks, on eight tensor ranks, on eight stages, and again on
-# 2 × 2 × 2. Each step is compiled once, and the compiled program is both run and read: `collectives` finds what a device sends in it.
+# A mesh is only a placement. The same three batches on one device, on eight data ranks, on eight tensor ranks, on
+# eight stages, and again on 2 × 2 × 2. Each step is compiled once, and the compiled program is both run and read:
+# `collectives` finds what a device sends in it.
 
 # %%
 from meshtrain.hlo import CompiledCollectives, collectives
@@ -159,8 +161,9 @@ for shape, (found, nbytes, _) in runs.items():
     print("{:4} {:6} {:8}".format(*shape), "  ", *(f"{loss:.5f}" for loss in found), f"{nbytes:>12,} bytes")
 
 # %% [markdown]
-# The losses differ only by what float32 rounds when it adds in another order: less than 1 in a million (one unit of the last place is 1 in
-# 8 to 16 million). The library's tests hold the gradients to account in the same way, against an independent reference.
+# The losses differ only by what float32 rounds when it adds in another order: less than 1 in a million (one unit of
+# the last place is 1 in 8 to 16 million). The library's tests hold the gradients to account in the same way, against
+# an independent reference.
 
 # %%
 alone = runs[1, 1, 1][0]
@@ -169,8 +172,9 @@ for shape, (found, _, _) in runs.items():
 np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 # %% [markdown]
-# What differs is what a device sends. Data parallelism sends gradients and weights once a step; tensor parallelism sums activations in every
-# layer; a pipeline passes activations on, one message a microbatch, and here all stages share the vocabulary, which costs sums over them.
+# What differs is what a device sends. Data parallelism sends gradients and weights once a step; tensor parallelism
+# sums activations in every layer; a pipeline passes activations on, one message a microbatch, and here all stages
+# share the vocabulary, which costs sums over them.
 
 # %%
 axes = ["data", "tensor", "pipeline", "tensor+pipeline"]
@@ -188,9 +192,10 @@ plot.set(xlabel="MiB that one device sends in a step", ylabel="data × tensor ×
 plt.show()
 
 # %% [markdown]
-# Two of these bars by formula. Over eight data ranks the weights of all $\Psi$ parameters are gathered and their gradients scattered, each
-# sending $\frac{7}{8} \cdot 4\Psi$ bytes (Rajbhandari et al. 2020, section 7). Over eight tensor ranks each layer has four all-reduces of a
-# microbatch's activations $b \cdot s \cdot h$ (Shoeybi et al. 2019, section 3), embedding and head one each; an all-reduce sends its array twice.
+# Two of these bars by formula. Over eight data ranks the weights of all $\Psi$ parameters are gathered and their
+# gradients scattered, each sending $\frac{7}{8} \cdot 4\Psi$ bytes (Rajbhandari et al. 2020, section 7). Over eight
+# tensor ranks each layer has four all-reduces of a microbatch's activations $b \cdot s \cdot h$ (Shoeybi et al. 2019,
+# section 3), embedding and head one each; an all-reduce sends its array twice.
 
 # %%
 psi, m = program.layout.parameters, config.parallel.microbatches
@@ -204,8 +209,9 @@ for shape, axis, formula in [((8, 1, 1), "data", of_data), ((1, 8, 1), "tensor",
     assert 0 <= sent / formula - 1 < 0.005
 
 # %% [markdown]
-# What the compiled programs send beyond that are small sums: of the loss over a split vocabulary, and of the gradient's norm. On 2 × 2 × 2 all
-# three axes talk. These are the collectives of more than 10 kB a step, with the lines of Python that they come from.
+# What the compiled programs send beyond that are small sums: of the loss over a split vocabulary, and of the
+# gradient's norm. On 2 × 2 × 2 all three axes talk. These are the collectives of more than 10 kB a step, with the
+# lines of Python that they come from.
 
 # %%
 sent = runs[2, 2, 2][2]
@@ -214,8 +220,8 @@ CompiledCollectives(c for c in sent if c.sent * c.times > 10_000)
 
 # %% [markdown]
 # ## What does not divide
-# Five layers on two stages, and a vocabulary of 259 over four devices. Both are padded: a stage has as many places for layers as the longest
-# one (−1 is an empty place, which is skipped), and the vocabulary gets one row more, of zeros.
+# Five layers on two stages, and a vocabulary of 259 over four devices. Both are padded: a stage has as many places for
+# layers as the longest one (−1 is an empty place, which is skipped), and the vocabulary gets one row more, of zeros.
 
 # %%
 odd = mt.load(settings, ["model.layers=5", "model.vocab_size=259", f"run.directory={tempfile.mkdtemp()}"])
@@ -233,14 +239,15 @@ mt.show({"q": live["blocks"]["attention"]["q"], "tokens": live["embedding"]["tok
 
 # %% [markdown]
 # ## A checkpoint has no mesh
-# `mt.train` is the command `python -m meshtrain.train`: a whole run, with a checkpoint at its end. Here it trains the uneven model on 2 × 2 × 2.
+# `mt.train` is the command `python -m meshtrain.train`: a whole run, with a checkpoint at its end. Here it trains the
+# uneven model on 2 × 2 × 2.
 
 # %% tags=["varies"]
 assert mt.train(odd).exit_code == 0
 
 # %% [markdown]
-# Two lines read it on any other mesh: four tensor ranks here, and one device. What was saved are the five layers and 259 rows, without padding
-# and in order, so that any mesh can take its parts.
+# Two lines read it on any other mesh: four tensor ranks here, and one device. What was saved are the five layers and
+# 259 rows, without padding and in order, so that any mesh can take its parts.
 
 # %%
 four = mt.make_mesh(mt.load({"mesh": {"tensor": 4}}))
@@ -255,9 +262,9 @@ mt.show(logits)
 # %% [markdown]
 # ## Things to try
 # - `mesh.data=4`, `mesh.tensor=2`, `mesh.pipeline=1` in `settings`: the layers lie in one block, and the losses stay.
-# - `parallel.zero_stage=0` and look at `program.layout` again: nothing is split over data any more, and `formula` must lose its $D$. Notebook 3 is about it.
-# - `model.kv_heads=1`: one key/value head cannot be split over two tensor ranks. Which weights are whole on both now, and what is sent for their gradients?
-# - `parallel.sequence_parallel=true` in the run on (1, 8, 1): the all-reduces become gathers and scatters, with the same bytes.
-# - `parallel.schedule=interleaved`, `parallel.virtual_stages=2` and `uneven.layout.layer_at`: which stage holds which layers now?
-# - After `mt.train(odd)`: `mt.train(mt.load(settings, [..., "mesh.tensor=4", "mesh.data=1", "train.steps=8"]))` with the same `run.directory`
-#   and model goes on from step 6 on the other mesh, with the batches that follow.
+# - `parallel.zero_stage=0` and look at `program.layout` again: nothing is split over data any more, and `formula` must
+#   lose its $D$. Notebook 3 is about it.
+# - `model.kv_heads=1`: one key/value head cannot be split over two tensor ranks. Which weights are whole on both now,
+#   and what is sent for their gradients?
+# - `parallel.sequence_parallel=true` in the run on (1, 8, 1): the all-reduces become gathers and scatters, with the
+#   same bytes.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 2 Tensor and sequence parallelism, from two matrix products up
-# How can several devices share one layer, so that each holds a part of its weights and does a part of its work? We begin
-# with two matrix products in plain JAX and one sum over the devices, see in the compiled program what that sends, forward and
-# backward, and build attention and a whole block from it (Shoeybi et al. 2019, section 3). Sequence parallelism then costs two
-# changed lines (Korthikanti et al. 2022, section 4). At the end the same calls are found in meshtrain's step, counted, and used
-# by a block of our own.
+# How can several devices share one layer, so that each holds a part of its weights and does a part of its work? We
+# begin with two matrix products in plain JAX and one sum over the devices, see in the compiled program what that
+# sends, forward and backward, and build attention and a whole block from it (Shoeybi et al. 2019, section 3). Sequence
+# parallelism then costs two changed lines (Korthikanti et al. 2022, section 4). At the end the same calls are found in
+# meshtrain's step, and counted; and rows are split by their tokens.
 
 # %%
 import meshtrain as mt
@@ -12,7 +12,6 @@ import meshtrain as mt
 mt.fake_devices(8)
 
 import inspect
-import math
 from collections import Counter
 
 import jax
@@ -22,8 +21,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.hlo import KINDS, CompiledCollectives, collectives
-from meshtrain.model.attention import attend
-from meshtrain.parallel.context import column_order
 from meshtrain.parallel.tensor import MeshCollectives
 
 mesh = mt.make_mesh(mt.load(None, ["mesh.tensor=4"]))
@@ -32,9 +29,8 @@ mt.show(mesh)
 
 # %% [markdown]
 # ## Two matrix products
-#
-# The MLP of a transformer is $y = \mathrm{gelu}(x A)\,B$, with tokens $x$ of shape $[T, D]$, $A$ of $[D, F]$ and $B$ of $[F, D]$.
-# On one device:
+# The MLP of a transformer is $y = \mathrm{gelu}(x A)\,B$, with tokens $x$ of shape $[T, D]$, $A$ of $[D, F]$ and $B$
+# of $[F, D]$. On one device:
 
 # %%
 T, D, F = 32, 16, 64
@@ -53,9 +49,9 @@ x, A, B = jax.random.normal(next(keys), (T, D)), drawn(D, F), drawn(F, D)
 y = mlp(x, A, B)
 
 # %% [markdown]
-# Give each of 4 devices some *columns* of $A$ and the same *rows* of $B$. A column of $xA$ needs one column of $A$, and gelu takes
-# each number by itself, so everything up to the second product happens without a word between the devices. That product is a sum
-# over $F$, and each device has a part of its terms:
+# Give each of 4 devices some *columns* of $A$ and the same *rows* of $B$. A column of $xA$ needs one column of $A$,
+# and gelu takes each number by itself, so everything up to the second product happens without a word between the
+# devices. That product is a sum over $F$, and each device has a part of its terms:
 #
 # $$y = \mathrm{gelu}\big(x\,[A_0\,A_1\,A_2\,A_3]\big) \begin{bmatrix}B_0\\B_1\\B_2\\B_3\end{bmatrix} = \sum_i \mathrm{gelu}(x A_i)\,B_i$$
 
@@ -65,8 +61,8 @@ mt.show({"A": jax.device_put(A, NamedSharding(mesh, COLUMNS)), "B": jax.device_p
 
 
 # %% [markdown]
-# Inside `jax.shard_map` the function sees its device's share alone. The code is that of one device, and `psum` at the end: the sum
-# over $i$.
+# Inside `jax.shard_map` the function sees its device's share alone. The code is that of one device, and `psum` at the
+# end: the sum over $i$.
 
 
 # %%
@@ -84,9 +80,9 @@ def equal(a, b):
 assert equal(columns_then_rows(x, A, B), y)
 
 # %% [markdown]
-# What do the devices send? Not what we meant to write counts, but what XLA made of it: `meshtrain.hlo` reads the collectives from the
-# compiled program, each with the line that it came from. An all-reduce of $b$ bytes over $n$ devices in a ring has each send
-# $2\,\frac{n-1}{n}\,b$: every part once round to be summed, once round to be told.
+# What do the devices send? Not what we meant to write counts, but what XLA made of it: `meshtrain.hlo` reads the
+# collectives from the compiled program, each with the line that it came from. An all-reduce of $b$ bytes over $n$
+# devices in a ring has each send $2\,\frac{n-1}{n}\,b$: every part once round to be summed, once round to be told.
 
 
 # %%
@@ -101,8 +97,8 @@ found
 
 # %% [markdown]
 # Why not the other way round, rows of $A$ first? Then $xA = \sum_i x_i A_i$ must be summed *before* gelu, since
-# $\mathrm{gelu}(a + b) \neq \mathrm{gelu}(a) + \mathrm{gelu}(b)$; and $F$ is wider than $D$. With columns of $B$ the result is in
-# pieces, and must be gathered: two collectives, and here more than four times the bytes.
+# $\mathrm{gelu}(a + b) \neq \mathrm{gelu}(a) + \mathrm{gelu}(b)$; and $F$ is wider than $D$. With columns of $B$ the
+# result is in pieces, and must be gathered: two collectives, and here more than four times the bytes.
 
 
 # %%
@@ -121,10 +117,10 @@ other
 
 # %% [markdown]
 # ## Backward
-#
-# Shoeybi et al. write two functions around such a pair: $g$ after it (all-reduce forward, nothing backward) and $f$ before it
-# (nothing forward, all-reduce backward). Here nobody writes $f$. JAX knows that $x$ is the same on all devices and $A_i$ is not, and
-# the transpose of that meeting is a sum: $\partial x = \sum_i \partial h_i\,A_i^\top$. If nobody asks for $\partial x$ there is none.
+# Shoeybi et al. write two functions around such a pair: $g$ after it (all-reduce forward, nothing backward) and $f$
+# before it (nothing forward, all-reduce backward). Here nobody writes $f$. JAX knows that $x$ is the same on all
+# devices and $A_i$ is not, and the transpose of that meeting is a sum: $\partial x = \sum_i \partial h_i\,A_i^\top$.
+# If nobody asks for $\partial x$ there is none.
 
 
 # %%
@@ -141,11 +137,10 @@ sent(of_all, x, A, B)
 
 # %% [markdown]
 # ## Attention, and a whole block
-#
-# Heads of attention never meet before the output projection sums over them. So heads are to attention what columns are to the
-# MLP: queries, keys and values by columns, the output projection by rows. The functions below are written for one device, and
-# do not know how many heads they have. A block calls `enter` before what is split by columns, and `leave` after what is split by
-# rows; on one device neither does anything.
+# Heads of attention never meet before the output projection sums over them. So heads are to attention what columns are
+# to the MLP: queries, keys and values by columns, the output projection by rows. The functions below are written for
+# one device, and do not know how many heads they have. A block calls `enter` before what is split by columns, and
+# `leave` after what is split by rows; on one device neither does anything.
 
 # %%
 H, K = 4, 8  # heads, and their width
@@ -170,8 +165,8 @@ def block(x, w, enter=lambda x: x, leave=lambda y: y):
 
 
 # %% [markdown]
-# On the mesh `leave` is `psum`. Forward that is two all-reduces, and with the two $f$ of the backward four. But look at the bytes:
-# the backward one of attention is three times as large as the others.
+# On the mesh `leave` is `psum`. Forward that is two all-reduces, and with the two $f$ of the backward four. But look
+# at the bytes: the backward one of attention is three times as large as the others.
 
 
 # %%
@@ -193,7 +188,8 @@ assert sorted(c.bytes // (4 * T * D) for c in first) == [1, 1, 1, 3]
 first
 
 # %% [markdown]
-# The same $x$ meets the weights of $q$, of $k$ and of $v$: three meetings, three sums (XLA does them in one message). $f$ belongs
+# The same $x$ meets the weights of $q$, of $k$ and of $v$: three meetings, three sums (XLA does them in one message).
+# $f$ belongs
 # *before* the ways part, and that is what `enter` is for: `pcast` says "from here on this may differ between devices". It moves
 # nothing, and its transpose is the one sum.
 
@@ -212,10 +208,10 @@ tensor_parallel
 
 # %% [markdown]
 # ## Sequence parallelism
-#
-# Between `leave` and the next `enter` all devices still do the same: norms and the residual sum, on the same $[T, D]$. An all-reduce
-# is a reduce-scatter followed by an all-gather. Korthikanti et al. let other work in between: leave with the first, and each
-# device goes on with its $T/n$ tokens alone; enter with the second. The functions stay, the two places change.
+# Between `leave` and the next `enter` all devices still do the same: norms and the residual sum, on the same $[T, D]$.
+# An all-reduce is a reduce-scatter followed by an all-gather. Korthikanti et al. let other work in between: leave with
+# the first, and each device goes on with its $T/n$ tokens alone; enter with the second. The functions stay, the two
+# places change.
 
 
 # %%
@@ -234,8 +230,8 @@ assert out.addressable_shards[0].data.shape == (T // n, D)
 mt.show(out)
 
 # %% [markdown]
-# More collectives, but each sends half as much: the bytes are the same, to the last one. Backward the two have changed places, for
-# the transpose of a gather is a scatter.
+# More collectives, but each sends half as much: the bytes are the same, to the last one. Backward the two have changed
+# places, for the transpose of a gather is a scatter.
 
 # %%
 sequence_parallel = sent(gradients, x, weights)
@@ -247,9 +243,8 @@ sequence_parallel
 
 # %% [markdown]
 # ## In meshtrain
-#
-# The model in `meshtrain.model` calls `enter` and `leave` just so (`layers.Block`), and knows of no mesh. What they do on one is in
-# `meshtrain/parallel/tensor.py`; per layer, forward / backward:
+# The model in `meshtrain.model` calls `enter` and `leave` just so (`layers.Block`), and knows of no mesh. What they do
+# on one is in `meshtrain/parallel/tensor.py`; per layer, forward / backward:
 #
 # | | tensor parallel | + sequence parallel |
 # | --- | --- | --- |
@@ -260,8 +255,8 @@ sequence_parallel
 print(inspect.getsource(MeshCollectives.enter), inspect.getsource(MeshCollectives.leave), sep="\n")
 
 # %% [markdown]
-# Now a Llama-style model on three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each step is compiled
-# once; below, the compiled step is both run and read. The losses are those of one device.
+# Now a Llama-style model on three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each
+# step is compiled once; below, the compiled step is both run and read. The losses are those of one device.
 
 # %%
 base = {
@@ -292,8 +287,8 @@ for name, program in programs.items():
 assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losses["one device"], strict=True))
 
 # %% [markdown]
-# What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. By the table that
-# is, forward and backward together, 4 all-reduces a layer, or 6 all-gathers and 4 reduce-scatters.
+# What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. By
+# the table that is, forward and backward together, 4 all-reduces a layer, or 6 all-gathers and 4 reduce-scatters.
 
 # %%
 layers = programs["one device"].config.model.layers
@@ -307,9 +302,10 @@ assert not any(c.sent for c in sends["one device"])
 of_layers["sequence parallel"]
 
 # %% [markdown]
-# The bytes of the whole step follow from the shapes: a stream of $b$ bytes at 4 places in each of $L$ layers, and at 2 more (the
-# embedding forward, the head backward), each with $2\,\frac{n-1}{n}\,b$. With sequence parallelism that is the same but for what is gathered
-# again, twice a layer $\frac{n-1}{n}\,b$. What is left is small: the loss, norms, gradients of norms' scales.
+# The bytes of the whole step follow from the shapes: a stream of $b$ bytes at 4 places in each of $L$ layers, and at 2
+# more (the embedding forward, the head backward), each with $2\,\frac{n-1}{n}\,b$. With sequence parallelism that is
+# the same but for what is gathered again, twice a layer $\frac{n-1}{n}\,b$. What is left is small: the loss, norms,
+# gradients of norms' scales.
 
 # %%
 model, train = programs["tensor 4"].config.model, programs["tensor 4"].config.train
@@ -324,7 +320,6 @@ print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula; g
 
 # %% [markdown]
 # ## What sequence parallelism is for
-#
 # Memory. A hook replaces the block by a function of ours; this one only looks at what the block is given.
 
 # %%
@@ -343,9 +338,10 @@ assert seen["tensor 4"] == (train.global_batch_size, train.sequence_length, mode
 assert seen["sequence parallel"] == (train.global_batch_size, train.sequence_length // n, model.d_model)
 
 # %% [markdown]
-# Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also normalised), and
-# shrink to $1/n$: of what `enter` gathers only the share is kept, and gathered once more in the backward (Korthikanti et al. 2022,
-# section 4.2.2). The planner counts on it, and XLA's own account of the compiled step agrees.
+# Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also
+# normalised), and shrink to $1/n$: of what `enter` gathers only the share is kept, and gathered once more in the
+# backward (Korthikanti et al. 2022, section 4.2.2). The planner counts on it, and XLA's own account of the compiled
+# step agrees.
 
 # %% tags=["varies"]
 kept = {
@@ -363,35 +359,11 @@ assert saved == layers * 4 * stream * (n - 1) / n
 assert temporary["tensor 4"] - temporary["sequence parallel"] >= saved
 
 # %% [markdown]
-# ## Key/value heads that are fewer than the devices
-#
-# With grouped queries there are fewer heads of keys and values. Where `mesh.tensor` divides them they are split too. Where it does
-# not, every device holds and computes all of them, picks those of its own query heads, and their weights' gradients are partial
-# sums, added up once a step. A hook in the place of attention sees what is left to attend with:
-
-# %%
-heads = {}
-
-
-def looking_attention(q, k, v, segments, collectives, dropout):
-    heads[tensor] = q.shape[2], k.shape[2]
-    return attend(q, k, v, segments, collectives, dropout)
-
-
-for tensor in (1, 2, 4, 8):
-    program = mt.Program(mt.load(base, [f"mesh.tensor={tensor}"]), attention=looking_attention)
-    key = next(w for w in program.layout.flat if w.name == "blocks.attention.k")
-    parts, (queries, keys_here) = math.prod(key.ways), heads[tensor]
-    print(f"tensor {tensor}: k is split {parts} ways; a device attends with {queries} query and {keys_here} key heads")
-    assert parts == (tensor if model.kv_heads % tensor == 0 else 1)
-assert heads == {1: (8, 4), 2: (4, 2), 4: (2, 1), 8: (1, 1)}
-
-# %% [markdown]
 # ## The vocabulary
-#
-# The head is split by columns as well: each device has the logits of a share of the vocabulary. To gather them would be the largest
-# message of all. The loss of a token is $\log\sum_v e^{z_v - m} - (z_\ell - m)$ with $m = \max_v z_v$: three numbers a token, a maximum
-# and two sums, whatever the vocabulary (Shoeybi et al. 2019, section 3, last paragraphs). By hand:
+# The head is split by columns as well: each device has the logits of a share of the vocabulary. To gather them would
+# be the largest message of all. The loss of a token is $\log\sum_v e^{z_v - m} - (z_\ell - m)$ with $m = \max_v z_v$:
+# three numbers a token, a maximum and two sums, whatever the vocabulary (Shoeybi et al. 2019, section 3, last
+# paragraphs). By hand:
 
 
 # %%
@@ -414,8 +386,8 @@ assert not any(c.backward for c in backward) and sum(c.bytes for c in backward) 
 backward
 
 # %% [markdown]
-# Even with the gradient there is no third: what each logit's gradient needs (softmax less one at the label) is there already.
-# meshtrain's loss (`model/loss.py`) does the same, and its step sends just these 3 numbers a token:
+# Even with the gradient there is no third: what each logit's gradient needs (softmax less one at the label) is there
+# already. meshtrain's loss (`model/loss.py`) does the same, and its step sends just these 3 numbers a token:
 
 # %%
 of_loss = CompiledCollectives(c for c in sends["tensor 4"] if any("loss.py" in str(line) for line in c.lines))
@@ -426,11 +398,11 @@ of_loss
 
 # %% [markdown]
 # ## Rows split by tokens
-#
-# Where a row is too long for one tensor group, its *tokens* are split over a mesh axis of their own, `context`. Only attention looks at other
-# tokens, so only there keys and values are sent: a ring passes them on, and each device attends with its queries to those that are with it.
-# What it has seen is a numerator and a denominator of the softmax, and adds up (with the maximum taken off, which these small numbers spare us).
-# First the cut that comes to mind: rank $r$ holds the $r$-th part of the row.
+# Where a row is too long for one tensor group, its *tokens* are split over a mesh axis of their own, `context`. Only
+# attention looks at other tokens, so only there keys and values are sent: a ring passes them on, and each device
+# attends with its queries to those that are with it. What it has seen is a numerator and a denominator of the softmax,
+# and adds up (with the maximum taken off, which these small numbers spare us). First the cut that comes to mind: rank
+# $r$ holds the $r$-th part of the row.
 
 # %%
 rows = mt.make_mesh(mt.load(None, ["mesh.context=4"]))
@@ -466,52 +438,9 @@ whole = whole[:, :-1] / whole[:, -1:]
 assert equal(in_order(q, k, v), whole)
 
 # %% [markdown]
-# The mask hides nearly half of all this. But a rank cannot leave it out: rank 0 sees only its own part and rank 3 all four, one program runs on
-# all of them, and who had nothing to do would wait for the message of one who had. So cut the row into $2n$ chunks, and give rank $r$ chunk $r$
-# (early) and chunk $2n-1-r$ (late). Of the keys of another rank, late queries then see the early chunk always, and one more half is seen: early
-# queries see an early chunk that came before theirs, else late queries see the late one. Two products of half by half, none masked.
-
-# %%
-zigzag = column_order(tokens, n, by_heads=False)
-for rank, places in enumerate(zigzag.reshape(n, -1)):
-    print(f"rank {rank}: chunks {sorted({int(place) * 2 * n // tokens for place in places})}")
-
-
-@jax.jit
-@jax.shard_map(mesh=rows, in_specs=(SPLIT, SPLIT, SPLIT), out_specs=SPLIT)
-def in_zigzag(q, k, v):
-    rank, half = lax.axis_index("context"), len(q) // 2
-    own = jnp.tril(jnp.ones((half, half), bool))
-    early = seen(q[:half], k[:half], v[:half], own)
-    late = seen(q[half:], k[half:], v[half:], own) + seen(q[half:], k[:half], v[:half])
-    for step in range(1, n):
-        k, v = passed_on((k, v))
-        late += seen(q[half:], k[:half], v[:half])
-        before = (rank - step) % n < rank
-        more = seen(*(jnp.where(before, x[:half], x[half:]) for x in (q, k, v)))
-        early += jnp.where(before, more, 0)
-        late += jnp.where(before, 0, more)
-    total = jnp.concatenate([early, late])
-    return total[:, :-1] / total[:, -1:]
-
-
-assert equal(in_zigzag(q[zigzag], k[zigzag], v[zigzag]), whole[zigzag])
-
-# %% [markdown]
-# Counted in what XLA compiled, for each device, beside a device that had a quarter of the causal half to do. Of $4n$ squares of half by half
-# $2n+1$ are left, and with more ranks it comes near to one half:
-
-# %%
-flops = {f.__name__: f.lower(q, k, v).compile().cost_analysis()["flops"] for f in (in_order, in_zigzag)}
-share = 4 * width * tokens * (tokens + 1) / 2 / n
-for name, found in flops.items():
-    print(f"{name:10} {found / 1e6:6.1f} MFLOP a device, {found / share:.2f} of its share")
-ratio = flops["in_zigzag"] / flops["in_order"]
-assert abs(ratio - (2 * n + 1) / (4 * n)) < 0.01
-
-# %% [markdown]
-# `parallel.context_strategy=ring` does this in each layer, forward and backward, with the attention kernel of the device. The losses are those
-# above, and a picture of the batch tells who holds which tokens.
+# Cut like this rank 3 has four times as much to see as rank 0. `parallel.context_strategy=ring` gives each rank an
+# early and a late chunk in place of one, and does this in each layer, forward and backward, with the device's
+# attention kernel. The losses are those above.
 
 # %%
 ring = mt.Program(mt.load(base, ["mesh.context=4", "parallel.context_strategy=ring"]))
@@ -521,68 +450,11 @@ assert abs(float(metrics["loss"]) - losses["one device"][0]) < 1e-5
 mt.show(batch["tokens"])
 
 # %% [markdown]
-# ## A block of our own
-#
-# GPT-J and PaLM (Chowdhery et al. 2022, section 2) feed attention and the MLP from *one* norm. As a hook that is three lines, with
-# the same `enter`; the two branches leave by themselves. It is right on every mesh:
-
-
-# %%
-def parallel_block(block, x, sequence, collectives, dropout):
-    h = collectives.enter(block.attention_norm(x))
-    return x + block.attention(h, sequence, collectives, dropout) + block.mlp(h, collectives)
-
-
-after = {}
-for name, program in programs.items():
-    replaced = mt.Program(program.config, program.mesh, block=parallel_block)
-    after[name] = float(replaced.eval_step(trained[name], replaced.place(data.batch(4))))
-    print(f"{name:18} {after[name]:.4f}")
-usual = float(programs["one device"].eval_step(trained["one device"], programs["one device"].place(data.batch(4))))
-assert max(after.values()) - min(after.values()) < 1e-5 and abs(after["tensor 4"] - usual) > 1e-4
-
-# %% [markdown]
-# One norm means one $f$: backward a layer sums once, not twice. Forward the two sums no longer wait for each other, and XLA makes one
-# message of them. Of the bytes a quarter goes, of the messages half.
-
-# %%
-replaced = mt.Program(programs["tensor 4"].config, block=parallel_block)
-fewer = CompiledCollectives(c for c in replaced.collectives() if c.loops)
-assert fewer.traffic["tensor"] == 0.75 * of_layers["tensor 4"].traffic["tensor"]
-assert sum(c.times for c in fewer) == 0.5 * sum(c.times for c in of_layers["tensor 4"])
-fewer
-
-# %% [markdown]
-# And whoever forgets `leave`? Each device would add its own part to a stream that must be the same everywhere, train, and be wrong
-# without a word. The types know better: what comes out still differs over `tensor`. The refusal comes when the program is made, on
-# a mesh of one device too, before anything runs.
-
-
-# %%
-def forgetful_block(block, x, sequence, collectives, dropout):
-    x = x + block.attention(collectives.enter(block.attention_norm(x)), sequence, collectives, dropout)
-    h = collectives.enter(block.mlp_norm(x))
-    return x + jax.nn.silu(h @ block.mlp.up[...]) @ block.mlp.down[...]
-
-
-refused = {}
-for name in ("one device", "tensor 4"):
-    try:
-        mt.Program(programs[name].config, block=forgetful_block)
-    except mt.ConfigError as error:
-        refused[name] = str(error)
-assert refused["one device"] == refused["tensor 4"]
-print(refused["tensor 4"])
-
-# %% [markdown]
 # ## Things to try
-# - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum, so XLA drops that
-#   all-reduce, and the assert on `of_weights` says so.
+# - In `loss_of` take a linear loss, `jnp.sum(function(*arguments))`. Its gradient needs nothing of the forward's sum,
+#   so XLA drops that all-reduce, and the assert on `of_weights` says so.
 # - Leave `psum` out of `columns_then_rows`: `shard_map` refuses, since the result may vary over `tensor`.
-# - Mend `forgetful_block` with one call, and give it the missing gate (`block.mlp.gate`): its losses become those of the built-in block.
-# - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data` are added, and
-#   what the layers send over `tensor` is half as large, since each data rank has half the rows.
-# - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join what is summed
-#   over `tensor`: `total` grows by about 12 KiB.
-# - Look at `mt.plan(mt.load("../configs/llama3_8b.yaml", ["mesh.tensor=8", "mesh.data=4"]), "h100")` with
-#   `parallel.sequence_parallel=false` and with the file's `true`: only one fits, and it also sends less between stages.
+# - Look at `mt.Program(mt.load(base, [*changes["sequence parallel"], "mesh.data=2"])).collectives()`: sums over `data`
+#   are added, and what the layers send over `tensor` is half as large, since each data rank has half the rows.
+# - Set `model.kv_heads` to 1 (multi-query): no `tensor` above 1 splits the keys, and the gradients of `k` and `v` join
+#   what is summed over `tensor`: `total` grows by about 12 KiB.

@@ -1,14 +1,12 @@
 # %% [markdown]
 # # 3 ZeRO 0 to 3: bytes by formula, by compiler, by live arrays
-#
-# Plain data parallelism keeps the whole model on every device. ZeRO (Rajbhandari et al. 2020) shards it over the data ranks: first the
-# optimizer's state, then the gradients, then the parameters. What does each stage save, and what does it send for that? At the end you will
-# have seen the bytes four times, by formula, in the live arrays, in the compiled program and in the planner; the traffic twice; and when
-# stage 3 costs many times what the paper says.
+# Plain data parallelism keeps the whole model on every device. ZeRO (Rajbhandari et al. 2020) shards it over the data
+# ranks: first the optimizer's state, then the gradients, then the parameters. What does each stage save, and what does
+# it send for that? At the end you will have seen the bytes four times, by formula, in the live arrays, in the compiled
+# program and in the planner; the traffic twice; and when stage 3 costs many times what the paper says.
 
 # %%
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -21,9 +19,10 @@ mt.fake_devices(8)
 
 # %% [markdown]
 # ## What the paper counts
-# Of each of $\Psi$ parameters a device holds, with Adam in mixed precision: 2 bytes of the weight and 2 of its gradient in half precision,
-# and 12 of its float32 master and two moments (section 3.1). Stage 1 shards the 12 over $N$ data ranks, stage 2 also the gradient's 2, stage 3
-# also the weight's 2. The paper's figure 1 has 7.5 billion parameters on 64 ranks.
+# Of each of $\Psi$ parameters a device holds, with Adam in mixed precision: 2 bytes of the weight and 2 of its
+# gradient in half precision, and 12 of its float32 master and two moments (section 3.1). Stage 1 shards the 12 over
+# $N$ data ranks, stage 2 also the gradient's 2, stage 3 also the weight's 2. The paper's figure 1 has 7.5 billion
+# parameters on 64 ranks.
 
 # %%
 published = [120, 31.4, 16.6, 1.9]
@@ -34,8 +33,9 @@ for stage, gigabytes in enumerate(published):
 
 # %% [markdown]
 # ## Here
-# A small model on eight data ranks, computing in float32 to begin with, so that the weight is the master. `lower` needs no state and no batch:
-# the step is compiled from their shapes. Each stage is one program, compiled once and used all through the notebook.
+# A small model on eight data ranks, computing in float32 to begin with, so that the weight is the master. `lower`
+# needs no state and no batch: the step is compiled from their shapes. Each stage is one program, compiled once and
+# used all through the notebook.
 
 # %%
 settings = {
@@ -57,19 +57,20 @@ states = [program.init() for program, _ in stages]
 config, psi = stages[0][0].config, stages[0][0].layout.parameters
 N = config.mesh.data
 print(f"{psi:,} parameters")
+assert all(program.layout.parameters == psi for program, _ in stages)
 
 # %% [markdown]
-# From stage 1 on the masters are sharded too, not only the moments. Of the embedding, 264 rows, every device holds all in stage 0 (stripes), and
-# 33 in the others.
+# From stage 1 on the masters are sharded too, not only the moments. Of the embedding, 264 rows, every device holds all
+# in stage 0 (stripes), and 33 in the others.
 
 # %%
 mt.show({f"stage {stage}": states[stage].params["embedding"]["tokens"] for stage in (0, 1)})
 
 # %% [markdown]
 # ## Between the steps
-# So between two steps a device holds $12\Psi$ bytes in stage 0, and $12\Psi/N$ in all others: what tells 1, 2 and 3 apart happens within a
-# step. Four ways to know the bytes, which agree to the byte: beyond the formula the live arrays have three counters, and the compiled
-# program's arguments the batch too.
+# So between two steps a device holds $12\Psi$ bytes in stage 0, and $12\Psi/N$ in all others: what tells 1, 2 and 3
+# apart happens within a step. Four ways to know the bytes, which agree to the byte: beyond the formula the live arrays
+# have three counters, and the compiled program's arguments the batch too.
 
 # %%
 print("stage  formula     live arrays  compiled program  planner")
@@ -93,10 +94,10 @@ for stage, ((program, step), state) in enumerate(zip(stages, states, strict=True
 # | 2 | 12/N | 4 | 4/N | 6 |
 # | 3 | 12/N | layer by layer | 4/N | 2 |
 #
-# Beside these stand activations and what one layer needs for a moment, about the same in all stages. The planner has a name for each byte; the
-# compiler has buffers. At the fullest moment they agree within 8 % in stages 1 to 3. In stage 0 they do not: the planner's fullest moment is in the
-# backward, the compiler's in the optimizer's update, which on whole gradients makes 4 bytes a parameter more (on shards an eighth of that).
-# Compiled alone, the update says so.
+# Beside these stand activations and what one layer needs for a moment, about the same in all stages. The planner has a
+# name for each byte; the compiler has buffers. At the fullest moment they agree within 8 % in stages 1 to 3. In stage
+# 0 they do not: the planner's fullest moment is in the backward, the compiler's in the optimizer's update, which on
+# whole gradients makes 4 bytes a parameter more (on shards an eighth of that). Compiled alone, the update says so.
 
 # %%
 states_only = [12 + 4, 12 / N + 4 + 4, 12 / N + 4 + 4 / N, 12 / N + 4 / N]
@@ -117,29 +118,11 @@ more = update.lower(program.state_shapes, Gradients(loss, gradients)).compile().
 print(f"stage 0: {states_only[0]} and the update's own {more / psi:.2f}")
 assert abs((states_only[0] * psi + more) / peaks[0] - 1) < 1e-3
 
-# %%
-groups = ["parameters", "optimizer_state", "gradients", "activations"]
-colours = ["#7fb2d9", "#c6dbef", "#f0b860", "#eeeeee"]
-held = np.array([list(map(memory.by_kind(plan.memory).get, groups)) for plan in plans]) / psi
-figure, plot = plt.subplots(figsize=(6.5, 2.6), layout="constrained")
-left = np.cumsum(held, axis=1) - held
-for kind, colour, widths, lefts in zip(groups, colours, held.T, left.T, strict=True):
-    plot.barh(range(4), widths, left=lefts, color=colour, edgecolor="black", linewidth=0.5)
-    for stage in range(4):
-        if widths[stage] > 1.5:
-            told = kind.replace("_", " ")
-            plot.text(lefts[stage] + widths[stage] / 2, stage, told, ha="center", va="center", fontsize=8)
-plot.plot(np.array(peaks) / psi, range(4), "k|", markersize=22, markeredgewidth=2)
-plot.text(peaks[2] / psi + 0.3, 2, "compiled program", va="center", fontsize=8)
-plot.set_yticks(range(4), [f"stage {stage}" for stage in range(4)])
-plot.invert_yaxis()
-plot.set(xlabel="bytes a parameter that a device holds at the fullest moment")
-plt.show()
-
 # %% [markdown]
 # ## Half precision
-# With `precision.compute=bfloat16` the step works on a bfloat16 copy of the weights, 2 bytes a parameter, which stage 3 never holds whole. `Zero.open`
-# makes that copy at the start of a step; here it is called alone, and what it makes is counted on each device.
+# With `precision.compute=bfloat16` the step works on a bfloat16 copy of the weights, 2 bytes a parameter, which stage
+# 3 never holds whole. `Zero.open` makes that copy at the start of a step; here it is called alone, and what it makes
+# is counted on each device.
 
 
 # %%
@@ -164,9 +147,10 @@ for stage, state in enumerate(states):
 
 # %% [markdown]
 # ## The traffic
-# A ring sends $\frac{N-1}{N}$ of an array for a gather or a scatter, twice that for an all-reduce. Stage 0 sums gradients by an all-reduce. The
-# others scatter gradients and gather weights: the same two halves with the optimizer's update between them, so that the sharding costs no traffic. Stage 3
-# gathers the weights twice, for the forward and for the backward: $3\Psi$ instead of $2\Psi$ (section 7).
+# A ring sends $\frac{N-1}{N}$ of an array for a gather or a scatter, twice that for an all-reduce. Stage 0 sums
+# gradients by an all-reduce. The others scatter gradients and gather weights: the same two halves with the optimizer's
+# update between them, so that the sharding costs no traffic. Stage 3 gathers the weights twice, for the forward and
+# for the backward: $3\Psi$ instead of $2\Psi$ (section 7).
 
 # %%
 sent = [collectives(step, program.mesh, program.busy) for program, step in stages]
@@ -187,8 +171,9 @@ for stage, found in enumerate(sent):
     print("{:5}  {:10.4f}  {:14.4f}  {:10.4f}  {:6.4f}".format(stage, *shares, sum(shares)))
 
 # %% [markdown]
-# Stages 0 to 2 are as in the paper, but for a hundredth of a percent: sums for the norm of sharded gradients. Stage 3 sends *less* than $3\Psi$:
-# only the layers' weights are gathered again. The embedding's backward needs no weight, and the head's follows at once on its forward.
+# Stages 0 to 2 are as in the paper, but for a hundredth of a percent: sums for the norm of sharded gradients. Stage 3
+# sends *less* than $3\Psi$: only the layers' weights are gathered again. The embedding's backward needs no weight, and
+# the head's follows at once on its forward.
 
 # %%
 weights = stages[0][0].layout.flat
@@ -200,8 +185,8 @@ for stage, found in enumerate(sent):
 print(f"stage 3 by formula: {expected[3]:.4f}")
 
 # %% [markdown]
-# Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each weight is gathered once a layer in the forward and once in the
-# backward, and its gradient is scattered. The largest ones, with their lines:
+# Where does it happen? In stage 3 in `zero.py`, in the loop over the layers: each weight is gathered once a layer in
+# the forward and once in the backward, and its gradient is scattered. The largest ones, with their lines:
 
 # %%
 CompiledCollectives(c for c in sent[3] if c.bytes >= 40_000)
@@ -220,7 +205,8 @@ for (kind, backward), arrays in expected.items():
 
 # %% [markdown]
 # ## The same losses
-# All this is bookkeeping. The four programs that were compiled above, on the same batches: what is left is float32's rounding, less than 1 in a million.
+# All this is bookkeeping. The four programs that were compiled above, on the same batches: what is left is float32's
+# rounding, less than 1 in a million.
 
 # %%
 data, _ = mt.open_data(config)
@@ -235,9 +221,11 @@ np.testing.assert_allclose(losses, np.broadcast_to(losses[0], (4, 3)), rtol=1e-6
 
 # %% [markdown]
 # ## When stage 3 costs more
-# The $3\Psi$ are for one microbatch. With gradient accumulation over $m$ of them, stage 2 scatters its gradients $m$ times and stage 3 also gathers its layers
-# $2m$ times: about $(1+m)\Psi$ and $3m\Psi$. (Embedding and head stay at one gather: they stand in no loop but that over the microbatches, and XLA lifts what
-# does not change out of a loop.) `parallel.zero_hold` keeps whole gradients and weights over the step instead. Four microbatches, each as large as above:
+# The $3\Psi$ are for one microbatch. With gradient accumulation over $m$ of them, stage 2 scatters its gradients $m$
+# times and stage 3 also gathers its layers $2m$ times: about $(1+m)\Psi$ and $3m\Psi$. (Embedding and head stay at one
+# gather: they stand in no loop but that over the microbatches, and XLA lifts what does not change out of a loop.)
+# `parallel.zero_hold` keeps whole gradients and weights over the step instead. Four microbatches, each as large as
+# above:
 
 # %%
 m = 4
@@ -259,12 +247,13 @@ for (stage, hold), formula in formulas.items():
 assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
 
 # %% [markdown]
-# Holding brings the traffic back to $2\Psi$, and the memory up: stages 2 and 3 are stage 1 then, and for the sums over microbatches whole gradients are
-# held, with each microbatch's new ones beside them. By default neither holds, since who asks for them wants the memory. A pipeline is
-# the same trade, with its microbatches.
+# Holding brings the traffic back to $2\Psi$, and the memory up: stages 2 and 3 are stage 1 then, and for the sums over
+# microbatches whole gradients are held, with each microbatch's new ones beside them. By default neither holds, since
+# who asks for them wants the memory. A pipeline is the same trade, with its microbatches.
 #
 # ## With tensor parallelism
-# ZeRO shards what tensor parallelism has left: on data 4 × tensor 2 each weight is first halved over tensor, where it can be, then quartered over data.
+# ZeRO shards what tensor parallelism has left: on data 4 × tensor 2 each weight is first halved over tensor, where it
+# can be, then quartered over data.
 
 # %%
 both = mt.Program(mt.load(settings, ["mesh.data=4", "mesh.tensor=2", "parallel.zero_stage=3"]))
@@ -278,62 +267,11 @@ blocks = state.params["blocks"]
 mt.show({"q": blocks["attention"]["q"], "scale": blocks["attention_norm"]["scale"]})
 
 # %% [markdown]
-# ## 8 billion parameters
-# The planner needs no devices for what was checked above. Llama-3 8B in bfloat16 on 1 to 1,024 H100s, data parallelism alone, two microbatches of
-# one sequence of 8,192 tokens on each device, layers computed again in the backward, nothing held over the step.
-
-# %%
-ranks = [2**k for k in range(11)]
-shape = ["mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=1f1b", "parallel.virtual_stages=1"]
-shape += ["parallel.sequence_parallel=false", "parallel.remat=full"]
-shape += ["parallel.microbatches=2", "parallel.zero_hold=false"]
-
-
-def on_h100s(stage, n):
-    own = [f"parallel.zero_stage={stage}", f"mesh.data={n}", f"train.global_batch_size={2 * n}"]
-    return mt.plan(mt.load("../configs/llama3_8b.yaml", shape + own), "h100")
-
-
-large = [[on_h100s(stage, n) for n in ranks] for stage in range(4)]
-figure, plot = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-for stage, style in enumerate(["o-", "s-", "^-", "d-"]):
-    gigabytes = [plan.bytes / 1e9 for plan in large[stage]]
-    plot.loglog(ranks, gigabytes, style, color="black", markersize=4, linewidth=0.8)
-    plot.text(1200, gigabytes[-1], f"stage {stage}", va="center")
-usable = large[0][0].cluster.accelerator.usable_bytes / 1e9
-plot.axhline(usable, linestyle="--", color="black", linewidth=0.8)
-plot.text(64, usable * 1.05, "an H100 has", ha="center")
-plot.set(xlabel="data ranks", ylabel="GB a device", xlim=(0.9, 4000), ylim=(8, 250))
-plot.set_xticks([1, 8, 64, 1024], ["1", "8", "64", "1,024"])
-plot.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
-plot.minorticks_off()
-plt.show()
-
-# %% [markdown]
-# Every curve has a floor, what its stage does not shard. Stage 1 falls by exactly $12\Psi(1 - 1/N)$, and stays above whole weights and whole gradients;
-# stage 2 above the $2\Psi$ of the weights; stage 3 above the activations and the largest weight of all, which is gathered alone: the head, with its 128,256 rows.
-# More devices do not lower a floor: tensor and pipeline parallelism do.
-
-# %%
-Psi = large[1][0].parameters
-for n, plan in zip(ranks, large[1], strict=True):
-    assert abs(large[0][0].bytes - 12 * Psi * (1 - 1 / n) - plan.bytes) < 1e-6 * plan.bytes
-for stage in 1, 2, 3:
-    last = large[stage][-1]
-    first = next(n for n, plan in zip(ranks, large[stage], strict=True) if plan.fits)
-    print(f"stage {stage} fits from {first} ranks on; on {ranks[-1]:,}: {last.bytes / 1e9:.1f} GB, of it")
-    for item in sorted(last.memory, key=lambda item: -item.nbytes)[:3]:
-        print(f"    {item.nbytes / 1e9:4.1f} GB {item.name}")
-    assert last.bytes < large[stage - 1][-1].bytes
-assert not any(plan.fits for plan in large[0])
-
-# %% [markdown]
 # ## Things to try
-# - `optimizer.name=sgd` in `settings`: one momentum instead of two moments. Which 12 become 8, and which assertions notice?
+# - `optimizer.name=sgd` in `settings`: one momentum instead of two moments. Which 12 become 8, and which assertions
+#   notice?
 # - `train.sequence_length=128`: activations grow, and what ZeRO saves becomes a smaller share of a step.
-# - `model.d_model=60`, `model.heads=6`: eight ranks cannot divide some weights. `meshtrain.parallel.placement.notes(config)` says how they are padded;
-#   which assertions notice?
-# - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU backend sends float32 all the same:
-#   look at `dtype` in `sent`.
-# - `mesh.data=4`, `mesh.pipeline=2`, `parallel.microbatches=4`, `train.global_batch_size=16` with stages 1 and 3: a stage gathers its layers in every clock.
-# - `mesh.tensor=8` in `shape`: all floors of the last picture fall. Which one falls least, and what is it made of?
+# - `model.d_model=60`, `model.heads=6`: eight ranks cannot divide some weights.
+#   `meshtrain.parallel.placement.notes(config)` says how they are padded; which assertions notice?
+# - `precision.compute=bfloat16` and `precision.reduce=bfloat16` in `built`: half the traffic on a GPU. XLA's CPU
+#   backend sends float32 all the same: look at `dtype` in `sent`.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 5 All-reduce by hand: ring, tree, butterfly, hierarchical, and when each wins
-#
-# Data parallelism ends every step with an all-reduce: each rank has a gradient, and all ranks need the sum. Here four ways to do it are
-# written out as messages between neighbours, `jax.lax.ppermute`, and compared with `jax.lax.psum`: what comes out, how many messages one
-# waits for, and how many bytes they carry, counted from the compiled program. A model of two numbers, latency and bandwidth, then says
-# which way is fastest at which size, and where the planner of this project changes from one to another.
+# Data parallelism ends every step with an all-reduce: each rank has a gradient, and all ranks need the sum. Here four
+# ways to do it are written out as messages between neighbours, `jax.lax.ppermute`, and compared with `jax.lax.psum`:
+# what comes out, how many messages one waits for, and how many bytes they carry, counted from the compiled program. A
+# model of two numbers, latency and bandwidth, then says which way is fastest at which size, and where the planner of
+# this project changes from one to another.
 
 # %%
 import meshtrain as mt
@@ -31,9 +31,9 @@ vectors = np.random.default_rng(0).standard_normal((8, N)).astype(np.float32)
 
 # %% [markdown]
 # ## Ring
-# Cut the vector into $n$ parts. In the first half, reduce-scatter, part after part travels once around the ring, and each rank that it
-# passes adds its own: after $n-1$ messages rank $i$ holds part $i$ of the sum. In the second half, all-gather, the finished parts travel
-# around once more. Each message is $S/n$ (Patarasuk & Yuan 2009).
+# Cut the vector into $n$ parts. In the first half, reduce-scatter, part after part travels once around the ring, and
+# each rank that it passes adds its own: after $n-1$ messages rank $i$ holds part $i$ of the sum. In the second half,
+# all-gather, the finished parts travel around once more. Each message is $S/n$ (Patarasuk & Yuan 2009).
 
 
 # %%
@@ -63,8 +63,9 @@ def ring(x, axis="rank"):
 
 # %% [markdown]
 # ## Tree
-# Pairs of ranks 1 apart add, then those 2 apart, then 4: rank 0 has the sum after $k = \lceil \log_2 n \rceil$ messages. The same way
-# back down tells everybody. Each message is the whole vector, and a rank that is not named in `ppermute` receives zeros.
+# Pairs of ranks 1 apart add, then those 2 apart, then 4: rank 0 has the sum after $k = \lceil \log_2 n \rceil$
+# messages. The same way back down tells everybody. Each message is the whole vector, and a rank that is not named in
+# `ppermute` receives zeros.
 
 
 # %%
@@ -84,15 +85,16 @@ def tree(x, axis="rank"):
 
 # %% [markdown]
 # ## Butterfly
-# Recursive halving, then recursive doubling. Partners $n/2$ apart exchange halves: each keeps one half and adds the partner's to it.
-# Then partners $n/4$ apart do so with what is left, and so on: $k$ messages of $S/2, S/4, \dots$ make the same reduce-scatter as the ring's
-# $n-1$. Doubling goes the way back (Thakur, Rabenseifner & Gropp 2005, section 4.5).
+# Recursive halving, then recursive doubling. Partners $n/2$ apart exchange halves: each keeps one half and adds the
+# partner's to it. Then partners $n/4$ apart do so with what is left, and so on: $k$ messages of $S/2, S/4, \dots$ make
+# the same reduce-scatter as the ring's $n-1$. Doubling goes the way back (Thakur, Rabenseifner & Gropp 2005, section
+# 4.5).
 
 
 # %%
-def butterfly(x, axis="rank", ranks=None):
-    """Among the first `ranks` of the axis, a power of two; all if not given."""
-    n, me = ranks or axis_size(axis), axis_index(axis)
+def butterfly(x, axis="rank"):
+    """Among ranks that are a power of two."""
+    n, me = axis_size(axis), axis_index(axis)
     partners = {far: [(i, i ^ far) for i in range(n)] for far in distances(n)}
     for far in reversed(partners):
         mine, halves = me // far % 2, x.reshape(2, -1)
@@ -105,8 +107,9 @@ def butterfly(x, axis="rank", ranks=None):
 
 # %% [markdown]
 # ## Hierarchical
-# Two nodes of four ranks: links within a node are fast, those between nodes slow. Reduce-scatter within each node, all-reduce of a
-# quarter with the like rank of the other node, all-gather within the node. It is the ring's two halves, on two axes.
+# Two nodes of four ranks: links within a node are fast, those between nodes slow. Reduce-scatter within each node,
+# all-reduce of a quarter with the like rank of the other node, all-gather within the node. It is the ring's two
+# halves, on two axes.
 
 
 # %%
@@ -146,8 +149,8 @@ for name, sums in ended.items():
 print(f"{', '.join(ended)}: the sum, and the same bits on all 8 ranks")
 
 # %% [markdown]
-# The same bits on all ranks is what training needs: replicas that differ by one bit drift apart. The same bits in all *ways* is more than
-# one gets, since each adds in an order of its own and floating-point addition is not associative.
+# The same bits on all ranks is what training needs: replicas that differ by one bit drift apart. The same bits in all
+# *ways* is more than one gets, since each adds in an order of its own and floating-point addition is not associative.
 
 # %%
 for name in ("tree", "butterfly", "hierarchical"):
@@ -181,12 +184,15 @@ for panel, name in zip(panels, ways, strict=True):
 panels[0].set_ylabel("step")
 plt.tight_layout()
 plt.show()
+assert [len(messages(name)) for name in ways] == [14, 6, 6, 8]
+assert all(sender != receiver for name in ways for _, pairs in messages(name) for sender, receiver in pairs)
 
 # %% [markdown]
 # ## Steps and bytes
-# A step costs latency; bytes cost time on the wire. Two counts of bytes matter: those that one waits for, a message of each step after
-# the other, and those that the busiest rank sends. In no way can every rank send fewer than $2S\frac{n-1}{n}$ (Patarasuk & Yuan 2009);
-# the tree's root sends the whole vector three times, while ever more ranks are idle.
+# A step costs latency; bytes cost time on the wire. Two counts of bytes matter: those that one waits for, a message of
+# each step after the other, and those that the busiest rank sends. In no way can every rank send fewer than
+# $2S\frac{n-1}{n}$ (Patarasuk & Yuan 2009); the tree's root sends the whole vector three times, while ever more ranks
+# are idle.
 
 # %%
 n, k = 8, 3
@@ -206,8 +212,8 @@ for name in ways:
     assert all(c.kind == "collective-permute" for c in collectives(programs[name], ways[name][1]))
 
 # %% [markdown]
-# The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where links are fast.
-# `collectives` tells the same by mesh axis: of its bytes, a seventh crosses between the nodes.
+# The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where
+# links are fast. `collectives` tells the same by mesh axis: of its bytes, a seventh crosses between the nodes.
 
 # %%
 sent = collectives(programs["hierarchical"], two_nodes)
@@ -215,39 +221,9 @@ assert sent.traffic == {"local": 1.5 * S, "node": 0.25 * S}
 sent
 
 # %% [markdown]
-# ## Six ranks
-# Machines come in powers of two, meshes do not: 6 data ranks, 12, 48. The ring and the tree above run as they are. The butterfly has
-# no partners for ranks 4 and 5: they first give their vectors to ranks 0 and 1, wait while four ranks do the butterfly, and are told the
-# sum at the end. That costs two whole vectors more.
-
-
-# %%
-def folded(x, axis="rank"):
-    n, me = axis_size(axis), axis_index(axis)
-    most = 2 ** (n.bit_length() - 1)
-    x += ppermute(x, axis, [(most + i, i) for i in range(n - most)])
-    x = butterfly(x, axis, most)
-    told = ppermute(x, axis, [(i, most + i) for i in range(n - most)])
-    return jnp.where(me >= most, told, x)
-
-
-six = Mesh(devices[:6], ("rank",))
-some = vectors[:6, : 12 * 300]
-s = some[0].nbytes
-print(f"{'6 ranks':14}{'steps':>6}{'waited for':>12}")
-expected = {"ring": (10, 2 * s * 5 // 6), "tree": (6, 6 * s), "butterfly": (6, 2 * s * 3 // 4 + 2 * s)}
-for name, all_reduce in {"ring": ring, "tree": tree, "butterfly": folded}.items():
-    sums, compiled = run(all_reduce, six, some)
-    assert (sums == sums[0]).all() and (np.abs(sums[0] - some.sum(0, dtype=np.float64)) <= bound[: sums.shape[1]]).all()
-    found = collectives(compiled, six)
-    waited = sum(c.bytes for c in found)
-    print(f"{name:14}{len(found):6}{waited / s:12.2f}")
-    assert (len(found), waited) == expected[name]
-
-# %% [markdown]
 # ## Seconds
-# The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$ more a byte, so a
-# program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
+# The alpha-beta model (Thakur, Rabenseifner & Gropp 2005, section 3): a message takes $\alpha$ seconds and $\beta$
+# more a byte, so a program takes $\text{steps} \cdot \alpha + \text{bytes} \cdot \beta$. The planner's formulas are in
 # `meshtrain/cluster/algorithms.py`; here they meet what was just counted, on 8 H100s in one machine.
 
 # %%
@@ -270,21 +246,11 @@ seconds = sum(h.latency + c.bytes / h.bytes_per_second for c in sent for h in [f
 assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12)
 
 # %% [markdown]
-# The tree is another matter: the planner's sends $2S$ in all, ours waits for $6S$. It means the tree that NCCL has: the vector is cut into
-# many pieces that follow one another up and down, so that all levels work at once, over two trees, so that a rank that only listens in
-# one relays in the other (Sanders, Speck & Träff 2009). What the pieces themselves cost in latency, the formula leaves out.
-
-# %%
-ours = len(messages("tree")) * alpha + sum(size for size, _ in messages("tree")) * beta
-planned = algorithms.tree(ALL_REDUCE, machine, S)
-assert np.isclose(ours - planned, (2 * k - 2) * S * beta, rtol=1e-9)
-print(f"{S:,} bytes: {planned * 1e6:.2f} us in pieces, {ours * 1e6:.2f} us whole")
-
-# %% [markdown]
 # ## When each wins
-# Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for example, where
-# $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$. Left: 6 ranks in one machine. Right:
-# 16 ranks on two machines, where the links between them are slower in both numbers.
+# Every formula is a straight line in $S$: a latency and a slope. Two lines cross at one size; ring and tree, for
+# example, where $2(n-1)\alpha + 2S\frac{n-1}{n}\beta = 2k\alpha + 2S\beta$, so at $S = n\,(n-1-k)\,\alpha/\beta$.
+# Left: 6 ranks in one machine. Right: 16 ranks on two machines, where the links between them are slower in both
+# numbers.
 
 
 # %%
@@ -343,42 +309,10 @@ for r in ranks:
     assert r.bit_count() == 1 or "butterfly" not in taken[r]
 
 # %% [markdown]
-# Textbooks say: trees for small vectors, rings for large ones. That is so where the ranks are no power of two (for 48 the ring comes beyond
-# the table). For a power of two the butterfly has as few steps as the tree and as few bytes as the ring: in this model neither ever beats it,
-# and no vector is large enough to bring the ring back. What does is left out of the model: links are shared. On a torus the messages of
-# the butterfly's far partners pass over the wires of the ranks between them, while the ring speaks to neighbours only.
-
-# %%
-assert all(algorithms.butterfly(ALL_REDUCE, machine, s) < algorithms.ring(ALL_REDUCE, machine, s) for s in sizes)
-torus = dataclasses.replace(sixteen, topology="torus")
-meet = crossing("butterfly", "ring", torus)
-assert meet > 0 and algorithms.butterfly(ALL_REDUCE, torus, 2 * meet) > algorithms.ring(ALL_REDUCE, torus, 2 * meet)
-print(f"16 ranks on a torus: the ring is ahead of the butterfly from {meet / 1e6:.1f} MB on")
-
-# %% [markdown]
-# And of a real run: Llama-3 8B on 6 × 8 × 2 H100s, the largest of what it sends of each kind, and the way that the planner takes for it.
-# On GPUs it takes what NCCL has: rings, trees, and switches that sum (NVLS), the first two in three protocols. `LL` sends a flag beside
-# every 4 bytes, which is quick and takes half of the wire; `Simple` fills the wire and waits for a fence; `LL128` stands between
-# (`meshtrain/cluster/nccl.py`).
-
-# %%
-overrides = ["mesh.data=6", "mesh.tensor=8", "train.global_batch_size=48", "parallel.zero_stage=0"]
-plan = mt.plan(mt.load("../configs/llama3_8b.yaml", overrides), "h100")
-largest = {(f.axis, f.kind): f for f in sorted(plan.transfers, key=lambda f: f.sent) if f.axis in ("data", "tensor")}
-for f in largest.values():
-    costs = algorithms.all_of(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes)
-    way = min(costs, key=costs.get)
-    print(f"{f.axis:7}{f.kind:15}{f.nbytes / 2**20:9.1f} MiB on {f.size} ranks: {way:12}{f.count:4} × {f.what}")
-assert (
-    min(costs, key=costs.get)
-    == algorithms.best(f.kind, plan.cluster.axis(f.axis, plan.config.mesh), f.nbytes).algorithm
-)
-
-# %% [markdown]
 # ## Why one `psum` stays
-# The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the size when it runs: NCCL on
-# GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between its start and its end; fourteen messages, each
-# waiting for the one before, it must keep.
+# The compiled `psum` is one instruction. Which of the four it becomes is left to the one who knows the links and the
+# size when it runs: NCCL on GPUs, the compiler on a TPU. XLA can also join it with others, and do other work between
+# its start and its end; fourteen messages, each waiting for the one before, it must keep.
 
 # %%
 only = collectives(programs["psum"], flat)
@@ -386,44 +320,12 @@ assert [c.kind for c in only] == ["all-reduce"] and only[0].bytes == S and only[
 only
 
 # %% [markdown]
-# There is a second reason, and JAX tells it by itself. The type of a `psum` says that its value is the same on all ranks; the type of what came by
-# messages cannot. A function that promises the same value everywhere (`out_specs` without the axis) may end with the one, not with the other.
-# On that knowledge the backward pass of tensor parallelism rests (`meshtrain/parallel/tensor.py`).
-
-# %%
-row = jax.ShapeDtypeStruct((8 * N,), np.float32)
-everywhere = {"mesh": flat, "in_specs": PartitionSpec("rank"), "out_specs": PartitionSpec()}
-jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "rank"), **everywhere)).lower(row)
-try:
-    jax.jit(jax.shard_map(ring, **everywhere)).lower(row)
-except ValueError as error:
-    refused = str(error)
-assert "replicated" in refused
-print("psum: taken; ring: refused, since JAX cannot infer that its value is replicated")
-
-# %% [markdown]
-# Last, what *cannot* be seen here. Fake devices share the processor's cores and its memory: there are no links, and a clock measures all
-# ranks' work together, which is least for whoever copies least. The order below says nothing of a cluster.
-
-# %% tags=["varies"]
-import time
-
-large = np.ones((8, 2**19), np.float32)
-for name, (all_reduce, mesh) in {**ways, "psum": (lambda row: jax.lax.psum(row, "rank"), flat)}.items():
-    _, compiled = run(all_reduce, mesh, large)
-    placed = jax.device_put(large, compiled.input_shardings[0][0])
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        compiled(placed).block_until_ready()
-        took.append(time.perf_counter() - began)
-    print(f"{name:14}{min(took) * 1e3:7.1f} ms for 2 MiB a rank on fake devices")
-
-# %% [markdown]
 # ## Things to try
-# - Four nodes of two, `devices.reshape(4, 2)`: a rank sends $1.75\,S$ as before. How many of them cross between nodes, and in how many steps?
-# - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each distance. $k$ steps and
-#   $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur et al. use it for short vectors.)
+# - Four nodes of two, `devices.reshape(4, 2)`: a rank sends $1.75\,S$ as before. How many of them cross between nodes,
+#   and in how many steps?
+# - Write recursive *doubling*: partners exchange their whole vectors, $x \leftarrow x + \text{partner's}$, for each
+#   distance. $k$ steps and $k S$ bytes: half the latency of the butterfly. Below which size is it ahead of it? (Thakur
+#   et al. use it for short vectors.)
 # - Let the ring turn the other way in one half only, or swap two partners of the butterfly: which assert finds it?
-# - Write the ring's messages as one in a `jax.lax.fori_loop`: `collectives` then shows one permute a half, and its `trips`.
-# - `named("tpu-v5p", 64)` in place of `h100` in the table: one latency, a torus. From which size on does the planner take the ring?
+# - Write the ring's messages as one in a `jax.lax.fori_loop`: `collectives` then shows one permute a half, and its
+#   `trips`.

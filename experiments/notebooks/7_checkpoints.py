@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 7 Checkpoints: killed, flipped, restored on another mesh
-#
-# A run on 8 devices is killed in the middle of a save, goes on, has one bit of its newest checkpoint flipped, goes on from the one before on
-# another mesh with another ZeRO stage, and ends where a run ends that nothing disturbed. After each blow the notebook looks at what lies in the
-# run directory, and at the end at the weights that come out.
+# A run on 8 devices is killed in the middle of a save, goes on, has one bit of its newest checkpoint flipped, goes on
+# from the one before on another mesh with another ZeRO stage, and ends where a run ends that nothing disturbed. After
+# each blow the notebook looks at what lies in the run directory, and at the end at the weights that come out.
 
 # %%
 import json
@@ -24,8 +23,8 @@ import meshtrain as mt
 mt.fake_devices(8)
 
 # %% [markdown]
-# A model small enough to train 24 steps in seconds, on a text of a few thousand characters, with a checkpoint every 8 steps. Runs are
-# processes of their own here, so that they can be killed; they share what XLA has compiled.
+# A model small enough to train 24 steps in seconds, on a text of a few thousand characters, with a checkpoint every 8
+# steps. Runs are processes of their own here, so that they can be killed; they share what XLA has compiled.
 
 # %%
 os.chdir(tempfile.mkdtemp())
@@ -80,8 +79,9 @@ assert code == 0 and [step for step, _ in calm] == list(range(1, 25)) and checkp
 
 # %% [markdown]
 # ## What lies in a checkpoint
-# A directory a step. `arrays/` is written by Orbax; the manifest says what it holds and what the run was; `digests.json` has a SHA-256 of
-# every file above it, in blocks; and `COMMIT`, written last, has the digest of the digests. So that one small file vouches for every byte.
+# A directory a step. `arrays/` is written by Orbax; the manifest says what it holds and what the run was;
+# `digests.json` has a SHA-256 of every file above it, in blocks; and `COMMIT`, written last, has the digest of the
+# digests. So that one small file vouches for every byte.
 
 # %%
 step = Path("calm", "checkpoints", "24")
@@ -93,8 +93,9 @@ present = {str(path.relative_to(step)) for path in step.rglob("*") if path.is_fi
 assert files.keys() == present - {"COMMIT", "digests.json"}
 
 # %% [markdown]
-# The arrays have no trace of the mesh. On the devices the four layers were two stages, split over tensor, and the moments over data as well; here
-# each array is one, with all layers stacked in order. Below, where the first of them lies while the run is under way. That is why any mesh can read it (`meshtrain/checkpoint/global_arrays.py`).
+# The arrays have no trace of the mesh. On the devices the four layers were two stages, split over tensor, and the
+# moments over data as well; here each array is one, with all layers stacked in order. Below, where the first of them
+# lies while the run is under way. That is why any mesh can read it (`meshtrain/checkpoint/global_arrays.py`).
 
 # %%
 print(f"{len(manifest['leaves'])} arrays, of which")
@@ -110,8 +111,8 @@ mt.show(layout.masters["blocks"]["attention"]["q"])
 
 # %% [markdown]
 # ## Killed while saving
-# The worst moment for a kill is when everything of a save is written but its last word. To hit it each time, this run kills itself there,
-# with the signal that no program can catch.
+# The worst moment for a kill is when everything of a save is written but its last word. To hit it each time, this run
+# kills itself there, with the signal that no program can catch.
 
 # %%
 DYING = """
@@ -133,8 +134,9 @@ print(f"ended by {signal.Signals(-code).name}; checkpoints: {', '.join(checkpoin
 assert code == -signal.SIGKILL and checkpoints("run") == ["8", "16.writing"] and len(cut) >= 16
 
 # %% [markdown]
-# `16.writing` is no checkpoint: a directory becomes one by `COMMIT` and then by its name, and it has neither. The same command again goes on from
-# step 8. The rows after step 8 are taken back first, so that each step stands once, and every loss is that of the calm run to the last bit.
+# `16.writing` is no checkpoint: a directory becomes one by `COMMIT` and then by its name, and it has neither. The same
+# command again goes on from step 8. The rows after step 8 are taken back first, so that each step stands once, and
+# every loss is that of the calm run to the last bit.
 
 # %%
 code, said = ended(training("run"))
@@ -145,8 +147,8 @@ assert "removed run/checkpoints/16.writing" in said
 
 # %% [markdown]
 # ## One bit
-# Disks and networks flip bits, rarely and without a word. Here it is done on purpose, to the first number of the output head in the newest
-# checkpoint: its highest exponent bit. Orbax reads that back without complaint.
+# Disks and networks flip bits, rarely and without a word. Here it is done on purpose, to the first number of the
+# output head in the newest checkpoint: its highest exponent bit. Orbax reads that back without complaint.
 
 # %%
 import jax
@@ -191,8 +193,9 @@ assert code == 1 and re.search("^24: DAMAGED", said, re.M) and said.count("intac
 
 # %% [markdown]
 # ## On another mesh
-# Every start verifies too. So the next one finds step 24 damaged, sets it aside for a person to look at, and takes step 16. And since half of the
-# machine is wanted for something else, it shall go on as 4 data ranks instead of 2 × 2 × 2, with the weights sharded as well (ZeRO-3).
+# Every start verifies too. So the next one finds step 24 damaged, sets it aside for a person to look at, and takes
+# step 16. And since half of the machine is wanted for something else, it shall go on as 4 data ranks instead of 2 × 2
+# × 2, with the weights sharded as well (ZeRO-3).
 
 # %%
 other_mesh = ["mesh.data=4", "mesh.tensor=1", "mesh.pipeline=1", "parallel.zero_stage=3"]
@@ -203,7 +206,8 @@ assert code == 0 and checkpoints("run") == ["8", "16", "24", "24.damaged"]
 assert "24 is damaged" in said and "mesh.data was 2 and is 4 from here on" in said
 
 # %% [markdown]
-# Sums are taken in another order there, so the last bits are others; no more than those. Steps up to 16 are the old rows, untouched.
+# Sums are taken in another order there, so the last bits are others; no more than those. Steps up to 16 are the old
+# rows, untouched.
 
 # %%
 moved = losses("run")
@@ -222,8 +226,9 @@ plt.show()
 
 # %% [markdown]
 # ## Asked to stop
-# A scheduler that wants its machines back sends SIGTERM. The step under way is finished and saved, and exit code 75 says that the run is
-# to be started again (0: done, 1: failed, 2: the config is wrong). Here amid a run of a million steps:
+# A scheduler that wants its machines back sends SIGTERM. The step under way is finished and saved, and exit code 75
+# says that the run is to be started again (0: done, 1: failed, 2: the config is wrong). Here amid a run of a million
+# steps:
 
 # %%
 process = training("stopped", "train.steps=1000000", "checkpoint.every=0")
@@ -236,8 +241,9 @@ assert code == 75 and checkpoints("stopped") == [str(losses("stopped")[-1][0])]
 
 # %% [markdown]
 # ## The weights
-# What all of this is for. `read_model` verifies a checkpoint and reads its weights alone, onto this process's one device, whatever mesh wrote it. On text
-# that neither run has come to, the one that was killed, flipped and moved is as good as the calm one.
+# What all of this is for. `read_model` verifies a checkpoint and reads its weights alone, onto this process's one
+# device, whatever mesh wrote it. On text that neither run has come to, the one that was killed, flipped and moved is
+# as good as the calm one.
 
 # %%
 data, _ = mt.open_data(config)
@@ -250,9 +256,10 @@ assert np.isclose(found["run"], found["calm"], rtol=1e-5)
 
 # %% [markdown]
 # ## Things to try
-# - Flip a bit of `COMMIT`, of `digests.json`, of `manifest.json`: what does `verify` say of each? Which file stands for which?
+# - Flip a bit of `COMMIT`, of `digests.json`, of `manifest.json`: what does `verify` say of each? Which file stands
+#   for which?
 # - Damage all of 8, 16 and 24: the next start refuses, with exit code 2, rather than begin anew in silence.
-# - In `DYING`, die in `steps.publish` instead: everything is written, `COMMIT` too, but not the name. From which step does it go on?
-# - Rename `16` to `best`: it is a person's own then, never removed; `checkpoint.resume: run/checkpoints/best` starts another run from it.
-# - Send SIGTERM twice, or before the first step: which exit code, and what is there to go on from?
-# - `python -m meshtrain.checkpoint diff calm run`: which numbers differ after the other mesh, and by how much?
+# - In `DYING`, die in `steps.publish` instead: everything is written, `COMMIT` too, but not the name. From which step
+#   does it go on?
+# - Rename `16` to `best`: it is a person's own then, never removed; `checkpoint.resume: run/checkpoints/best` starts
+#   another run from it.

@@ -1,26 +1,27 @@
 # %% [markdown]
 # # 8 The planner: what fits, what it costs, where scaling ends
-# What will a run of 8, 70 or 175 billion parameters hold, send and take on hundreds or thousands of GPUs? The planner answers on a laptop,
-# without a device, from the model's shapes, the same placement and schedule that a run uses, and a description of a cluster. You will see
-# a layout that does not fit and what mends it, the best of all layouts, where more devices stop helping and why, what failures cost,
-# and how far all this is from what others have measured.
+# What will a run of 8, 70 or 175 billion parameters hold, send and take on hundreds or thousands of GPUs? The planner
+# answers on a laptop, without a device, from the model's shapes, the same placement and schedule that a run uses, and
+# a description of a cluster. You will see a layout that does not fit and what mends it, the best of all layouts, where
+# more devices stop helping and why, what failures cost, and how far all this is from what others have measured.
 
 # %%
 import math
 
 import matplotlib.pyplot as plt
 import numpy as np
-from plan import calibrate, published, sources
+from plan import sources
 
 import meshtrain as mt
-from meshtrain.plan import advice, failures, scaling, traffic
+from meshtrain.plan import advice, failures, scaling
 from meshtrain.plan.report import layout
 from meshtrain.plan.search import reason, search
 from meshtrain.units import size
 
 # %% [markdown]
 # ## A plan
-# Llama-3 8B on 64 H100s, eight to a node. On the left what the fullest device holds, on the right where a step's time goes.
+# Llama-3 8B on 64 H100s, eight to a node. On the left what the fullest device holds, on the right where a step's time
+# goes.
 
 # %%
 small = mt.load("../configs/llama3_8b.yaml")
@@ -28,10 +29,10 @@ plan = mt.plan(small, "h100")
 plan
 
 # %% [markdown]
-# How much of this can one derive? With $N$ parameters, mixed precision and ZeRO-1 (Rajbhandari et al. 2020, section 3.1): float32 masters
-# and two moments, $12N$ bytes, over *all* devices; weights in bfloat16, $2N$, and gradients in float32, $4N$, over tensor and pipeline
-# only. And of floating-point operations a token takes $6N + 12\,L\,H\,Q\,T$ (Chowdhery et al. 2022, PaLM, appendix B), the embedding not
-# counted, being no product.
+# How much of this can one derive? With $N$ parameters, mixed precision and ZeRO-1 (Rajbhandari et al. 2020, section
+# 3.1): float32 masters and two moments, $12N$ bytes, over *all* devices; weights in bfloat16, $2N$, and gradients in
+# float32, $4N$, over tensor and pipeline only. And of floating-point operations a token takes $6N + 12\,L\,H\,Q\,T$
+# (Chowdhery et al. 2022, PaLM, appendix B), the embedding not counted, being no product.
 
 # %%
 held = {item.name: item.nbytes for item in plan.memory}
@@ -51,8 +52,8 @@ assert np.isclose(sum(seconds for _, seconds in plan.time.parts()), plan.seconds
 
 # %% [markdown]
 # ## What does not fit
-# 70 billion parameters on 512 H100s, only tensor parallel within the nodes and data parallel between them. The state fits easily. What
-# does not are the activations that 80 layers keep for the backward.
+# 70 billion parameters on 512 H100s, only tensor parallel within the nodes and data parallel between them. The state
+# fits easily. What does not are the activations that 80 layers keep for the backward.
 
 # %%
 large = {
@@ -67,8 +68,8 @@ assert not too_much.fits and max(too_much.memory, key=lambda item: item.nbytes).
 too_much
 
 # %% [markdown]
-# `advice` tries the steps that tend to help (a higher ZeRO stage, recomputation, more microbatches, another mesh), alone and combined, and
-# names the cheapest that fit. The command `python -m meshtrain.plan` says the same.
+# `advice` tries the steps that tend to help (a higher ZeRO stage, recomputation, more microbatches, another mesh),
+# alone and combined, and names the cheapest that fit. The command `python -m meshtrain.plan` says the same.
 
 # %%
 changes = advice.cheapest(too_much)
@@ -77,8 +78,9 @@ assert mended.fits
 print(advice.sentence(too_much, changes))
 
 # %% [markdown]
-# But small steps from a bad place lead to a mediocre one. `search` goes through *all* layouts of these devices: meshes, schedules,
-# microbatches, ZeRO stages, recomputation. It takes seconds, since what a choice does not change is computed once.
+# But small steps from a bad place lead to a mediocre one. `search` goes through *all* layouts of these devices:
+# meshes, schedules, microbatches, ZeRO stages, recomputation. It takes seconds, since what a choice does not change is
+# computed once.
 
 # %%
 found = search(mended.config, mended.cluster, devices=512)
@@ -90,8 +92,8 @@ print(f"\nthe mended layout takes {mended.seconds / found.plans[0].seconds:.2f} 
 
 # %% [markdown]
 # ## What it costs
-# GPT-3's shape (Brown et al. 2020, table 2.1) on 8,192 GPUs, 300 billion tokens, with a batch of 1,536 sequences (Narayanan et al. 2021,
-# section 5.1).
+# GPT-3's shape (Brown et al. 2020, table 2.1) on 8,192 GPUs, 300 billion tokens, with a batch of 1,536 sequences
+# (Narayanan et al. 2021, section 5.1).
 
 # %%
 gpt3 = {
@@ -112,38 +114,10 @@ print(f"the H100 has {richer:.2f} times the peak, and is {faster:.2f} times as f
 assert all(p.fits for p in on.values()) and faster < richer
 
 # %% [markdown]
-# Faster devices are harder to feed. Memory and links have grown less than the peak, the products reach less of it, and the bubble is the
-# same share.
-
-# %%
-grown = {"peak": richer}
-grown["memory bandwidth"], grown["network"] = (
-    get(on["h100"].cluster) / get(on["a100-80"].cluster)
-    for get in (lambda c: c.accelerator.bandwidth, lambda c: c.links.rail.bandwidth)
-)
-print(", ".join(f"{what} x {times:.2f}" for what, times in grown.items()))
-assert max(grown, key=grown.get) == "peak"
-assert np.isclose(on["h100"].bubble_fraction, on["a100-80"].bubble_fraction, rtol=0.02)
-
-# %% [markdown]
-# ## Fewer devices, longer
-# The same batch on 1,024 to 8,192 A100s: days fall, device-hours rise. Narayanan et al. 2021 (section 5.1) work out 34 days for 1,024
-# A100s, from a measured 140 TFLOP/s, all activations recomputed.
-
-# %%
-start = mt.load(gpt3, ["mesh.data=16", "parallel.microbatches=96"])
-sizes = scaling.strong(start, on["a100-80"].cluster, most=8192)
-days, hours = zip(*((d := 300e9 / s.plan.tokens_per_second / 86400, d * 24 * s.devices) for s in sizes), strict=True)
-for s, d, h in zip(sizes, days, hours, strict=True):
-    print(f"{s.devices:5} A100: {d:5.1f} days, {h / 1e6:.2f} million device-hours, fits: {s.plan.fits}")
-assert list(days) == sorted(days, reverse=True) and list(hours) == sorted(hours)
-assert sizes[-1].devices == 8192 and np.isclose(sizes[-1].plan.seconds, on["a100-80"].seconds)
-
-# %% [markdown]
 # ## Where scaling ends
-# Llama-3 8B again, with its batch of 128 sequences, on more and more devices. Amdahl (1967): if a share $s$ of the first step does not
-# shrink, $n$ times as many devices reach an efficiency of $1 / (1 + s(n-1))$. The plan names that share: collectives over data, bubble,
-# optimizer.
+# Llama-3 8B again, with its batch of 128 sequences, on more and more devices. Amdahl (1967): if a share $s$ of the
+# first step does not shrink, $n$ times as many devices reach an efficiency of $1 / (1 + s(n-1))$. The plan names that
+# share: collectives over data, bubble, optimizer.
 
 # %%
 points = scaling.strong(small, plan.cluster)
@@ -163,7 +137,8 @@ for point, law in zip(points, amdahl, strict=True):
 assert np.allclose(reached[:3], amdahl[:3], rtol=0.015) and reached[3] < 0.75 * amdahl[3]
 
 # %% [markdown]
-# One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still has begun to
+# One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still
+# has begun to
 # *grow*. Count in device-seconds a step, and useful work is a floor that stays level; all else is lost.
 
 # %%
@@ -198,9 +173,9 @@ assert (
 )
 
 # %% [markdown]
-# It is the bubble. With fewer microbatches than stages (here one for two) every one of the 4 chunks of a stage waits for the other stage,
-# not only the first: $p - 1 + (v-1)\max(0, p-m)$ chunks of idleness, 4 in place of 1. So the end is one of *this layout*, not of the
-# model. Let us search again, on 512:
+# It is the bubble. With fewer microbatches than stages (here one for two) every one of the 4 chunks of a stage waits
+# for the other stage, not only the first: $p - 1 + (v-1)\max(0, p-m)$ chunks of idleness, 4 in place of 1. So the end
+# is one of *this layout*, not of the model. Let us search again, on 512:
 
 # %%
 again = search(small, scaling.grown(plan.cluster, 512), devices=512).plans[0]
@@ -209,68 +184,11 @@ print(f"{layout(again.config)}\nefficiency {each:.2f} in place of {reached[-1]:.
 assert reached[-1] + 0.2 < each < 1
 
 # %% [markdown]
-# ## A batch that grows
-# *Weak* scaling keeps each data rank's share, so that the batch grows with the devices. The plan then loses what rings with a step for
-# each rank cost, and what all hosts wait for the slowest of them, by a law of one number (0.7% of a host's work, times $\sqrt{2 \ln n}$ of $n$
-# hosts) that came of other series:
-
-# %%
-weak = scaling.weak(small, plan.cluster)
-print(f"efficiency at {weak[-1].devices:,} devices: {weak[-1].efficiency:.3f}")
-assert 0.96 < weak[-1].efficiency < 0.995
-
-# %% [markdown]
-# Published weak scaling from 8 to 128 H100s (torchtitan, pure data parallel), which that number did not come of, says how good the law is: some of
-# what is lost it does not know, such as congestion.
-
-# %%
-runs = {run.name: run for run in (*published.FITTED, *published.HELD_OUT) if run.source == "torchtitan"}
-for name in ("8B", "8B compiled"):
-    few, many = runs[name], runs[name.replace("8B", "8B on 128")]
-    lost, foreseen = 1 - few.seconds / many.seconds, 1 - few.predicted() / many.predicted()
-    print(f"{name:12} lost from 8 to 128 devices: {lost:.1%} measured, {foreseen:.1%} planned")
-    assert foreseen < lost < 0.05
-
-# %% [markdown]
-# ## Tensor within a node, data across
-# The 70B model on 4 stages and 512 devices; tensor ranks are neighbours, so that from 16 on they leave the node of 8.
-
-# %%
-rows = []
-print("tensor  data   over tensor:  GiB     s   GB/s    over data: GiB     s    step")
-for tensor in (2, 4, 8, 16, 32):
-    data = 128 // tensor
-    settings = [
-        f"mesh.data={data}",
-        f"mesh.tensor={tensor}",
-        "mesh.pipeline=4",
-        "parallel.schedule=1f1b",
-        "parallel.remat=dots",
-    ]
-    settings.append(f"parallel.microbatches={512 // data}")
-    p = mt.plan(mt.load(large, settings), "h100")
-    sent = traffic.by_axis(p.transfers)
-    rate = sent["tensor"] / p.time.tensor / 1e9
-    rows.append((sent["tensor"], sent["data"], rate, p.seconds))
-    print(
-        f"{tensor:6}{data:6}{sent['tensor'] / 2**30:19.0f}{p.time.tensor:6.2f}{rate:7.0f}"
-        f"{sent['data'] / 2**30:19.1f}{p.time.data:6.2f}{p.seconds:8.2f}"
-    )
-ours, over_data, rates, seconds = np.array(rows).T
-assert (ours / over_data)[1:].min() > 10 and seconds.argmin() == 1
-assert 0.75 < rates[3] / rates[2] < 1
-
-# %% [markdown]
-# Why not across nodes? A layer's activations cross the tensor axis for every layer and microbatch; a weight's gradient crosses the data
-# axis once a step: 3 times less with 2 ranks, 900 times less with 32. The surprise is the GB/s: a link between nodes has a ninth of
-# NVLink's bandwidth, but the collective keeps four fifths of its speed when it leaves the node, since all eight devices, each with a
-# network card, carry a part. What makes 16 and 32 slow is rather that a rank that shares its sequences with fewer others has more of them
-# to send, and smaller products.
-#
 # ## Failures
-# Each device fails rarely, thousands together often. With a mean time $M$ between failures and a checkpoint that stops training for $C$,
-# little is lost at $\tau = \sqrt{2CM}$ (Young 1974); Daly (2006, equation 37) has further terms. First the rate: Llama 3 (Dubey et al.
-# 2024, section 3.3.4) counted 419 unexpected interruptions in 54 days on 16,384 GPUs, and the planner takes it from there.
+# Each device fails rarely, thousands together often. With a mean time $M$ between failures and a checkpoint that stops
+# training for $C$, little is lost at $\tau = \sqrt{2CM}$ (Young 1974); Daly (2006, equation 37) has further terms.
+# First the rate: Llama 3 (Dubey et al. 2024, section 3.3.4) counted 419 unexpected interruptions in 54 days on 16,384
+# GPUs, and the planner takes it from there.
 
 # %%
 thousands = on["h100"]
@@ -297,9 +215,10 @@ for write, style, name in ((copy, "k-", "copied to the host"), (whole, "k--", "w
     print(f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}")
 
 # %% [markdown]
-# The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest interval that costs half of one:
-# the store is shared. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints' at all: the restart, $R$ = 300 s, costs as much as they
-# do. So what would make it 90%, the "effective training time" that Llama 3's team reports to exceed?
+# The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest
+# interval that costs half of one: the store is shared. And the ceiling (dotted), $e^{-R/M}$, is not the checkpoints'
+# at all: the restart, $R$ = 300 s, costs as much as they do. So what would make it 90%, the "effective training time"
+# that Llama 3's team reports to exceed?
 
 # %%
 allowed = -math.log(0.9) * failures.mean_time_between(rate, 16384)
@@ -313,8 +232,8 @@ assert (1 - math.exp(-restart / between)) / lost > 0.4 and allowed > restart
 
 # %% [markdown]
 # ## How far off is it?
-# Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a collective,
-# ...) were *fitted* on published rows, 8 a source at most. By source, all published rows:
+# Six numbers of each GPU generation (`cluster/accelerators.py`: what share of the peak a product reaches, of a link a
+# collective, ...) were *fitted* on published rows, 8 a source at most. By source, all published rows:
 
 # %%
 rows = sources.shipped()
@@ -327,21 +246,9 @@ print(f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_o
 assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 
 # %% [markdown]
-# A fit knows the clusters and the code of its sources. The harder test leaves a whole source out; here MaxText's rows on H100s, which is the one
-# that compiles with XLA, as a run of this package would:
-
-# %%
-maxtext = sources.of_family("Hopper")["MaxText"]
-errors = {"fitted": [run.predicted() / run.seconds - 1 for run in maxtext]}
-without = calibrate.fit(sources.fitted_on("Hopper", without="MaxText"))
-errors["left out"] = [calibrate.predict(run, without) / run.seconds - 1 for run in maxtext]
-for kind, found_errors in errors.items():
-    print(f"{kind:9} {', '.join(f'{error:+.1%}' for error in found_errors)}")
-assert np.abs(errors["fitted"]).max() < np.abs(errors["left out"]).max() < 0.1
-
-# %% [markdown]
-# `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of single steps. Meta's model card of
-# Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B, over 15 trillion tokens:
+# `python -m experiments.plan.sources` does so with every source in turn: median 4.8%, worst 42%. And that is still of
+# single steps. Meta's model card of Llama 3 (April 2024) gives 1.3 million H100-hours for 8B and 6.4 million for 70B,
+# over 15 trillion tokens:
 
 # %%
 for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
@@ -350,17 +257,18 @@ for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
     assert told > hours
 
 # %% [markdown]
-# So read a plan as what undisturbed steps of this program take. It knows nothing of restarts, evaluations, experiments or slow data, and
-# who trains 8B may care for other things than MFU. Memory is more certain than time: against XLA's own analysis of compiled steps mostly
-# within a few percent; packed sequences under a pipeline are planned a fifth too high (`experiments/README.md`, "Planner").
+# So read a plan as what undisturbed steps of this program take. It knows nothing of restarts, evaluations, experiments
+# or slow data, and who trains 8B may care for other things than MFU. Memory is more certain than time: against XLA's
+# own analysis of compiled steps mostly within a few percent; packed sequences under a pipeline are planned a fifth too
+# high (`docs/benchmarks.md`, "Planner").
 #
 # ## Things to try
-# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit; `advice.cheapest` mends it. The other is
-#   faster, but by less than its peak.
-# - Put a price on it: `dataclasses.replace(plan.cluster, price_per_device_hour=2.0)` as the second argument of `mt.plan`, then `.cost`.
-# - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The serial share is twice as
-#   large from the start, but the bubble no longer grows: on 512 devices this is the better of the two.
-# - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a fifth faster. What did it change?
-# - Give the nodes one network card in place of eight: `links.rail` with bandwidth 6.25, in a copy of `meshtrain/cluster/known/h100.yaml` with
-#   64 nodes, whose path `mt.plan` takes. Tensor 16 now takes more than twice as long, tensor 8 a fifth longer: that is the textbook's rule.
-# - Set `restart_seconds` to 30 in the cluster: the best interval stays, and 98.5% of the time of 8,192 devices counts in place of 97.2%.
+# - `mt.plan(small, "a100-40")` and `mt.plan(small, "b200")`: the same layout elsewhere. One does not fit;
+#   `advice.cheapest` mends it. The other is faster, but by less than its peak.
+# - Put a price on it: `dataclasses.replace(plan.cluster, price_per_device_hour=2.0)` as the second argument of
+#   `mt.plan`, then `.cost`.
+# - Load `small` with `["parallel.schedule=1f1b", "parallel.virtual_stages=1"]` and draw the strong scaling again. The
+#   serial share is twice as large from the start, but the bubble no longer grows: on 512 devices this is the better of
+#   the two.
+# - The layout of `gpt3` was a guess. `search(on["h100"].config, on["h100"].cluster, devices=8192)` finds one that is a
+#   fifth faster. What did it change?

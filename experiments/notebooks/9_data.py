@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9 Data: one global order
-#
-# Which text does step 1,000 train on? Here it is a function of the seed and the number 1,000, and of nothing else: not of the mesh, the
-# number of processes, or how often the run was stopped. This notebook follows text into shards, shards into rows and rows into batches, shuffles a
-# billion rows without storing an order, packs documents side by side, mixes sources, and ends with a run that notices that its text has changed.
+# Which text does step 1,000 train on? Here it is a function of the seed and the number 1,000, and of nothing else: not
+# of the mesh, the number of processes, or how often the run was stopped. This notebook follows text into shards,
+# shards into rows and rows into batches, shuffles a billion rows without storing an order, packs documents side by
+# side, and ends with a run that notices that its text has changed.
 
 # %%
 import json
@@ -54,8 +54,9 @@ train, _ = mt.open_data(config("letters"))
 print(train.describe())
 
 # %% [markdown]
-# Opening it tokenized it (here: bytes, and 256 for the end of a document) and wrote shards: one stream of tokens, and where each document begins.
-# The stream begins with an end, so that each document's first token has something to be predicted from. Every token but the first is a label once.
+# Opening it tokenized it (here: bytes, and 256 for the end of a document) and wrote shards: one stream of tokens, and
+# where each document begins. The stream begins with an end, so that each document's first token has something to be
+# predicted from. Every token but the first is a label once.
 
 
 # %%
@@ -76,8 +77,8 @@ assert all((tokens[begin - 1] == 256) for begin in begins.tolist())
 
 # %% [markdown]
 # ## Batch k
-# The simplest batching, `window`, cuts the stream into rows of equal length, whatever documents it cuts apart. A batch is rows of tokens, and
-# beside each token its label: the token after it.
+# The simplest batching, `window`, cuts the stream into rows of equal length, whatever documents it cuts apart. A batch
+# is rows of tokens, and beside each token its label: the token after it.
 
 # %%
 batch = train.batch(0)
@@ -105,7 +106,8 @@ assert not same(other.batch(0), train.batch(0))
 
 # %% [markdown]
 # ## On every mesh
-# A mesh only says who reads which rows. Of 8 devices here three meshes; what each device holds is the same rows of the same batch 0.
+# A mesh only says who reads which rows. Of 8 devices here three meshes; what each device holds is the same rows of the
+# same batch 0.
 
 # %%
 for shape in ("mesh.data=8",), ("mesh.data=4", "mesh.pipeline=2"), ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2"):
@@ -128,8 +130,8 @@ assert same({name: np.concatenate([half[name] for half in halves]) for name in b
 
 # %% [markdown]
 # ## Going on
-# A loader that reads ahead hands out $(k, \text{batch } k)$ from any $k$ on. So a checkpoint keeps one integer of the data, and a resume seeks nothing:
-# a run of six steps, and one that is stopped after four, read the same.
+# A loader that reads ahead hands out $(k, \text{batch } k)$ from any $k$ on. So a checkpoint keeps one integer of the
+# data, and a resume seeks nothing: a run of six steps, and one that is stopped after four, read the same.
 
 # %%
 from meshtrain.data import Loader
@@ -148,13 +150,14 @@ for (k, one), (number, other) in zip(whole, parts, strict=True):
 
 # %% [markdown]
 # ## A shuffle that is computed
-# An order of $10^9$ rows as a list takes 8 GB, and every process would need it. `meshtrain/data/permutation.py` computes where a row goes
-# instead, by a Feistel network: write the index as two digits $(x, y)$ of a grid $a \times b$, and in turns
+# An order of $10^9$ rows as a list takes 8 GB, and every process would need it. `meshtrain/data/permutation.py`
+# computes where a row goes instead, by a Feistel network: write the index as two digits $(x, y)$ of a grid $a \times
+# b$, and in turns
 #
 # $$x \leftarrow x + F_i(y) \bmod a, \qquad y \leftarrow y + F_{i+1}(x) \bmod b.$$
 #
-# Each turn can be undone, whatever $F$ is: the digit that $F$ has read is still there to be read again. So all turns together are a bijection
-# of the grid. Here with an $F$ made up on the spot:
+# Each turn can be undone, whatever $F$ is: the digit that $F$ has read is still there to be read again. So all turns
+# together are a bijection of the grid. Here with an $F$ made up on the spot:
 
 
 # %%
@@ -183,8 +186,9 @@ for a, b in ((3, 7), (20, 20), (1000, 999)):
 print("a bijection of every grid")
 
 # %% [markdown]
-# Few sizes are $a \cdot b$. A row that lands beyond the last is sent through again until it lands inside (Black & Rogaway 2002): the way on from
-# any inner point leads back inside, and two ways never join. The project's own, for every size up to 300 and three large ones:
+# Few sizes are $a \cdot b$. A row that lands beyond the last is sent through again until it lands inside (Black &
+# Rogaway 2002): the way on from any inner point leads back inside, and two ways never join. The project's own, for
+# every size up to 300 and three large ones:
 
 # %%
 from meshtrain.data.permutation import key_of, permute
@@ -196,27 +200,9 @@ far = permute(np.array([0, 1, 2]), 10**12, key_of(0, "rows", 0))
 print("rows 0, 1, 2 of 10^12 come from", *far)
 
 # %% [markdown]
-# Does it look like chance? Points without a pattern, another picture for another epoch. And one number: a random permutation leaves on
-# average one point where it is, whatever its size, with variance one.
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(6, 3), sharey=True)
-for epoch, panel in enumerate(panels):
-    panel.plot(permute(np.arange(400), 400, key_of(0, "windows", epoch)), ".", color="black", markersize=2)
-    panel.set(title=f"epoch {epoch}", xlabel="place in the order")
-panels[0].set_ylabel("row of the text")
-plt.tight_layout()
-plt.show()
-
-places, keys = np.arange(400), 2000
-fixed = np.mean([(permute(places, 400, key_of(seed)) == places).sum() for seed in range(keys)])
-assert abs(fixed - 1) < 3 / np.sqrt(keys)
-print(f"fixed points: {fixed:.2f} on average over {keys} orders")
-
-# %% [markdown]
 # ## An epoch
-# So every row comes once before any comes twice. With `data.last: pad` no token is left out: the labels of one epoch are those of the
-# text, each as often as it stands there.
+# So every row comes once before any comes twice. With `data.last: pad` no token is left out: the labels of one epoch
+# are those of the text, each as often as it stands there.
 
 
 # %%
@@ -235,8 +221,9 @@ assert not same(padded.batch(0), padded.batch(padded.batches_per_epoch))
 
 # %% [markdown]
 # ## Documents kept whole
-# Windows cut documents apart and let attention look across. Two ways not to: `packed` puts whole documents side by side in a row, `grouped` gives
-# each a row of its own, padded, with documents of about equal length together. Here 1,200 documents, most short and a few very long, as texts are.
+# Windows cut documents apart and let attention look across. Two ways not to: `packed` puts whole documents side by
+# side in a row, `grouped` gives each a row of its own, padded, with documents of about equal length together. Here
+# 1,200 documents, most short and a few very long, as texts are.
 
 # %%
 lengths = np.ceil(draw.lognormal(np.log(80), 1.0, 1200)).astype(int).tolist()
@@ -261,8 +248,9 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Padding is computed for nothing. Packing here needs no more of it than windows do, which only pad the last batch: it fits pieces into rows
-# by their lengths, the longest first (Krell et al. 2021). What `open_data` says that padding will be, an epoch then has.
+# Padding is computed for nothing. Packing here needs no more of it than windows do, which only pad the last batch: it
+# fits pieces into rows by their lengths, the longest first (Krell et al. 2021). What `open_data` says that padding
+# will be, an epoch then has.
 
 # %%
 pieces = [part for n in lengths for part in [256] * ((n + 1) // 256) + [(n + 1) % 256] if part]
@@ -279,8 +267,8 @@ assert batchings["packed"].padding < batchings["grouped"].padding < 1 - np.mean(
 
 # %% [markdown]
 # ## The mask
-# A packed batch says of each place its segment (the number of its document in the row, 0 for padding) and its position in the document.
-# A place may look at another if that is not later and in the same segment: blocks on the diagonal.
+# A packed batch says of each place its segment (the number of its document in the row, 0 for padding) and its position
+# in the document. A place may look at another if that is not later and in the same segment: blocks on the diagonal.
 
 # %%
 packed = batchings["packed"].batch(0)
@@ -298,89 +286,9 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Does the model keep to it? A document's loss must be the same in a packed row as in a row of its own. Below, each document of two rows is put
-# alone into a row, and the sums of all their losses meet. Told that a row were one document, the model gives another number (here a lower one:
-# its weights are random yet, and what it sees across documents is neither help nor harm).
-
-
-# %%
-def alone(batch, row, segment):
-    """One document of a batch, in a row of its own."""
-    here = batch["segments"][row] == segment
-    return {name: np.pad(array[row][here], (0, 256 - here.sum())) for name, array in batch.items()}
-
-
-def total(batch):
-    return float(program.eval_step(state.params, program.place(batch))) * batch["weights"].sum()
-
-
-program = mt.Program(config("documents", 256, batching="packed"))
-state = program.init()
-few = {name: array[full[:2]] for name, array in packed.items()}
-documents = [alone(few, row, segment) for row in (0, 1) for segment in range(1, few["segments"][row].max() + 1)]
-apart = {name: np.stack([document[name] for document in documents]) for name in few}
-one_each = {"segments": np.sign(few["segments"]), "positions": np.tile(np.arange(256, dtype=np.int32), (2, 1))}
-
-together, separate, blind = total(few), total(apart), total(few | one_each)
-print(f"{len(documents)} documents: {together:.1f} packed, {separate:.1f} apart, {blind:.1f} as if a row were one")
-assert np.isclose(together, separate, rtol=1e-5) and not np.isclose(together, blind, rtol=1e-4)
-
-# %% [markdown]
-# ## A mixture
-# Several sources in given shares: which source a row comes from is computed from its number too. In each block of 4,096 rows every source has
-# its share exactly, in a drawn order; drawn one by one, a share $p$ would be off by $\sqrt{p(1-p)/4096}$.
-
-# %%
-write("numerals", {digit: digit * 50 for digit in "0123456789"})
-mixture = {"mixture": ["letters", "numerals"], "weights": [0.7, 0.3]}
-mixed, _ = mt.open_data(config("mixture", **mixture))
-for row in mixed.batch(0)["tokens"]:
-    print(readable(row))
-
-# %%
-numbers = np.arange(3 * 4096)
-source, item = mixed.batches.draw.at(numbers)
-shares = np.bincount(source[:4096]) / 4096
-assert (np.abs(shares - [0.7, 0.3]) < 1 / 4096).all()
-assert (np.bincount(source[4096:8192]) == np.bincount(source[:4096])).all()
-# the rows of each source come one after the other, none left out
-assert all((np.sort(item[source == s]) == np.arange((source == s).sum())).all() for s in (0, 1))
-# and the batches hold what was drawn
-firsts = np.concatenate(
-    [[set(readable(r)) - {"·"} <= set("0123456789") for r in mixed.batch(k)["labels"]] for k in range(50)]
-)
-assert (firsts == source[: len(firsts)]).all()
-
-figure, panel = plt.subplots(figsize=(6, 2.6))
-panel.plot(numbers + 1, np.cumsum(source == 1) / (numbers + 1), color="black", lw=1)
-panel.axhline(0.3, color="grey", lw=0.8)
-panel.set(xscale="log", xlabel="rows", ylabel="share of numerals", ylim=(0, 1.05))
-plt.tight_layout()
-plt.show()
-print(f"numerals: {shares[1]:.4f} of every 4,096 rows; by chance alone 0.3 ± {np.sqrt(0.3 * 0.7 / 4096):.4f}")
-
-# %% [markdown]
-# ## What is held out
-# Whether a document is held out depends on its name alone. So none moves from one side to the other when more text comes.
-
-
-# %%
-def held_out(folder):
-    data = mt.open_data(config(folder, validation=0.2, batching="packed", last="pad"))[1]
-    return {letter for b in epoch_of(data) for letter in readable(b["labels"][b["weights"] > 0])} - {"·"}
-
-
-write("half", {letter: letter * 30 for letter in alphabet[:13]})
-before = held_out("half")
-write("half", {letter: letter * 30 for letter in alphabet[13:]})
-after = held_out("half")
-print(f"of 13 documents {', '.join(sorted(before))}; of 26 {', '.join(sorted(after))}")
-assert before == {letter for letter in after if letter <= "m"}
-
-# %% [markdown]
 # ## Text that has changed
-# One global order is worth nothing if the text under it is another. A checkpoint keeps the digest of what was read, and a run goes on
-# only with the same. Two steps, then one letter of one document is changed:
+# One global order is worth nothing if the text under it is another. A checkpoint keeps the digest of what was read,
+# and a run goes on only with the same. Two steps, then one letter of one document is changed:
 
 # %%
 with capture_output():
@@ -395,8 +303,8 @@ print(sentence)
 assert "data.source letters holds other tokens than it did" in sentence
 
 # %% [markdown]
-# Put back, the run goes on with the third batch. Here it lies under another name, which the run must be told is meant; its digest is still that of
-# the text, and batch 3 still batch 3.
+# Put back, the run goes on with the third batch. Here it lies under another name, which the run must be told is meant;
+# its digest is still that of the text, and batch 3 still batch 3.
 
 # %%
 Path("letters", "m.txt").write_text("m" * Path("letters", "m.txt").stat().st_size)
@@ -413,9 +321,11 @@ assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.
 
 # %% [markdown]
 # ## Things to try
-# - `opened("budget")`: batches of equally many tokens, more rows the shorter the documents. What happens to the padding, what to the shapes?
-# - Change the signs in `network` but not in `undone`, or let $F$ read the digit that it changes: which assert finds it?
-# - Two turns in place of six (`meshtrain.data.permutation.ROUNDS = 2`), then draw the picture of an epoch again: what do you see?
-# - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a compilation each)?
-# - `data.source: stdlib` in `config`, `sequence_length` 1024: how many tokens are in an epoch, and how many of them does `last: drop` leave out?
-# - Give the mixture the weights $[0.999, 0.001]$ and `numerals` comes in 4 of 4,096 rows. How often has all of `letters` come by then?
+# - `opened("budget")`: batches of equally many tokens, more rows the shorter the documents. What happens to the
+#   padding, what to the shapes?
+# - Change the signs in `network` but not in `undone`, or let $F$ read the digit that it changes: which assert finds
+#   it?
+# - Draw the points (k, the row of batch k) of an epoch, then with two turns in place of six
+#   (`meshtrain.data.permutation.ROUNDS = 2`).
+# - `lengths=1` and `lengths=16` in `opened`: how much padding does each further length save, and what does it cost (a
+#   compilation each)?

@@ -1,7 +1,7 @@
-"""Executes the notebooks, and compares what they print with what is committed: python -m experiments.notebooks [NAME...] [--write]
+"""Executes the notebooks, which assert what they claim: python -m experiments.notebooks [NAME...] [--write]
 
-Each in a fresh kernel, one after the other; prints a row for each, and below it what is wrong. Exit code 0 if all print what they
-printed (`compare.py` says what may differ). --write saves the outputs in experiments/NAME.ipynb instead.
+Each in a fresh kernel, one after the other; prints a row for each, and below it what is wrong. Exit code 0 if all come to their end, and
+those that are committed (`source.KEPT`) print what they printed (`compare.py` says what may differ). --write builds experiments/NAME.ipynb.
 """
 
 import fnmatch
@@ -52,10 +52,7 @@ def _chosen(patterns: list[str]) -> list[str]:
 
 def _meet(name: str, write: bool) -> tuple[int, str, list[str]]:
     """How many cells it has, the verdict in a few words, and what is wrong with it."""
-    path, committed = source.SOURCES / f"{name}.py", source.NOTEBOOKS / f"{name}.ipynb"
-    if not path.exists():
-        return 0, "not executed", [f"there is no source {path.relative_to(source.NOTEBOOKS.parent)}."]
-    text = path.read_text(encoding="utf-8")
+    text = (source.SOURCES / f"{name}.py").read_text(encoding="utf-8")
     try:
         cells = source.read(text)
     except ConfigError as error:
@@ -63,10 +60,10 @@ def _meet(name: str, write: bool) -> tuple[int, str, list[str]]:
     wrong = source.lacks(name, cells)
     if as_jupytext_reads(text) != cells:
         wrong.append("jupytext reads other cells in it; use no magics.")
-    if not write:
-        wrong += (
-            notebook.stale(committed.read_text(encoding="utf-8"), cells) if committed.exists() else ["not written yet."]
-        )
+    file = source.NOTEBOOKS / f"{name}.ipynb"
+    kept = file.read_text(encoding="utf-8") if name in source.KEPT and file.exists() else ""
+    if name in source.KEPT and not write:
+        wrong += notebook.stale(kept, cells) if kept else ["not written yet."]
     if wrong:
         return len(cells), "not executed", wrong
     try:
@@ -77,9 +74,11 @@ def _meet(name: str, write: bool) -> tuple[int, str, list[str]]:
         return len(cells), "unfit", wrong
     if write:
         made = notebook.make(cells, outputs)
-        committed.write_text(made, encoding="utf-8")
+        file.write_text(made, encoding="utf-8")
         return len(cells), f"written, {len(made.encode()):,} bytes", []
-    wrong = compare.differences(cells, notebook.read(committed.read_text(encoding="utf-8"))[1], outputs)
+    if name not in source.KEPT:
+        return len(cells), "holds", []
+    wrong = compare.differences(cells, notebook.read(kept)[1], outputs)
     return len(cells), "differs" if wrong else "as committed", wrong
 
 

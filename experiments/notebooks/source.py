@@ -10,6 +10,7 @@ from meshtrain.errors import ConfigError, nearest
 SOURCES = Path(__file__).parent
 NOTEBOOKS = SOURCES.parent
 LAST_HEADING = "## Things to try"
+KEPT = ("4_pipelines", "12_fine_tuning")  # committed with their outputs; the others are built
 VARIES = "varies"  # the tag of a cell that may print anything
 _MARKER = re.compile(r'# %%(?P<markdown> \[markdown\])?(?: tags=\["(?P<tag>\w+)"\])?')
 
@@ -24,8 +25,8 @@ class Cell:
 
 
 def names() -> list[str]:
-    """The names of all notebooks, `1_mesh`, by their numbers: of sources, and of notebooks that have none any more."""
-    found = {path.stem for path in [*SOURCES.glob("[0-9]*.py"), *NOTEBOOKS.glob("*.ipynb")]}
+    """The names of all notebooks, `1_mesh`, by their numbers."""
+    found = {path.stem for path in SOURCES.glob("[0-9]*.py")}
     return sorted(found, key=lambda name: (int(re.match("[0-9]*", name)[0] or 0), name))
 
 
@@ -69,7 +70,7 @@ def _cell(marker: re.Match, lines: list[str], first: int) -> Cell:
 
 
 def lacks(name: str, cells: list[Cell]) -> list[str]:
-    """What the notebook of this name should have and has not, a sentence each."""
+    """What the notebook of this name should have and has not, a sentence each. A section that shows anything asserts something."""
     found = []
     if not (number := re.match("([0-9]+)_[a-z0-9_]+$", name)):
         found.append("a name is a number and a word, as in 1_mesh.")
@@ -79,15 +80,30 @@ def lacks(name: str, cells: list[Cell]) -> list[str]:
         found.append(f"the first cell is no Markdown of a title `{expected}...` and what the notebook tells.")
     if not cells or cells[-1].kind != "markdown" or LAST_HEADING not in cells[-1].text.splitlines():
         found.append(f"the last cell is no Markdown with the heading `{LAST_HEADING}`.")
-    trees = []
-    for position, cell in enumerate(cells, 1):
+    section = ""
+    shows = False
+    asserts = False
+    for position, cell in enumerate([*cells, Cell("markdown", "## The end")], 1):
         if not cell.text.strip():
             found.append(f"cell {position} is empty.")
-        elif cell.kind == "code":
+        elif cell.kind == "markdown":
+            if headings := [line for line in cell.text.splitlines() if line.startswith("## ")]:
+                if section and shows and not asserts and name not in KEPT:
+                    found.append(f"no cell of {section} asserts anything.")
+                section = headings[-1]
+                shows = False
+                asserts = False
+        else:
             try:
-                trees.append(ast.parse(cell.text))
+                tree = ast.parse(cell.text)
             except SyntaxError as error:
                 found.append(f"cell {position}, line {error.lineno} is no Python: {error.msg}.")
-    if not any(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree)):
-        found.append("no cell asserts anything.")
+                continue
+            shows |= any(isinstance(node, ast.Expr) for node in tree.body)
+            asserts |= any(map(_asserts, ast.walk(tree)))
     return found
+
+
+def _asserts(node: ast.AST) -> bool:
+    """Whether a node is an assertion, or one of NumPy's."""
+    return isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr.startswith("assert_"))

@@ -6,7 +6,6 @@ python -m experiments.plan --compile h100    bytes: memory and traffic beside XL
                                             parameters (no GPU needed; about 15 minutes on 2 cores)
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -14,9 +13,8 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-from rich.console import Console
-from rich.table import Table
-
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import load, to_yaml
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
@@ -144,52 +142,33 @@ def config_of(row: tuple) -> dict:
     return found
 
 
-def gigabytes(console: Console) -> None:
-    """Published memory of other frameworks, by how they hold what they train."""
-    table = _table(
-        "memory of other frameworks: no number is fitted, the formulas were made with these rows in sight",
-        ("source", "run"),
-        ("reported GiB", "predicted", "off by"),
-    )
+def gigabytes() -> None:
+    """Prints published memory of other frameworks, by how they hold what they train."""
+    title = "memory of other frameworks: no number is fitted, the formulas were made with these rows in sight"
+    table = Table("source      ", "run                           ", "reported GiB", "predicted", "off by", title=title)
     errors = [row.predicted / row.reported - 1 for row in memory.ROWS]
     for row, error in zip(memory.ROWS, errors, strict=True):
-        table.add_row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
-    console.print(table)
+        table.row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
     median, percentile, worst, _ = sources.spread(errors)
-    console.print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
+    print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
     right, layouts = memory.called_right()
-    console.print(f"layouts that ran or ran out of memory: {right} of {layouts} called right, {right / layouts:.1%}")
+    print(f"layouts that ran or ran out of memory: {right} of {layouts} called right, {right / layouts:.1%}")
 
 
-def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for names, side in ((left, "left"), (right, "right")):
-        for name in names:
-            table.add_column(name, justify=side)
-    return table
-
-
-def searched(console: Console) -> None:
-    """Llama-3 405B on 16,384 H100."""
+def searched() -> None:
+    """Searches every layout of Llama-3 405B on 16,384 H100s."""
     model = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
     train = {"global_batch_size": 2048, "sequence_length": 8192}
     config = load({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
     found = search(config, named("h100", 16384), 16384)
-    console.print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
+    print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 
 
-def compiled(console: Console, target: str) -> None:
-    """Each config in a process of its own, since the compiler must start before any other backend."""
-    for title, rows in (
-        ("seen while the formulas were made", SEEN),
-        ("not seen", UNSEEN),
-        ("more than XLA likes to hold on an H100", TIGHT),
-    ):
-        table = Table(title=f"{target}, {title}", title_justify="left", box=None)
-        for name in (
-            "model",
-            "mesh",
-            "parallel",
+def compiled(target: str) -> None:
+    """Compiles each config in a process of its own, since the compiler must start before any other backend."""
+    groups = {"seen while the formulas were made": SEEN, "not seen": UNSEEN, "more than XLA likes to hold": TIGHT}
+    for title, rows in groups.items():
+        heads = (
             "planned GiB",
             "compiled GiB",
             "off by",
@@ -197,26 +176,26 @@ def compiled(console: Console, target: str) -> None:
             "seconds planned",
             "of the program",
             "off by",
-        ):
-            table.add_column(name, justify="left" if name in ("model", "mesh", "parallel") else "right")
-        memory_errors, traffic_errors, seconds_errors = [], [], []
+        )
+        table = Table("model   ", "mesh       ", "parallel" + 40 * " ", *heads, title=f"{target}, {title}")
+        errors: dict[str, list[float]] = {"memory": [], "traffic of the worst axis": [], "seconds": []}
         for row in rows:
+            mesh = " x ".join(map(str, row[1]))
+            keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
             found = _plan(row, target)
             if found is None:
-                table.add_row(row[0], str(row[1]), "failed to compile")
+                table.row(row[0], mesh, "failed to compile", *[""] * len(heads))
                 continue
-            planned, real = found["per_device_bytes"]["total"], found["compiled"]["total_bytes"]
-            traffic = _traffic_error(found)
-            memory_errors.append(planned / real - 1)
-            seconds_errors.append(found["step_seconds"] / found["program_seconds"] - 1)
-            traffic_errors.append(traffic)
-            keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
-            table.add_row(row[0], " x ".join(map(str, row[1])), keys, f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{planned / real - 1:+.1%}", f"{traffic:.2%}", f"{found['step_seconds']:.3f}", f"{found['program_seconds']:.3f}", f"{seconds_errors[-1]:+.1%}")  # fmt: skip
-        console.print(table)
-        console.print(
-            f"memory: {_summary(memory_errors)}; traffic of the worst axis: {_summary(traffic_errors)}; "
-            f"seconds: {_summary(seconds_errors)}, {sum(abs(e) <= 0.05 for e in seconds_errors)} of {len(seconds_errors)} within 5%"
-        )
+            planned = found["per_device_bytes"]["total"]
+            real = found["compiled"]["total_bytes"]
+            seconds = found["step_seconds"], found["program_seconds"]
+            of_row = planned / real - 1, _traffic_error(found), seconds[0] / seconds[1] - 1
+            for known, error in zip(errors.values(), of_row, strict=True):
+                known.append(error)
+            sizes = (f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{of_row[0]:+.1%}", f"{of_row[1]:.2%}")
+            table.row(row[0], mesh, keys, *sizes, *(f"{s:.3f}" for s in seconds), f"{of_row[2]:+.1%}")
+        print("; ".join(f"{what}: {_summary(found)}" for what, found in errors.items()))
+        print(f"seconds of {sum(abs(e) <= 0.05 for e in errors['seconds'])} of {len(errors['seconds'])} within 5%")
 
 
 def _plan(row: tuple, target: str) -> dict | None:
@@ -252,18 +231,17 @@ def _summary(errors: Iterable[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200")
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
-    console = Console(width=200, highlight=False)
     if options.compile:
-        compiled(console, options.compile)
+        compiled(options.compile)
     elif options.search:
-        searched(console)
+        searched()
     else:
-        sources.tables(sources.shipped(), console)
-        gigabytes(console)
+        sources.tables(sources.shipped())
+        gigabytes()
 
 
 if __name__ == "__main__":

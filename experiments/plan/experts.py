@@ -21,14 +21,12 @@ How they send rows to experts, and what else their profiles have:
 Left out: rows in float8, which experts' products do not have here; DeepSeek-V3, whose attention (MLA) and dense layers are not ours; TPU v6e.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import load
 from meshtrain.plan import FrameworkProfile, named, plan
 from meshtrain.plan.search import made_of, search
@@ -91,12 +89,10 @@ def runs() -> Iterator[Run]:
         yield _run("Megatron-Bridge", f"Qwen3-30B {how}", "h100", profile, 1024 * 4096 / 16 / seconds, config)
     staged = {"data": 16, "expert": 8, "pipeline": 4}
     for rows, microbatches, reported in ((1280, 80, 5903), (512, 8, 5630)):
-        config = config_of(
-            "gpt-oss-120B", staged, rows, 4096, microbatches=microbatches, schedule="1f1b", zero_stage=1, **KEPT
-        )
-        yield _run(
-            "Megatron-Bridge", f"gpt-oss, {rows // 16 // microbatches} rows", "h100", ALL_TO_ALL, reported, config
-        )
+        keys = {"microbatches": microbatches, "schedule": "1f1b", "zero_stage": 1} | KEPT
+        name = f"gpt-oss, {rows // 16 // microbatches} rows"
+        config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
+        yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
     v_shaped = {"microbatches": 32, "remat": "full", "schedule": "v_1f1b", "zero_stage": 1, "chunk": 8192}
     config = config_of("67B-A2B", {"data": 8, "expert": 8, "pipeline": 8}, 256, 8192, **v_shaped)
     yield _run("JaxPP", "67B-A2B", "h100", replace(GRUG, execution="asynchronous"), 9427, config)
@@ -111,72 +107,56 @@ def others() -> Iterator[Run]:
     for accelerator, expert, length, microbatches, reported in (
         ("gb200", 64, 4096, 5, 16640), ("gb200", 64, 8192, 20, 15876), ("b200", 8, 4096, 5, 13568),
     ):  # fmt: skip
-        config = config_of(
-            "gpt-oss-120B",
-            {"data": 64, "expert": expert},
-            1280,
-            length,
-            microbatches=microbatches,
-            zero_stage=1,
-            **KEPT,
-        )
+        keys = {"microbatches": microbatches, "zero_stage": 1} | KEPT
+        config = config_of("gpt-oss-120B", {"data": 64, "expert": expert}, 1280, length, **keys)
         yield _run("Megatron-Bridge", f"gpt-oss, {length:,} tokens", accelerator, ALL_TO_ALL, reported, config)
     staged = {"microbatches": 256, "schedule": "interleaved", "virtual_stages": 3, "zero_stage": 1}
     config = config_of("Qwen3-235B-A22B", {"data": 32, "expert": 32, "pipeline": 8}, 8192, 4096, **staged)
     yield _run("Megatron-Bridge", "Qwen3-235B", "gb200", ALL_TO_ALL, 4916, config)
 
 
-def table(console: Console) -> None:
+def table() -> None:
     """Prints the rows, and what our program would win by sending a row to a node once."""
-    rows = Table(box=None)
-    for name in ("source", "run", "GPU", "tokens/s a device", "planned", "off by", "waits for experts"):
-        rows.add_column(name, justify="left" if name in ("source", "run", "GPU") else "right")
+    heads = ("GPU     ", "tokens/s a device", "planned", "off by", "waits for experts")
+    rows = Table("source         ", "run                         ", *heads)
     for run in (*runs(), *others()):
         found = plan(run.config, named(run.accelerator, run.config.mesh.devices), run.profile)
         planned = found.tokens_per_second / found.devices * found.seconds / run.predicted()
-        rows.add_row(
-            run.source, run.name, run.accelerator, run.reported, f"{planned:,.0f}", f"{run.predicted() / run.seconds - 1:+.1%}",
+        figures = (
+            f"{planned:,.0f}",
+            f"{run.predicted() / run.seconds - 1:+.1%}",
             f"{found.time.expert / found.seconds:.0%}",
-        )  # fmt: skip
-    console.print(rows)
+        )
+        rows.row(run.source, run.name, run.accelerator, run.reported, *figures)
     for ranks, more in ((1, ""), (8, ""), (16, ""), (16, ", a row to a node once")):
-        config = load(
-            "configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}", *["parallel.experts.capacity=1.25"] * (ranks > 1)]
-        )
+        asked = [f"mesh.expert={ranks}", *["parallel.experts.capacity=1.25"] * (ranks > 1)]
+        config = load("configs/qwen3_30b_a3b.yaml", asked)
         found = plan(config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more)))
-        console.print(
-            f"ours, Qwen3-30B, experts over {ranks}{more}: {found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
-        )
+        waits = f"{found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
+        print(f"ours, Qwen3-30B, experts over {ranks}{more}: {waits}")
 
 
-def searched(console: Console) -> None:
+def searched() -> None:
     """Prints the layouts that a search takes, with a capacity of 1.25 times an even load."""
     for model, devices, rows in (("Qwen3-30B-A3B", 16, 1024), ("DeepSeek-V3's size", 1024, 8192)):
         keys = config_of(model, {"data": devices}, rows, 4096)
         keys["parallel"] = {"experts": {"capacity": 1.25}}
         found = search(load(keys), named("h100", devices), devices)
         best = found.plans[0]
-        console.print(f"{model} on {devices} H100s: {found.legal:,} layouts in {found.seconds:.1f} s")
-        for name, layout in (
-            ("best", best),
-            ("best with stages", next((p for p in found.plans if p.config.mesh.pipeline > 1), best)),
-        ):
+        staged = next((p for p in found.plans if p.config.mesh.pipeline > 1), best)
+        print(f"{model} on {devices} H100s: {found.legal:,} layouts in {found.seconds:.1f} s")
+        for name, layout in {"best": best, "best with stages": staged}.items():
             parallel = layout.config.parallel
-            console.print(
-                f"  {name}: {layout.config.mesh}, {parallel.microbatches} microbatches, ZeRO-{parallel.zero_stage}, remat {parallel.remat}: "
-                f"{layout.seconds:.1f} s, {layout.bytes / 2**30:.1f} GiB, MFU {layout.mfu:.1%}"
-            )
-        console.print(f"  {made_of(best)}")
+            told = f"{parallel.microbatches} microbatches, ZeRO-{parallel.zero_stage}, remat {parallel.remat}"
+            held = f"{layout.seconds:.1f} s, {layout.bytes / 2**30:.1f} GiB, MFU {layout.mfu:.1%}"
+            print(f"  {name}: {layout.config.mesh}, {told}: {held}")
+        print(f"  {made_of(best)}")
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.plan.experts", description=__doc__, formatter_class=raw
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("--search", action="store_true")
-    console = Console(width=160, highlight=False)
-    (searched if parser.parse_args().search else table)(console)
+    (searched if parser.parse_args().search else table)()
 
 
 if __name__ == "__main__":

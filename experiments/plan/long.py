@@ -11,6 +11,8 @@ scores that is not masked: of long rows those of all, as `plan` counts them, wou
 from collections.abc import Iterator
 from typing import Any
 
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.config import load
 from meshtrain.plan import Plan, named, plan, shapes
 
@@ -28,13 +30,8 @@ NEMO = {
 }  # fmt: skip
 
 
-FLOAT8 = {
-    "matmul": "float8",
-    "float8_recipe": "tensorwise",
-    "float8_wgrad": "float8",
-    "float8_skip": [0, 0],
-    "float8_gather": True,
-}
+FLOAT8 = {"matmul": "float8", "float8_recipe": "tensorwise", "float8_wgrad": "float8"}
+FLOAT8 |= {"float8_skip": [0, 0], "float8_gather": True}
 
 
 def planned(
@@ -68,18 +65,12 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
             # FSDP gathers a layer at use; with stages it holds what it gathered
             keys = {"zero_stage": 3, "remat": "full", "zero_hold": bool(large), "microbatches": rows if large else 1}
             found = planned(model, mesh, rows * data if not large else 8 * data, length, **keys)
-            yield (
-                f"torchtitan {model}",
-                length,
-                str(found.config.mesh),
-                reported,
-                found.tokens_per_second / found.devices,
-            )
+            by_plan = found.tokens_per_second / found.devices
+            yield f"torchtitan {model}", length, str(found.config.mesh), reported, by_plan
     for length, ((tensor, data, context), reported) in NEMO.items():
         rows = max(data, 4 * 2**20 // length)
-        found = planned(
-            "7B", {"data": data, "context": context, "tensor": tensor}, rows, length, microbatches=rows // data
-        )
+        mesh = {"data": data, "context": context, "tensor": tensor}
+        found = planned("7B", mesh, rows, length, microbatches=rows // data)
         yield "NeMo 7B", length, str(found.config.mesh), reported, teraflops(found)
     for length, mesh, rows, reported in (
         (8192, {"data": 128, "tensor": 8, "pipeline": 16}, 2048, 400),
@@ -91,12 +82,14 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
 
 def main() -> None:
     """Prints the table, with each row's ratio to the first of its source."""
+    bench.parser(__doc__).parse_args()
+    heads = ("   tokens", "layout" + 46 * " ", "reported", "planned", "of the first", "of the first")
+    rows = Table("source          ", *heads)
     first: dict[str, tuple[float, float]] = {}
     for source, length, layout, reported, by_plan in table():
-        of = first.setdefault(source, (reported, by_plan))
-        print(
-            f"{source:16} {length:9,}  {layout:52} {reported:8,.0f} {by_plan:8,.0f}   x {reported / of[0]:.3f} x {by_plan / of[1]:.3f}"
-        )
+        base = first.setdefault(source, (reported, by_plan))
+        shares = f"{reported / base[0]:.3f}", f"{by_plan / base[1]:.3f}"
+        rows.row(source, f"{length:,}", layout, f"{reported:,.0f}", f"{by_plan:,.0f}", *shares)
 
 
 if __name__ == "__main__":

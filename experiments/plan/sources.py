@@ -4,16 +4,14 @@ python -m experiments.plan.sources          the table by source, by GPU, tensor 
 python -m experiments.plan.sources --shipped   the same by the numbers that ship, which know every source (seconds)
 """
 
-import argparse
 import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
+from experiments import bench
+from experiments.bench import Table
 from meshtrain.model.weights import parameters
 
 from . import aleph_alpha, calibrate, dgxc, experts, foundry, internlm, kempner, tpu
@@ -96,32 +94,29 @@ GROUPS: dict[str, Callable[[Run], str]] = {
 }  # fmt: skip
 
 
-def tables(judged: list[Judged], console: Console) -> None:
+def tables(judged: list[Judged]) -> None:
     """Prints the spread of all rows, and of each group."""
-    for title, of in GROUPS.items():
-        table = Table(box=None)
-        for name in (title, "rows", "median", "p90", "worst", "middle, with sign"):
-            table.add_column(name, justify="left" if name == title else "right")
+    for title, group in GROUPS.items():
+        table = Table(title.ljust(30), "rows", "median", "  p90", "worst", "middle, with sign")
         groups: dict[str, list[float]] = {}
         for row in judged:
-            groups.setdefault(of(row.run), []).append(row.error)
+            groups.setdefault(group(row.run), []).append(row.error)
         for name, errors in groups.items() if title == "source" else sorted(groups.items()):
-            table.add_row(name, str(len(errors)), *spread(errors))
+            table.row(name, len(errors), *spread(errors))
         if title == "source":
-            table.add_row("all", str(len(judged)), *spread(row.error for row in judged))
-        console.print(table)
+            table.row("all", len(judged), *spread(row.error for row in judged))
+        print()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("--shipped", action="store_true")
-    console = Console(width=160, highlight=False)
     if parser.parse_args().shipped:
-        tables(shipped(), console)
+        tables(shipped())
         return
     for family in ("Ampere", "Hopper"):
-        console.print(f"{family}: {calibrate.rounded(calibrate.fit(fitted_on(family)))}")
-    tables([*left_out("Ampere"), *left_out("Hopper")], console)
+        print(f"{family}: {calibrate.rounded(calibrate.fit(fitted_on(family)))}")
+    tables([*left_out("Ampere"), *left_out("Hopper")])
 
 
 if __name__ == "__main__":

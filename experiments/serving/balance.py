@@ -151,10 +151,9 @@ def measure(
         names = {"a": "a", "b": "b", f"127.0.0.1:{a.port}": "a", f"127.0.0.1:{b.port}": "b"}
         on = [names.get(answer.server, "") for answer in answers]
         lost = [server for server, answer in zip(on, answers, strict=True) if answer.problem]
-        refused = sum(
-            server == "a" and answer.problem.startswith("503") for server, answer in zip(on, answers, strict=True)
-        )
-        again = [one.ended for server, one in zip(on, answers, strict=True) if server == "a" and one.began > healthy]
+        of_a = [answer for server, answer in zip(on, answers, strict=True) if server == "a"]
+        refused = sum(answer.problem.startswith("503") for answer in of_a)
+        again = [answer.ended for answer in of_a if answer.began > healthy]
         return Row(
             balancer, happens, len(answers), refused, lost.count("a") - refused, len(lost) - lost.count("a"),
             max((one.pause for server, one in zip(on, answers, strict=True) if server == "b"), default=0.0),
@@ -221,19 +220,10 @@ def sent(balancer: str, work: Path, status: int | None = None, requests: int = 2
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = [
-        "balancer",
-        "a was",
-        "requests",
-        "refused by a",
-        "lost on a",
-        "lost elsewhere",
-        "longest pause on b, s",
-        "a answers again, s",
-    ]
-    return columns(
-        [head, *([r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows)]
-    )
+    counted = ("requests", "refused by a", "lost on a", "lost elsewhere")
+    head = ("balancer", "a was", *counted, "longest pause on b, s", "a answers again, s")
+    cells = ([r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows)
+    return columns([head, *cells])
 
 
 def main() -> int:
@@ -252,9 +242,8 @@ def main() -> int:
     of_each = [sent(name, work) for name in options.balancers]
     print(table(rows))
     for one in of_each:
-        print(
-            f"{one.balancer}, a cuts off what it is sent: {one.requests} requests, {one.to_a} to a, {one.to_b} to b, {one.answered} answered"
-        )
+        print(f"{one.balancer}, a cuts off what it is sent: {one.requests} requests", end=", ")
+        print(f"{one.to_a} to a, {one.to_b} to b, {one.answered} answered")
     return int(not all(row.good for row in (*rows, *of_each)))
 
 

@@ -172,9 +172,8 @@ class Cluster:
             return list(self._events)
 
     def of(self, *names: str, generation: int | None = None) -> list[Event]:
-        return [
-            e for e in self.events if e["event"] in names and (generation is None or e.get("generation") == generation)
-        ]
+        whole = [e for e in self.events if e["event"] in names]
+        return whole if generation is None else [e for e in whole if e.get("generation") == generation]
 
     @property
     def generation(self) -> int:

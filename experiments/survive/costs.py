@@ -78,16 +78,14 @@ def cost(work: Path, processes: int, seconds: float) -> int:
     cluster = Cluster(directory, values, work / "compiled").start()
     try:
         cluster.until_going(0)
-        before, began, first = (
-            {n: ticks(p.pid) for n, p in cluster.supervisors.items()},
-            time.monotonic(),
-            cluster.step(),
-        )
+        before = {n: ticks(p.pid) for n, p in cluster.supervisors.items()}
+        began = time.monotonic()
+        first = cluster.step()
         time.sleep(seconds)
-        passed, steps = time.monotonic() - began, cluster.step() - first
-        shares = {
-            n: (ticks(p.pid) - before[n]) / os.sysconf("SC_CLK_TCK") / passed for n, p in cluster.supervisors.items()
-        }
+        passed = time.monotonic() - began
+        steps = cluster.step() - first
+        second = os.sysconf("SC_CLK_TCK")
+        shares = {n: (ticks(p.pid) - before[n]) / second / passed for n, p in cluster.supervisors.items()}
         assert all(alive(p.pid) for p in cluster.supervisors.values())
         cluster.stop()
     finally:

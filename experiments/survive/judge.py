@@ -109,13 +109,8 @@ def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, A
         blame(0, "no step was taken")
     whole = cluster.values["survive"]["wanted"]
     # The first step on another mesh.
-    other = (
-        min(
-            (e["start"] for e in cluster.of("going") if len(cluster.members(e["generation"])) < whole),
-            default=len(rows),
-        )
-        + 1
-    )
+    smaller = [e["start"] for e in cluster.of("going") if len(cluster.members(e["generation"])) < whole]
+    other = min(smaller, default=len(rows)) + 1
     for row in rows:
         if row["loss"] is None and row is rows[-1] and found[-1].kind == "nan-always":
             break

@@ -17,16 +17,8 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--remote-debugging-pipe",
-    "--no-first-run",
-    "--disable-extensions",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run", "--disable-sync"),
+    *("--disable-extensions", "--disable-quic", "--disable-background-networking", "--disable-component-update"),
 )
 PLACE = """
 import fcntl, os, sys

@@ -12,7 +12,6 @@ every 10 s, with alerts, the page and TensorBoard. Scrape: the median, and the s
 Exit code 1 if one of them is over what was allowed.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import jax
 
+from experiments import bench
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.run.rows import MetricsFile
@@ -52,14 +52,9 @@ def watched(directory: Path, every: float = 10.0) -> tuple[Hub, Heartbeat, jax.s
 
 def row(step: int) -> dict[str, float]:
     """What the step itself gives, as the loop has it."""
-    values = {
-        "loss": 2.5 + 1 / (step + 1),
-        "grad_norm": 1.234567,
-        "learning_rate": 3e-4,
-        "tokens": 2048,
-        "tokens_per_second": 6826.6,
-    }
-    return {"step": step, **values, "step_seconds": STEP, "data_wait_seconds": 2e-5}
+    learned = {"loss": 2.5 + 1 / (step + 1), "grad_norm": 1.234567, "learning_rate": 3e-4}
+    took = {"tokens": 2048, "tokens_per_second": 6826.6, "step_seconds": STEP, "data_wait_seconds": 2e-5}
+    return {"step": step} | learned | took
 
 
 def loop(steps: int = 200, batches: int = 20) -> tuple[float, str]:
@@ -113,16 +108,9 @@ def scrape(times: int = 50) -> tuple[float, str]:
     board(row(1) | {"time": 1.0}, "step")
     reasons = ("power_cap", "hardware", "heat", "hardware_heat", "power_brake")
     devices = [str(k) for k in range(80)]
-    names = (
-        "memory_used_bytes",
-        "memory_limit_bytes",
-        "load_ratio",
-        "power_watts",
-        "temperature_celsius",
-        "memory_temperature_celsius",
-    )
+    names = "memory_used_bytes memory_limit_bytes load_ratio power_watts temperature_celsius memory_temperature_celsius"
     sample: dict[str, dict] = {
-        f"device_{name}": {device: 0.123456789 * k for k, device in enumerate(devices)} for name in names
+        f"device_{name}": {device: 0.123456789 * k for k, device in enumerate(devices)} for name in names.split()
     }
     sample["device_throttled"] = {device: dict.fromkeys(reasons, 0) for device in devices}
     for rank in range(64):
@@ -142,7 +130,7 @@ def scrape(times: int = 50) -> tuple[float, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.watch.cost")
+    parser = bench.parser(__doc__)
     parser.add_argument("what", nargs="*", choices=[*ALLOWED, []], help="all of them without a word")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the thread's measurement")
     options = parser.parse_args()

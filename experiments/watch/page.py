@@ -7,11 +7,10 @@ there is a Chromium, opens it at 390 and 1400 px, light and dark, and prints it:
 RUN: pages of these runs too; or a page or a picture that another command has written.
 """
 
-import argparse
 import json
 import math
-import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 from itertools import product
 from pathlib import Path
 
+from experiments import bench
 from experiments.watch import chromium
 
 MOST_BYTES, MOST_SECONDS = 150_000, 5.0
@@ -84,14 +84,11 @@ def write_run(directory: Path, steps: int, seed: int = 0, slower: float = 1.0) -
     return directory
 
 
-def make(runs: list[Path], page: Path) -> tuple[int, float, float]:
-    """Bytes of the page, and seconds of the command from its start to its end: by the clock, and of a processor."""
-    began, used = time.perf_counter(), os.times()
+def make(runs: list[Path], page: Path) -> bench.Spent:
+    """Makes a page of runs, and returns what the command takes from its start to its end."""
     command = [sys.executable, "-m", "meshtrain.report", *map(str, runs), "--html", str(page)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = os.times()
-    processor = after.children_user + after.children_system - used.children_user - used.children_system
-    return page.stat().st_size, time.perf_counter() - began, processor
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return bench.spent(lambda: subprocess.run(command, check=True, **quiet), resource.RUSAGE_CHILDREN)  # type: ignore[call-overload]
 
 
 def look(page: Path, pictures: Path) -> list[str]:
@@ -114,7 +111,7 @@ def look(page: Path, pictures: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench.parser(__doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--pictures", type=Path)
@@ -126,18 +123,18 @@ def main() -> int:
         first = write_run(Path(name) / "synthetic", options.steps)
         second = write_run(Path(name) / "slower", options.steps, seed=1, slower=1.1)
         drawn = [path for path in options.runs if path.is_file()]
-        wanted = {"one": [first], "two": [first, second]} | {
-            run.name: [run] for run in options.runs if run not in drawn
-        }
+        wanted = {"one": [first], "two": [first, second]}
+        wanted |= {run.name: [run] for run in options.runs if run not in drawn}
         for stem, runs in wanted.items():
             page = pictures / f"{stem}.html"
-            size, seconds, processor = make(runs, page)
-            print(f"{stem}: {size:,} bytes, made in {seconds:.2f} s, {processor:.2f} s of a processor")
+            took = make(runs, page)
+            size = page.stat().st_size
+            print(f"{stem}: {size:,} bytes, made in {took.wall:.2f} s, {took.processor:.2f} s of a processor")
             if size > MOST_BYTES:
                 wrong.append(f"{page.name} has {size:,} bytes, more than {MOST_BYTES:,}")
             # On a machine that is shared the clock tells of the others.
-            if stem == "one" and processor > MOST_SECONDS:
-                wrong.append(f"{page.name} took {processor:.1f} s of a processor, more than {MOST_SECONDS}")
+            if stem == "one" and took.processor > MOST_SECONDS:
+                wrong.append(f"{page.name} took {took.processor:.1f} s of a processor, more than {MOST_SECONDS}")
             if chromium.found():
                 wrong += look(page, pictures)
         for path in drawn if chromium.found() else ():

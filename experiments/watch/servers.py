@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from experiments.serving.servers import free_port
 from experiments.watch.made_up import Run
 from meshtrain.draw.picture import columns
 from meshtrain.telemetry import dashboard
@@ -99,7 +99,7 @@ def measure(work: Path) -> list[Check]:
     rules = work / "rules.yml"
     rules.write_text(yaml.safe_dump(prometheus_rules(SCALE)))
     checks.append(_promtool("promtool check rules", ["check", "rules", str(rules)]))
-    inbox, ports = Inbox(), [_free_port(), _free_port()]
+    inbox, ports = Inbox(), [free_port(), free_port()]
     with Run() as run, _servers(work, rules, run, inbox, *ports):
         prometheus = Prometheus(ports[0])
         _until(prometheus.ready, LATE)
@@ -214,11 +214,6 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return True
         time.sleep(0.1)
     return condition()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def main() -> int:

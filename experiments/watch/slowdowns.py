@@ -14,10 +14,8 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -27,8 +25,11 @@ from pathlib import Path
 
 import psutil
 
+from experiments import bench
+from experiments.bench import Table
+from experiments.serving.servers import free_port
+
 SECONDS = 180  # that a run may take
-QUIET, PATIENCE = 10.0, 20.0  # per cent of the machine that others use before a run; seconds to wait for it
 HOGS = 1  # busy processes a core
 BALLAST_LIMIT = 3.0  # GiB that the memory run is to stay below
 WRITING = 4e6  # bytes a second of the throttled disk
@@ -51,20 +52,16 @@ def mesh(data: int, tensor: int, pipeline: int) -> tuple[str, ...]:
     return (f"mesh.data={data}", f"mesh.tensor={tensor}", f"mesh.pipeline={pipeline}", f"run.fake_devices={devices}")
 
 
-# quickstart's model and batch, data parallel: nothing to be won by another layout.
-BASE = (
-    *(
-        "model.family=llama",
-        "model.layers=4",
-        "model.d_model=128",
-        "model.heads=8",
-        "model.kv_heads=4",
-        "model.d_ff=352",
-    ),
-    *("model.vocab_size=260", "data.source=stdlib", "data.tokenizer=byte", "train.global_batch_size=16"),
-    *("train.sequence_length=128", "checkpoint.every=20", "checkpoint.keep=1", "log.every=1", "telemetry.every=1"),
-    *("train.steps=40", "telemetry.trace_at=[30]", *mesh(2, 1, 1)),
-)
+# quickstart's model and batch.
+CONFIG = {
+    "model": {"layers": 4, "d_model": 128, "heads": 8, "kv_heads": 4, "d_ff": 352, "vocab_size": 260},
+    "data": {"source": "stdlib", "tokenizer": "byte"},
+    "train": {"steps": 40, "global_batch_size": 16, "sequence_length": 128},
+    "checkpoint": {"every": 20, "keep": 1},
+    "log": {"every": 1},
+    "telemetry": {"every": 1, "trace_at": [30]},
+}
+BASE = mesh(2, 1, 1)  # data parallel: nothing to be won by another layout
 
 # Runs of which nothing is to be said, one after the other.
 HEALTHY: tuple[tuple[str, ...], ...] = (
@@ -74,58 +71,26 @@ HEALTHY: tuple[tuple[str, ...], ...] = (
     ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
 )
 
+ODD_LENGTHS = (
+    *("data.batching=grouped", "data.lengths=32", "data.length_multiple=4", "model.layers=1", "model.d_model=32"),
+    *("model.d_ff=64", "train.steps=8", "telemetry.trace_at=[]", "checkpoint.every=0", *mesh(1, 1, 1)),
+)
+BUBBLE = (*mesh(1, 1, 2), "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1")
+TENSOR = ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1))
+DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
+RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
+TAKEN = f"{0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken"
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("healthy", "none", "nothing"),
         Kind("loader", "loader", "each batch is read 0.4 s late", ("train.steps=16", "telemetry.trace_at=[10]")),
-        Kind(
-            "disk",
-            "disk",
-            "checkpoints are written at 4 MB/s",
-            ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]"),
-        ),
-        Kind(
-            "slow_rank",
-            "slow_rank",
-            "one of two processes is 0.3 s late at each step",
-            ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]"),
-            processes=2,
-        ),
-        Kind(
-            "bubble",
-            "bubble",
-            "2 stages, 2 microbatches",
-            (*mesh(1, 1, 2), "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1"),
-        ),
-        Kind(
-            "tensor",
-            "tensor",
-            "8 ways over tensor",
-            ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1)),
-        ),
-        Kind(
-            "memory",
-            "memory",
-            f"{0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken",
-            (f"telemetry.memory_limit={BALLAST_LIMIT}",),
-        ),
-        Kind(
-            "compiling",
-            "compiling",
-            "batches of many lengths, each to be compiled",
-            (
-                *(
-                    "data.batching=grouped",
-                    "data.lengths=32",
-                    "data.length_multiple=4",
-                    "train.steps=8",
-                    "telemetry.trace_at=[]",
-                ),
-                *("model.layers=1", "model.d_model=32", "model.d_ff=64", "checkpoint.every=0", *mesh(1, 1, 1)),
-            ),
-            cached=False,
-        ),
+        Kind("disk", "disk", "checkpoints are written at 4 MB/s", DISK),
+        Kind("slow_rank", "slow_rank", "one of two processes is 0.3 s late at each step", RANK, processes=2),
+        Kind("bubble", "bubble", "2 stages, 2 microbatches", BUBBLE),
+        Kind("tensor", "tensor", "8 ways over tensor", TENSOR),
+        Kind("memory", "memory", TAKEN, (f"telemetry.memory_limit={BALLAST_LIMIT}",)),
+        Kind("compiling", "compiling", "batches of many lengths, each to be compiled", ODD_LENGTHS, cached=False),
         Kind("hog", "shared", "a busy process a core beside it"),
     )
 }
@@ -144,7 +109,7 @@ def child(kind: str, directory: str, number: int) -> int:
     settings = [*BASE, *_settings(KINDS[kind], number), f"run.directory={directory}"]
     if kind == "compiling":
         settings.append(f"data.source={_texts(Path(directory).parent / 'texts')}")
-    return train(load({}, settings)).exit_code
+    return train(load(CONFIG, settings)).exit_code
 
 
 def _settings(kind: Kind, number: int) -> tuple[str, ...]:
@@ -222,15 +187,6 @@ _SLOWED: dict[str, Callable[[int], None]] = {
 # --- the campaign
 
 
-def quiet() -> None:
-    """Waits for a moment in which others leave the machine alone, but not for ever."""
-    end = time.monotonic() + PATIENCE
-    while (busy := psutil.cpu_percent(interval=0.5)) > QUIET:
-        if time.monotonic() > end:
-            print(f"the machine is not quiet: others use {busy:.0f}% of it", flush=True)
-            return
-
-
 @contextlib.contextmanager
 def hogs(count: int) -> Iterator[None]:
     """Busy processes, ended with the run."""
@@ -251,29 +207,17 @@ def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> d
     if kind.cached:
         found |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     if kind.processes > 1:
-        found |= {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(kind.processes),
-            "JAX_PROCESS_ID": str(rank),
-        }
+        found |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(rank)}
+        found |= {"JAX_NUM_PROCESSES": str(kind.processes)}
     return found
 
 
 def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
     """One run, with all its processes; RuntimeError if it fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     directory.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.watch.slowdowns",
-        "--child",
-        kind.name,
-        str(directory / "run"),
-        str(number),
-    ]
+    command = [sys.executable, "-m", "experiments.watch.slowdowns", "--child", kind.name]
+    command += [str(directory / "run"), str(number)]
     with contextlib.ExitStack() as stack:
         if kind.name == "hog":
             stack.enter_context(hogs(HOGS * (os.cpu_count() or 1)))
@@ -319,7 +263,7 @@ class Outcome:
 
 def once(kind: Kind, work: Path, number: int) -> Outcome:
     """One run and its diagnosis; one that fails is an outcome too."""
-    quiet()
+    bench.quiet()
     began, directory = time.monotonic(), work / f"{kind.name}-{number}"
     try:
         train_one(kind, number, directory, work / "compiled")
@@ -332,26 +276,22 @@ def once(kind: Kind, work: Path, number: int) -> Outcome:
         traceback.print_exc()
         outcome = Outcome(kind, "failed", time.monotonic() - began, str(error))
     shutil.rmtree(directory / "run" / "checkpoints", ignore_errors=True)
-    print(
-        f"{kind.name} {number}: {outcome.first} {'ok' if outcome.right else 'WRONG'} ({outcome.seconds:.0f} s) {outcome.sentence}",
-        flush=True,
-    )
+    verdict = "ok" if outcome.right else "WRONG"
+    print(f"{kind.name} {number}: {outcome.first} {verdict} ({outcome.seconds:.0f} s) {outcome.sentence}", flush=True)
     return outcome
 
 
-def table(outcomes: list[Outcome]) -> str:
-    lines = ["", "| done | to be found | found first | right |", "| --- | --- | --- | --- |"]
+def table(outcomes: list[Outcome]) -> None:
+    made = Table("done                                           ", "to be found", "found first", "right")
     for name in dict.fromkeys(o.kind.name for o in outcomes):
         of = [o for o in outcomes if o.kind.name == name]
-        lines.append(
-            f"| {of[0].kind.does} | {of[0].kind.finds} | {', '.join(o.first for o in of)} | {sum(o.right for o in of)} of {len(of)} |"
-        )
-    right = sum(o.right for o in outcomes)
-    return "\n".join([*lines, "", f"right: {right} of {len(outcomes)}"])
+        right = f"{sum(o.right for o in of)} of {len(of)}"
+        made.row(of[0].kind.does, of[0].kind.finds, ", ".join(o.first for o in of), right)
+    print(f"right: {sum(o.right for o in outcomes)} of {len(outcomes)}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.watch.slowdowns", description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = bench.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="N healthy runs, and nothing else")
@@ -360,23 +300,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         kind, directory, number = options.child
-        return child(kind, directory, int(number))
-    work = options.work or Path(tempfile.mkdtemp(prefix="slowdowns-"))
-    work.mkdir(parents=True, exist_ok=True)
-    names = (
-        ["healthy"] * options.healthy if options.healthy else [n for _ in range(options.repeats) for n in options.only]
-    )
-    began, outcomes = time.monotonic(), []
-    try:
-        for number, name in enumerate(names, 1):
-            outcomes.append(once(KINDS[name], work, number))
-    finally:
-        print(table(outcomes), flush=True)
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
-        if options.work is None:
-            shutil.rmtree(work, ignore_errors=True)
-    return 0
+        sys.exit(child(kind, directory, int(number)))
+    names = ["healthy"] * options.healthy or options.only * options.repeats
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    with bench.directory(options.work) as work:
+        try:
+            for number, name in enumerate(names, 1):
+                outcomes.append(once(KINDS[name], work, number))
+        finally:
+            table(outcomes)
+            print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -43,19 +43,16 @@ def main() -> int:
     finally:
         shutil.rmtree(work)
     print(table(found))
-    print(
-        f"attributed {found.attributed:.2%} of {found.wall_seconds:.3f} s a step; {found.unjoined} of {found.events:,} events unjoined"
-    )
+    print(f"attributed {found.attributed:.2%} of {found.wall_seconds:.3f} s a step", end="; ")
+    print(f"{found.unjoined} of {found.events:,} events unjoined")
     print(f"read in {read:.2f} s and attributed in {seconds - read:.2f} s, from {size / 1e6:.1f} MB")
     if found.untraced_seconds:
-        print(
-            f"traced over untraced: {found.wall_seconds / found.untraced_seconds:.2f} ({found.untraced_seconds:.3f} s a step untraced)"
-        )
+        ratio = found.wall_seconds / found.untraced_seconds
+        print(f"traced over untraced: {ratio:.2f} ({found.untraced_seconds:.3f} s a step untraced)")
     program = counted(trace, config)
-    for kind, axis in sorted({*found.collectives, *program}):
-        print(
-            f"  {kind} over {axis}: {found.collectives[kind, axis]:g} a step and device, {program.get((kind, axis), 0):g} in the program"
-        )
+    for key in sorted({*found.collectives, *program}):
+        ran = f"{found.collectives[key]:g} a step and device, {program.get(key, 0):g} in the program"
+        print(f"  {' over '.join(key)}: {ran}")
     same = found.collectives == {key: round(times, 6) for key, times in program.items()}
     for sentence in found.cannot_tell:
         print(sentence)
@@ -68,12 +65,11 @@ def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
     The first embedding and the last one's gradient, before and after all clocks, are among the clocks' already.
     """
     mesh = AbstractMesh(tuple(trace.facts.mesh.values()), tuple(trace.facts.mesh))
-    parallel, stages = config.parallel, config.mesh.pipeline
-    busy = (
-        make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages).busy
-        if stages > 1
-        else 1.0
-    )
+    parallel = config.parallel
+    stages = config.mesh.pipeline
+    busy = 1.0
+    if stages > 1:
+        busy = make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages).busy
     found: dict[tuple[str, str], float] = defaultdict(float)
     for one in collectives(trace.module, mesh, busy):
         if f"shard_map/{xla.EMBEDDING}/cond/" not in one.source:

@@ -5,7 +5,7 @@
     levels crossed             rail 2          node 2, rail 4    node 4
 
 Devices are numbered so that neighbours of the last axis are next to each other, on the fastest links: it should be the one that sends
-most. A good order leaves almost nothing to gain (`experiments/README.md`, Communication); one that is wrong for the links costs whole levels.
+most. A good order leaves almost nothing to gain (`docs/benchmarks.md`, Communication); one that is wrong for the links costs whole levels.
 """
 
 import itertools

@@ -19,7 +19,7 @@ for its clocks, and memory, bubble, plan, picture and execution come with it. Th
 - `meshtrain.schedule.buffers`, `meshtrain.schedule.phases`: for the executor.
 - `meshtrain.schedule.simulation`: the two models of execution; `meshtrain.schedule.draw`.
 
-Compared by simulation, with no device: `experiments/pipeline_schedules.py`. That the executor holds what is said here is measured by
+Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That the executor holds what is said here is measured by
 `experiments/bench_pipeline.py`.
 """
 

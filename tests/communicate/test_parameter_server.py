@@ -88,18 +88,3 @@ def test_one_server_takes_as_many_times_longer_as_there_are_workers():
 def test_small_messages_are_summed_faster_by_a_tree_than_by_a_port_that_takes_one_after_the_other():
     slow = Network(1e-4, 1e9)
     assert server_time.server(64, 1e3, 64, slow) > 5 * server_time.all_reduce(64, 1e3, slow)
-
-
-@pytest.mark.parametrize("workers", [1, 5, 32])
-def test_the_slowest_of_workers_is_the_mean_of_many_draws(workers):
-    draws = np.random.default_rng(0).exponential(0.3, (40_000, workers)).max(1)
-    assert math.isclose(server_time.slowest(workers, 2.0, 0.3), 2 * (1 + draws.mean()), rel_tol=0.01)
-
-
-def test_nobody_who_waits_for_nobody_is_slower_than_who_waits_unless_a_port_is_full():
-    network = Network(1e-5, 50e9)
-    for spread in (0.0, 0.5):
-        apart = server_time.out_of_step(64, 1e8, 16, network, 0.2, spread)
-        assert apart <= server_time.in_step(64, 1e8, network, 0.2, spread) * 1.01
-    full = server_time.out_of_step(64, 1e9, 1, Network(0.0, 1e9), 0.2, 0.5)
-    assert full == 64.0

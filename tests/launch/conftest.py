@@ -55,7 +55,7 @@ def engine_environment() -> Iterator[None]:
 
 @pytest.fixture
 def scenario(request, capsys) -> Callable[[str, float, str], None]:
-    """Prints a row of the table in experiments/README.md: what was done, when it began, what came of it."""
+    """Prints a row of the table in docs/benchmarks.md: what was done, when it began, what came of it."""
     engine = "Ray" if "ray" in request.module.__name__ else "Slurm"
 
     def row(what: str, began: float, outcome: str) -> None:

@@ -1,0 +1,1 @@
+"""One-off figures: each is one command, `python -m experiments.figures NAME`; see `__main__`."""

@@ -1,0 +1,140 @@
+"""Products of experts and the loss by chunks: bytes that the compiler says, seconds on this machine."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments import bench
+from experiments.bench import Stepping, Table
+from meshtrain.compat import vary, varying
+from meshtrain.config import load
+from meshtrain.mesh import AXES, DATA, TENSOR, fake_cpu_devices, make_mesh
+from meshtrain.model.grouped import grouped as grouped_product
+from meshtrain.plan.compiled import described_devices
+from meshtrain.step import Program
+
+ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
+WHOLE = 2**31 - 1  # tokens of a chunk that is none
+LLAMA_8B = {"layers": 1, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+SMALL = {"layers": 2, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 8192}
+
+
+def grouped(*, rounds: int = 30) -> None:
+    """Prints the least seconds of each product, forward and both gradients. Rows fall to the experts unevenly, in whole blocks."""
+    random = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    rows = numbers(ROWS, DEPTH)
+    cotangent = numbers(ROWS, WIDTH)
+    products: dict[str, tuple[Callable, tuple[jax.Array, ...]]] = {"dense": (jnp.matmul, (numbers(DEPTH, WIDTH),))}
+    ours = partial(grouped_product, platform=jax.default_backend())
+    for experts in (8, 16):
+        weight = numbers(experts, DEPTH, WIDTH)
+        shares = random.dirichlet(np.ones(experts))
+        of_block = jnp.asarray(np.sort(random.choice(experts, ROWS // BLOCK, p=shares)), jnp.int32)
+        sizes = jnp.bincount(of_block, length=experts) * BLOCK
+        products[f"grouped, {experts} experts"] = ours, (weight, of_block, jnp.int32(ROWS // BLOCK))
+        products[f"ragged_dot, {experts} experts"] = lax.ragged_dot, (weight, sizes)
+    runs, temporaries = {}, {}
+    for name, (product, arrays) in products.items():
+        backward = partial(_gradients, product)
+        compiled = jax.jit(backward).lower(rows, cotangent, *arrays).compile()
+        temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
+        forward = jax.jit(product).lower(rows, *arrays).compile()
+        runs[f"{name} forward"] = lambda run=forward, arrays=arrays: jax.block_until_ready(run(rows, *arrays))
+        runs[name] = lambda run=compiled, arrays=arrays: jax.block_until_ready(run(rows, cotangent, *arrays))
+    quickest = {name: min(one.wall for one in found) for name, found in bench.turns(runs, rounds).items()}
+    title = f"{ROWS} rows, {DEPTH} to {WIDTH}, blocks of {BLOCK}, float32, {jax.default_backend()}"
+    table = Table("product               ", "forward ms", "x dense", "backward ms", "x dense", "temp MB", title=title)
+    for name in products:
+        cells: list[str] = []
+        for way in (" forward", ""):
+            seconds = quickest[name + way]
+            cells += [f"{1e3 * seconds:.2f}", f"{seconds / quickest['dense' + way]:.2f}"]
+        table.row(name, *cells, f"{temporaries[name] / 1e6:.1f}")
+
+
+def _gradients(product: Callable, rows: jax.Array, cotangent: jax.Array, weight: jax.Array, *others: jax.Array) -> Any:
+    return jax.vjp(lambda rows, weight: product(rows, weight, *others), rows, weight)[1](cotangent)
+
+
+def chunk_bytes() -> None:
+    """Prints what head and loss of a row of 131,072 tokens on 8 tensor ranks need beside arguments and results, by chunk."""
+    devices = described_devices("h100", 8)
+    title = "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
+    table = Table("tokens a chunk", "sequence parallel", " not", title=title)
+    for chunk in (WHOLE, 512, 2048, 8192, "auto"):
+        cells = [temporaries(chunk, split, devices) / 1e9 for split in (True, False)]
+        table.row("all" if chunk == WHOLE else chunk, *(f"{cell:.2f}" for cell in cells))
+
+
+def temporaries(chunk: int | str, sequence_parallel: bool, devices: Any, length: int = 131072) -> int:
+    """Returns the temporaries of the compiled head and loss of a row on a device."""
+    given = {
+        "model": LLAMA_8B,
+        "mesh": {"tensor": 8},
+        "parallel": {"sequence_parallel": sequence_parallel},
+        "precision": {"compute": "bfloat16"},
+        "train": {"global_batch_size": 1, "sequence_length": length, "loss_chunk": chunk},
+    }
+    config = load(given)
+    memory = head_and_loss(Program(config, make_mesh(config, devices))).memory_analysis()
+    assert memory is not None, "XLA's GPU compiler tells it"
+    return memory.temp_size_in_bytes
+
+
+def head_and_loss(program: Program) -> jax.stages.Compiled:
+    """Compiles the loss of a stream and its gradients, of the stream and of the head's weights."""
+    config = program.config
+    local = program.local
+    rows = PartitionSpec(DATA)
+    stream = PartitionSpec(DATA, TENSOR if config.parallel.sequence_parallel else None)
+
+    def run(masters: Any, x: jax.Array, labels: jax.Array) -> Any:
+        weights = local.zero.gather_params(masters)
+        x = vary(x, local.forward.stream_axes)
+
+        def loss(head: Any, x: jax.Array) -> jax.Array:
+            used = weights._replace(differentiated={**weights.differentiated, "head": head})
+            return local.forward.loss(used, x, {"labels": labels}, jnp.array(True), jnp.ones(()))[0]
+
+        total, vjp = jax.vjp(loss, weights.differentiated["head"], x)
+        head, gx = vjp(vary(jnp.ones(()), varying(total)))
+        return jax.tree.map(lambda g: vary(g, AXES)[None], head), vary(gx, AXES)[None]
+
+    specs = (program.layout.shards, stream, rows)
+    mapped = jax.shard_map(run, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES))
+
+    def shape_of(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(program.mesh, spec))
+
+    shape = (config.train.global_batch_size, config.train.sequence_length)
+    x = shape_of((*shape, config.model.d_model), config.precision.compute, stream)
+    return jax.jit(mapped).lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows)).compile()
+
+
+def chunk_seconds(*, rounds: int = 5) -> None:
+    """Prints the median seconds of a step on the CPU by chunk, of runs that take turns."""
+    fake_cpu_devices(2)
+    tokens = jax.random.randint(jax.random.key(0), (4, 513), 0, SMALL["vocab_size"])
+    runs = {}
+    for chunk in ("all", "128", "512", "auto"):
+        asked = [f"train.loss_chunk={WHOLE if chunk == 'all' else chunk}"]
+        train = {"global_batch_size": 4, "sequence_length": 512}
+        program = Program(load({"model": SMALL, "mesh": {"tensor": 2}, "train": train}, asked))
+        batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+        runs[chunk] = Stepping(program.train_step, program.init(), batch)
+    found = {chunk: bench.typical(times).wall for chunk, times in bench.turns(runs, rounds).items()}
+    table = Table(
+        "tokens a chunk", "seconds", "x all", title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU"
+    )
+    for chunk, seconds in found.items():
+        table.row(chunk, f"{seconds:.3f}", f"{seconds / found['all']:.2f}")

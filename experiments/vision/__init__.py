@@ -1,1 +1,0 @@
-"""How fast images come, and what a ViT learns of them."""
