@@ -170,14 +170,16 @@ class Routes:
         return await self._answered(request, requests.chat, answers.Chat)
 
     async def _answered(
-        self, request: Request, read: Callable[[Fields, int, Sampling], Asked], form: type[Answers]
+        self, request: Request, read: Callable[[Fields, int, Sampling, int], Asked], form: type[Answers]
     ) -> Response:
         service, begun = self._service, time.monotonic()
         # The event loop's clock, from here on for all that this request takes.
         deadline = asyncio.get_running_loop().time() + service.request_timeout
         async with asyncio.timeout_at(deadline):
-            asked = read(parsed(await _body(request, service.most_body)), service.queue, self._served.sampling)
-            self._check_model(asked.model)
+            fields = parsed(await _body(request, service.most_body))
+            fields.needed("model")
+            self._check_model(fields.text("model"))
+            asked = read(fields, service.queue, self._served.sampling, self._served.length)
             wanted = await self._served.requests(asked)
         prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
         answering, shape = Answering(self._served.engine, wanted, asked.stream), form(asked, len(wanted))

@@ -18,11 +18,11 @@ import numpy as np
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import EngineStatus, Request, Sampling
-from meshtrain.generate.text import text_tokens
+from meshtrain.generate.text import at_least, text_tokens
 from meshtrain.serve.answering import Answering
 from meshtrain.serve.errors import Refused
 from meshtrain.serve.metrics import Counted
-from meshtrain.serve.requests import SEEDS, Asked
+from meshtrain.serve.requests import SEEDS, Asked, too_long
 
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
@@ -74,9 +74,13 @@ class ServedModel:
         if asked.messages:
             prompts = [self._conversation(asked)]
         else:
-            tokenizer = self._opened.tokenizer
-            prompts = [text_tokens(tokenizer, p) if isinstance(p, str) else np.asarray(p, np.int32) for p in asked.prompts]  # fmt: skip
+            prompts = [self._tokens(prompt) for prompt in asked.prompts]
         return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
+
+    def _tokens(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return text_tokens(self._opened.tokenizer, prompt, self.length)
+        return np.asarray(prompt, np.int32)
 
     def _conversation(self, asked: Asked) -> np.ndarray:
         template = self._opened.template
@@ -85,7 +89,7 @@ class ServedModel:
         if asked.tools and "tools" not in template.source.text:
             raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
         try:
-            return template.tokens(list(asked.messages), asked.tools)
+            return template.tokens(list(asked.messages), asked.tools, self.length)
         except ConfigError as error:
             raise Refused(400, str(error), "messages", "invalid_value") from None
 
@@ -95,8 +99,8 @@ class ServedModel:
             raise Refused(400, f"{where} is empty: there is no token to go on from.", where, "invalid_value")
         room = self.length - len(tokens)
         if room < (asked.most or 1):
-            wanted = f"{len(tokens)} tokens of {where} and {asked.most or 1} to choose"
-            raise Refused(400, f"{wanted} are more than the {self.length} positions that there are.", where, "context_length_exceeded")  # fmt: skip
+            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
+            raise too_long(wanted, where, self.length)
         if sampling.temperature:
             # Several answers to one prompt differ.
             sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
