@@ -42,6 +42,8 @@ def parser() -> Parser:
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429")  # fmt: skip
+    add("--cache", type=number_from(0, 1 << 20, int), default=0, metavar="MIB", help="of answers kept for requests with temperature 0 or a seed")  # fmt: skip
+    add("--cache-seconds", type=seconds, default=3600.0, metavar="S", help="that such an answer is kept")
     add("--key-env", metavar="NAME", help=f"the environment variable that holds the key (default: {KEY})")
     add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included")  # fmt: skip
     add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so")  # fmt: skip

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Busy, Closed, Piece, Request, Ticket
+from meshtrain.serve.cache import AnswerCache, digest
 from meshtrain.serve.errors import AGAIN, Refused, failed, unavailable
 
 FAILED = "the engine ended this answer"
@@ -69,10 +70,16 @@ class TokenTimes:
 
 
 class Answering:
-    """Requests of one client that are with the engine, until it is closed, which cancels what is not answered."""
+    """Requests of one client that are with the engine, until it is closed, which cancels what is not answered.
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool) -> None:
+    `cache`: where their answers may be, and are kept; `weights`: the identity of the engine's.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, cache: AnswerCache | None = None, weights: str = "") -> None:  # fmt: skip
         self._engine, self._requests = engine, requests
+        self._cache = cache
+        self._keys = [digest(weights, request) for request in requests] if cache else []
+        self._told: list[list[Piece]] = [[] for _ in requests]
         self._channel = Channel(every)
         self._tickets: dict[int, Ticket] = {}
         self.times = [TokenTimes() for _ in requests]
@@ -90,6 +97,9 @@ class Answering:
     def submit(self) -> None:
         """Hands the requests to the engine; Refused if it has no room, or cannot do it."""
         for choice, request in enumerate(self._requests):
+            if self._cache and (known := self._cache.get(self._keys[choice])):
+                self._tell(choice, known)
+                continue
             try:
                 self._tickets[choice] = self._engine.submit(request, functools.partial(self._listen, choice))
             except Busy:
@@ -101,6 +111,13 @@ class Answering:
                 raise Refused(400, str(error), code="invalid_value") from None
 
     def _listen(self, choice: int, piece: Piece) -> None:
+        if self._cache:
+            self._told[choice].append(piece)
+            if piece.finish in ("stop", "length"):
+                self._cache.put(self._keys[choice], joined(self._told[choice]))
+        self._tell(choice, piece)
+
+    def _tell(self, choice: int, piece: Piece) -> None:
         times = self.times[choice]
         if piece.tokens > times.tokens:
             times.last = time.monotonic()

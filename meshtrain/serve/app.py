@@ -182,7 +182,7 @@ class Routes:
             asked = read(fields, service.queue, self._served.sampling, self._served.length)
             wanted = await self._served.requests(asked)
         prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
-        answering, shape = Answering(self._served.engine, wanted, asked.stream), form(asked, len(wanted))
+        answering, shape = service.answering(self._served, asked, wanted), form(asked, len(wanted))
         with contextlib.ExitStack() as ending:
             ending.callback(lambda: service.leave(answering, begun))
             service.enter(answering)

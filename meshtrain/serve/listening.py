@@ -29,6 +29,7 @@ from meshtrain.errors import ConfigError, refusal, say, short
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.app import application
+from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import unavailable
 from meshtrain.serve.service import ServedModel, Service
 
@@ -138,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
         frozenset({options.host.lower()}) if options.key is None else None,
         request_timeout=options.request_timeout,
         stuck_after=options.stuck_after,
+        cache=AnswerCache(options.cache << 20, options.cache_seconds),
     )
     server = Server(application(service), service, options.notice, options.drain, options.access_log)
     say(f"{short(service.name)} at {url(door)}/v1, as soon as it is loaded.")

@@ -6,7 +6,7 @@ Written by the exposition that a run's endpoint uses (meshtrain.telemetry.exposi
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.serve.answering import TokenTimes
 from meshtrain.telemetry.catalogue import PREFIX
@@ -55,6 +55,9 @@ METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
     ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
     ServeMetric("compiled", "counter", "", "programs compiled: one for each length of prompts, up to a power of two, and for decoding"),
+    ServeMetric("cache_hits", "counter", "", "answers that were known (--cache)"),
+    ServeMetric("cache_misses", "counter", "", "answers that might have been, and were not"),
+    ServeMetric("cache_bytes", "gauge", "bytes", "of the answers that are kept"),
     ServeMetric("first_token_seconds", "histogram", "seconds", "from a request to the first token of an answer, waiting for a slot included", bounds=FIRST),
     ServeMetric("token_seconds", "histogram", "seconds", "from one token of an answer to its next, a mean over the answer", bounds=TOKEN),
     ServeMetric("request_seconds", "histogram", "seconds", "of requests for answers, from their first byte to the last one of the answer", bounds=WHOLE),
@@ -74,14 +77,19 @@ class Counted:
         for times in answers:
             if times.tokens:
                 self.distributions["first_token_seconds"].add(times.first - begun)
-            if times.tokens > 1:
+            # one that was known has come at once
+            if times.tokens > 1 and times.last > times.first:
                 self.distributions["token_seconds"].add((times.last - times.first) / (times.tokens - 1))
 
 
 def families(service: "Service") -> Iterator[MetricFamily]:
     """Yields each metric with its values; none of the engine's while it is made."""
     ready, status = service.verdict().state == "ready", service.status
-    values = {"ready": int(ready), "queue": service.queue, "open_requests": service.open_requests}
+    cache = service.cache
+    values: dict[str, Any] = {
+        "ready": int(ready), "queue": service.queue, "open_requests": service.open_requests,
+        "cache_hits": cache.hits, "cache_misses": cache.misses, "cache_bytes": cache.bytes,
+    }  # fmt: skip
     if status is not None:
         values |= asdict(status) | {"busy_slots": status.busy}
     for metric in METRICS:

@@ -40,6 +40,7 @@ class Asked:
     ignore_ends: bool = False
     logprobs: int | None = None
     stream: bool = False
+    repeatable: bool = False  # asked once more it would get the same answer
     usage: bool = False  # a stream ends on how many tokens it took
 
 
@@ -244,6 +245,7 @@ def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
         "model": fields.text("model"),
         # What the most likely token is, depends on none of the others.
         "sampling": Sampling() if temperature == 0 else Sampling(temperature, top_k, top_p, drawn),
+        "repeatable": temperature == 0 or seed is not None,
         "stop": _stop(fields),
         "ignore_ends": fields.flag("ignore_eos"),
         "stream": stream,

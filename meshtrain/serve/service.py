@@ -8,6 +8,7 @@ That is what /health says to a balancer and to Kubernetes' probes: 200 when read
 """
 
 import asyncio
+import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import EngineStatus, Request, Sampling
 from meshtrain.generate.text import at_least, text_tokens
 from meshtrain.serve.answering import Answering
+from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import Refused
 from meshtrain.serve.metrics import Counted
 from meshtrain.serve.requests import SEEDS, Asked, too_long
@@ -61,6 +63,8 @@ class ServedModel:
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self.length = name, engine, engine.length
+        # what is loaded once more may be another step
+        self.identity = f"{name} {secrets.token_hex(16)}"
         self._opened = engine.opened
         self.sampling = self._opened.sampling or Sampling(1.0)
         self.created = int(time.time())
@@ -127,6 +131,7 @@ class Service:
     stuck_after: float = 60.0
     most_body: int = MOST_BODY
     counted: Counted = field(default_factory=Counted)
+    cache: AnswerCache = field(default_factory=AnswerCache)
     # Set by another thread, once.
     served: ServedModel | None = None
     draining: bool = False  # /health says so, and requests are still taken
@@ -149,6 +154,10 @@ class Service:
         if status is not None:
             body |= {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
         return verdict.status, body
+
+    def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
+        cache = self.cache if self.cache.size and asked.repeatable else None
+        return Answering(served.engine, wanted, asked.stream, cache, served.identity)
 
     def enter(self, answering: Answering) -> None:
         if not self.running:
