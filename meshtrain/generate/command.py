@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     length = options.length or min(opened.longest, longest + options.tokens)
     answers = [Answer() for _ in texts]
     with Engine(opened, slots, length, waiting=len(texts), keep=False) as engine:
+        say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
             engine.submit(request(options, opened, prompt), answer.hear)
         return max([_write(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
@@ -79,6 +80,11 @@ def open_for(options: argparse.Namespace, slots: int) -> Opened:
     for sentence in opened.asks:
         say(sentence)
     return opened
+
+
+def say_note(engine: Engine) -> None:
+    if engine.note:
+        say(engine.note)
 
 
 def check_fits(opened: Opened, prompt: int, length: int) -> None:
@@ -157,6 +163,7 @@ def run_chat(options: argparse.Namespace) -> int:
     _prompt(opened, [*messages, {"role": USER, "content": "Hello"}], opened.length, 1)
     code = DONE
     with Engine(opened, slots, opened.length, waiting=1, keep=False) as engine:
+        say_note(engine)
         for line in _lines():
             code = _answer(options, engine, messages, line)
     return code

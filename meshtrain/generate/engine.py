@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Engine:
         if decoding is None:
             from meshtrain.generate.programs import Decoding
 
-            decoding = Decoding
+            decoding = partial(Decoding, kind=opened.weights)
         self.opened, self.slots = opened, slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
@@ -116,6 +117,11 @@ class Engine:
         self._ahead = CompilingAhead(self._decoding, self._changed, self._wanted)
         self._ahead.start()
         return self._ahead.wait(patience)
+
+    @property
+    def note(self) -> str:
+        """A sentence on how the weights are held, where they are not as they came."""
+        return self._decoding.note
 
     @property
     def warming(self) -> bool:

@@ -191,6 +191,8 @@ def served_model(options: argparse.Namespace) -> ServedModel:
     for sentence in opened.asks:
         say(sentence)
     engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    if engine.note:
+        say(engine.note)
     if left := engine.warm(WARMING):
         say(
             f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits for it."
