@@ -142,6 +142,10 @@ class Engine:
         if self._ahead is not None:
             self._ahead.close()
 
+    def free(self) -> None:
+        """Frees the weights of an engine that is closed."""
+        self._decoding.free()
+
     def __enter__(self) -> "Engine":
         return self.start()
 

@@ -18,7 +18,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Busy, Closed, Piece, Request, Ticket
 from meshtrain.serve.cache import AnswerCache, digest
-from meshtrain.serve.errors import AGAIN, Refused, failed, unavailable
+from meshtrain.serve.errors import Refused, failed, queue_full, unavailable
 
 FAILED = "the engine ended this answer"
 END = -1  # in place of a choice: there is no more of any
@@ -72,11 +72,12 @@ class TokenTimes:
 class Answering:
     """Requests of one client that are with the engine, until it is closed, which cancels what is not answered.
 
-    `cache`: where their answers may be, and are kept; `weights`: the identity of the engine's.
+    `model`: its name; `cache`: where their answers may be, and are kept; `weights`: the identity of the engine's.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, cache: AnswerCache | None = None, weights: str = "") -> None:  # fmt: skip
+    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, *, model: str = "", cache: AnswerCache | None = None, weights: str = "") -> None:  # fmt: skip
         self._engine, self._requests = engine, requests
+        self.model = model
         self._cache = cache
         self._keys = [digest(weights, request) for request in requests] if cache else []
         self._told: list[list[Piece]] = [[] for _ in requests]
@@ -103,8 +104,7 @@ class Answering:
             try:
                 self._tickets[choice] = self._engine.submit(request, functools.partial(self._listen, choice))
             except Busy:
-                sentence = f"{self._engine.status.waiting} requests wait already, which is all that may; come again in a moment."
-                raise Refused(429, sentence, code="queue_full", headers=AGAIN) from None
+                raise queue_full(self._engine.status.waiting) from None
             except Closed as error:
                 raise unavailable(str(error), "closed") from None
             except ConfigError as error:

@@ -17,7 +17,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -31,6 +34,7 @@ from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.app import application
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import unavailable
+from meshtrain.serve.models import Models, NamedModel
 from meshtrain.serve.service import ServedModel, Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
@@ -99,7 +103,7 @@ class Server(uvicorn.Server):
             say("ended at once.")
             end_now(STOPPED)
         service.draining = True
-        if service.served is None:
+        if not service.statuses:
             self.should_exit = True
         else:
             notice = 0.0 if sig == signal.SIGINT else self._notice
@@ -132,8 +136,9 @@ def end_now(code: int) -> None:
 
 def run(options: argparse.Namespace) -> int:
     door = listening(options.host, options.port)
+    models = separate(options)
     service = Service(
-        options.name or str(options.path),
+        ", ".join(one.name or str(one.path) for one in models),
         options.queue,
         options.key,
         frozenset({options.host.lower()}) if options.key is None else None,
@@ -150,9 +155,14 @@ def run(options: argparse.Namespace) -> int:
     def load() -> None:
         begun = time.monotonic()
         try:
-            model = served_model(options)
-            service.name, service.served = model.name, model
-            say(f"{short(model.name)} is ready after {time.monotonic() - begun:.1f} s.")
+            if len(models) == 1:
+                service.served = served_model(models[0])
+                service.name = service.served.name
+            else:
+                service.models = several_models(models, options.resident, options.queue)
+                service.name = ", ".join(service.models.by_name)
+            ready = ", ".join(short(served.name) for served in service.loaded)
+            say(f"{ready} {'are' if len(service.loaded) > 1 else 'is'} ready after {time.monotonic() - begun:.1f} s.")
         # of whatever kind: it ends the server, and the main thread says it
         except BaseException as error:
             loading.set_exception(error)
@@ -162,16 +172,40 @@ def run(options: argparse.Namespace) -> int:
     server.run(sockets=[door])
     if loading.done():
         loading.result()
-    if service.served is None:
+    if not service.statuses or (service.models is not None and service.models.is_changing):
         # nothing interrupts what loads
         end_now(DONE)
-    elif not closed(service.served):
-        if service.served.engine.warming:
-            # nor what compiles
-            end_now(DONE)
-        say("the device stands still; ended without waiting for it.")
-        end_now(FAILED)
+    for served in service.loaded:
+        if not closed(served):
+            if served.engine.warming:
+                # nor what compiles
+                end_now(DONE)
+            say("the device stands still; ended without waiting for it.")
+            end_now(FAILED)
     return DONE
+
+
+def separate(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Returns the options of each model that a command line names."""
+    paths = [options.path, *options.others]
+    names = options.name or [None] * len(paths)
+    return [argparse.Namespace(**vars(options) | {"path": p, "name": n}) for p, n in zip(paths, names, strict=True)]
+
+
+def several_models(options: Sequence[argparse.Namespace], resident: int, queue: int) -> Models:
+    """Returns the models of a command line, as many of them loaded as may be; ConfigError for two of one name."""
+    from meshtrain.adopt.extra_files import run_of
+
+    names = [one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models are called {short(twice)}; give each a --name of its own.")
+    models = [
+        NamedModel(name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name})))
+        for name, one in zip(names, options, strict=True)
+    ]
+    for model in models[:resident]:
+        model.served = model.load()
+    return Models(models, resident, queue)
 
 
 def closed(served: ServedModel, seconds: float = CLOSING) -> bool:

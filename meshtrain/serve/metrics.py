@@ -45,6 +45,7 @@ class ServeMetric:
 
 METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
+    ServeMetric("loaded", "gauge", "", "1: the model is loaded; 0: it is set aside until it is asked for"),
     ServeMetric("slots", "gauge", "", "sequences that are decoded at once, at most"),
     ServeMetric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
     ServeMetric("waiting", "gauge", "", "answers that wait for a slot"),
@@ -83,24 +84,34 @@ class Counted:
 
 
 def families(service: "Service") -> Iterator[MetricFamily]:
-    """Yields each metric with its values; none of the engine's while it is made."""
-    ready, status = service.verdict().state == "ready", service.status
+    """Yields each metric with its values; none of the engine's while it is made. Where there are several models, by model."""
+    ready, several = service.verdict().state == "ready", service.models is not None
+    labelled = lambda name: (("model", name),) if several else ()  # noqa: E731
+    loaded = {served.name for served in service.loaded}
+    engines = {
+        labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
+        for name, status in service.statuses.items()
+    }
+    counted = {labelled(name): service.counting(name) for name in service.statuses} or {(): service.counted}
     cache = service.cache
     values: dict[str, Any] = {
         "ready": int(ready), "queue": service.queue, "open_requests": service.open_requests,
         "cache_hits": cache.hits, "cache_misses": cache.misses, "cache_bytes": cache.bytes,
     }  # fmt: skip
-    if status is not None:
-        values |= asdict(status) | {"busy_slots": status.busy}
     for metric in METRICS:
         family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
-            family.distributions = [((), service.counted.distributions[metric.name])]
+            family.distributions = [(labels, of.distributions[metric.name]) for labels, of in counted.items()]
         elif metric.labels:
             family.samples = [
-                ((("route", route), ("code", str(code))), count)
-                for (route, code), count in sorted(service.counted.requests.items())
+                ((("route", route), ("code", str(code)), *labels), count)
+                for labels, of in (counted | {(): service.counted}).items()
+                for (route, code), count in sorted(of.requests.items())
             ]
         elif metric.name in values:
             family.samples = [((), values[metric.name])]
+        else:
+            family.samples = [
+                (labels, status[metric.name]) for labels, status in engines.items() if metric.name in status
+            ]
         yield family

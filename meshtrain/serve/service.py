@@ -10,9 +10,10 @@ That is what /health says to a balancer and to Kubernetes' probes: 200 when read
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import Refused
 from meshtrain.serve.metrics import Counted
 from meshtrain.serve.requests import SEEDS, Asked, too_long
+
+if TYPE_CHECKING:
+    from meshtrain.serve.models import Models
 
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
@@ -67,7 +71,6 @@ class ServedModel:
         self.identity = f"{name} {secrets.token_hex(16)}"
         self._opened = engine.opened
         self.sampling = self._opened.sampling or Sampling(1.0)
-        self.created = int(time.time())
         self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
 
     async def requests(self, asked: Asked) -> list[Request]:
@@ -111,7 +114,9 @@ class ServedModel:
         return Request(tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs)
 
     def close(self) -> None:
+        """Ends the engine and frees the device's memory."""
         self.engine.close()
+        self.engine.free()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -138,37 +143,76 @@ class Service:
     closed: bool = False  # none is taken any more
     open_requests: int = 0
     running: set[Answering] = field(default_factory=set)
-    begun: float = 0.0  # since when some run, by time.monotonic
+    begun: dict[str, float] = field(default_factory=dict)  # by model, since when some run, by time.monotonic
+    # in place of `served`, where there are several; there once as many are loaded as may be
+    models: "Models | None" = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    counted_of: dict[str, Counted] = field(default_factory=lambda: defaultdict(Counted))
 
     @property
-    def status(self) -> EngineStatus | None:
-        return None if self.served is None else self.served.engine.status
+    def statuses(self) -> dict[str, EngineStatus]:
+        """What the engines do, by model; nothing while the first models are loaded."""
+        if self.models is not None:
+            return {name: model.status for name, model in self.models.by_name.items()}
+        return {} if self.served is None else {self.served.name: self.served.engine.status}
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        if self.models is not None:
+            return self.models.loaded
+        return [] if self.served is None else [self.served]
 
     def verdict(self) -> Verdict:
-        return verdict(self.status, self.begun, self.draining, self.stuck_after, time.monotonic())
+        """Judges the server by the model that fares worst."""
+        now = time.monotonic()
+        verdicts = [
+            verdict(status, self.begun.get(name, 0.0), self.draining, self.stuck_after, now)
+            for name, status in self.statuses.items()
+        ] or [verdict(None, 0.0, self.draining, self.stuck_after, now)]
+        return next((one for one in verdicts if one.state != READY), verdicts[0])
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Returns the HTTP status and the body of /health."""
-        verdict, status = self.verdict(), self.status
+        verdict, statuses = self.verdict(), self.statuses.values()
         body: dict[str, Any] = {"status": verdict.state, "model": self.name, "message": verdict.why}
-        if status is not None:
-            body |= {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
+        if statuses:
+            body |= {name: sum(getattr(status, name) for status in statuses) for name in ("slots", "busy", "waiting")}
+        if self.models is not None:
+            body["loaded"] = [served.name for served in self.loaded]
         return verdict.status, body
+
+    def counting(self, model: str | None) -> Counted:
+        """Returns what counts requests for a model, or those that name none."""
+        return self.counted if self.models is None or model is None else self.counted_of[model]
+
+    async def use(self, name: str) -> ServedModel:
+        """Returns a model of `statuses`, until `done`."""
+        if self.models is not None:
+            return await self.models.enter(name)
+        # the gate lets nobody in before
+        assert self.served is not None
+        return self.served
+
+    def done(self, name: str) -> None:
+        if self.models is not None:
+            self.models.leave(name)
 
     def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
         cache = self.cache if self.cache.size and asked.repeatable else None
-        return Answering(served.engine, wanted, asked.stream, cache, served.identity)
+        return Answering(
+            served.engine, wanted, asked.stream, model=served.name, cache=cache, weights=served.identity
+        )
 
     def enter(self, answering: Answering) -> None:
-        if not self.running:
-            self.begun = time.monotonic()
+        if all(one.model != answering.model for one in self.running):
+            self.begun[answering.model] = time.monotonic()
         self.running.add(answering)
 
     def leave(self, answering: Answering, begun: float) -> None:
         """Cancels what is not answered, and counts what the request took since it `begun`."""
         answering.close()
         self.running.discard(answering)
-        self.counted.took(begun, time.monotonic(), answering.times)
+        self.counting(answering.model).took(begun, time.monotonic(), answering.times)
 
     def end(self, refused: Refused) -> None:
         """Tells whoever still waits for an answer why there is none; in the event loop."""

@@ -120,16 +120,16 @@ def test_the_pod_may_write_only_where_it_must():
 
 
 def test_the_autoscaler_asks_for_what_the_adapter_makes_of_the_servers_metrics():
-    (rule,), (metric,) = ADAPTER["rules"]["custom"], AUTOSCALER["metrics"]
-    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
-    assert named == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
-    assert named <= {known.sample for known in METRICS}
-    # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
-    assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
-    assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
-    # In thousandths: pods are added before all slots are in use.
-    target = metric["pods"]["target"]
-    assert target["type"] == "AverageValue" and 0 < int(target["averageValue"].removesuffix("m")) < 1000
+    for rule, metric in zip(ADAPTER["rules"]["custom"], AUTOSCALER["metrics"], strict=True):
+        assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+        named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
+        assert named - {f"{SERVE}ready"} == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
+        assert named <= {known.sample for known in METRICS}
+        # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
+        assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
+        assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
+        # In thousandths: pods are added before all slots are in use.
+        target = metric["pods"]["target"]
+        assert target["type"] == "AverageValue" and 0 < int(target["averageValue"].removesuffix("m")) < 1000
     unavailable = DOCUMENTS["PodDisruptionBudget"]["spec"]["maxUnavailable"]
     assert unavailable < AUTOSCALER["minReplicas"] <= AUTOSCALER["maxReplicas"]
