@@ -75,6 +75,19 @@ def test_all_mean_the_same_pods():
     assert AUTOSCALER["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
 
 
+def test_servers_take_the_nodes_of_runs_and_never_runs_those_of_servers():
+    text = (SERVING / "sharing.yaml").read_text()
+    classes = {one["metadata"]["name"]: one for one in yaml.safe_load_all(text)}
+    known = {"apiVersion", "kind", "metadata", "value", "globalDefault", "preemptionPolicy", "description"}
+    for one in classes.values():
+        assert (one["apiVersion"], one["kind"]) == ("scheduling.k8s.io/v1", "PriorityClass")
+        assert one.keys() == known and not one["globalDefault"] and 0 < one["value"] <= 1_000_000_000
+    serve, train = classes["meshtrain-serve"], classes["meshtrain-train"]
+    assert serve["value"] > train["value"]
+    assert (serve["preemptionPolicy"], train["preemptionPolicy"]) == ("PreemptLowerPriority", "Never")
+    assert f"deployment {DOCUMENTS['Deployment']['metadata']['name']} " in text and "--priority-class meshtrain-train" in text
+
+
 def test_the_server_takes_the_command_and_listens_where_it_is_asked(options):
     assert (options.host, options.port) == ("0.0.0.0", PORT["containerPort"])
     mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
