@@ -198,7 +198,9 @@ def open_model(
     model = on_mesh(root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
     model_name = extra_files.run_of(Path(os.path.realpath(root))).name
-    return Opened(model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks, weights)
+    return Opened(
+        model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks, weights
+    )
 
 
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:

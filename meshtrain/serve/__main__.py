@@ -38,11 +38,17 @@ def parser() -> Parser:
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
-    parser.add_argument("others", nargs="*", type=Path, metavar="RUN", help="further models: the request's `model` chooses")
+    parser.add_argument(
+        "others", nargs="*", type=Path, metavar="RUN", help="further models: the request's `model` chooses"
+    )
     add, seconds = parser.add_argument, number_from(0, 1e9)
     add("--host", default="127.0.0.1", help="the address it listens on; 127.0.0.1: this machine alone")
     add("--port", type=number_from(0, 65535, int), default=8000, help="0: any that is free")
-    add("--name", action="append", help="what clients call the model (default: that of its run); of several, once for each")
+    add(
+        "--name",
+        action="append",
+        help="what clients call the model (default: that of its run); of several, once for each",
+    )
     add("--resident", type=whole_number, default=1, metavar="N", help="models that are loaded at once, of several")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")

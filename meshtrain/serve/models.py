@@ -23,7 +23,14 @@ from meshtrain.generate.request import EngineStatus
 from meshtrain.serve.errors import queue_full, unavailable
 from meshtrain.serve.service import ServedModel
 
-COUNTS = ("requests", "tokens", "prompt_tokens", "steps", "compiled", "failures")  # of an engine's status, which never fall
+COUNTS = (
+    "requests",
+    "tokens",
+    "prompt_tokens",
+    "steps",
+    "compiled",
+    "failures",
+)  # of an engine's status, which never fall
 
 
 @dataclass

@@ -199,9 +199,7 @@ class Service:
 
     def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
         cache = self.cache if self.cache.size and asked.repeatable else None
-        return Answering(
-            served.engine, wanted, asked.stream, model=served.name, cache=cache, weights=served.identity
-        )
+        return Answering(served.engine, wanted, asked.stream, model=served.name, cache=cache, weights=served.identity)
 
     def enter(self, answering: Answering) -> None:
         if all(one.model != answering.model for one in self.running):

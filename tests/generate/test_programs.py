@@ -149,7 +149,9 @@ def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, 
     rest = [(x, q) for x, q in zip(wide, narrow, strict=True) if not is_rounded(q)]
     assert all((np.asarray(x) == np.asarray(q)).all() for x, q in rest)
     now, before = (sum(x.nbytes for x in jax.tree.leaves(of[name])) for name in (kind, None))
-    assert note(kind, of[kind], dtype) == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
+    assert (
+        note(kind, of[kind], dtype) == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -208,7 +208,7 @@ def test_a_text_far_beyond_the_positions_is_not_tokenized_as_a_whole():
     assert 2 * 256 < len(tokens) < 100_000 and tokenizer.seen < 100_000
     tokenizer.seen = 0
     conversation = Conversations(TemplateText("t", TEMPLATE, {"bos_token": ""}), tokenizer, 0)
-    assert 2 * 256 < len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256))
+    assert len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256)) > 2 * 256
     assert tokenizer.seen < 100_000
 
 

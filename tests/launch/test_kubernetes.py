@@ -31,7 +31,12 @@ def manifests(config, capsys):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "more", [(), ("--gpus-per-node", "0", "--priority-class", "low"), ("--cpus-per-node", "96", "--mount", "/a b", "--memory-per-node", "1Ti")]
+    "more",
+    [
+        (),
+        ("--gpus-per-node", "0", "--priority-class", "low"),
+        ("--cpus-per-node", "96", "--mount", "/a b", "--memory-per-node", "1Ti"),
+    ],
 )
 def test_every_field_is_one_of_the_api(manifests, way, more):
     from kubeflow_trainer_api import models  # take two seconds, of every process that collects the tests

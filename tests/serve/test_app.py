@@ -120,7 +120,9 @@ FAR_TOO_LONG = {
 def test_what_is_far_too_long_is_refused_before_it_is_tokenized(server, what, monkeypatch):
     seen: list[int] = []
     encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
+    )
     fields = FAR_TOO_LONG[what]
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     answer = server.client.post(path, json={"model": "fake", "max_tokens": 1, **fields})

@@ -85,7 +85,10 @@ def test_servers_take_the_nodes_of_runs_and_never_runs_those_of_servers():
     serve, train = classes["meshtrain-serve"], classes["meshtrain-train"]
     assert serve["value"] > train["value"]
     assert (serve["preemptionPolicy"], train["preemptionPolicy"]) == ("PreemptLowerPriority", "Never")
-    assert f"deployment {DOCUMENTS['Deployment']['metadata']['name']} " in text and "--priority-class meshtrain-train" in text
+    assert (
+        f"deployment {DOCUMENTS['Deployment']['metadata']['name']} " in text
+        and "--priority-class meshtrain-train" in text
+    )
 
 
 def test_the_server_takes_the_command_and_listens_where_it_is_asked(options):

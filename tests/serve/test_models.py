@@ -163,7 +163,9 @@ def test_one_that_is_idle_goes_before_one_that_answers():
         assert answer() == right("a")
 
 
-@pytest.mark.parametrize("problem", [ConfigError("there is no checkpoint in runs/b."), RuntimeError("RESOURCE_EXHAUSTED: out of memory")])
+@pytest.mark.parametrize(
+    "problem", [ConfigError("there is no checkpoint in runs/b."), RuntimeError("RESOURCE_EXHAUSTED: out of memory")]
+)
 def test_a_model_that_no_longer_loads_is_a_sentence_and_the_others_are_answered(problem, capsys):
     with Several().running() as server:
         server.problems["b"] = problem
@@ -220,7 +222,9 @@ def test_metrics_are_by_model_and_counts_do_not_fall_when_it_is_set_aside():
         found = {}
         for family in parser.text_string_to_metric_families(server.get("/metrics")):
             for sample in family.samples:
-                found[sample.name.removeprefix("meshtrain_serve_"), sample.labels.get("model"), sample.labels.get("code")] = sample.value
+                found[
+                    sample.name.removeprefix("meshtrain_serve_"), sample.labels.get("model"), sample.labels.get("code")
+                ] = sample.value
         by_model = lambda name: [found[name, model, None] for model in "abc"]  # noqa: E731
         assert by_model("tokens_total") == [18, 12, 0] and by_model("prompt_tokens_total") == [9, 6, 0]
         assert by_model("loaded") == [0, 1, 0] and by_model("slots") == [0, 2, 0]

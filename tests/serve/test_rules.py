@@ -91,11 +91,19 @@ def _of_pods(pods: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
 @NEEDS_PROMTOOL
 def test_the_autoscaler_looks_five_minutes_ahead(tmp_path):
     # rising by 0.4 of 8 requests a minute: at minute 20 8 of 8 slots, and 10 five minutes later
-    pods = {"rises": ("mine", "0+0.4x60"), "steady": ("mine", "4x60"), "falls": ("mine", "8-0.4x19 0x40"), "other": ("others", "0+1x60")}
+    pods = {
+        "rises": ("mine", "0+0.4x60"),
+        "steady": ("mine", "4x60"),
+        "falls": ("mine", "8-0.4x19 0x40"),
+        "other": ("others", "0+1x60"),
+    }
     series = _of_pods(pods) + [
         {**one, "values": f"_x16 {one['values']}"} for one in _of_pods({"new": ("mine", "0+2x60")})
     ]
-    soon = [{"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("rises", 1.25), ("steady", 0.5), ("falls", 0))]
+    soon = [
+        {"labels": f'{{pod="{pod}"}}', "value": value}
+        for pod, value in (("rises", 1.25), ("steady", 0.5), ("falls", 0))
+    ]
     asked = [{"expr": f"round({_query('load_soon')}, 0.05)", "eval_time": "20m", "exp_samples": soon}]
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
