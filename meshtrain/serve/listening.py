@@ -237,5 +237,6 @@ def served_model(options: argparse.Namespace) -> ServedModel:
     engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
     if (piece := last.result()).finish == "error":
         engine.close()
+        engine.free()
         raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")
     return ServedModel(options.name or opened.name, engine)

@@ -115,6 +115,9 @@ class Models:
         """Loads a model in its turn; returns why it cannot be, a sentence, or nothing."""
         try:
             async with self._turn:
+                if not model.users:
+                    # whoever asked for it has gone
+                    return ""
                 while len(self.loaded) >= self._resident:
                     await self._set_aside()
                 model.served = await on_a_thread(model.load)
