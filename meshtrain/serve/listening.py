@@ -172,6 +172,11 @@ def run(options: argparse.Namespace) -> int:
     server.run(sockets=[door])
     if loading.done():
         loading.result()
+    return ended(service)
+
+
+def ended(service: Service) -> int:
+    """Frees the devices; returns the exit code, or ends the process with what nothing interrupts."""
     if not service.statuses or (service.models is not None and service.models.is_changing):
         # nothing interrupts what loads
         end_now(DONE)
