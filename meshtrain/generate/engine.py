@@ -142,6 +142,10 @@ class Engine:
         if self._ahead is not None:
             self._ahead.close()
 
+    def reuse(self, kept: dict[Any, Any]) -> None:
+        """Has the programs that an earlier engine of the same model left in `kept`, and leaves its own there."""
+        self._decoding.reuse(kept)
+
     def free(self) -> None:
         """Frees the weights of an engine that is closed."""
         self._decoding.free()

@@ -144,6 +144,7 @@ class Decoding:
         self.dtype = jnp.dtype(self.config.precision.compute)
         self.weights = taken_over(model, self.layout, keep, kind)
         self._executables: dict[Name, Any] = {}
+        self._others = 0  # programs that were compiled for the same model before
 
     @cached_property
     def state_specs(self) -> Slots:
@@ -221,7 +222,14 @@ class Decoding:
     @property
     def compiled(self) -> int:
         """Programs compiled so far."""
-        return len(self._executables)
+        return len(self._executables) - self._others
+
+    def reuse(self, kept: dict[Any, dict[Name, Any]]) -> None:
+        """Shares programs with those that were compiled for the same model at the same sizes; before any is compiled here."""
+        of, hooks = self.config, self.parts.hooks
+        same = repr((of.model, of.precision, of.mesh, of.parallel, of.lora, self.slots, self.length, self.kind))
+        self._executables = kept.setdefault((same, hooks, self.mesh), self._executables)
+        self._others = len(self._executables)
 
     def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:
         """Returns a program, lowered for arrays as they will be."""

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -205,7 +206,7 @@ def several_models(options: Sequence[argparse.Namespace], resident: int, queue: 
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {short(twice)}; give each a --name of its own.")
     models = [
-        NamedModel(name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name})))
+        NamedModel(name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {}))
         for name, one in zip(names, options, strict=True)
     ]
     for model in models[:resident]:
@@ -221,8 +222,11 @@ def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
     return not closing.is_alive()
 
 
-def served_model(options: argparse.Namespace) -> ServedModel:
-    """Returns the model that a command line asks for, with its engine running; by default under the name of its run."""
+def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None) -> ServedModel:
+    """Returns the model that a command line asks for, with its engine running; by default under the name of its run.
+
+    `kept`: programs that were compiled when it was loaded before.
+    """
     # the port is open before JAX is imported
     from meshtrain.generate.opened import open_asked
 
@@ -230,6 +234,8 @@ def served_model(options: argparse.Namespace) -> ServedModel:
     for sentence in opened.asks:
         say(sentence)
     engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    if kept is not None:
+        engine.reuse(kept)
     if engine.note:
         say(engine.note)
     if left := engine.warm(WARMING):

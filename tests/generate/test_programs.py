@@ -125,6 +125,20 @@ def test_held_in_8_bits_it_says_what_the_rounded_model_says_on_every_mesh(family
 
 
 @pytest.mark.thorough
+def test_a_model_that_is_loaded_again_runs_what_was_compiled_for_it_and_no_other_does():
+    kept, prompt = {}, {0: SHORT}
+    first, again, other = decoding("llama3"), decoding("llama3"), decoding("llama3", slots=2)
+    first.reuse(kept)
+    right = told(first, prompt, 4)[0]
+    for run in (again, other):
+        run.reuse(kept)
+    assert (first.compiled, again.compiled) == (2, 0) and again.is_compiled(("decode", True))
+    assert not other.is_compiled(("decode", True))
+    first.free()
+    assert told(again, prompt, 4)[0] == right and again.compiled == 0
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_stand_beside_a_base_in_8_bits(kind, whole_vocabulary):
     check_cached("llama3", "tensor 2", GOLDEN / "llama3_lora" / "after", kind)
