@@ -179,6 +179,7 @@ class Parser(argparse.ArgumentParser):
         add("--mesh", metavar="data=A,tensor=B", help="over which devices (default: the fewest that it fits)")
         meaning = "what it computes in: float32, bfloat16, float16 (default: the model's)"
         add("--precision", metavar="DTYPE", help=meaning)
+        add("--weights", choices=("float8", "int8"), help="holds those of the layers' products in 8 bits")
         add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
         add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
 

@@ -58,6 +58,10 @@ NOT_HERE = {
     "python -m meshtrain.probe --mesh data=8,islands=2 --algorithms all --html probe.html": "takes minutes; tests/probe/test_measure.py measures algorithms",
     "srun meshtrain train --config FILE": "tests/launch/test_slurm_cluster.py has srun do so, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
+    "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
+    "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",
+    "python -m meshtrain.serve RUN --weights int8": "likewise",
+    "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in each way",
 }
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")

@@ -31,10 +31,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PERSISTENT_CACHE_MIN_
 Command = Callable[[int], Sequence[str]]
 
 
-def made_run(work: Path) -> Path:
-    """The run directory of a small model with the tokenizer byte."""
+def made_run(work: Path, *more: str) -> Path:
+    """The run directory of a small model with the tokenizer byte. `more`: words of the command line."""
     run = work / "small"
-    command = [sys.executable, "-m", "meshtrain.train", *RUN, "--set", f"run.directory={run}"]
+    command = [sys.executable, "-m", "meshtrain.train", *RUN, "--set", f"run.directory={run}", *more]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
     return run
 

@@ -78,7 +78,7 @@ def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any]
     if options.text or options.tasks:
         raise ConfigError(f"--text and --tasks are for models of text, but {short(options.path)} is one of images.")
     model = on_mesh(
-        options.path, config, options.mesh, options.batch, positions_of(config.model),
+        options.path, config, options.mesh, options.batch, positions_of(config.model), options.weights,
         step=options.step, adapter=options.adapter, precision=options.precision,
     )  # fmt: skip
     with EvaluationProgress("evaluating", "batches") as progress:

@@ -20,7 +20,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import Opened, open_asked, parse_mesh
 from meshtrain.generate.request import Piece, Request, Sampling
-from meshtrain.generate.text import text_tokens
+from meshtrain.generate.text import at_least, text_tokens
 
 MOST_SLOTS = 8  # prompts that run at once; more wait
 READY = "> "  # on a terminal, where a message is waited for
@@ -56,13 +56,15 @@ def run(options: argparse.Namespace) -> int:
     if options.mesh is not None:
         slots += -slots % parse_mesh(options.mesh).data
     opened = open_for(options, slots)
-    tokens = [_tokens(opened, text) for text in texts]
+    most = options.length or opened.longest
+    tokens = [_tokens(opened, text, most) for text in texts]
     longest = max(map(len, tokens))
-    check_fits(opened, longest, options.length or opened.longest)
+    check_fits(opened, longest, most)
     # as many positions as the prompts and their answers need, or as --length says
     length = options.length or min(opened.longest, longest + options.tokens)
     answers = [Answer() for _ in texts]
     with Engine(opened, slots, length, waiting=len(texts), keep=False) as engine:
+        say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
             engine.submit(request(options, opened, prompt), answer.hear)
         return max([_write(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
@@ -80,6 +82,11 @@ def open_for(options: argparse.Namespace, slots: int) -> Opened:
     return opened
 
 
+def say_note(engine: Engine) -> None:
+    if engine.note:
+        say(engine.note)
+
+
 def check_fits(opened: Opened, prompt: int, length: int) -> None:
     """ConfigError for a prompt that leaves no position for an answer."""
     if prompt < length:
@@ -92,7 +99,7 @@ def check_fits(opened: Opened, prompt: int, length: int) -> None:
         positions = f"the model was made for {length} positions; --length N takes more, which it may not be good at"
     else:
         positions = f"--length is {length}"
-    raise ConfigError(f"the prompt is {prompt} tokens long, and {positions}.")
+    raise ConfigError(f"the prompt is {at_least(prompt, length)} tokens long, and {positions}.")
 
 
 def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
@@ -135,12 +142,12 @@ def _write(text: str, answer: Answer, several: bool) -> int:
     return exit_code(answer)
 
 
-def _tokens(opened: Opened, text: str) -> np.ndarray:
+def _tokens(opened: Opened, text: str, most: int) -> np.ndarray:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"the prompt {short(repr(text))} is no text in UTF-8.") from None
-    return text_tokens(opened.tokenizer, text)
+    return text_tokens(opened.tokenizer, text, most)
 
 
 # --- conversations
@@ -156,6 +163,7 @@ def run_chat(options: argparse.Namespace) -> int:
     _prompt(opened, [*messages, {"role": USER, "content": "Hello"}], opened.length, 1)
     code = DONE
     with Engine(opened, slots, opened.length, waiting=1, keep=False) as engine:
+        say_note(engine)
         for line in _lines():
             code = _answer(options, engine, messages, line)
     return code
@@ -189,14 +197,14 @@ def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, lin
 def _prompt(opened: Opened, messages: Messages, length: int, room: int) -> tuple[Messages, np.ndarray]:
     """Returns messages and their tokens, without the oldest where else an answer had not this `room`; ConfigError if none is left."""
     assert opened.template is not None
-    tokens, first = opened.template.tokens(messages), int(messages[0]["role"] == SYSTEM)
+    tokens, first = opened.template.tokens(messages, most=length), int(messages[0]["role"] == SYSTEM)
     while len(tokens) + room > length and len(messages) > first + 2:
         # a message and its answer
         messages = messages[:first] + messages[first + 2 :]
-        tokens = opened.template.tokens(messages)
+        tokens = opened.template.tokens(messages, most=length)
     if len(tokens) >= length:
         raise ConfigError(
-            f"the message makes the conversation {len(tokens)} tokens long, and there are {length} positions for it and its answer; "
+            f"the message makes the conversation {at_least(len(tokens), length)} tokens long, and there are {length} positions for it and its answer; "
             "--length N takes more."
         )
     return messages, tokens

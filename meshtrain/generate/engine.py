@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Engine:
         if decoding is None:
             from meshtrain.generate.programs import Decoding
 
-            decoding = Decoding
+            decoding = partial(Decoding, kind=opened.weights)
         self.opened, self.slots = opened, slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
@@ -118,6 +119,11 @@ class Engine:
         return self._ahead.wait(patience)
 
     @property
+    def note(self) -> str:
+        """A sentence on how the weights are held, where they are not as they came."""
+        return self._decoding.note
+
+    @property
     def warming(self) -> bool:
         """Whether a thread compiles what may be needed."""
         return self._ahead is not None and self._ahead.running
@@ -135,6 +141,14 @@ class Engine:
             self._finish_up()
         if self._ahead is not None:
             self._ahead.close()
+
+    def reuse(self, kept: dict[Any, Any]) -> None:
+        """Has the programs that an earlier engine of the same model left in `kept`, and leaves its own there."""
+        self._decoding.reuse(kept)
+
+    def free(self) -> None:
+        """Frees the weights of an engine that is closed."""
+        self._decoding.free()
 
     def __enter__(self) -> "Engine":
         return self.start()

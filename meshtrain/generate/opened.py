@@ -36,6 +36,7 @@ from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.generate.cache import OwnGroups
+from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.request import Sampling
 from meshtrain.generate.text import Conversations
 from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
@@ -142,6 +143,7 @@ class Opened:
     without: str = "the model has no chat template."  # why there is no template, where there is none
     sampling: Sampling | None = None  # how its makers have tokens chosen; None: they do not say
     asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences
+    weights: str | None = None  # what holds them, see `generate.held`; None: the dtype that computes
 
 
 def open_model(
@@ -153,17 +155,21 @@ def open_model(
     adapter: str | Path | None = None,
     length: int | None = None,
     slots: int = 1,
+    weights: str | None = None,
 ) -> Opened:
     """Opens any run directory, step, `adopt import` or Hugging Face directory, on whatever mesh it was trained, to go on with texts.
 
     `mesh` as "data=2,tensor=2", else the smallest on which the weights and the cache of `slots` x `length` positions fit; `precision`
-    computes and holds the weights (by default what the run computed in). ConfigError for what has no weights, no tokenizer, or no text.
+    computes and holds the weights (by default what the run computed in), but for those that `weights` (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
     if precision is not None and precision not in PRECISIONS:
         ending = nearest(precision, PRECISIONS) or f"; legal are {', '.join(PRECISIONS)}."
         raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
+    if weights is not None and weights not in KINDS:
+        ending = nearest(weights, KINDS) or f"; legal are {', '.join(KINDS)}."
+        raise ConfigError(f"weights are not held in {short(repr(weights))} here{ending}")
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
         raise ConfigError(
@@ -201,25 +207,33 @@ def open_model(
         asks += (f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}.",)
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = on_mesh(root, config, mesh, slots, usual, step=step, adapter=adapter, precision=precision)
+    model = on_mesh(root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision)
     fitting = frozenset(i for i in ends if i < vocabulary)
     model_name = extra_files.run_of(Path(os.path.realpath(root))).name
-    return Opened(model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks)
+    return Opened(
+        model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks, weights
+    )
 
 
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
     """Opens the model that a command line asks for, by the options of `cli.Parser.add_model`."""
-    how = {name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter")}
+    how = {name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")}
     return open_model(options.path, length=length, slots=slots, **how)
 
 
-def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, **how: Any) -> Model:
-    """Returns the model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits."""
+def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, weights: str | None, **how: Any) -> Model:  # fmt: skip
+    """Returns the model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits.
+
+    `weights`: what they are rounded to, see `generate.held`.
+    """
     if mesh is None:
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
     chosen = choose_mesh(config, mesh, slots, length)
-    return read_model(root, mesh=make_mesh(replaced(config, mesh=vars(chosen))), masters=False, **how)
+    model = read_model(root, mesh=make_mesh(replaced(config, mesh=vars(chosen))), masters=False, **how)
+    if weights is not None:
+        round_weights(model, weights)
+    return model
 
 
 def _check_there(root: Path, given: str) -> None:

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.families import FAMILIES
+from meshtrain.generate import held
 from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention, written
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.sampling import SamplingArrays, sample
@@ -34,7 +35,7 @@ from meshtrain.mesh import DATA, TENSOR, platform
 from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.rope import sequences
-from meshtrain.parallel.layout import Layout, is_placed, shard_spec
+from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import Model
@@ -52,23 +53,28 @@ class Parts(NamedTuple):
     head: Any
 
 
-def specs(layout: Layout) -> Parts:
+def specs(layout: Layout, kind: str | None = None) -> Parts:
     """Returns how `taken_over` splits each weight."""
-    return _by_part(layout, {weight.name: _specs(weight) for weight in layout.flat})
+    return _by_part(layout, {weight.name: _specs(weight, kind) for weight in layout.flat})
 
 
-def taken_over(model: Model, layout: Layout, keep: bool) -> Parts:
-    """Returns the weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`."""
-    by_name: dict[str, list[jax.Array]] = {}
+def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None) -> Parts:
+    """Returns the weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`.
+
+    `kind`: those of products are held in it, see `generate.held`.
+    """
+    by_name: dict[str, list[Any]] = {}
     theirs = model.program.layout
     for placed, weight, x in zip(theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True):
 
-        def cut(x: jax.Array, placed: Placed = placed, weight: Placed = weight) -> list[jax.Array]:
+        def cut(x: jax.Array, placed: Placed = placed, weight: Placed = weight) -> list[Any]:
             whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x))
             whole = whole if weight.float32 else whole.astype(layout.config.precision.compute)
-            return list(whole) if weight.stacked else [whole]
+            layers = list(whole) if weight.stacked else [whole]
+            by = held.groups(weight) if kind else None
+            return layers if by is None else [held.held(str(kind), layer, by) for layer in layers]
 
-        shardings = [NamedSharding(layout.mesh, spec) for spec in _specs(weight)]  # type: ignore[arg-type]
+        shardings = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), _specs(weight, kind))
         by_name[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
         if not keep:
             x.delete()
@@ -83,8 +89,8 @@ def _by_part(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
     return Parts(part("embedding"), blocks, part("head"))
 
 
-def _specs(weight: Placed) -> list[PartitionSpec]:
-    return [PartitionSpec(*shard_spec(weight)[weight.stacked :])] * (weight.shape[0] if weight.stacked else 1)
+def _specs(weight: Placed, kind: str | None) -> list[Any]:
+    return [held.spec(weight, kind)] * (weight.shape[0] if weight.stacked else 1)
 
 
 class Slots(NamedTuple):
@@ -116,12 +122,13 @@ class Decoding:
     """Compiled prefill and decode of one model on one mesh (data x tensor), for so many `slots` of at most `length` positions each.
 
     `keep` False frees the model's own arrays as its weights are taken over: it then gives no logits any more, and no more memory is
-    needed than for one weight of all layers besides. ConfigError for a mesh with stages, for slots that data does not divide, for a
+    needed than for one weight of all layers besides. `kind`: what holds weights of products, see `generate.held`. ConfigError for a mesh with stages, for slots that data does not divide, for a
     length that the model has no positions for, and for an attention hook, which knows of no cache.
     """
 
-    def __init__(self, model: Model, slots: int, length: int, keep: bool = True) -> None:
+    def __init__(self, model: Model, slots: int, length: int, keep: bool = True, kind: str | None = None) -> None:
         self.slots, self.length = slots, length
+        self.kind = kind
         self.mesh = model.program.mesh
         self.config: Config = replaced(
             model.config, parallel={"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
@@ -135,8 +142,9 @@ class Decoding:
         sizes = self.config.model
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
-        self.weights = taken_over(model, self.layout, keep)
+        self.weights = taken_over(model, self.layout, keep, kind)
         self._executables: dict[Name, Any] = {}
+        self._others = 0  # programs that were compiled for the same model before
 
     @cached_property
     def state_specs(self) -> Slots:
@@ -155,6 +163,16 @@ class Decoding:
         cache = tuple(LayerCache(zeros(), zeros()) for _ in range(model.layers))
         greedy = jax.tree.map(lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling()))
         return Slots(cache, jnp.zeros(self.slots, jnp.int32), jnp.zeros(self.slots, jnp.int32), greedy)
+
+    @property
+    def note(self) -> str:
+        """A sentence on the weights' bytes, if they are held in 8 bits."""
+        return held.note(self.kind, self.weights, self.dtype) if self.kind else ""
+
+    def free(self) -> None:
+        """Frees the weights; the programs can be run no more."""
+        for x in jax.tree.leaves(self.weights):
+            x.delete()
 
     @property
     def vocabulary(self) -> int:
@@ -204,7 +222,14 @@ class Decoding:
     @property
     def compiled(self) -> int:
         """Programs compiled so far."""
-        return len(self._executables)
+        return len(self._executables) - self._others
+
+    def reuse(self, kept: dict[Any, dict[Name, Any]]) -> None:
+        """Shares programs with those that were compiled for the same model at the same sizes; before any is compiled here."""
+        of, hooks = self.config, self.parts.hooks
+        same = repr((of.model, of.precision, of.mesh, of.parallel, of.lora, self.slots, self.length, self.kind))
+        self._executables = kept.setdefault((same, hooks, self.mesh), self._executables)
+        self._others = len(self._executables)
 
     def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:
         """Returns a program, lowered for arrays as they will be."""
@@ -235,7 +260,7 @@ class Decoding:
         return {logprobs: self._mapped(function, (), PartitionSpec(DATA)) for logprobs, function in one_more.items()}
 
     def _mapped(self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec) -> Any:
-        in_specs, out_specs = (specs(self.layout), self.state_specs, *more), (self.state_specs, picked)
+        in_specs, out_specs = (specs(self.layout, self.kind), self.state_specs, *more), (self.state_specs, picked)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, donate_argnums=1)
 
@@ -279,7 +304,7 @@ class Decoding:
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
         for layer, leaves in enumerate(weights.blocks):
-            block = nnx.merge(self.graphs.blocks, leaves)
+            block = nnx.merge(self.graphs.blocks, held.multiplied(leaves, self.dtype))
             block.attention.attend = attention[layer]
             y = self.parts.block(block, x, sequence(layer), self.collectives, NO_DROPOUT)
             self.parts.check_block(x, y)

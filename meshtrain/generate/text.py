@@ -23,6 +23,8 @@ from meshtrain.errors import ConfigError
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
 MOST_HALF = 3  # tokens that may wait for the rest of a character: one has four bytes at most
 CONTEXT = 8  # tokens of a prompt before which nothing changes how the next is written
+GLANCE = 16  # characters for each token that there is room for: a longer text is judged by its beginning first
+TORN = 64  # tokens by which the beginning of a text may have more than the whole, since it ends within one
 
 
 class Stream:
@@ -79,7 +81,8 @@ class Stream:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
-        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        longest = len(text) + 1
+        begun = (n for stop in self._stop for n in range(1, min(len(stop), longest)) if text.endswith(stop[:n]))
         keep = max(begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -106,14 +109,33 @@ class Spelling:
         return spell(np.array(ids, np.int64))
 
 
-def text_tokens(tokenizer: Tokenizer, text: str) -> np.ndarray:
+def encoded(tokenizer: Tokenizer, text: str, most: int | None) -> np.ndarray:
+    """Returns the ids of a text; if it has far more than `most`, those of a beginning that has more than twice as many.
+
+    Tokenizing all of it would keep others waiting. Characters tell nothing: a token may have any number of them, and some have none.
+    """
+    size = GLANCE * max(most or 0, TORN)
+    while most is not None and size < len(text):
+        ids = tokenizer.encode([text[:size]])[0]
+        if len(ids) > 2 * most + TORN:
+            return ids
+        size *= 4
+    return tokenizer.encode([text])[0]
+
+
+def text_tokens(tokenizer: Tokenizer, text: str, most: int | None = None) -> np.ndarray:
     """Returns the tokens of a text to go on with, int32 [T], behind what documents begin with (BOS).
 
-    Never empty: nothing at all is what follows the end of a document.
+    Never empty: nothing at all is what follows the end of a document. `most`: as `encoded` has it.
     """
-    ids = tokenizer.encode([text])[0]
+    ids = encoded(tokenizer, text, most)
     tokens = np.concatenate([np.array(tokenizer.begin, np.int64), ids.astype(np.int64)])
     return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(np.int32)
+
+
+def at_least(tokens: int, most: int) -> str:
+    """Returns how many tokens a prompt has; where it has far more than `most`, not all of it was tokenized."""
+    return f"{'at least ' if tokens > 2 * most else ''}{tokens}"
 
 
 class Conversations:
@@ -138,9 +160,12 @@ class Conversations:
             name = self.source.name
             raise ConfigError(f"the chat template {name} does not take these messages {error.detail}.") from None
 
-    def tokens(self, messages: list[dict[str, Any]], tools: Any = None) -> np.ndarray:
-        """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is put before it."""
-        return self._tokenizer.encode([self.text(messages, tools)])[0].astype(np.int32)
+    def tokens(self, messages: list[dict[str, Any]], tools: Any = None, most: int | None = None) -> np.ndarray:
+        """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is put before it.
+
+        `most`: as `encoded` has it.
+        """
+        return encoded(self._tokenizer, self.text(messages, tools), most).astype(np.int32)
 
     def end_of_turn(self) -> int | None:
         """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes none there."""

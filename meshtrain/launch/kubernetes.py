@@ -48,6 +48,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--volume", required=True, type=word, metavar="CLAIM", help="a claim that all pods may write to (ReadWriteMany)")  # fmt: skip
     add_mount(parser)
     parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi (default: {MEMORY}Gi a device asked for, no limit)")  # fmt: skip
+    parser.add_argument("--priority-class", type=word, metavar="NAME", help="of the pods, see configs/serving/sharing.yaml")  # fmt: skip
     parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory")  # fmt: skip
 
 
@@ -139,8 +140,10 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
             {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
         ],
     }
+    priority = {"priorityClassName": options.priority_class} if options.priority_class else {}
     return {
         "restartPolicy": "Never",
+        **priority,
         "terminationGracePeriodSeconds": GRACE,
         "containers": [container],
         # NCCL needs more shared memory than the 64 MB that a container has by default.

@@ -1,10 +1,12 @@
 """python -m meshtrain.serve RUN: a model behind OpenAI's API; RUN is a run directory, a checkpoint or a Hugging Face directory."""
 
+import argparse
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshtrain.cli import Parser, command, number_from, whole_number
 from meshtrain.errors import ConfigError, not_installed, short
@@ -16,6 +18,7 @@ KEY = "MESHTRAIN_API_KEY"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.key = _key(options.key_env)
+    _check(options)
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise not_installed(f"a server needs {' and '.join(missing)}", "serve", len(missing))
@@ -35,13 +38,23 @@ def parser() -> Parser:
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
+    parser.add_argument(
+        "others", nargs="*", type=Path, metavar="RUN", help="further models: the request's `model` chooses"
+    )
     add, seconds = parser.add_argument, number_from(0, 1e9)
     add("--host", default="127.0.0.1", help="the address it listens on; 127.0.0.1: this machine alone")
     add("--port", type=number_from(0, 65535, int), default=8000, help="0: any that is free")
-    add("--name", help="what clients call the model (default: that of its run)")
+    add(
+        "--name",
+        action="append",
+        help="what clients call the model (default: that of its run); of several, once for each",
+    )
+    add("--resident", type=whole_number, default=1, metavar="N", help="models that are loaded at once, of several")
     add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
     add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")
     add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429")  # fmt: skip
+    add("--cache", type=number_from(0, 1 << 20, int), default=0, metavar="MIB", help="of answers kept for requests with temperature 0 or a seed")  # fmt: skip
+    add("--cache-seconds", type=seconds, default=3600.0, metavar="S", help="that such an answer is kept")
     add("--key-env", metavar="NAME", help=f"the environment variable that holds the key (default: {KEY})")
     add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included")  # fmt: skip
     add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so")  # fmt: skip
@@ -49,6 +62,14 @@ def parser() -> Parser:
     add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish")
     add("--access-log", action="store_true", help="a line a request on stderr")
     return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    number, names = 1 + len(options.others), options.name or []
+    if names and len(names) != number:
+        raise ConfigError(f"--name is given {len(names)} times for {number} models; give one for each, or none.")
+    if number > 1 and options.adapter is not None:
+        raise ConfigError("--adapter is given with several models, but it belongs to one; serve it by itself, or merge it (meshtrain adopt merge).")  # fmt: skip
 
 
 def _key(variable: str | None) -> str | None:

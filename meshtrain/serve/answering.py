@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Busy, Closed, Piece, Request, Ticket
-from meshtrain.serve.errors import AGAIN, Refused, failed, unavailable
+from meshtrain.serve.cache import AnswerCache, digest
+from meshtrain.serve.errors import Refused, failed, queue_full, unavailable
 
 FAILED = "the engine ended this answer"
 END = -1  # in place of a choice: there is no more of any
@@ -69,10 +70,17 @@ class TokenTimes:
 
 
 class Answering:
-    """Requests of one client that are with the engine, until it is closed, which cancels what is not answered."""
+    """Requests of one client that are with the engine, until it is closed, which cancels what is not answered.
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool) -> None:
+    `model`: its name; `cache`: where their answers may be, and are kept; `weights`: the identity of the engine's.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, *, model: str = "", cache: AnswerCache | None = None, weights: str = "") -> None:  # fmt: skip
         self._engine, self._requests = engine, requests
+        self.model = model
+        self._cache = cache
+        self._keys = [digest(weights, request) for request in requests] if cache else []
+        self._told: list[list[Piece]] = [[] for _ in requests]
         self._channel = Channel(every)
         self._tickets: dict[int, Ticket] = {}
         self.times = [TokenTimes() for _ in requests]
@@ -90,17 +98,26 @@ class Answering:
     def submit(self) -> None:
         """Hands the requests to the engine; Refused if it has no room, or cannot do it."""
         for choice, request in enumerate(self._requests):
+            if self._cache and (known := self._cache.get(self._keys[choice])):
+                self._tell(choice, known)
+                continue
             try:
                 self._tickets[choice] = self._engine.submit(request, functools.partial(self._listen, choice))
             except Busy:
-                sentence = f"{self._engine.status.waiting} requests wait already, which is all that may; come again in a moment."
-                raise Refused(429, sentence, code="queue_full", headers=AGAIN) from None
+                raise queue_full(self._engine.status.waiting) from None
             except Closed as error:
                 raise unavailable(str(error), "closed") from None
             except ConfigError as error:
                 raise Refused(400, str(error), code="invalid_value") from None
 
     def _listen(self, choice: int, piece: Piece) -> None:
+        if self._cache:
+            self._told[choice].append(piece)
+            if piece.finish in ("stop", "length"):
+                self._cache.put(self._keys[choice], joined(self._told[choice]))
+        self._tell(choice, piece)
+
+    def _tell(self, choice: int, piece: Piece) -> None:
         times = self.times[choice]
         if piece.tokens > times.tokens:
             times.last = time.monotonic()

@@ -23,10 +23,10 @@ from meshtrain.generate.request import Piece, Sampling
 from meshtrain.serve import answers, requests
 from meshtrain.serve.answering import Answering, joined
 from meshtrain.serve.answers import Answers, EventStream, unless_gone
-from meshtrain.serve.errors import GONE, OUTCOME, Refused, as_refused, json_bytes, unavailable
+from meshtrain.serve.errors import GONE, MODEL, OUTCOME, Refused, as_refused, json_bytes, unavailable
 from meshtrain.serve.metrics import families
 from meshtrain.serve.requests import Asked, Fields, parsed
-from meshtrain.serve.service import ServedModel, Service
+from meshtrain.serve.service import Service
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, render, wants_openmetrics
 
 # Of other paths there would be as many series as somebody thinks of.
@@ -84,7 +84,7 @@ class Gate:
         finally:
             service.open_requests -= answered
             route = next((each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other")
-            service.counted.requests[route, scope.get(OUTCOME, status)] += 1
+            service.counting(scope.get(MODEL)).requests[route, scope.get(OUTCOME, status)] += 1
 
     def _check(self, scope: Scope) -> None:
         """Refuses what no route may see. Probes and scrapes need no key, and are answered to the last."""
@@ -100,7 +100,7 @@ class Gate:
             raise Refused(421, f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.", code="unknown_host")  # fmt: skip
         if service.closed:
             raise unavailable("this server ends; ask another.", "draining")
-        if service.served is None:
+        if not service.statuses:
             raise unavailable(service.verdict().why, "loading")
 
 
@@ -127,30 +127,26 @@ class Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    @property
-    def _served(self) -> ServedModel:
-        # the gate lets nobody in before
-        assert self._service.served is not None
-        return self._service.served
-
     # --- what there is
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json({"object": "list", "data": [self._model(name) for name in self._service.statuses]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return _json(self._model())
+        return _json(self._model(self._known(request.path_params["model"])))
 
-    def _model(self) -> dict[str, Any]:
-        served = self._served
-        # max_model_len: as vLLM names it
-        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "meshtrain", "max_model_len": served.length}  # fmt: skip
+    def _model(self, name: str) -> dict[str, Any]:
+        served = next((served for served in self._service.loaded if served.name == name), None)
+        # as vLLM names it
+        length = {} if served is None else {"max_model_len": served.length}
+        return {"id": name, "object": "model", "created": self._service.created, "owned_by": "meshtrain"} | length
 
-    def _check_model(self, name: str) -> None:
-        if name != self._served.name:
-            ending = nearest(name, [self._served.name]) or f"; there is {self._served.name}."
+    def _known(self, name: str) -> str:
+        names = self._service.statuses
+        if name not in names:
+            ending = nearest(name, names) or f"; there is {', '.join(names)}."
             raise Refused(404, f"there is no model {short(name)}{ending}", "model", "model_not_found")
+        return name
 
     async def health(self, request: Request) -> Response:
         status, body = self._service.health()
@@ -170,18 +166,22 @@ class Routes:
         return await self._answered(request, requests.chat, answers.Chat)
 
     async def _answered(
-        self, request: Request, read: Callable[[Fields, int, Sampling], Asked], form: type[Answers]
+        self, request: Request, read: Callable[[Fields, int, Sampling, int], Asked], form: type[Answers]
     ) -> Response:
         service, begun = self._service, time.monotonic()
         # The event loop's clock, from here on for all that this request takes.
         deadline = asyncio.get_running_loop().time() + service.request_timeout
-        async with asyncio.timeout_at(deadline):
-            asked = read(parsed(await _body(request, service.most_body)), service.queue, self._served.sampling)
-            self._check_model(asked.model)
-            wanted = await self._served.requests(asked)
-        prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
-        answering, shape = Answering(self._served.engine, wanted, asked.stream), form(asked, len(wanted))
         with contextlib.ExitStack() as ending:
+            async with asyncio.timeout_at(deadline):
+                fields = parsed(await _body(request, service.most_body))
+                fields.needed("model")
+                name = request.scope[MODEL] = self._known(fields.text("model"))
+                served = await service.use(name)
+                ending.callback(service.done, name)
+                asked = read(fields, service.queue, served.sampling, served.length)
+                wanted = await served.requests(asked)
+            prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
+            answering, shape = service.answering(served, asked, wanted), form(asked, len(wanted))
             ending.callback(lambda: service.leave(answering, begun))
             service.enter(answering)
             answering.submit()

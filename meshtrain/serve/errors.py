@@ -13,6 +13,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_erro
 # A client that went away before its answer (nginx's number); nobody reads it but the metrics.
 GONE = 499
 OUTCOME = "meshtrain.outcome"  # in a scope: how a request is counted whose HTTP status had gone out before it was known
+MODEL = "meshtrain.model"  # in a scope: which one a request is for
 AGAIN = {"Retry-After": "1"}  # seconds after which a client that found no room may come again
 
 
@@ -35,6 +36,11 @@ class Refused(Exception):
 def unavailable(message: str, code: str) -> Refused:
     """Returns a 503: not now, or not here."""
     return Refused(503, message, code=code, headers=AGAIN)
+
+
+def queue_full(waiting: int) -> Refused:
+    sentence = f"{waiting} requests wait already, which is all that may; come again in a moment."
+    return Refused(429, sentence, code="queue_full", headers=AGAIN)
 
 
 def failed(message: str) -> Refused:

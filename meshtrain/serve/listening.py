@@ -17,8 +17,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -29,7 +33,9 @@ from meshtrain.errors import ConfigError, refusal, say, short
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.app import application
+from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import unavailable
+from meshtrain.serve.models import Models, NamedModel
 from meshtrain.serve.service import ServedModel, Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
@@ -98,7 +104,7 @@ class Server(uvicorn.Server):
             say("ended at once.")
             end_now(STOPPED)
         service.draining = True
-        if service.served is None:
+        if not service.statuses:
             self.should_exit = True
         else:
             notice = 0.0 if sig == signal.SIGINT else self._notice
@@ -131,13 +137,15 @@ def end_now(code: int) -> None:
 
 def run(options: argparse.Namespace) -> int:
     door = listening(options.host, options.port)
+    models = separate(options)
     service = Service(
-        options.name or str(options.path),
+        ", ".join(one.name or str(one.path) for one in models),
         options.queue,
         options.key,
         frozenset({options.host.lower()}) if options.key is None else None,
         request_timeout=options.request_timeout,
         stuck_after=options.stuck_after,
+        cache=AnswerCache(options.cache << 20, options.cache_seconds),
     )
     server = Server(application(service), service, options.notice, options.drain, options.access_log)
     say(f"{short(service.name)} at {url(door)}/v1, as soon as it is loaded.")
@@ -148,9 +156,14 @@ def run(options: argparse.Namespace) -> int:
     def load() -> None:
         begun = time.monotonic()
         try:
-            model = served_model(options)
-            service.name, service.served = model.name, model
-            say(f"{short(model.name)} is ready after {time.monotonic() - begun:.1f} s.")
+            if len(models) == 1:
+                service.served = served_model(models[0])
+                service.name = service.served.name
+            else:
+                service.models = several_models(models, options.resident, options.queue)
+                service.name = ", ".join(service.models.by_name)
+            ready = ", ".join(short(served.name) for served in service.loaded)
+            say(f"{ready} {'are' if len(service.loaded) > 1 else 'is'} ready after {time.monotonic() - begun:.1f} s.")
         # of whatever kind: it ends the server, and the main thread says it
         except BaseException as error:
             loading.set_exception(error)
@@ -160,16 +173,45 @@ def run(options: argparse.Namespace) -> int:
     server.run(sockets=[door])
     if loading.done():
         loading.result()
-    if service.served is None:
+    return ended(service)
+
+
+def ended(service: Service) -> int:
+    """Frees the devices; returns the exit code, or ends the process with what nothing interrupts."""
+    if not service.statuses or (service.models is not None and service.models.is_changing):
         # nothing interrupts what loads
         end_now(DONE)
-    elif not closed(service.served):
-        if service.served.engine.warming:
-            # nor what compiles
-            end_now(DONE)
-        say("the device stands still; ended without waiting for it.")
-        end_now(FAILED)
+    for served in service.loaded:
+        if not closed(served):
+            if served.engine.warming:
+                # nor what compiles
+                end_now(DONE)
+            say("the device stands still; ended without waiting for it.")
+            end_now(FAILED)
     return DONE
+
+
+def separate(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Returns the options of each model that a command line names."""
+    paths = [options.path, *options.others]
+    names = options.name or [None] * len(paths)
+    return [argparse.Namespace(**vars(options) | {"path": p, "name": n}) for p, n in zip(paths, names, strict=True)]
+
+
+def several_models(options: Sequence[argparse.Namespace], resident: int, queue: int) -> Models:
+    """Returns the models of a command line, as many of them loaded as may be; ConfigError for two of one name."""
+    from meshtrain.adopt.extra_files import run_of
+
+    names = [one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models are called {short(twice)}; give each a --name of its own.")
+    models = [
+        NamedModel(name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {}))
+        for name, one in zip(names, options, strict=True)
+    ]
+    for model in models[:resident]:
+        model.served = model.load()
+    return Models(models, resident, queue)
 
 
 def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
@@ -180,8 +222,11 @@ def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
     return not closing.is_alive()
 
 
-def served_model(options: argparse.Namespace) -> ServedModel:
-    """Returns the model that a command line asks for, with its engine running; by default under the name of its run."""
+def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None) -> ServedModel:
+    """Returns the model that a command line asks for, with its engine running; by default under the name of its run.
+
+    `kept`: programs that were compiled when it was loaded before.
+    """
     # the port is open before JAX is imported
     from meshtrain.generate.opened import open_asked
 
@@ -189,6 +234,10 @@ def served_model(options: argparse.Namespace) -> ServedModel:
     for sentence in opened.asks:
         say(sentence)
     engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    if kept is not None:
+        engine.reuse(kept)
+    if engine.note:
+        say(engine.note)
     if left := engine.warm(WARMING):
         say(
             f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits for it."
@@ -199,5 +248,6 @@ def served_model(options: argparse.Namespace) -> ServedModel:
     engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
     if (piece := last.result()).finish == "error":
         engine.close()
+        engine.free()
         raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")
     return ServedModel(options.name or opened.name, engine)

@@ -6,7 +6,7 @@ Written by the exposition that a run's endpoint uses (meshtrain.telemetry.exposi
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.serve.answering import TokenTimes
 from meshtrain.telemetry.catalogue import PREFIX
@@ -45,6 +45,7 @@ class ServeMetric:
 
 METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
+    ServeMetric("loaded", "gauge", "", "1: the model is loaded; 0: it is set aside until it is asked for"),
     ServeMetric("slots", "gauge", "", "sequences that are decoded at once, at most"),
     ServeMetric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
     ServeMetric("waiting", "gauge", "", "answers that wait for a slot"),
@@ -55,6 +56,9 @@ METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
     ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
     ServeMetric("compiled", "counter", "", "programs compiled: one for each length of prompts, up to a power of two, and for decoding"),
+    ServeMetric("cache_hits", "counter", "", "answers that were known (--cache)"),
+    ServeMetric("cache_misses", "counter", "", "answers that might have been, and were not"),
+    ServeMetric("cache_bytes", "gauge", "bytes", "of the answers that are kept"),
     ServeMetric("first_token_seconds", "histogram", "seconds", "from a request to the first token of an answer, waiting for a slot included", bounds=FIRST),
     ServeMetric("token_seconds", "histogram", "seconds", "from one token of an answer to its next, a mean over the answer", bounds=TOKEN),
     ServeMetric("request_seconds", "histogram", "seconds", "of requests for answers, from their first byte to the last one of the answer", bounds=WHOLE),
@@ -74,25 +78,40 @@ class Counted:
         for times in answers:
             if times.tokens:
                 self.distributions["first_token_seconds"].add(times.first - begun)
-            if times.tokens > 1:
+            # one that was known has come at once
+            if times.tokens > 1 and times.last > times.first:
                 self.distributions["token_seconds"].add((times.last - times.first) / (times.tokens - 1))
 
 
 def families(service: "Service") -> Iterator[MetricFamily]:
-    """Yields each metric with its values; none of the engine's while it is made."""
-    ready, status = service.verdict().state == "ready", service.status
-    values = {"ready": int(ready), "queue": service.queue, "open_requests": service.open_requests}
-    if status is not None:
-        values |= asdict(status) | {"busy_slots": status.busy}
+    """Yields each metric with its values; none of the engine's while it is made. Where there are several models, by model."""
+    ready, several = service.verdict().state == "ready", service.models is not None
+    labelled = lambda name: (("model", name),) if several else ()  # noqa: E731
+    loaded = {served.name for served in service.loaded}
+    engines = {
+        labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
+        for name, status in service.statuses.items()
+    }
+    counted = {labelled(name): service.counting(name) for name in service.statuses} or {(): service.counted}
+    cache = service.cache
+    values: dict[str, Any] = {
+        "ready": int(ready), "queue": service.queue, "open_requests": service.open_requests,
+        "cache_hits": cache.hits, "cache_misses": cache.misses, "cache_bytes": cache.bytes,
+    }  # fmt: skip
     for metric in METRICS:
         family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
-            family.distributions = [((), service.counted.distributions[metric.name])]
+            family.distributions = [(labels, of.distributions[metric.name]) for labels, of in counted.items()]
         elif metric.labels:
             family.samples = [
-                ((("route", route), ("code", str(code))), count)
-                for (route, code), count in sorted(service.counted.requests.items())
+                ((("route", route), ("code", str(code)), *labels), count)
+                for labels, of in (counted | {(): service.counted}).items()
+                for (route, code), count in sorted(of.requests.items())
             ]
         elif metric.name in values:
             family.samples = [((), values[metric.name])]
+        else:
+            family.samples = [
+                (labels, status[metric.name]) for labels, status in engines.items() if metric.name in status
+            ]
         yield family

@@ -19,6 +19,7 @@ from meshtrain.serve.errors import Refused
 MOST_STOPS, LONGEST_STOP = 16, 1000  # strings, and characters of one
 LARGEST = 2**31 - 1
 SEEDS = 2**32  # of the generator; OpenAI's 64 bits are taken modulo this
+MESSAGES = 2048  # of a conversation, if the model has fewer positions: each message takes one at least
 TOKENS = 16  # of a completion that does not say how many: OpenAI's own number
 
 Message = dict[str, Any]
@@ -39,6 +40,7 @@ class Asked:
     ignore_ends: bool = False
     logprobs: int | None = None
     stream: bool = False
+    repeatable: bool = False  # asked once more it would get the same answer
     usage: bool = False  # a stream ends on how many tokens it took
 
 
@@ -170,11 +172,12 @@ CHAT = (
 )  # fmt: skip
 
 
-def completion(fields: Fields, answers: int, usual: Sampling) -> Asked:
-    """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say."""
+def completion(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -> Asked:
+    """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say;
+    `length`: the model's positions."""
     fields.only(COMPLETION)
     _refuse(fields, ABSENT_COMPLETION)
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, answers, length)
     n = _n(fields, answers, len(prompts))
     if fields.whole("best_of", 1, LARGEST, n) != n:
         raise fields.wrong("best_of", f"n ({n}), since all answers are given", "unsupported")
@@ -187,7 +190,7 @@ def completion(fields: Fields, answers: int, usual: Sampling) -> Asked:
     )
 
 
-def chat(fields: Fields, answers: int, usual: Sampling) -> Asked:
+def chat(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -> Asked:
     """Reads POST /v1/chat/completions."""
     fields.only(CHAT)
     _refuse(fields, ABSENT_CHAT)
@@ -206,7 +209,7 @@ def chat(fields: Fields, answers: int, usual: Sampling) -> Asked:
     if choice not in ("auto", "none"):
         raise fields.wrong("tool_choice", '"auto" or "none": no call can be promised here', "unsupported")
     return Asked(
-        messages=_messages(fields),
+        messages=_messages(fields, max(length, MESSAGES)),
         tools=tools if tools and choice == "auto" else None,
         n=_n(fields, answers, 1),
         most=limits.pop() if limits else None,
@@ -242,11 +245,17 @@ def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
         "model": fields.text("model"),
         # What the most likely token is, depends on none of the others.
         "sampling": Sampling() if temperature == 0 else Sampling(temperature, top_k, top_p, drawn),
+        "repeatable": temperature == 0 or seed is not None,
         "stop": _stop(fields),
         "ignore_ends": fields.flag("ignore_eos"),
         "stream": stream,
         "usage": options.flag("include_usage"),
     }
+
+
+def too_long(what: str, where: str, length: int) -> Refused:
+    sentence = f"{what} are more than the {length} positions that there are."
+    return Refused(400, sentence, where, "context_length_exceeded")
 
 
 def _n(fields: Fields, answers: int, prompts: int) -> int:
@@ -267,17 +276,21 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return tuple(encodable(text, "stop") for text in texts)
 
 
-def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
-    """A string, strings, token ids, or lists of them: OpenAI's four forms."""
+def _prompts(fields: Fields, answers: int, length: int) -> tuple[str | tuple[int, ...], ...]:
+    """A string, strings, token ids, or lists of them: OpenAI's four forms. Nothing is looked at that is too much in any case."""
     legal = "a string, a list of strings, a list of token ids, or a list of such lists"
     fields.needed("prompt")
     prompt = fields.typed("prompt", str | list, legal)
     if isinstance(prompt, list) and (not prompt or [] in prompt):
         raise fields.wrong("prompt", f"{legal}; an empty list is none")
     prompts: list[str | tuple[int, ...]] = []
-    for each in [prompt] if isinstance(prompt, str) or _is_id(prompt[0]) else prompt:
+    several = [prompt] if isinstance(prompt, str) or _is_id(prompt[0]) else prompt
+    _n(fields, answers, len(several))
+    for each in several:
         if isinstance(each, str):
             prompts.append(encodable(each, "prompt"))
+        elif isinstance(each, list) and len(each) > length:
+            raise too_long(f"{len(each)} tokens of prompt", "prompt", length)
         elif isinstance(each, list) and all(map(_is_id, each)):
             prompts.append(tuple(each))
         else:
@@ -293,10 +306,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content")
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def _messages(fields: Fields, most: int) -> tuple[Message, ...]:
     fields.needed("messages")
-    if not fields.typed("messages", list, "a list of messages"):
+    messages = fields.typed("messages", list, "a list of messages")
+    if not messages:
         raise fields.wrong("messages", "a list of at least one message")
+    if len(messages) > most:
+        raise too_long(f"{len(messages)} messages", "messages", most)
     return tuple(map(_message, fields.parts("messages")))
 
 

@@ -8,21 +8,27 @@ That is what /health says to a balancer and to Kubernetes' probes: 200 when read
 """
 
 import asyncio
+import secrets
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import EngineStatus, Request, Sampling
-from meshtrain.generate.text import text_tokens
+from meshtrain.generate.text import at_least, text_tokens
 from meshtrain.serve.answering import Answering
+from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import Refused
 from meshtrain.serve.metrics import Counted
-from meshtrain.serve.requests import SEEDS, Asked
+from meshtrain.serve.requests import SEEDS, Asked, too_long
+
+if TYPE_CHECKING:
+    from meshtrain.serve.models import Models
 
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
@@ -61,9 +67,10 @@ class ServedModel:
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine, self.length = name, engine, engine.length
+        # what is loaded once more may be another step
+        self.identity = f"{name} {secrets.token_hex(16)}"
         self._opened = engine.opened
         self.sampling = self._opened.sampling or Sampling(1.0)
-        self.created = int(time.time())
         self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
 
     async def requests(self, asked: Asked) -> list[Request]:
@@ -74,12 +81,16 @@ class ServedModel:
         if asked.messages:
             prompts = [self._conversation(asked)]
         else:
-            tokenizer = self._opened.tokenizer
             try:
-                prompts = [text_tokens(tokenizer, p) if isinstance(p, str) else np.asarray(p, np.int32) for p in asked.prompts]  # fmt: skip
+                prompts = [self._tokens(prompt) for prompt in asked.prompts]
             except ConfigError as error:
                 raise Refused(400, str(error), "prompt", "invalid_value") from None
         return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
+
+    def _tokens(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return text_tokens(self._opened.tokenizer, prompt, self.length)
+        return np.asarray(prompt, np.int32)
 
     def _conversation(self, asked: Asked) -> np.ndarray:
         template = self._opened.template
@@ -88,7 +99,7 @@ class ServedModel:
         if asked.tools and "tools" not in template.source.text:
             raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
         try:
-            return template.tokens(list(asked.messages), asked.tools)
+            return template.tokens(list(asked.messages), asked.tools, self.length)
         except ConfigError as error:
             raise Refused(400, str(error), "messages", "invalid_value") from None
 
@@ -98,15 +109,17 @@ class ServedModel:
             raise Refused(400, f"{where} is empty: there is no token to go on from.", where, "invalid_value")
         room = self.length - len(tokens)
         if room < (asked.most or 1):
-            wanted = f"{len(tokens)} tokens of {where} and {asked.most or 1} to choose"
-            raise Refused(400, f"{wanted} are more than the {self.length} positions that there are.", where, "context_length_exceeded")  # fmt: skip
+            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
+            raise too_long(wanted, where, self.length)
         if sampling.temperature:
             # Several answers to one prompt differ.
             sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
         return Request(tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs)
 
     def close(self) -> None:
+        """Ends the engine and frees the device's memory."""
         self.engine.close()
+        self.engine.free()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -126,39 +139,81 @@ class Service:
     stuck_after: float = 60.0
     most_body: int = MOST_BODY
     counted: Counted = field(default_factory=Counted)
+    cache: AnswerCache = field(default_factory=AnswerCache)
     # Set by another thread, once.
     served: ServedModel | None = None
     draining: bool = False  # /health says so, and requests are still taken
     closed: bool = False  # none is taken any more
     open_requests: int = 0
     running: set[Answering] = field(default_factory=set)
-    begun: float = 0.0  # since when some run, by time.monotonic
+    begun: dict[str, float] = field(default_factory=dict)  # by model, since when some run, by time.monotonic
+    # in place of `served`, where there are several; there once as many are loaded as may be
+    models: "Models | None" = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    counted_of: dict[str, Counted] = field(default_factory=lambda: defaultdict(Counted))
 
     @property
-    def status(self) -> EngineStatus | None:
-        return None if self.served is None else self.served.engine.status
+    def statuses(self) -> dict[str, EngineStatus]:
+        """What the engines do, by model; nothing while the first models are loaded."""
+        if self.models is not None:
+            return {name: model.status for name, model in self.models.by_name.items()}
+        return {} if self.served is None else {self.served.name: self.served.engine.status}
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        if self.models is not None:
+            return self.models.loaded
+        return [] if self.served is None else [self.served]
 
     def verdict(self) -> Verdict:
-        return verdict(self.status, self.begun, self.draining, self.stuck_after, time.monotonic())
+        """Judges the server by the model that fares worst."""
+        now = time.monotonic()
+        verdicts = [
+            verdict(status, self.begun.get(name, 0.0), self.draining, self.stuck_after, now)
+            for name, status in self.statuses.items()
+        ] or [verdict(None, 0.0, self.draining, self.stuck_after, now)]
+        return next((one for one in verdicts if one.state != READY), verdicts[0])
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Returns the HTTP status and the body of /health."""
-        verdict, status = self.verdict(), self.status
+        verdict, statuses = self.verdict(), self.statuses.values()
         body: dict[str, Any] = {"status": verdict.state, "model": self.name, "message": verdict.why}
-        if status is not None:
-            body |= {"slots": status.slots, "busy": status.busy, "waiting": status.waiting}
+        if statuses:
+            body |= {name: sum(getattr(status, name) for status in statuses) for name in ("slots", "busy", "waiting")}
+        if self.models is not None:
+            body["loaded"] = [served.name for served in self.loaded]
         return verdict.status, body
 
+    def counting(self, model: str | None) -> Counted:
+        """Returns what counts requests for a model, or those that name none."""
+        return self.counted if self.models is None or model is None else self.counted_of[model]
+
+    async def use(self, name: str) -> ServedModel:
+        """Returns a model of `statuses`, until `done`."""
+        if self.models is not None:
+            return await self.models.enter(name)
+        # the gate lets nobody in before
+        assert self.served is not None
+        return self.served
+
+    def done(self, name: str) -> None:
+        if self.models is not None:
+            self.models.leave(name)
+
+    def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
+        cache = self.cache if self.cache.size and asked.repeatable else None
+        return Answering(served.engine, wanted, asked.stream, model=served.name, cache=cache, weights=served.identity)
+
     def enter(self, answering: Answering) -> None:
-        if not self.running:
-            self.begun = time.monotonic()
+        if all(one.model != answering.model for one in self.running):
+            self.begun[answering.model] = time.monotonic()
         self.running.add(answering)
 
     def leave(self, answering: Answering, begun: float) -> None:
         """Cancels what is not answered, and counts what the request took since it `begun`."""
         answering.close()
         self.running.discard(answering)
-        self.counted.took(begun, time.monotonic(), answering.times)
+        self.counting(answering.model).took(begun, time.monotonic(), answering.times)
 
     def end(self, refused: Refused) -> None:
         """Tells whoever still waits for an answer why there is none; in the event loop."""

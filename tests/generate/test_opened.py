@@ -146,6 +146,8 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
 
     assert refused("tiny-lama") == "there is no directory tiny-lama; did you mean tiny-llama?"
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in refused("meta-llama/Llama-3.1-8B")
+    assert "did you mean int8?" in refused(theirs, weights="int4")
+    assert "float8, int8" in refused(theirs, weights="gptq")
     assert refused("./no/such/thing").startswith("there is no directory ./no/such/thing; give a run")
     assert "is no directory; give a run" in refused(theirs / "config.json")
     assert "there is no checkpoint in" in refused(tmp_path.parent / theirs.parent.name)

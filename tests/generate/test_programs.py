@@ -12,12 +12,16 @@ from golden import FAMILIES, GOLDEN
 import meshtrain as mt
 from meshtrain.config import ConfigError
 from meshtrain.generate import programs
-from meshtrain.generate.programs import Decoding
+from meshtrain.generate.held import KINDS, is_rounded, multiplied, note, round_weights
+from meshtrain.generate.held import held as held_in
+from meshtrain.generate.programs import Decoding, taken_over
 from meshtrain.generate.request import Sampling
 from meshtrain.hf.peft import ADAPTER_CONFIG as ADAPTER
 from meshtrain.hf_families import CONFIG, model_section, read_json
 from meshtrain.hlo import Module, byte_count, collectives
+from meshtrain.parallel.layout import Layout
 from meshtrain.reader import Model, read_model
+from meshtrain.units import size
 
 WORDS = 45
 GREEDY = Sampling()
@@ -69,10 +73,12 @@ def whole_vocabulary(monkeypatch):
     monkeypatch.setattr(programs, "MOST_LIKELY", WORDS)
 
 
-def check_cached(family: str, mesh: str, adapter=None):
+def check_cached(family: str, mesh: str, adapter=None, kind=None):
     prompts = {3: SHORT, 0: LONG}
-    tokens, logprobs = told(decoding(family, mesh, adapter=adapter), prompts, 20)
+    tokens, logprobs = told(decoding(family, mesh, adapter=adapter, kind=kind), prompts, 20)
     model = read_model(GOLDEN / family, adapter=adapter)
+    if kind:
+        round_weights(model, kind)
     rows = np.zeros((2, LENGTH), np.int32)
     for row, (slot, prompt) in zip(rows, prompts.items(), strict=True):
         row[: len(prompt) + 20] = [*prompt, *tokens[slot]]
@@ -101,6 +107,80 @@ def test_adapters_count_in_every_step(family, whole_vocabulary):
     adapter = GOLDEN / f"{family}_lora"
     adapter = adapter if (adapter / ADAPTER).exists() else adapter / "after"
     check_cached(family, "tensor 2", adapter)
+
+
+# --- weights in 8 bits
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "mesh", "kind"),
+    [
+        ("llama3", "tensor 2", "int8"), ("mixtral", "data 2, tensor 2", "float8"), ("gpt_oss", "tensor 2", "int8"),
+        ("gpt2", "tensor 4", "float8"), ("qwen3", "one", "int8"),
+    ],
+)  # fmt: skip
+def test_held_in_8_bits_it_says_what_the_rounded_model_says_on_every_mesh(family, mesh, kind, whole_vocabulary):
+    check_cached(family, mesh, kind=kind)
+
+
+@pytest.mark.thorough
+def test_a_model_that_is_loaded_again_runs_what_was_compiled_for_it_and_no_other_does():
+    kept, prompt = {}, {0: SHORT}
+    first, again, other = decoding("llama3"), decoding("llama3"), decoding("llama3", slots=2)
+    first.reuse(kept)
+    right = told(first, prompt, 4)[0]
+    for run in (again, other):
+        run.reuse(kept)
+    assert (first.compiled, again.compiled) == (2, 0) and again.is_compiled(("decode", True))
+    assert not other.is_compiled(("decode", True))
+    first.free()
+    assert told(again, prompt, 4)[0] == right and again.compiled == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_stand_beside_a_base_in_8_bits(kind, whole_vocabulary):
+    check_cached("llama3", "tensor 2", GOLDEN / "llama3_lora" / "after", kind)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama3", "mixtral"])
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("float8", "bfloat16")])
+def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, dtype):
+    model = read_model(GOLDEN / family, precision=dtype, masters=False)
+    of = {name: taken_over(model, Layout(model.config, model.program.mesh), True, name) for name in (None, kind)}
+    wide, narrow = (jax.tree.leaves(of[name], is_leaf=is_rounded) for name in (None, kind))
+    held = [(x, q) for x, q in zip(wide, narrow, strict=True) if is_rounded(q)]
+    names = 7 * model.config.model.layers
+    assert len(held) == names, "q, k, v, out, gate, up and down of each layer"
+    for x, q in held:
+        assert q.values.nbytes * jnp.dtype(dtype).itemsize == x.nbytes and q.scale.nbytes <= 4 * x.size // x.shape[-2]
+        error = np.abs(np.float32(multiplied(q, jnp.float32)) - np.float32(x))
+        # half a step of int8, a sixteenth of e4m3's own number and of its least normal one
+        most = q.scale / 2 if kind == "int8" else np.abs(np.float32(x)) / 16 + q.scale * 2.0**-10
+        assert (error <= most * 1.001).all() and error.max() > 0
+    rest = [(x, q) for x, q in zip(wide, narrow, strict=True) if not is_rounded(q)]
+    assert all((np.asarray(x) == np.asarray(q)).all() for x, q in rest)
+    now, before = (sum(x.nbytes for x in jax.tree.leaves(of[name])) for name in (kind, None))
+    assert (
+        note(kind, of[kind], dtype) == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_not_finite_stay_so(kind):
+    x = jnp.array([[1.0, jnp.inf, jnp.nan], [2.0, 1.0, 1.0]])
+    wide = np.asarray(multiplied(held_in(kind, x, (0, 1)), jnp.float32))
+    assert np.isfinite(wide).all(axis=0).tolist() == [True, False, False]
+    assert (np.asarray(multiplied(held_in(kind, jnp.zeros((2, 2)), (0, 1)), jnp.float32)) == 0).all()
+
+
+def test_what_is_rounded_once_more_is_the_same():
+    x = jax.random.normal(jax.random.key(0), (64, 32)).astype(jnp.bfloat16)
+    for kind in KINDS:
+        once = multiplied(held_in(kind, x, (0, 1)), jnp.bfloat16)
+        assert (once == multiplied(held_in(kind, once, (0, 1)), jnp.bfloat16)).all()
 
 
 def check_greedy(run: Decoding, family: str):

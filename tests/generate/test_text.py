@@ -190,3 +190,46 @@ def test_messages_that_are_none_are_refused_and_the_next_is_taken(path):
         with pytest.raises(ConfigError, match="does not take these messages"):
             said.tokens(wrong)
     assert len(said.tokens(ASKED))
+
+
+class Counting(ByteTokenizer):
+    """Bytes as tokens; `seen`: the characters that it was given."""
+
+    seen = 0
+
+    def encode(self, texts):
+        self.seen += sum(map(len, texts))
+        return super().encode(texts)
+
+
+def test_a_text_far_beyond_the_positions_is_not_tokenized_as_a_whole():
+    tokenizer = Counting()
+    tokens = text_tokens(tokenizer, "ab" * 3_500_000, 256)
+    assert 2 * 256 < len(tokens) < 100_000 and tokenizer.seen < 100_000
+    tokenizer.seen = 0
+    conversation = Conversations(TemplateText("t", TEMPLATE, {"bos_token": ""}), tokenizer, 0)
+    assert len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256)) > 2 * 256
+    assert tokenizer.seen < 100_000
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 5000, " " * 70_000, "ab " * 9000, "é" * 9000])
+def test_a_text_that_may_fit_has_all_of_its_tokens(text, tmp_path):
+    library = pytest.importorskip("tokenizers")
+    # 64 spaces are one token
+    spaces = [" " * (1 << k) for k in range(7)]
+    ids = {token: i for i, token in enumerate([*spaces, "a", "b", "é"])}
+    made = library.Tokenizer(library.models.BPE(ids, [(space, space) for space in spaces[:-1]]))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    whole = text_tokens(tokenizer, text)
+    assert whole.tolist() == text_tokens(tokenizer, text, len(whole)).tolist()
+    assert whole.tolist() == text_tokens(tokenizer, text, (len(whole) + 1) // 2).tolist()
+
+
+def test_a_text_whose_characters_are_dropped_or_fused_is_no_long_one(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True))
+    made.normalizer = library.normalizers.Replace("z", "")
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert text_tokens(tokenizer, "z" * 50_000 + "y" * 50_000 + "a", 8).tolist() == [1, 0]

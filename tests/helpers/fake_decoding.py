@@ -68,6 +68,12 @@ class FakeDecoding:
     compiles: Callable[[tuple], None] = lambda name: None
     done: set[tuple] = field(default_factory=set)
 
+    note: str = ""
+    freed: bool = False
+
+    def free(self) -> None:
+        self.freed = True
+
     @property
     def names(self) -> list[tuple]:
         buckets = [16 << k for k in range(self.length.bit_length()) if 16 << k < 2 * self.length]

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
+from meshtrain.generate.text import encoded
 from meshtrain.serve.app import application
 from meshtrain.serve.listening import Server, listening, url
 from meshtrain.serve.service import ServedModel, Service
@@ -59,11 +60,11 @@ class Template:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def tokens(self, messages: Any, tools: Any = None) -> Any:
+    def tokens(self, messages: Any, tools: Any = None, most: int | None = None) -> Any:
         if any(message["content"] == "refuse me" for message in messages):
             raise ConfigError("the chat template fake does not take these messages.")
         said = "".join(f"{message['role']}:{message['content']};" for message in messages)
-        return self._tokenizer.encode([f"{'tools;' if tools else ''}{said}>"])[0]
+        return encoded(self._tokenizer, f"{'tools;' if tools else ''}{said}>", most)
 
 
 @dataclass

@@ -31,7 +31,12 @@ def manifests(config, capsys):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "more", [(), ("--gpus-per-node", "0"), ("--cpus-per-node", "96", "--mount", "/a b", "--memory-per-node", "1Ti")]
+    "more",
+    [
+        (),
+        ("--gpus-per-node", "0", "--priority-class", "low"),
+        ("--cpus-per-node", "96", "--mount", "/a b", "--memory-per-node", "1Ti"),
+    ],
 )
 def test_every_field_is_one_of_the_api(manifests, way, more):
     from kubeflow_trainer_api import models  # take two seconds, of every process that collects the tests
@@ -58,6 +63,12 @@ def _done(job: dict, code: int, conditions: tuple[str, ...] = ()) -> str:
         if code in codes["values"] or {c["type"] for c in rule.get("onPodConditions", [])} & {*conditions}:
             return rule["action"]
     return "Count"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pods_have_a_priority_where_one_is_asked_for(manifests, way):
+    names = [_job(manifests(way, *more))["spec"]["template"]["spec"].get("priorityClassName") for more in ((), ("--priority-class", "low"))]  # fmt: skip
+    assert names == [None, "low"]
 
 
 @pytest.mark.parametrize("way", WAYS)

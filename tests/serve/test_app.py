@@ -4,6 +4,7 @@ import pytest
 from fake_decoding import continuation, saying
 from fake_serving import fake
 
+from meshtrain.data.tokenizer import ByteTokenizer
 from meshtrain.generate.request import Sampling
 
 
@@ -103,6 +104,35 @@ def test_a_model_without_a_template_takes_no_conversation_and_one_without_tools_
 def test_too_long_a_prompt_has_openais_code(server):
     for answer in (server.completion(prompt="a" * 64), server.chat("a" * 64)):
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+MANY = 400_000
+FAR_TOO_LONG = {
+    "a text": {"prompt": "a" * 10 * MANY}, "texts": {"prompt": ["a" * 2 * MANY] * 4}, "token ids": {"prompt": [97] * MANY},
+    "lists of token ids": {"prompt": [[97], [97] * MANY]},
+    "a message": {"messages": [{"role": "user", "content": "a" * 10 * MANY}]},
+    "many parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}] * 100}]},
+    "many messages": {"messages": [{"role": "user", "content": ""}] * 3000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAR_TOO_LONG)
+def test_what_is_far_too_long_is_refused_before_it_is_tokenized(server, what, monkeypatch):
+    seen: list[int] = []
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
+    )
+    fields = FAR_TOO_LONG[what]
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    answer = server.client.post(path, json={"model": "fake", "max_tokens": 1, **fields})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert sum(seen) < 10_000
+
+
+def test_more_prompts_than_answers_are_refused_before_they_are_looked_at(server):
+    answer = server.completion(prompt=["a"] * 100_000 + [7])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
 
 
 def test_other_paths_and_methods_are_told_what_there_is(server):

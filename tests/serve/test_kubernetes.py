@@ -75,6 +75,22 @@ def test_all_mean_the_same_pods():
     assert AUTOSCALER["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
 
 
+def test_servers_take_the_nodes_of_runs_and_never_runs_those_of_servers():
+    text = (SERVING / "sharing.yaml").read_text()
+    classes = {one["metadata"]["name"]: one for one in yaml.safe_load_all(text)}
+    known = {"apiVersion", "kind", "metadata", "value", "globalDefault", "preemptionPolicy", "description"}
+    for one in classes.values():
+        assert (one["apiVersion"], one["kind"]) == ("scheduling.k8s.io/v1", "PriorityClass")
+        assert one.keys() == known and not one["globalDefault"] and 0 < one["value"] <= 1_000_000_000
+    serve, train = classes["meshtrain-serve"], classes["meshtrain-train"]
+    assert serve["value"] > train["value"]
+    assert (serve["preemptionPolicy"], train["preemptionPolicy"]) == ("PreemptLowerPriority", "Never")
+    assert (
+        f"deployment {DOCUMENTS['Deployment']['metadata']['name']} " in text
+        and "--priority-class meshtrain-train" in text
+    )
+
+
 def test_the_server_takes_the_command_and_listens_where_it_is_asked(options):
     assert (options.host, options.port) == ("0.0.0.0", PORT["containerPort"])
     mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
@@ -120,16 +136,16 @@ def test_the_pod_may_write_only_where_it_must():
 
 
 def test_the_autoscaler_asks_for_what_the_adapter_makes_of_the_servers_metrics():
-    (rule,), (metric,) = ADAPTER["rules"]["custom"], AUTOSCALER["metrics"]
-    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
-    assert named == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
-    assert named <= {known.sample for known in METRICS}
-    # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
-    assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
-    assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
-    # In thousandths: pods are added before all slots are in use.
-    target = metric["pods"]["target"]
-    assert target["type"] == "AverageValue" and 0 < int(target["averageValue"].removesuffix("m")) < 1000
+    for rule, metric in zip(ADAPTER["rules"]["custom"], AUTOSCALER["metrics"], strict=True):
+        assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+        named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
+        assert named - {f"{SERVE}ready"} == {f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")}
+        assert named <= {known.sample for known in METRICS}
+        # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
+        assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
+        assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
+        # In thousandths: pods are added before all slots are in use.
+        target = metric["pods"]["target"]
+        assert target["type"] == "AverageValue" and 0 < int(target["averageValue"].removesuffix("m")) < 1000
     unavailable = DOCUMENTS["PodDisruptionBudget"]["spec"]["maxUnavailable"]
     assert unavailable < AUTOSCALER["minReplicas"] <= AUTOSCALER["maxReplicas"]

@@ -13,6 +13,7 @@ from meshtrain.serve.metrics import METRICS, SERVE
 SERVING = Path(__file__).parents[2] / "configs/serving"
 RULES = SERVING / "rules.yaml"
 ALERTS = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+ADAPTER = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())
 NEEDS_PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool: not installed (Debian: prometheus)"
 )
@@ -73,10 +74,45 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
     _promtool("test", "rules", str(path))
 
 
+def _query(name: str) -> str:
+    (rule,) = (one for one in ADAPTER["rules"]["custom"] if one["name"]["as"] == f"{SERVE}{name}")
+    return rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="mine"')
+
+
+def _of_pods(pods: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
+    """Series of pods with 8 slots: a sample a minute, of their namespace and their requests."""
+    return [
+        {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": values}
+        for pod, (namespace, busy) in pods.items()
+        for name, values in (("slots", "8x60"), ("busy_slots", busy), ("waiting", "0x60"), ("ready", "1x60"))
+    ]
+
+
+@NEEDS_PROMTOOL
+def test_the_autoscaler_looks_five_minutes_ahead(tmp_path):
+    # rising by 0.4 of 8 requests a minute: at minute 20 8 of 8 slots, and 10 five minutes later
+    pods = {
+        "rises": ("mine", "0+0.4x60"),
+        "steady": ("mine", "4x60"),
+        "falls": ("mine", "8-0.4x19 0x40"),
+        "other": ("others", "0+1x60"),
+    }
+    series = _of_pods(pods) + [
+        {**one, "values": f"_x16 {one['values']}"} for one in _of_pods({"new": ("mine", "0+2x60")})
+    ]
+    soon = [
+        {"labels": f'{{pod="{pod}"}}', "value": value}
+        for pod, value in (("rises", 1.25), ("steady", 0.5), ("falls", 0))
+    ]
+    asked = [{"expr": f"round({_query('load_soon')}, 0.05)", "eval_time": "20m", "exp_samples": soon}]
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    _promtool("test", "rules", str(path))
+
+
 @NEEDS_PROMTOOL
 def test_the_autoscalers_query_is_requests_over_slots_of_each_pod(tmp_path):
-    (rule,) = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
-    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="mine"')
+    query = _query("load")
     pods = {"a": ("mine", 8, 8, 4), "b": ("mine", 8, 2, 0), "c": ("others", 8, 8, 8)}
     series = [
         {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": f"{value}x5"}

@@ -1,0 +1,168 @@
+"""Several models behind one server, of which some are loaded: the request's `model` chooses.
+
+    request for B ──► loaded? ──yes──► answered
+                         │ no
+                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests, finishes
+                             those it has, and its device memory is freed; then B is loaded
+
+No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for ever.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshtrain.errors import say, short
+from meshtrain.generate.compiling import reason
+from meshtrain.generate.request import EngineStatus
+from meshtrain.serve.errors import queue_full, unavailable
+from meshtrain.serve.service import ServedModel
+
+COUNTS = (
+    "requests",
+    "tokens",
+    "prompt_tokens",
+    "steps",
+    "compiled",
+    "failures",
+)  # of an engine's status, which never fall
+
+
+@dataclass
+class NamedModel:
+    """A model that may be loaded. `load` takes as long as it does, on a thread, and raises where it cannot."""
+
+    name: str
+    load: Callable[[], ServedModel]
+    served: ServedModel | None = None
+    leaving: bool = False
+    users: int = 0  # requests that are answered, or wait until it is loaded
+    used: int = 0  # the larger, the later
+    coming: "asyncio.Task[str] | None" = None
+    before: Counter[str] = field(default_factory=Counter)  # what engines that are gone have counted
+
+    @property
+    def status(self) -> EngineStatus:
+        """What its engine does, with the counts of those before it."""
+        now = EngineStatus(0, 0, 0) if self.served is None else self.served.engine.status
+        return replace(now, **{name: getattr(now, name) + self.before[name] for name in COUNTS})
+
+    @property
+    def counts(self) -> dict[str, int]:
+        status = self.status
+        return {name: getattr(status, name) for name in COUNTS}
+
+
+class Models:
+    """The models of a server, at most `resident` of them loaded; in the event loop. `queue`: requests that may wait for one."""
+
+    def __init__(self, models: Sequence[NamedModel], resident: int, queue: int) -> None:
+        self.by_name = {model.name: model for model in models}
+        self._resident, self._queue, self._waiting = resident, queue, 0
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self._clock = itertools.count(1)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [model.served for model in self.by_name.values() if model.served is not None]
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a thread loads or frees one, which nothing interrupts."""
+        return self._turn.locked()
+
+    async def enter(self, name: str) -> ServedModel:
+        """Returns a model, loaded if need be, which stays until `leave`; Refused where it cannot be loaded."""
+        model = self.by_name[name]
+        if model.served is None or model.leaving:
+            if self._waiting >= self._queue:
+                raise queue_full(self._waiting)
+            self._waiting += 1
+            try:
+                await self._wait_until(lambda: not model.leaving)
+                await self._claim(model)
+            finally:
+                self._waiting -= 1
+        else:
+            model.users += 1
+        model.used = next(self._clock)
+        assert model.served is not None
+        return model.served
+
+    def leave(self, name: str) -> None:
+        self.by_name[name].users -= 1
+        self._changed.set()
+
+    async def _claim(self, model: NamedModel) -> None:
+        """Counts a user, so that the model is not set aside before it has been used, and waits until it is loaded."""
+        model.users += 1
+        try:
+            while model.served is None:
+                model.coming = model.coming or asyncio.create_task(self._bring(model))
+                # a client that goes away does not end the loading that others wait for
+                if problem := await asyncio.shield(model.coming):
+                    raise unavailable(problem, "not_loaded")
+        except BaseException:
+            self.leave(model.name)
+            raise
+
+    async def _bring(self, model: NamedModel) -> str:
+        """Loads a model in its turn; returns why it cannot be, a sentence, or nothing."""
+        try:
+            async with self._turn:
+                if not model.users:
+                    # whoever asked for it has gone
+                    return ""
+                while len(self.loaded) >= self._resident:
+                    await self._set_aside()
+                model.served = await on_a_thread(model.load)
+                say(f"{short(model.name)} is loaded.")
+            return ""
+        except Exception as error:
+            problem = f"the model {short(model.name)} cannot be loaded: {reason(error)}."
+            say(problem)
+            return problem
+        finally:
+            model.coming = None
+
+    async def _set_aside(self) -> None:
+        """Frees the model that was used least lately, of those that are idle if there are any, once its requests are answered."""
+        there = [model for model in self.by_name.values() if model.served is not None]
+        model = min(there, key=lambda model: (model.users > 0, model.used))
+        served = model.served
+        assert served is not None
+        model.leaving = True
+        try:
+            await self._wait_until(lambda: not model.users)
+            await on_a_thread(served.close)
+            model.before, model.served = Counter(model.counts), None
+            say(f"{short(model.name)} is set aside.")
+        finally:
+            model.leaving = False
+            self._changed.set()
+
+    async def _wait_until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def on_a_thread(function: Callable[[], Any]) -> Any:
+    """Returns what a function does that takes long; its thread keeps no process from ending."""
+    done = Future[Any]()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # from now on nobody can cancel it, so that it can always be told
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="meshtrain-loading", daemon=True).start()
+    return await asyncio.wrap_future(done)
