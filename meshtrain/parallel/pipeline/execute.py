@@ -32,7 +32,7 @@ from meshtrain import xla
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added, sum_at_once
 from meshtrain.parallel.pipeline.stage import Slot, Stage, empty, read, write
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.buffers import executed
@@ -86,7 +86,7 @@ class Executor:
             carry = Sending(self, execution).run()
         else:
             carry = execution.end(execution.run(self.with_rows(self.phases), execution.start()))
-        totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
+        totals = sum_at_once(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
