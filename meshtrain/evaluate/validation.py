@@ -148,9 +148,7 @@ def _check(model: Model, loss: float, count: float) -> None:
         raise ConfigError(f"the model of {short(model.directory)} has no loss: {why}.")
 
 
-def _losses_and_ranks(
-    classes: int, logits_BV: jax.Array, labels_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _losses_and_ranks(classes: int, logits_BV: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The loss of each image, and the rank of its class among all by logit, from 0, [B]; of equals the first comes before."""
     logits, labels = logits_BV[:, None], labels_B[:, None]
     losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()))[:, 0]

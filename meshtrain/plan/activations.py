@@ -131,7 +131,7 @@ def residuals(
     given = given or size
     stream = size * (2 * w.stream + 2 * w.behind) + given * tuned.inputs * w.stream
     # a byte for each element that may go
-    dropped = 2 * w.stream if _model_drops(config) else 0
+    dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
     sums = 4 * w.heads
     products = (tuned.hidden * given / size + w.matrices) * w.hidden + 2 * w.query + 2 * w.key + w.normed + tuned.ranks
