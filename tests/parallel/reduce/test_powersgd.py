@@ -138,7 +138,7 @@ def test_each_devices_part_of_a_weight_is_a_matrix_of_inputs_and_outputs(name, n
     assert shape[: len(layers)] == layers
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 4, "expert": 2}])
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "tensor": 2}])
 def test_each_expert_has_a_matrix_of_its_own(mesh):
     moe = {"experts": 8, "top_k": 2, "d_ff": 48}
     model = {"family": "mixtral", "layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": moe}
@@ -146,13 +146,13 @@ def test_each_expert_has_a_matrix_of_its_own(mesh):
         {"model": model, "mesh": mesh, "parallel": {"reduce": {"compression": "powersgd", "rank": 3}}, "train": {"global_batch_size": 8}}
     )  # fmt: skip
     weights = {w.name: w for w in all_placed(config)}
-    here = 8 // mesh.get("expert", 1)
-    for name, n, c in (("gate", 32, 48), ("up", 32, 48), ("down", 48, 32)):
+    width = 48 // mesh.get("tensor", 1)
+    for name, n, c in (("gate", 32, width), ("up", 32, width), ("down", width, 32)):
         weight = weights[f"blocks.experts.{name}"]
         seen = sizes.as_matrix(config, weight)
         local = sizes.compressed_part(config, weight).local(config)[seen.first :]
         assert (seen.first, local) == (2, (n, c))
-        assert sizes.q_spread(config, weight).local(config) == (4, here, 1, c, 3)
+        assert sizes.q_spread(config, weight).local(config) == (4, 8, 1, c, 3)
 
 
 def test_a_matrix_that_would_not_get_smaller_goes_as_it_is():
