@@ -262,7 +262,9 @@ class Program(Shown):
     @jax.named_scope(xla.UPDATE)
     def update(self, state: State, gradients: Gradients) -> tuple[State, dict[str, jax.Array]]:
         """The state after a step, and its metrics; `state.optimizer` is on the devices."""
-        grads = unscaled(gradients.shards, state.scale)
+        divided = unscaled(gradients.shards, state.scale)
+        # Counts are not scaled.
+        grads = self.layout.map(lambda weight, g, count: count if weight.counts else g, divided, gradients.shards)
         norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
@@ -312,13 +314,19 @@ class Program(Shown):
 
     @cached_property
     def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
-        """(params, batch) -> mean loss per token (dpo: per pair; images: per image)."""
+        """(params, batch) -> mean loss per token (dpo: per pair; images: per image), without label smoothing and z-loss."""
         return jax.jit(self._evaluate)
 
     @cached_property
     def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
         """(params, batch of images) -> (mean loss, accuracy by the weights of the images)."""
-        return jax.jit(partial(self._of_batch, self.local.loss_and_accuracy))
+        names = "eval_loss", "eval_accuracy"
+        return jax.jit(lambda *given: tuple(self._of_batch(self.local.evaluated, *given)[name] for name in names))
+
+    @cached_property
+    def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
+        """(params, batch) -> the means that a row has of an evaluation, by their names."""
+        return jax.jit(partial(self._of_batch, self.local.evaluated))
 
     @cached_property
     def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:

@@ -15,6 +15,7 @@ from short_runs import canonical_numbers, first_moment, merged, start
 
 from meshtrain.config import Config, ConfigError, load, replaced
 from meshtrain.config.check import check
+from meshtrain.config.notes import notes
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.parallel.layout import Layout
 from meshtrain.step import Program
@@ -241,3 +242,51 @@ def test_a_run_on_a_file_of_pairs_comes_to_prefer_the_chosen(tmp_path, capsys):
     assert rows[0]["rewards_accuracies"] < 0.5 and rows[-1]["rewards_accuracies"] == 1.0
     assert rows[-1]["rewards_chosen"] > 0 > rows[-1]["rewards_rejected"]
     assert rows[-1]["eval_loss"] < 0.5 * np.log(2) and "preferred 100%" in capsys.readouterr().out
+
+
+def with_router_losses(**moe: Any) -> Config:
+    model = {"family": "mixtral", "layers": 1, "moe": {"experts": 4, "top_k": 2, "d_ff": 16, **moe}}
+    return replaced(one_device(), model=model, mesh={})
+
+
+def router_gradient(batch: dict[str, np.ndarray], **moe: Any) -> np.ndarray:
+    """The gradient of the adapters with the router's losses less that without, as one vector."""
+    both = []
+    for how in (moe, {}):
+        config = with_router_losses(**how)
+        program = Program(config, make_mesh(config))
+        state = start(program, canonical_numbers(program.layout))
+        given = state.params, program.place(batch), jnp.int32(0), jnp.float32(1)
+        _, shards = jax.jit(program.gradients)(*given)
+        both.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(program.layout.only_updated(shards))]))
+    return both[0] - both[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("moe", [{"z_loss": 1.0}, {"balance": "sequence", "balance_weight": 1.0}], ids=["z", "balance"])
+def test_router_losses_have_the_same_direction_whichever_answer_is_longer(moe):
+    longer = rows_of([[(12, 9, 6, 3)]] * 8)
+    swapped = longer | {"weights": -longer["weights"]}
+    equal = rows_of([[(8, 4, 8, 4)]] * 8)
+    one, other, even = (router_gradient(batch, **moe) for batch in (longer, swapped, equal))
+    sizes = [np.linalg.norm(x) for x in (one, other, even)]
+    assert min(sizes) > 1e-4, "equal lengths weigh too"
+    assert one @ other / (sizes[0] * sizes[1]) > 0.9999
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rates", [{"model": {"dropout": 0.3}}, {"lora": {"dropout": 0.3}}], ids=["model", "lora"])
+def test_the_policy_drops_nothing_as_its_reference_does_not(rates):
+    losses = []
+    for sections in ({}, rates):
+        program = Program(replaced(one_device(), **sections))
+        state = start(program, canonical_numbers(program.layout))
+        losses.append(float(program.train_step(state, program.place(rows_of(ROWS)))[1]["loss"]))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("section", ["model", "lora"])
+def test_a_rate_of_dropout_that_pairs_do_not_use_is_noted(section):
+    sentences = notes(replaced(one_device(), **{section: {"dropout": 0.3}}))
+    assert [f"{section}.dropout" in sentence for sentence in sentences].count(True) == 1
+    assert not any("dropout" in sentence for sentence in notes(one_device()))

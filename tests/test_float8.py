@@ -88,6 +88,24 @@ def test_rowwise_without_split_sums_and_blockwise_are_the_same_on_every_mesh(cel
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("cell", ["data, ZeRO-3", "zero bubble, uneven"])
+def test_from_the_same_state_each_step_is_that_of_one_device(cell):
+    recipe, model, mesh, parallel, more = CELLS[cell]
+    made = [config_of(recipe, model, m, p, more) for m, p in (({}, {}), (mesh, parallel))]
+    one, other = (Program(config, make_mesh(config)) for config in made)
+    state, its = one.init(), other.init()
+    for tokens, labels in token_batches(made[0], 4):
+        # the state of one device, on the mesh
+        numbers = one.layout.map(lambda w, x: np.asarray(one.layout.canonical_leaf(w, np.asarray(x))), state.params)
+        its = its._replace(params=place(other.layout, numbers))
+        batch = {"tokens": tokens, "labels": labels}
+        its, found = other.train_step(its, other.place(batch))
+        state, right = one.train_step(state, one.place(batch))
+        assert float(found["loss"]) == pytest.approx(float(right["loss"]), abs=LOSS)
+        assert float(found["grad_norm"]) == pytest.approx(float(right["grad_norm"]), rel=GRADIENT)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{}, {"microbatches": 2}])
 def test_gradients_that_travel_or_are_summed_on_the_way_are_those_of_one_device(more):
     model, sums = MODEL | {"layers": 10}, {"gradient_sums": "bfloat16"} if more else {}

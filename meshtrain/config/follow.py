@@ -156,6 +156,11 @@ def skips_idle_work(config: Config, platform: str) -> bool:
     return platform == "cpu" and not rings
 
 
+def drops(config: Config) -> bool:
+    """Whether a step drops anything: no policy of pairs does, since its reference does not, and noise in one of the two is no preference."""
+    return config.train.objective != "dpo" and (config.model.dropout > 0 or config.lora.dropout > 0)
+
+
 def microbatch_rows(config: Config) -> int:
     """Returns the rows of one microbatch on one data rank, padding included."""
     return padded_batch_size(config) // row_shards(config)

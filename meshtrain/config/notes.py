@@ -42,6 +42,11 @@ def _notes(config: Config) -> Iterator[str]:
         yield from _pipeline_notes(config)
     if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
         yield "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
+    if config.train.objective == "dpo":
+        for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
+            if rate:
+                why = "the policy drops nothing, as its reference does not"
+                yield f"{section}.dropout {rate:g} has no use with train.objective dpo: {why}."
     if config.optimizer.warmup_steps > config.train.steps:
         more = f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}"
         yield f"{more}: the run ends before the learning rate is at its peak."

@@ -18,7 +18,7 @@ from meshtrain.config import Config, replaced
 from meshtrain.config.follow import round_up
 from meshtrain.config.key import keys
 from meshtrain.data.loader import Batch
-from meshtrain.data.token_rows import read_part
+from meshtrain.data.token_rows import Stretches, read_part
 from meshtrain.errors import ConfigError
 from meshtrain.inputs import LABELS, pad_rows
 
@@ -65,6 +65,8 @@ class GlobalBatches(Protocol):
 
     def batch_shape(self, k: int) -> tuple[int, int]: ...
 
+    def tokens(self, k: int) -> int: ...
+
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch: ...
 
 
@@ -76,6 +78,11 @@ class Portion:
     places: Any
     at: np.ndarray
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens they hold, padding left out."""
+        return self.places.labels if isinstance(self.places, Stretches) else len(self.at) * self.rows.length
+
 
 class BatchesOfRows:
     """Batches of `size` rows of several sources of one row length, located many at a time."""
@@ -84,7 +91,8 @@ class BatchesOfRows:
         self.sources, self.size = list(sources), size
         self.shapes = ((size, sources[0].length),)
         self.places_per_batch = size * sources[0].length
-        self._located = lru_cache(maxsize=2)(self._locate)
+        # of the rows that are read here, and of all of them
+        self._located = lru_cache(maxsize=4)(self._locate)
 
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source, which of its items) of these rows [R] of batches ks [B, 1]: int64 [B, R]; source -1: the row is padding."""
@@ -94,10 +102,7 @@ class BatchesOfRows:
         return self.shapes[0]
 
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
-        begin, end, step = rows.indices(self.size)
-        count = len(range(begin, end, step))
-        many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
-        portions = self._located(k // many, many, begin, end, step)[k % many]
+        portions, count = self._portions(k, rows)
         parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
         if len(portions[0].at) == count:
             return parts[0]
@@ -106,6 +111,16 @@ class BatchesOfRows:
             for name, x in part.items():
                 batch[name][portion.at] = x
         return batch
+
+    def tokens(self, k: int) -> int:
+        return sum(portion.tokens for portion in self._portions(k, slice(None))[0])
+
+    def _portions(self, k: int, rows: slice) -> tuple[list[Portion], int]:
+        """Where these rows of batch k lie, and how many they are with padding."""
+        begin, end, step = rows.indices(self.size)
+        count = len(range(begin, end, step))
+        many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
+        return self._located(k // many, many, begin, end, step)[k % many], count
 
     def _locate(self, block: int, many: int, begin: int, end: int, step: int) -> list[list[Portion]]:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
@@ -170,8 +185,12 @@ class SplitBatches:
         return round_up(rows, self.multiple), length
 
     def tokens(self, k: int) -> int:
-        """Positions of global batch k, padding of its own rows counted, but not its padding rows."""
-        return math.prod(self.batches.batch_shape(k))
+        """Tokens of global batch k, padding left out: of images their positions."""
+        return self.batches.tokens(k)
+
+    def padding_tokens(self, k: int) -> int:
+        """Positions of global batch k that hold no token, those of padding rows included."""
+        return math.prod(self.batch_shape(k)) - self.tokens(k)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:

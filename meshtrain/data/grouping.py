@@ -121,6 +121,12 @@ class Grouped:
         return self.groups[group].rows, self.groups[group].length
 
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+        return read_part(self, self._stretches(k, rows), columns)
+
+    def tokens(self, k: int) -> int:
+        return self._stretches(k, slice(None)).labels
+
+    def _stretches(self, k: int, rows: slice) -> Stretches:
         number, index = self._place(k)
         group, epoch = self.groups[number], k // self.batches_per_epoch
         positions = index * group.rows + np.arange(group.rows)[rows]
@@ -128,8 +134,7 @@ class Grouped:
         real = positions < size
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
         lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
-        places = in_rows(group.length, np.ones_like(lengths), first, lengths)
-        return read_part(self, places, columns)
+        return in_rows(group.length, np.ones_like(lengths), first, lengths)
 
     def read(self, places: Stretches) -> Batch:
         return {"weights": places.weights(), **places.read(self.corpus)}

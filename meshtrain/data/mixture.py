@@ -117,6 +117,10 @@ class MixedGroups:
         source, index = self._place(k)
         return source.batch_shape(index)
 
+    def tokens(self, k: int) -> int:
+        source, index = self._place(k)
+        return source.tokens(index)
+
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
         source, index = self._place(k)
         return source.batch(index, rows, columns)

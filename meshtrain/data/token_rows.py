@@ -83,6 +83,11 @@ class Stretches:
         begins = np.append(True, segments[1:] != segments[:-1])
         return (places - np.maximum.accumulate(np.where(begins, places, 0))) * (segments > 0)
 
+    @property
+    def labels(self) -> int:
+        """How many labels stand in the rows, padding left out."""
+        return int(self.lengths[self.segments > 0].sum())
+
     def weights(self) -> np.ndarray:
         """1 where a label stands, 0 in the padding: float32 [rows, length]."""
         return self._rows(np.repeat((self.segments > 0).astype(np.float32), self.lengths))

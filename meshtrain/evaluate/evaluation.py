@@ -52,20 +52,23 @@ class Evaluation:
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def measure(self, params: Tree, synchronous: bool) -> dict[str, float]:
-        """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation batches; of images
-        also `eval_accuracy`, the share whose class is the argmax. `synchronous`: blocks on each batch."""
+        """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation batches, without label
+        smoothing and z-loss; `eval_regularized_loss`, the same with them, where they are trained with; of images also `eval_accuracy`, the
+        share whose class is the argmax. `synchronous`: blocks on each batch."""
         assert self.validation is not None
         data, program = self.validation, self.program
-        evaluate = program.eval_images if program.of_images else program.eval_step
+        names: list[str] = []
 
         def measured(batch: Any) -> tuple[Any, Any]:
-            result = evaluate(params, batch), self._counted(batch) if "weights" in batch else batch["labels"].size
+            found = program.eval_metrics(params, batch)
+            names[:] = found
+            result = list(found.values()), self._counted(batch) if "weights" in batch else batch["labels"].size
             return jax.block_until_ready(result) if synchronous else result
 
         indices = data.one_pass(self.config.eval.batches)
         batches = (program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices)
         means, _ = averages(batches, measured)
-        return dict(zip(("eval_loss", "eval_accuracy"), means, strict=False))
+        return dict(zip(names, means, strict=True))
 
     def is_best(self, step: int, loss: float) -> bool:
         """Records an evaluation; whether its state is to be saved as the best so far."""

@@ -83,8 +83,7 @@ def evaluate_text(
 ) -> dict[str, Any]:
     """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a batch at a time.
 
-    `perplexity` is None where the loss has more in it than likelihood: label smoothing, z loss, preferences. ConfigError where it is
-    not finite.
+    `perplexity` is None where the loss is no likelihood: of preferences, or of a function of one's own. ConfigError where it is not finite.
     """
     config, train = model.config, model.config.train
 
@@ -94,7 +93,7 @@ def evaluate_text(
 
     (loss,), count = averages(_portions(validation, config.eval.batches, rows, progress), measure)
     _check(model, loss, count)
-    likelihood = train.objective == "next_token" and not train.label_smoothing and not train.z_loss
+    likelihood = train.objective == "next_token" and train.loss is None
     what = "pairs" if train.objective == "dpo" else "tokens"
     perplexity = exp(loss) if likelihood else None
     return {"text": validation.source, "eval_loss": loss, "perplexity": perplexity, what: round(count)}
@@ -112,8 +111,7 @@ def evaluate_images(
 ) -> dict[str, Any]:
     """Returns the loss and accuracy of the first `batches`, or all, `rows` images at a time: the share of images whose class has the
     highest logit, or one of the TOP highest. ConfigError where the loss is not finite."""
-    train, classes = model.config.train, model.config.model.vocab_size
-    judge = jax.jit(partial(_losses_and_ranks, classes, train.label_smoothing, train.z_loss))
+    judge = jax.jit(partial(_losses_and_ranks, model.config.model.vocab_size))
 
     def measure(batch: Batch) -> tuple[list[float], float]:
         weights = batch[WEIGHTS][:, 0] if WEIGHTS in batch else np.ones(len(batch[LABELS]))
@@ -150,12 +148,10 @@ def _check(model: Model, loss: float, count: float) -> None:
         raise ConfigError(f"the model of {short(model.directory)} has no loss: {why}.")
 
 
-def _losses_and_ranks(
-    classes: int, smoothing: float, z_loss: float, logits_BV: jax.Array, labels_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _losses_and_ranks(classes: int, logits_BV: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The loss of each image, and the rank of its class among all by logit, from 0, [B]; of equals the first comes before."""
     logits, labels = logits_BV[:, None], labels_B[:, None]
-    losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()), smoothing, z_loss)[:, 0]
+    losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()))[:, 0]
     own = jnp.take_along_axis(logits_BV, labels, axis=1)
     before = (logits_BV > own) | ((logits_BV == own) & (jnp.arange(classes) < labels))
     return losses, before.sum(-1)

@@ -332,6 +332,10 @@ def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
         raise ConfigError(f"model.family {model.family} reads in both directions; it cannot go on with a text.")
     if mesh.pipeline > 1 or mesh.islands > 1:
         raise ConfigError(f"the mesh is {mesh}; a model generates on data x tensor, without stages and islands.")
+    if mesh.expert > 1:
+        raise ConfigError(
+            f"mesh.expert is {mesh.expert}, but a model generates with all experts on a device; leave it out."
+        )
     if slots < 1 or slots % mesh.data:
         raise ConfigError(f"{slots} slots cannot be shared by data {mesh.data}; give a multiple.")
     if length < 1:

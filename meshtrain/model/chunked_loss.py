@@ -19,13 +19,14 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from meshtrain.compat import vary, varying
+from meshtrain.model.loss import LabelLosses
 
 Tree = Any
 # (head's weights, stream [1, n, D], labels [1, n ranks]) -> losses [1, n ranks]
-Loss = Callable[[Tree, jax.Array, jax.Array], jax.Array]
+Loss = Callable[[Tree, jax.Array, jax.Array], LabelLosses]
 
 
-def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int) -> jax.Array:
+def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int) -> LabelLosses:
     """Returns the loss of each label, [B, L], from chunks of at most `chunk` labels; L is T times the ranks that split the sequence.
 
     A chunk has as many tokens of every rank, one after the other, as a gather gives them. Chunks are as even as they can be; what the
@@ -33,17 +34,17 @@ def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array,
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     losses = _loop(loss)(weights, cuts.of_stream(x_BTD), cuts.of_labels(labels_BL))
-    return cuts.joined(losses)
+    return jax.tree.map(cuts.joined, losses)
 
 
 def summed_by_chunks(
     loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, counts_BL: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LabelLosses]:
     """Returns the sum of the losses of `by_chunks` times what each counts, whose gradient is made with it, and the losses, which have none."""
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     given = cuts.of_stream(x_BTD), cuts.of_labels(labels_BL), cuts.of_labels(counts_BL)
     total, losses = _summed(loss)(weights, *given)
-    return total, cuts.joined(lax.stop_gradient(losses))
+    return total, jax.tree.map(cuts.joined, lax.stop_gradient(losses))
 
 
 class _Cuts:
@@ -77,19 +78,19 @@ class _Cuts:
         return padded.reshape(self.count, 1, self.size, *a.shape[1:])
 
 
-def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
+def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], LabelLosses]:
     """The losses of chunks, one after the other; of frozen weights no gradient is made."""
 
-    def run(weights: Tree, xs: jax.Array, labels: jax.Array) -> jax.Array:
+    def run(weights: Tree, xs: jax.Array, labels: jax.Array) -> LabelLosses:
         return lax.map(lambda of: loss(weights, *of), (xs, labels))
 
-    def forward(weights: Tree, xs: CustomVJPPrimal, labels: CustomVJPPrimal) -> tuple[jax.Array, tuple[Any, ...]]:
+    def forward(weights: Tree, xs: CustomVJPPrimal, labels: CustomVJPPrimal) -> tuple[LabelLosses, tuple[Any, ...]]:
         trained, frozen = _parted(weights)
         x, ids = xs.value, labels.value
         return run(_joined(trained, frozen), x, ids), (trained, frozen, x, ids)
 
-    def backward(residuals: tuple[Tree, Tree, jax.Array, jax.Array], g: jax.Array) -> tuple[Tree, jax.Array, None]:
-        _, sums, gx = _gradients(loss, *residuals, g)
+    def backward(residuals: tuple[Tree, Tree, jax.Array, jax.Array], g: LabelLosses) -> tuple[Tree, jax.Array, None]:
+        _, sums, gx = _gradients(loss, *residuals, g.losses)
         return sums, gx, None
 
     losses = jax.custom_vjp(run)
@@ -97,17 +98,17 @@ def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
     return losses
 
 
-def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LabelLosses]]:
     """The sum of what chunks' losses count, and the losses. Its forward makes the gradients too, while the logits are there."""
 
-    def run(weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = _loop(loss)(weights, xs, labels)
-        return jnp.sum(counts * losses), losses
+    def run(weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array) -> tuple[jax.Array, LabelLosses]:
+        found = _loop(loss)(weights, xs, labels)
+        return jnp.sum(counts * found.losses), found
 
-    def forward(weights: Tree, *others: CustomVJPPrimal) -> tuple[tuple[jax.Array, jax.Array], tuple[Tree, jax.Array]]:
+    def forward(weights: Tree, *others: CustomVJPPrimal) -> tuple[tuple[jax.Array, LabelLosses], tuple[Tree, jax.Array]]:  # fmt: skip
         xs, labels, counts = (a.value for a in others)
-        losses, *gradients = _gradients(loss, *_parted(weights), xs, labels, counts)
-        return (jnp.sum(counts * losses), losses), tuple(gradients)
+        found, *gradients = _gradients(loss, *_parted(weights), xs, labels, counts)
+        return (jnp.sum(counts * found.losses), found), tuple(gradients)
 
     def backward(gradients: tuple[Tree, jax.Array], g: tuple[Any, Any]) -> tuple[Any, ...]:
         return *jax.tree.map(lambda a: g[0].astype(a.dtype) * a, gradients), None, None
@@ -119,18 +120,23 @@ def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tup
 
 def _gradients(
     loss: Loss, trained: Tree, frozen: Tree, xs: jax.Array, labels: jax.Array, cotangents: jax.Array
-) -> tuple[jax.Array, Tree, jax.Array]:
+) -> tuple[LabelLosses, Tree, jax.Array]:
     """Returns the losses of chunks, and the gradients of the trained weights and of the stream, where theirs are `cotangents`."""
 
-    def chunk(sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+    def chunk(sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Tree, tuple[LabelLosses, jax.Array]]:
         x, ids, g = of
-        losses, vjp = jax.vjp(lambda weights, x: loss(_joined(weights, frozen), x, ids), trained, x)
-        gradient, gx = vjp(vary(g, varying(losses)))
-        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (losses, gx)
+
+        def losses(weights: Tree, x: jax.Array) -> tuple[jax.Array, LabelLosses]:
+            found = loss(_joined(weights, frozen), x, ids)
+            return found.losses, found
+
+        of_labels, vjp, found = jax.vjp(losses, trained, x, has_aux=True)
+        gradient, gx = vjp(vary(g, varying(of_labels)))
+        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (found, gx)
 
     zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained)
-    sums, (losses, gx) = lax.scan(chunk, zeros, (xs, labels, cotangents))
-    return losses, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained), gx
+    sums, (found, gx) = lax.scan(chunk, zeros, (xs, labels, cotangents))
+    return found, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained), gx
 
 
 def _parted(weights: Tree) -> tuple[Tree, Tree]:

@@ -91,6 +91,10 @@ class Collectives:
         """Sum over the parts of each row."""
         return x
 
+    def row_max(self, x: jax.Array) -> jax.Array:
+        """Maximum over the parts of each row."""
+        return x
+
     def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """What the chosen ones of all `experts` make of rows [N, D], by `model.experts.Experts.compute`, and the pairs that were dropped."""
         return compute(rows, chosen, weights, chosen.size)

@@ -33,7 +33,7 @@ from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block
-from meshtrain.model.loss import Mixed, Vocabulary, cross_entropy
+from meshtrain.model.loss import LabelLosses, Mixed, Vocabulary, cross_entropies
 from meshtrain.model.rope import Sequence
 
 
@@ -133,7 +133,7 @@ class ModelParts:
         self.collectives, self.hooks = collectives, hooks
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
-        built_in = partial(cross_entropy, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+        built_in = partial(cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss: Callable[..., jax.Array] = hooks.loss or built_in
         # the built-in one as a hook means no hook
@@ -161,19 +161,19 @@ class ModelParts:
         # the built-in one names its output itself, where its backward takes it
         return checkpoint_name(out, "attention")
 
-    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None) -> jax.Array:
-        """Returns the loss of each label, float32 [B, T]; where labels are `mixed`, a hook is called for each of the two."""
+    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None) -> LabelLosses:
+        """Returns the loss of each label; where labels are `mixed`, a hook is called for each of the two."""
+        if self.hooks.loss is None:
+            return self._loss(logits_BTV, labels_BT, self.vocabulary, mixed=mixed)
         if mixed is None:
             losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
-        elif self.hooks.loss is None:
-            losses = self._loss(logits_BTV, labels_BT, self.vocabulary, mixed=mixed)
         else:
-            first, other = (self.loss(logits_BTV, labels) for labels in (labels_BT, mixed.labels))
+            first, other = (self.loss(logits_BTV, labels).losses for labels in (labels_BT, mixed.labels))
             losses = mixed.share * first + (1 - mixed.share) * other
         wanted = jax.ShapeDtypeStruct(labels_BT.shape, jnp.float32)
         shared = varying(logits_BTV) - set(self.collectives.vocabulary)
         _check_result("loss", self._loss, losses, wanted, shared, "sum it over the vocabulary with vocabulary.sum")
-        return losses
+        return LabelLosses(losses)
 
 
 SHAPES = {"block": "[B, T, D]", "attention": "[B*T, H*K]", "loss": "[B, T]"}  # of a device, as the protocols name them

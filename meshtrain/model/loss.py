@@ -71,14 +71,27 @@ class Mixed(NamedTuple):
     share: jax.Array  # float32 [B, T]: of the first class; the rest is this one's
 
 
-def cross_entropy(
+class LabelLosses(NamedTuple):
+    """The loss of each label, [.., b, T]: one of a token, or of an image."""
+
+    losses: jax.Array  # float32: what training minimises
+    nll: jax.Array | None = None  # float32: the negative log-likelihood alone, without gradient, where losses hold more
+    correct: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
+
+
+def cross_entropy(*given: Any, **how: Any) -> jax.Array:
+    """Returns the losses of `cross_entropies` alone, [B, T]."""
+    return cross_entropies(*given, **how).losses
+
+
+def cross_entropies(
     logits_BTV: jax.Array,
     labels_BT: jax.Array,
     vocabulary: Vocabulary,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     mixed: Mixed | None = None,
-) -> jax.Array:
+) -> LabelLosses:
     """Negative log-likelihood per token, [B, T] in float32, from this device's share of the logits (Megatron-LM, section 3).
 
     `label_smoothing` spreads that share of the target evenly over the vocabulary (Szegedy et al. 2016); `z_loss` adds
@@ -96,7 +109,7 @@ def cross_entropy(
         share, other = mixed.share[..., None], jnp.where(ids == mixed.labels[..., None], value, 0.0)
         return share * first + (1 - share) * other
 
-    def forward(logits: jax.Array, labels: jax.Array, mixed: Mixed | None) -> tuple[jax.Array, tuple[Any, ...]]:
+    def forward(logits: jax.Array, labels: jax.Array, mixed: Mixed | None) -> tuple[LabelLosses, tuple[Any, ...]]:
         x = vocabulary.no_padding(logits, MASKED)
         top = vocabulary.max(jnp.max(x, axis=-1))
         shifted = x - top[..., None]
@@ -106,20 +119,22 @@ def cross_entropy(
             sums.append(jnp.sum(vocabulary.no_padding(shifted, 0.0), axis=-1))
         total, target, *everything = vocabulary.sum(jnp.stack(sums))
         log_z = jnp.log(total)
-        loss = log_z - target
+        loss = nll = log_z - target
         if label_smoothing:
             loss = (1 - label_smoothing) * loss + label_smoothing * log_z - even * everything[0]
         log_z = log_z + top
-        return loss + z_loss * log_z**2 if z_loss else loss, (logits, labels, mixed, log_z)
+        if z_loss:
+            loss = loss + z_loss * log_z**2
+        return LabelLosses(loss, None if loss is nll else nll), (logits, labels, mixed, log_z)
 
-    def backward(residuals: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None, None]:
+    def backward(residuals: tuple[Any, ...], g: LabelLosses) -> tuple[jax.Array, None, None]:
         logits, labels, mixed, log_z = residuals
         p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
         target = targeted(labels, mixed, 1 - label_smoothing)
         if label_smoothing:
             target = target + vocabulary.no_padding(jnp.full_like(p, even), 0.0)
         gradient = p * (1 + 2 * z_loss * log_z)[..., None] - target if z_loss else p - target
-        return (g[..., None] * gradient).astype(logits.dtype), None, None
+        return (g.losses[..., None] * gradient).astype(logits.dtype), None, None
 
     losses = jax.custom_vjp(lambda *given: forward(*given)[0])
     losses.defvjp(forward, backward)

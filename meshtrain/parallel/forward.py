@@ -21,7 +21,7 @@ from meshtrain.mesh import PIPELINE
 from meshtrain.model.decoder import Decoder, add_rows
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import ModelParts
-from meshtrain.model.loss import Mixed, dpo
+from meshtrain.model.loss import LabelLosses, Mixed, dpo
 from meshtrain.model.products import use_adapters
 from meshtrain.model.rope import Routing, sequences
 from meshtrain.parallel.layout import Layout, Segment
@@ -33,16 +33,10 @@ Tree = Any
 # tokens, labels, rows and where needed positions, segments, weights, pairs, reference: [.., b, T] ([.., b] for rows);
 # or of images what `meshtrain.inputs` lists
 Batch = dict[str, jax.Array]
-SEED = "seed"  # of the gradient of a loss that counts once, of a batch: for losses that layers make themselves
+# of each row, for experts: the seed of the gradient of a loss that layers make themselves, and the last place in the row that weighs
+SEED, LAST = "seed", "last"
 # a loss summed over what it is of, and sums of what else is measured
 Totals = tuple[jax.Array, dict[str, jax.Array]]
-
-
-class LabelLosses(NamedTuple):
-    """The loss of each label, [.., b, T]: one of a token, or of an image."""
-
-    losses: jax.Array  # float32
-    correct: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
 
 
 class LossAndGradients(NamedTuple):
@@ -180,7 +174,7 @@ class Forward:
             return head, None
         return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
 
-    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array | None, jax.Array]:  # fmt: skip
+    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array | None, LabelLosses]:  # fmt: skip
         """By chunks the sum of what each loss `counts`; and the loss of each label, float32 [b, T], from the last stage's x (where `here` is true)."""
         labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
         chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
@@ -188,7 +182,7 @@ class Forward:
             return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
         from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 
-        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> LabelLosses:
             head, tied = used
             return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
 
@@ -208,17 +202,19 @@ class Forward:
     def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:
         """Its labels one by one."""
         if not self.of_images:
-            return _where(here, LabelLosses(self._losses(weights, x, batch, here)[1]))
+            return _where(here, self._losses(weights, x, batch, here)[1])
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
-        return _where(here, LabelLosses(losses, correct))
+        return _where(here, losses._replace(correct=correct))
 
-    def total(self, losses: jax.Array, batch: Batch) -> Totals:
-        """The loss of labels with these losses, float32 [.., T], not yet divided by what counts of a batch (`model.loss.counted`)."""
+    def total(self, labels: LabelLosses, batch: Batch) -> Totals:
+        """The loss of labels, [.., T], and their likelihood beside it where it holds more, not yet divided by what counts of a batch
+        (`model.loss.counted`)."""
         if self.config.train.objective == "dpo":
-            return dpo(losses, batch, self.config.train.dpo_beta, self.collectives)
-        return weighted(losses, batch), {}
+            return dpo(labels.losses, batch, self.config.train.dpo_beta, self.collectives)
+        measured = {} if labels.nll is None else {"nll": weighted(labels.nll, batch)}
+        return weighted(labels.losses, batch), measured
 
     def length(self, batch: Batch) -> int:
         """Positions of a row, or of the part of it that is here."""
@@ -232,20 +228,20 @@ class Forward:
         behind all that counts in its row; nor what an idle stage or a place without a layer computes with."""
         if not self.config.model.moe.experts:
             return None
-        count = jnp.ones(batch[TOKENS].shape)
-        if WEIGHTS in batch:
-            count = batch[WEIGHTS]
-        total = self.collectives.row_sum(count.sum(-1))
         if "segments" in batch:
             routed = batch["segments"] > 0
-        elif self.config.mesh.context > 1:
-            routed = jnp.broadcast_to(total[:, None] > 0, count.shape)
+        elif LAST in batch:
+            routed = self.collectives.positions(self.length(batch)) <= batch[LAST][:, None]
         else:
-            routed = jnp.cumsum((count > 0)[:, ::-1], axis=1)[:, ::-1] > 0
+            routed = jnp.ones(batch[TOKENS].shape, bool)
         if active is not None:
             routed = routed & active
-        seeds = batch[SEED] * total if SEED in batch else None
-        return lambda index: Routing(routed & (index >= 0), seeds)
+        return lambda index: Routing(routed & (index >= 0), batch.get(SEED))
+
+    def last_weighing(self, weights: jax.Array) -> jax.Array:
+        """The last place that weighs in each row, of which context may have parts here: int32 [b]; -1 where none does."""
+        places = jnp.where(weights != 0, self.collectives.positions(weights.shape[1]), -1)
+        return self.collectives.row_max(places.max(-1))
 
     def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
@@ -263,6 +259,13 @@ def split_layers(stacked: Tree, segments: list[Segment]) -> list[Tree]:
 def added(totals: Tree, more: Tree) -> Tree:
     """`totals` with more added, in the dtypes of the totals."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, more)
+
+
+def sum_at_once(sum_of: Callable[[jax.Array], jax.Array], scalars: Tree) -> Tree:
+    """The sums of scalars that vary over the same axes, by one call of `sum_of`: one collective."""
+    leaves, tree = jax.tree.flatten(scalars)
+    assert len({frozenset(varying(leaf)) for leaf in leaves}) == 1
+    return jax.tree.unflatten(tree, list(sum_of(jnp.stack(leaves))) if len(leaves) > 1 else [sum_of(leaves[0])])
 
 
 def _mixed(batch: Batch) -> Mixed | None:

@@ -22,6 +22,7 @@ from meshtrain.run.hooks import Row, RunHook
 
 Tree = Any
 
+DIGIT_BITS = 15  # n counts of as many bits sum up to an int32, of up to 2^15 experts
 COUNTS = "expert_counts"  # in the metrics of a step, float32 [layers, experts + 2]
 
 
@@ -36,7 +37,7 @@ def beside_loads(
         if moe.balance != "bias":
             return jnp.zeros_like(counts)
         tokens = counts[..., : moe.experts]
-        step = moe.bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+        step = moe.bias_rate * below_mean(tokens)
         return jnp.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, COUNTED)])
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -45,6 +46,20 @@ def beside_loads(
         return layout.map(of, updates, gradients), state
 
     return optax.GradientTransformation(lambda params: optimizer.init(layout.only_updated(params)), update)
+
+
+def below_mean(counts: jax.Array) -> jax.Array:
+    """Returns the sign of (mean over the last axis - count) of whole numbers up to 2^31, float32; 0 exactly at the mean.
+
+    The sum less n times the count is taken in two digits of 15 bits and more, since both may be beyond int32, as float32's whole
+    numbers are beyond 2^24.
+    """
+    n, whole = counts.shape[-1], counts.astype(jnp.int32)
+    high, low = (
+        digits.sum(-1, keepdims=True) - n * digits for digits in (whole >> DIGIT_BITS, whole & ((1 << DIGIT_BITS) - 1))
+    )
+    high, low = high + (low >> DIGIT_BITS), low & ((1 << DIGIT_BITS) - 1)
+    return jnp.sign(jnp.where(high != 0, high, low)).astype(jnp.float32)
 
 
 def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
@@ -58,7 +73,8 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
         return {}
     tokens, dropped, entropy = divided(counts, config.model.moe.experts)
     total = jnp.maximum(tokens.sum(), 1)
-    worst = jnp.max(tokens.max(-1) / jnp.maximum(tokens.mean(-1), 1e-9))
+    # no mean, which a compiler makes a product with 1 / experts
+    worst = jnp.max(tokens.max(-1) * config.model.moe.experts / jnp.maximum(tokens.sum(-1), 1))
     entropy = entropy.sum() * config.model.moe.top_k / total
     numbers = {"expert_load": worst, "router_entropy": entropy, "dropped_rows": dropped.sum()}
     if config.telemetry.experts_every:

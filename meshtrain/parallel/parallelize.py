@@ -20,12 +20,13 @@ from jax import lax
 from meshtrain import xla
 from meshtrain.compat import varying
 from meshtrain.config import ConfigError
+from meshtrain.config.follow import drops
 from meshtrain.config.reduce import sums_in_place
-from meshtrain.inputs import LABELS, inputs
+from meshtrain.inputs import LABELS, WEIGHTS, inputs
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.loss import counted
 from meshtrain.parallel import accumulate
-from meshtrain.parallel.forward import SEED, Batch, Forward, LabelLosses, LossAndGradients, weighted
+from meshtrain.parallel.forward import LAST, SEED, Batch, Forward, LabelLosses, LossAndGradients, sum_at_once, weighted
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.reduce.reduction import Statistics
 from meshtrain.parallel.tensor import MeshCollectives
@@ -92,34 +93,39 @@ class LocalStep:
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
         key = None
-        if self.config.model.dropout or self.config.lora.dropout:
+        if drops(self.config):
             key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
         divisor = _divisor(count)
-        if self.config.model.moe.experts:
-            batches = {**batches, SEED: jnp.broadcast_to(scale / divisor, len(inputs(batches)))}
+        if SEED in batches:
+            batches = {**batches, SEED: scale * batches[SEED]}
         totals, gradients = self.loss_and_gradients(weights, batches, key, scale / divisor)
-        loss, measured = jax.tree.map(lambda total: self._sum(total) / divisor, totals)
+        loss, measured = jax.tree.map(lambda total: total / divisor, sum_at_once(self._sum, totals))
         with jax.named_scope(xla.ZERO):
             reduced = self.zero.reduce_grads(gradients, feedback, scale)
         return Gradients(loss, *reduced, measured, count if counts else None)
 
     def loss(self, masters: Tree, batch: Batch) -> jax.Array:
-        """The mean loss alone."""
-        return self.loss_and_accuracy(masters, batch)[0]
+        """The mean loss alone, without what only regularises training."""
+        return self.evaluated(masters, batch)["eval_loss"]
 
-    def loss_and_accuracy(self, masters: Tree, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-        """The mean loss, and of images the share of them whose argmax is their class."""
+    def evaluated(self, masters: Tree, batch: Batch) -> dict[str, jax.Array]:
+        """The means of an evaluation, by their names in a row: the loss without what only regularises training, and with it where the two
+        differ; of images the share of them whose argmax is their class."""
         weights = self.zero.gather_params(masters)
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
         labels = self._label_losses(self.forward, weights, batches)
-        total, _ = self.forward.total(labels.losses, batches)
-        correct = None if labels.correct is None else self._sum(weighted(labels.correct, batches)) / _divisor(count)
-        return self._sum(total) / _divisor(count), correct
+        total, measured = self.forward.total(labels, batches)
+        totals = {"eval_loss": measured.get("nll", total)}
+        if labels.nll is not None:
+            totals["eval_regularized_loss"] = total
+        if labels.correct is not None:
+            totals["eval_accuracy"] = weighted(labels.correct, batches)
+        return {name: self._sum(total) / _divisor(count) for name, total in totals.items()}
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """This data rank's rows as [microbatches, rows, ..] with their global indices, and what counts in the batch: tokens, images or,
-        with objective dpo, pairs."""
+        """This data rank's rows as [microbatches, rows, ..] with their global indices and what experts must know of them, and what counts in
+        the batch: tokens, images or, with objective dpo, pairs."""
         rows, length = len(inputs(batch)), self.forward.length(batch)
         m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
         if rows % m:
@@ -127,11 +133,25 @@ class LocalStep:
         if self.config.parallel.sequence_parallel and length % tensor:
             raise ConfigError(f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row.")
         batch = {**batch, "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows)}
-        cut = jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), batch)
-        if "weights" in batch:
-            return cut, lax.psum(counted(batch, self.forward.collectives), self.summed_over)
+        of_experts, count = self._counted(batch)
+        return jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), {**batch, **of_experts}), count
+
+    def _counted(self, batch: Batch) -> tuple[Batch, jax.Array]:
+        """For experts, where each row's last place that weighs is, and its share of the labels that weigh; and what counts in the batch."""
         ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
-        return cut, jnp.float32(ranks * batch[LABELS].size)
+        experts, collectives = self.config.model.moe.experts, self.forward.collectives
+        if WEIGHTS not in batch:
+            count = jnp.float32(ranks * batch[LABELS].size)
+            share = jnp.full(len(batch[LABELS]), batch[LABELS].shape[1] * collectives.context) / count
+            return ({SEED: share} if experts else {}), count
+        count = counted(batch, collectives)
+        if not experts:
+            return {}, lax.psum(count, self.summed_over)
+        # Of pairs half of the weights are negative.
+        of_rows = jnp.abs(batch[WEIGHTS]).sum(-1)
+        count, labels = lax.psum(jnp.stack([count, of_rows.sum()]), self.summed_over)
+        last = {} if "segments" in batch else {LAST: self.forward.last_weighing(batch[WEIGHTS])}
+        return {SEED: collectives.row_sum(of_rows) / _divisor(labels), **last}, count
 
     def _with_reference(self, weights: Weights, batches: Batch) -> Batch:
         """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through the same stages."""

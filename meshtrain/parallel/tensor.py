@@ -115,6 +115,9 @@ class MeshCollectives(VocabularyShards):
     def row_sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, CONTEXT) if self.context > 1 else x
 
+    def row_max(self, x: jax.Array) -> jax.Array:
+        return lax.pmax(x, CONTEXT) if self.context > 1 else x
+
     def vocabulary_max(self, x: jax.Array) -> jax.Array:
         return super().vocabulary_max(vary(x, self.vocabulary))
 

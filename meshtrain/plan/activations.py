@@ -7,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 from meshtrain.config import Config, ModelConfig
+from meshtrain.config.follow import drops
 from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.model.weights import adapted, all_weights, is_trained
@@ -44,6 +45,10 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     return Widths(stream, model.d_model, heads, heads * k, own * k, groups * k, hidden, matrices, normed, behind)
 
 
+def _model_drops(config: Config) -> bool:
+    return config.model.dropout > 0 and drops(config)
+
+
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
     model, pieces = config.model, in_pieces(config)
@@ -56,7 +61,7 @@ def kernel(config: Config, platform: str) -> Kernel:
         model.head_dim,
         length,
         is_packed(config),
-        model.dropout > 0,
+        _model_drops(config),
         model.score_cap > 0,
         pieces,
         window,
@@ -209,7 +214,7 @@ def work(config: Config, platform: str) -> float:
         block = 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
-        mlp += size * w.matrices * w.hidden + (10 if config.model.dropout else 3) * block
+        mlp += size * w.matrices * w.hidden + (10 if _model_drops(config) else 3) * block
     across = _across(config, w, size)
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with tensor parallelism these
     # are under the MLP's own messages.

@@ -253,7 +253,7 @@ def _factors(tally: _Tally, weight: Placed) -> None:
     config = tally.config
     matrix = as_matrix(config, weight)
     assert matrix is not None
-    local, first = compressed_part(config, weight).local(config), int(weight.stacked)
+    local, first = compressed_part(config, weight).local(config), matrix.first
     layers, n, c = (
         math.prod(local[a:b]) for a, b in ((0, first), (first, first + matrix.rows), (first + matrix.rows, None))
     )

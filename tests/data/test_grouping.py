@@ -115,3 +115,13 @@ def test_tokens_per_batch_is_the_mean_over_an_epoch(text, last):
     train, _ = open_data(config(text, batching="budget", last=last))
     labels = sum(train.batch(k)["weights"].sum() for k in range(train.batches_per_epoch))
     assert abs(train.tokens_per_batch * train.batches_per_epoch / labels - 1) < (1e-9 if last == "pad" else 0.02)
+
+
+@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
+def test_tokens_and_padding_of_a_batch_are_those_that_it_has(batching):
+    train, _ = open_data(config("stdlib", length=128, batching=batching, last="pad"))
+    last = train.batches_per_epoch - 1
+    for k in (0, 1, last):
+        batch = train.batch(k)
+        there = batch["weights"].sum() if "weights" in batch else batch["labels"].size
+        assert (train.tokens(k), train.padding_tokens(k)) == (there, batch["labels"].size - there)

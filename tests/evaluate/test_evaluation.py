@@ -69,7 +69,7 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread
         batches.append({"tokens": tokens, "labels": labels, "weights": weights})
     held_out = of_batches(batches, (8, length))
     settings = config(eval={"every": 1, "batches": 4})
-    how = {"part": built.part, "place": built.place, "eval_step": built.eval_step, "of_images": False}
+    how = {"part": built.part, "place": built.place, "eval_metrics": built.eval_metrics}
     asked = SimpleNamespace(config=settings, **how)
     # Larger weights, so that losses differ.
     params = train.jax.tree.map(lambda x: x * 8, built.init().params)
@@ -89,8 +89,7 @@ def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
         config=config(eval={"every": 1, "batches": 3}),
         part=lambda shape: (slice(None), None),
         place=lambda batch: batch,
-        eval_step=lambda params, batch: batch["loss"],
-        of_images=False,
+        eval_metrics=lambda params, batch: {"eval_loss": batch["loss"]},
     )
     found = Evaluation(asked, held_out, tmp_path / "none", 0).measure(None, True)
     assert found == {"eval_loss": (3 * 1.0 + 3.0) / 4}

@@ -359,6 +359,10 @@ def test_what_cannot_generate_is_refused_in_a_sentence(eight):
         Decoding(unread(), 0, 16)
     with pytest.raises(ConfigError, match="without stages"):
         Decoding(unread(pipeline=3), 2, 16)
+    experts = {"experts": 4, "top_k": 2, "d_ff": 8}
+    spread = mt.load({"model": {"family": "mixtral", "layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "vocab_size": 61, "moe": experts}, "mesh": {"data": 2, "expert": 2}})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"mesh\.expert is 2"):
+        Decoding(Model(mt.Program(spread), None, 0, GOLDEN), 2, 16)
     with pytest.raises(ConfigError, match="3 slots cannot be shared by data 2"):
         Decoding(unread(data=2), 3, 16)
     mine = lambda q, k, v, segments, collectives, dropout: q.reshape(-1, q.shape[2] * q.shape[3])  # noqa: E731

@@ -41,7 +41,7 @@ def _built(key: _Key) -> Program:
     program = Program(key.config, mesh, masters=masters)
     # made here, so that all views have the same, and traced once
     program.init = jax.jit(program.init, out_shardings=program.state_shardings)  # type: ignore[method-assign]
-    for lazy in ("_gradients", "train_step", "eval_step", "eval_images", "logits", "is_finite"):
+    for lazy in ("_gradients", "train_step", "eval_step", "eval_images", "eval_metrics", "logits", "is_finite"):
         getattr(program, lazy)
     return program
 

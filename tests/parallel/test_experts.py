@@ -209,3 +209,34 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     errors = jax.tree.map(apart, ours_of, gradients)
     assert max(errors["blocks"]["attention"].pop(name) for name in "qk") < OF_DIFFERENCES
     assert max(jax.tree.leaves(errors)) < WITHIN, errors
+
+
+RAGGED = (5, 9, 3, 16, 1, 12, 8, 15)
+
+
+def ragged(config: Config) -> dict[str, np.ndarray]:
+    """A batch whose rows end at RAGGED, with a place inside that does not weigh."""
+    tokens, labels = token_batches(config, 1)[0]
+    weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(np.float32)
+    weights[1, 2] = 0
+    return {"tokens": tokens, "labels": labels, "weights": weights}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("router", ["losses", "bias"])
+def test_padding_behind_a_row_chooses_no_expert_where_context_splits_rows(router, strategy):
+    sums = []
+    for mesh, parallel in (({}, {}), ({"context": 2}, {"context_strategy": strategy})):
+        program = Program(configuration(router, mesh, parallel))
+        numbers = place(program.layout, one_device(router, False)[0])
+        given = numbers, program.place(ragged(program.config)), jnp.int32(0), jnp.float32(1)
+        loss, shards = jax.jit(program.gradients)(*given)
+        sums.append((float(loss), program.layout.canonical(shards)))
+    (loss, right), (found, gradient) = sums
+    counts = [np.asarray(g["blocks"]["experts"]["load"])[:, :-2] for g in (right, gradient)]
+    np.testing.assert_array_equal(*counts)
+    assert (counts[0].sum(-1) == sum(RAGGED) * program.config.model.moe.top_k).all()
+    assert found == pytest.approx(loss, rel=WITHIN)
+    for mine, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5 * np.abs(theirs).max() + 1e-9)

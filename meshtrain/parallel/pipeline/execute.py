@@ -22,7 +22,7 @@ from jax import lax
 
 from meshtrain.compat import varying
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients
+from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, sum_at_once
 from meshtrain.parallel.pipeline.clock import Execution, row_of
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.zero import Weights
@@ -62,7 +62,7 @@ class Executor:
             carry = Sending(execution, self.phases).run()
         else:
             carry = execution.end(execution.run(self.phases, execution.start()))
-        totals = jax.tree.map(_over_stages, (carry.loss, carry.measured))
+        totals = sum_at_once(_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:

@@ -52,7 +52,7 @@ def summed(
 
     shard: of the sum only what ZeRO gives this data rank is computed.
     """
-    first, columns = int(weight.stacked), weight.stacked + matrix.rows
+    first, columns = matrix.first, matrix.first + matrix.rows
     layers, row_dims, column_dims = g.shape[:first], g.shape[first:columns], g.shape[columns:]
     m = g.reshape(math.prod(layers), math.prod(row_dims), math.prod(column_dims))
     of_all = factors(m, q.reshape(len(m), m.shape[2], matrix.rank), ranks)
@@ -60,13 +60,13 @@ def summed(
     p = of_all.p.reshape(*layers, *row_dims, matrix.rank)
     total = of_all.total.reshape(*layers, *column_dims, matrix.rank)
     if shard:
-        p, total = _of_this_rank(weight, columns, p, total)
-    shape = (*layers, *p.shape[first:-1], *total.shape[first:-1])
-    thin = [x.reshape(len(m), -1, matrix.rank) for x in (p, total)]
+        p, total = _of_this_rank(weight, first, columns, p, total)
+    shape = (*p.shape[:-1], *total.shape[first:-1])
+    thin = [x.reshape(math.prod(p.shape[:first]), -1, matrix.rank) for x in (p, total)]
     return LowRankSum(_product("lnr,lcr->lnc", *thin).reshape(shape), arrived, of_all.total.reshape(q.shape))
 
 
-def _of_this_rank(weight: Placed, columns: int, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_this_rank(weight: Placed, first: int, columns: int, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """P and Q with of the dimension that ZeRO shards this data rank's part alone, padded where it is."""
     dim = weight.zero_dim
     assert dim is not None
@@ -77,7 +77,9 @@ def _of_this_rank(weight: Placed, columns: int, p: jax.Array, q: jax.Array) -> t
         x = jnp.pad(x, [(0, more if d == at else 0) for d in range(x.ndim)])
         return lax.dynamic_slice_in_dim(x, lax.axis_index(weight.zero_axes) * each, each, at)
 
-    return (part(p, dim), q) if dim < columns else (p, part(q, dim - columns + weight.stacked))
+    if dim < first:
+        return part(p, dim), part(q, dim)
+    return (part(p, dim), q) if dim < columns else (p, part(q, dim - columns + first))
 
 
 def _product(what: str, *factors: jax.Array) -> jax.Array:

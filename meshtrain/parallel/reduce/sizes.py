@@ -43,14 +43,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class GradientMatrix:
-    """A weight's gradient as PowerSGD sees it: its dimensions but that of the layers, the first `rows` of them as rows.
+    """A weight's gradient as PowerSGD sees it: its dimensions but those of layers and experts, the first `rows` of them as rows.
 
         mlp.up    [embed | mlp]             attention.q     [embed | heads, head]
         mlp.down  [mlp | embed]             attention.out   [heads, head | embed]
 
-    Each layer has a matrix of its own, and so has each device along the axes that split the weight.
+    Each layer, and of it each expert, has a matrix of its own, and so has each device along the axes that split the weight.
     """
 
+    first: int  # dimensions before: of layers and experts
     rows: int
     rank: int  # columns of P and Q
 
@@ -94,7 +95,9 @@ def residual_spread(config: Config, weight: Placed) -> Spread | None:
 def as_matrix(config: Config, weight: Placed) -> GradientMatrix | None:
     """How PowerSGD sees a gradient; None for what is no matrix, and where P and Q of this rank were no less than the matrix."""
     rows, rank = _rows(weight), config.parallel.reduce.rank
-    return GradientMatrix(rows, rank) if rows is not None and rank <= _largest_rank(config, weight, rows) else None
+    if rows is None or rank > _largest_rank(config, weight, rows):
+        return None
+    return GradientMatrix(_first(weight), rows, rank)
 
 
 def check_rank(config: Config) -> None:
@@ -111,27 +114,34 @@ def check_rank(config: Config) -> None:
         )
 
 
+def _first(weight: Placed) -> int:
+    """The dimensions that count matrices: of layers, and of experts."""
+    return weight.stacked + (weight.axes[weight.stacked] == "experts")
+
+
 def _rows(weight: Placed) -> int | None:
     """The dimensions that are rows; None for what is no matrix."""
-    axes = weight.axes[weight.stacked :]
+    axes = weight.axes[_first(weight) :]
+    if not axes:
+        return None
     rows = 2 if axes[0] in ("heads", "kv_heads") else 1  # a head's dimensions stay together
     return rows if len(axes) > rows else None
 
 
 def _largest_rank(config: Config, weight: Placed, rows: int) -> int:
     """The largest rank of P and Q that are together smaller than the matrix on a device."""
-    local = compressed_part(config, weight).local(config)[weight.stacked :]
+    local = compressed_part(config, weight).local(config)[_first(weight) :]
     n, c = math.prod(local[:rows]), math.prod(local[rows:])
     return (n * c - 1) // (n + c)
 
 
 def q_spread(config: Config, weight: Placed) -> Spread | None:
-    """PowerSGD's Q of a weight: [layers, devices that split the rows, *columns, rank], the layers only where they are stacked."""
+    """PowerSGD's Q of a weight: [layers, experts, devices that split the rows, *columns, rank], without what it does not have of the first two."""
     if not _is_low_rank(config) or not compresses(config, weight):
         return None
     matrix = as_matrix(config, weight)
     assert matrix is not None
-    what, first = compressed_part(config, weight), weight.stacked
+    what, first = compressed_part(config, weight), matrix.first
     columns = first + matrix.rows
     splitting = tuple(axis for axes in what.over[first:columns] for axis in axes)
     shape = (*what.shape[:first], _ways(config, splitting), *what.shape[columns:], matrix.rank)

@@ -138,6 +138,23 @@ def test_each_devices_part_of_a_weight_is_a_matrix_of_inputs_and_outputs(name, n
     assert shape[: len(layers)] == layers
 
 
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "tensor": 2}])
+def test_each_expert_has_a_matrix_of_its_own(mesh):
+    moe = {"experts": 8, "top_k": 2, "d_ff": 48}
+    model = {"family": "mixtral", "layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": moe}
+    config = load(
+        {"model": model, "mesh": mesh, "parallel": {"reduce": {"compression": "powersgd", "rank": 3}}, "train": {"global_batch_size": 8}}
+    )  # fmt: skip
+    weights = {w.name: w for w in all_placed(config)}
+    width = 48 // mesh.get("tensor", 1)
+    for name, n, c in (("gate", 32, width), ("up", 32, width), ("down", width, 32)):
+        weight = weights[f"blocks.experts.{name}"]
+        seen = sizes.as_matrix(config, weight)
+        local = sizes.compressed_part(config, weight).local(config)[seen.first :]
+        assert (seen.first, local) == (2, (n, c))
+        assert sizes.q_spread(config, weight).local(config) == (4, 8, 1, c, 3)
+
+
 def test_a_matrix_that_would_not_get_smaller_goes_as_it_is():
     small, large = configuration(12), configuration(13)
     k = next(w for w in all_placed(small) if w.name == "blocks.attention.k")  # 64 x 16: 12 * 80 < 1024 < 13 * 80
