@@ -191,9 +191,11 @@ def _show(chosen: argparse.Namespace) -> None:
     options = PrepareOptions(chosen.tokenizer, contents=chosen.format, template=chosen.template)
     files = _find(chosen.input, chosen.format)
     encoder = open_encoder(options, last_change(files))
-    name, tokens = show.nth(files, encoder, chosen.number)
+    name, tokens, notes = show.nth(files, encoder, chosen.number)
     draw = show.print_json if chosen.json else show.draw
     draw(name, tokens, encoder.tokenizer, chosen.length)
+    for note in notes:
+        print(f"Note: {note}", file=sys.stderr)
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:

@@ -122,12 +122,19 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
     if whole[0]:
         for name, turns in prompts.items():
             _agree(turns, sides[0], name, names[0])
-        stated = [text_of(turn.message["content"]) for turns in prompts.values() for turn in turns if turn.message["role"] == SYSTEM]
+        stated = [
+            text_of(turn.message["content"])
+            for turns in prompts.values()
+            for turn in turns
+            if turn.message["role"] == SYSTEM
+        ]
         sides = [_with_system(fields, side, stated) for side in sides]
     elif prompts:
         sides = _continued(prompts, sides, fields, names)
     else:
-        raise Unfit("no pair", "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)")
+        raise Unfit(
+            "no pair", "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)"
+        )
     sides = [_with_system(fields, side) for side in sides]
     first, second = ([turn.message for turn in side] for side in sides)
     if first == second:

@@ -106,7 +106,7 @@ def is_parts(content: Any) -> bool:
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what a call says of its function, name and arguments, in OpenAI's spelling or in Hermes'."""
-    return call["function"] if "function" in call else call
+    return call.get("function", call)
 
 
 def listed(value: Any, what: str) -> list[Any]:
@@ -138,9 +138,7 @@ def calls_of(value: Any, what: str) -> list[dict[str, Any]]:
     for call in calls:
         if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), str | dict):
             raise Unfit("no conversation", f"(a {what} is no JSON with name and arguments)")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}} for call in calls
-    ]
+    return [{"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}} for call in calls]
 
 
 def _turn(entry: Mapping[str, Any]) -> Turn:
@@ -198,7 +196,9 @@ def _content(content: Any, role: str, calls: bool) -> Any:
     # A tool may answer with an object.
     if role == TOOL and isinstance(content, dict | list) and content:
         return content
-    kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+    kinds = (
+        {str(part.get("type")) for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+    )
     other = ", ".join(sorted(kinds - {"text"}))
     raise Unfit("no conversation", f"(a message of {short(role)} is no text{f', but {short(other)}' if other else ''})")
 

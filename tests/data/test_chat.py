@@ -64,7 +64,10 @@ ONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", ONE)
 def test_shapes_of_a_question_are_one_conversation(shape):
     found = conversation(ONE[shape])
-    assert [(m["role"], text_of(m["content"]).strip()) for m in found.messages] == [("user", "2+2?"), ("assistant", "4")]
+    assert [(m["role"], text_of(m["content"]).strip()) for m in found.messages] == [
+        ("user", "2+2?"),
+        ("assistant", "4"),
+    ]
     assert found.learned == (1,)
 
 
@@ -115,7 +118,9 @@ def test_calls_are_read_as_they_stand_in_each_spelling(turns, calls):
 
 def test_a_question_with_calls_in_place_of_an_answer_is_one_message_that_calls():
     found = conversation(XLAM)
-    assert found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]} and found.tools == TOOLS
+    assert (
+        found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]} and found.tools == TOOLS
+    )
 
 
 @pytest.mark.parametrize("role", ["tool", "function", "observation", "tool_response", "function_response"])
@@ -226,7 +231,10 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_pairs_are_two_conversations_that_differ_in_the_answer(shape):
     chosen, rejected = pair(PAIRS[shape])
     for side, answer in ((chosen, "6"), (rejected, "5")):
-        assert [(m["role"], m["content"].strip()) for m in side.messages] == [("user", "And\n3+3?"), ("assistant", answer)]
+        assert [(m["role"], m["content"].strip()) for m in side.messages] == [
+            ("user", "And\n3+3?"),
+            ("assistant", answer),
+        ]
         assert side.learned == (1,)
 
 
@@ -248,7 +256,10 @@ def test_a_pair_s_system_prompt_stands_once_before_both(record):
 def test_answers_that_repeat_a_long_prompt_have_it_once():
     prompt = "What is three and three, please?"
     record = {"prompt": prompt, "chosen": f"{prompt} It is 6", "rejected": f"{prompt} It is 5"}
-    assert [[m["content"] for m in side.messages] for side in pair(record)] == [[prompt, "It is 6"], [prompt, "It is 5"]]
+    assert [[m["content"] for m in side.messages] for side in pair(record)] == [
+        [prompt, "It is 6"],
+        [prompt, "It is 5"],
+    ]
     assert pair({"prompt": "A", "chosen": "Apple", "rejected": "Ant"})[0].messages[1]["content"] == "Apple"
 
 
