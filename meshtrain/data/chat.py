@@ -22,10 +22,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshtrain.data.messages import ASSISTANT, SYSTEM, TOOL, USER, Message, Turn, Unfit, calls_of, listed, messages_of, said, text_of, turns_of  # fmt: skip
+from meshtrain.data.messages import (
+    ASSISTANT,
+    SYSTEM,
+    USER,
+    Message,
+    Turn,
+    Unfit,
+    calls_of,
+    listed,
+    said,
+    text_of,
+    turns_of,
+)
 from meshtrain.errors import nearest, short
-
-__all__ = ["ASSISTANT", "SYSTEM", "TOOL", "USER", "Conversation", "Message", "Unfit", "conversation", "messages_of", "pair"]  # fmt: skip
 
 LISTS = ("messages", "conversations", "conversation")
 # These may hold something else than a list.

@@ -16,10 +16,10 @@ from typing import TextIO
 
 import numpy as np
 
-from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import documents
 from meshtrain.data.examples import NOTED
 from meshtrain.data.input_files import InputFile
+from meshtrain.data.messages import Unfit
 from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from meshtrain.data.chat import CHATS, FOREIGN, Unfit, conversation, pair
-from meshtrain.data.messages import MARKS, text_of
+from meshtrain.data.chat import CHATS, FOREIGN, conversation, pair
+from meshtrain.data.messages import MARKS, Unfit, text_of
 
 ASKED = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 LAST = [{"role": "user", "content": "And\n3+3?"}, {"role": "assistant", "content": "6"}]

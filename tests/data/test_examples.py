@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import Document
 from meshtrain.data.examples import APART, PASSED_OVER, SPECIAL, THOUGHTS, UNREAD, UNWRITTEN, Examples
 from meshtrain.data.manifest import Contents
+from meshtrain.data.messages import Unfit
 from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.template import ChatTemplate, TemplateText, find_template
 from meshtrain.data.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jinja2
 import pytest
 
-from meshtrain.data.chat import Unfit
+from meshtrain.data.messages import Unfit
 from meshtrain.data.template import ChatTemplate, TemplateText, find_template
 from meshtrain.errors import ConfigError
 
@@ -101,7 +101,7 @@ def test_additional_templates_stand_in_a_folder_beside_the_template(tmp_path):
 def test_several_without_a_default_are_refused(tmp_path):
     for several in ([{"name": "tool_use", "template": "x"}], [{"name": ["default"], "template": "x"}], [], {}, 3):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-        with pytest.raises(ConfigError, match="must be called default|there is neither"):
+        with pytest.raises(ConfigError, match=r"must be called default|there is neither"):
             find_template(None, str(tmp_path / "tokenizer.json"))
 
 
@@ -184,7 +184,7 @@ def test_what_a_rendering_may_take_grows_with_the_conversation():
 
 @pytest.mark.parametrize("text", ["{{ messages | random }}", "{{ lipsum() }}"])
 def test_nothing_is_left_to_chance(text):
-    with pytest.raises((ConfigError, Unfit), match="random|lipsum"):
+    with pytest.raises((ConfigError, Unfit), match=r"random|lipsum"):
         render(text)
 
 
