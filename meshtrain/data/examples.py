@@ -53,6 +53,7 @@ NOTED = (THOUGHTS, UNWRITTEN, PASSED_OVER, *UNREAD.values())
 OPENED = re.compile(r"\s*(?:[<\[◁]|$)")
 # A mark that has begun and not ended.
 BROKEN = re.compile(r"[<\[◁][^>\]▷\n]{0,40}$")
+OPENING = re.compile(r"<(\w+)>\s*$")
 THOUGHT = "</think>"
 
 
@@ -147,8 +148,7 @@ class Examples:
         answers = []
         for number, (i, before, upto) in enumerate(zip(talk.learned, others[::2], others[1::2], strict=True), 1):
             begin: int | None = len(before)
-            opened = not upto.startswith(before)
-            if opened:
+            if not upto.startswith(before):
                 (closed,), _ = self._render(talk, [(i, False)], name)
                 begin = common_beginning(closed, before, upto)
             if begin is None:
@@ -162,7 +162,7 @@ class Examples:
             end = len(upto) if content and ended.endswith(content) else len(ended)
             if end <= begin:
                 raise Unfit("without an answer", "in what the template makes of it")
-            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or opened
+            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(before)
             answers.append((upto, (begin, end)))
         counts[UNWRITTEN] += unwritten(talk, whole)
         if all(whole.startswith(upto) for upto, _ in answers):
@@ -181,17 +181,28 @@ class Examples:
 
 
 def common_beginning(closed: str, before: str, upto: str) -> int | None:
-    """Returns where an answer begins that the template begins otherwise than its own prompt for one, which opens a thought.
+    """Returns where an answer begins that the template begins otherwise than its own prompt for one.
 
-    closed: the text before the answer; before: with the beginning of an answer; upto: with the answer itself. None: the two do not part
-    behind the same beginning, before a mark.
+    closed: the text before the answer; before: with the beginning of an answer; upto: with the answer itself. None: it is not to be told.
+
+        the prompt opens a thought, and the answer has none     <user>2+2?<assistant>  <think>     4<end>
+        the text before has another end, the prompt follows     <user>2+2?<assistant>4</s>  \\n<assistant>  5</s>
     """
     parts = (at for at, (ours, theirs) in enumerate(zip(before, upto, strict=False)) if ours != theirs)
     shared = next(parts, min(len(before), len(upto)))
+    prompt = before.removeprefix(closed)
+    if not before.startswith(closed) or not prompt.strip():
+        return None
+    if shared <= len(closed):
+        at = upto.find(prompt, shared)
+        return at + len(prompt) if at >= 0 and at == upto.rfind(prompt) else None
     if (broken := BROKEN.search(before, len(closed), shared)) is not None:
         shared = broken.start()
-    begun = before.startswith(closed) and before[len(closed) : shared].strip()
-    return shared if begun and OPENED.match(before[shared:]) else None
+    # A thought that the prompt opens and closes at once, and the answer fills.
+    opened = OPENING.search(before, len(closed), shared)
+    if opened is not None and before[shared:].lstrip().startswith(f"</{opened[1]}>"):
+        shared = opened.start()
+    return shared if before[len(closed) : shared].strip() and OPENED.match(before[shared:]) else None
 
 
 def unwritten(talk: Conversation, text: str) -> int:

@@ -21,6 +21,7 @@ from meshtrain.data.messages import SYSTEM, TOOL, Message, function_of, is_parts
 from meshtrain.errors import ConfigError
 
 MOST_FORMS = 32
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields of a message
 # What these roles are called by templates that do not know them.
 ROLES = {"developer": SYSTEM, "ipython": TOOL}
 
@@ -36,11 +37,17 @@ Change = Callable[[Form], Form]
 
 
 def spoken(messages: Sequence[Message], words: set[str]) -> list[Message]:
-    """Returns the messages with the roles that a template knows, by the words in it."""
+    """Returns the messages with the roles that a template knows, by the words in it, and a thought under each of its names."""
     return [
-        {**message, "role": ROLES[message["role"]]} if message["role"] in ROLES.keys() - words else message
+        _thinking({**message, "role": ROLES[message["role"]]} if message["role"] in ROLES.keys() - words else message)
         for message in messages
     ]
+
+
+def _thinking(message: Message) -> Message:
+    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    # As transformers does from 5.24 on.
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def best(first: Form, render: Callable[[Form], str]) -> Form:

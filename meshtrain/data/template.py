@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.forms import Form, best, spoken
+from meshtrain.data.forms import THOUGHTS, Form, best, spoken
 from meshtrain.data.messages import TOOL, Message, Unfit
 from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.files import read_text
@@ -204,7 +204,8 @@ class ChatTemplate:
         names = ({"tools"} if tools else set()) | set(values)
         given = {name if name in READ else VALUES for name in names - self.compiled(tools).variables}
         there = {field for message in messages for field in message if message["role"] != TOOL and message[field]}
-        return [field for field in READ if field in given or field in there - self._read]
+        read = self._read | (set(THOUGHTS) if self._read & set(THOUGHTS) else set())
+        return [field for field in READ if field in given or field in there - read]
 
     def render(
         self,
