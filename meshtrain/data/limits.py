@@ -164,6 +164,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         self.limits = Limits()
+        # Between what stands a text that is marked, and whether the template compiled last marks any.
+        self.marks, self.used = ("", ""), False
         super().__init__(finalize=self.limits.shown, **options)
         # What differs from run to run makes two preparations of one input differ.
         del self.globals["lipsum"], self.filters["random"]
@@ -171,7 +173,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def limit(self) -> None:
         """Puts all filters and tests, once they are there, under the limits."""
         self.filters = {name: self._limited(name, function) for name, function in self.filters.items()}
-        self.tests = {name: self._limited_test(name, function) for name, function in self.tests.items()}
+        self.tests = {name: self._limited_test(name, test) for name, test in self.tests.items()}
         # With a context, so that nothing of it is computed while a template is compiled.
         self.filters["_step"] = jinja2.pass_context(lambda context, n: self.limits.spend(STEP + n) or True)  # type: ignore[func-returns-value]
         self.filters["_shown"] = jinja2.pass_context(lambda context, value: self.limits.shown(value))
@@ -274,7 +276,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if name in SLOW_FILTERS and isinstance(value, str) and len(value) > SLOW:
             raise TooMuch(f"{name} of more than {SLOW:,} characters")
 
-    def _limited_test(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _limited_test(self, name: str, function: Any) -> Callable[..., Any]:
         @functools.wraps(function)
         def tested(*args: Any, **named: Any) -> Any:
             self.limits.spend(STEP)

@@ -73,7 +73,6 @@ def environment(now: float) -> LimitedEnvironment:
         extensions=[Generation, jinja2.ext.loopcontrols],
         loader=jinja2.FunctionLoader(_no_file),
     )
-    sandbox.extend(marks=("", ""), used=False)
     sandbox.filters["tojson"] = _json
     sandbox.limit()
 

@@ -1,6 +1,7 @@
 """Records of conversations: each shape that is understood, the public shapes that are refused by name, and what is said twice."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,15 @@ def test_of_a_prompt_and_its_completion_only_the_completion_is_learned():
     whole = conversation({"prompt": [*ASKED, LAST[0]], "completion": [*ASKED, *LAST]})
     assert [m["content"] for m in whole.messages] == ["2+2?", "4", "And\n3+3?", "6"]
     assert conversation({"system": "Be brief.", "prompt": "2+2?", "completion": "4"}).learned == (2,)
+
+
+def test_the_shapes_on_the_page_are_read():
+    page = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
+    records = [json.loads(line) for line in page.splitlines() if line.startswith("{")]
+    pairs = [record for record in records if "chosen" in record]
+    assert len(pairs) == 6 and all(len(pair(record)) == 2 for record in pairs)
+    chats = [conversation(record) for record in records if record not in pairs]
+    assert len(chats) == 8 and all(talk.learned for talk in chats)
 
 
 # --- what is called
