@@ -223,7 +223,7 @@ def _flat(call: Message) -> Message:
 
 
 def _wrapped(call: Message) -> Message:
-    return call if "function" in call else {"type": "function", "function": call}
+    return {"type": "function", **call} if "function" in call else {"type": "function", "function": call}
 
 
 def _filled(message: Message) -> Any:

@@ -228,7 +228,10 @@ class ChatTemplate:
         from meshtrain.data.rendering import PRIVATE, unmarked
 
         compiled = self.compiled(tools)
-        request = json.dumps([messages, tools], ensure_ascii=False)
+        try:
+            request = json.dumps([messages, tools, values], ensure_ascii=False)
+        except RecursionError:
+            raise Unfit("no conversation", "(nested too deeply)") from None
         begin, end = islice((mark for mark in PRIVATE if mark not in request + self.source.text), 2)
         given = {"documents": None, **(values or {}), **self.source.special}
 

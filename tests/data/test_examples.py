@@ -202,6 +202,19 @@ def test_calls_are_written_from_either_form_as_the_template_wants_them(
     assert shown(make(text, BYTES), calling(arguments, content, wrapped)) == expected
 
 
+def test_a_call_that_does_not_say_its_type_has_one_where_the_template_asks(make):
+    typed = STRINGS.replace("c.function.name", "c['type'] + ' ' + c.function.name")
+    messages = calling("{}")
+    del messages[1]["tool_calls"][0]["type"]
+    assert "[function weather {}]" in shown(make(typed, BYTES), messages)
+    assert (
+        shown(
+            make(STRINGS.replace("c.function.name + ' ' + c.function.arguments", "c | tojson"), BYTES), messages
+        ).count("type")
+        == 0
+    )
+
+
 def test_arguments_that_are_no_json_stay_as_they_are(make):
     assert "[weather Ulm]" in shown(make(STRINGS, BYTES), calling("Ulm"))
     assert "[weather {}]" in shown(make(STRINGS, BYTES), calling("{}"))
