@@ -208,15 +208,15 @@ def _show(chosen: argparse.Namespace) -> None:
     )
     files = _find(chosen.input, chosen.format)
     encoder = open_encoder(options, last_change(files))
-    name, tokens = show.nth(files, encoder, chosen.number)
+    name, tokens, notes = show.nth(files, encoder, chosen.number)
     turn = show.turn_of(encoder)
     if chosen.json:
         show.print_json(name, tokens, encoder.tokenizer, chosen.length, turn)
     else:
         show.draw(name, tokens, encoder.tokenizer, chosen.length)
         show.draw_boundaries(encoder.tokenizer, turn)
-    for note in encoder.tokenizer.boundaries.notes:
-        say(f"{note}.")
+    for note in [*encoder.tokenizer.boundaries.notes, *notes]:
+        say(f"{note.rstrip('.')}.")
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:

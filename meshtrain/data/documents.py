@@ -16,7 +16,7 @@ from meshtrain.data.formats import DAMAGE, HEAD, is_chat, open_plain, parquet_co
 from meshtrain.data.input_files import InputFile
 from meshtrain.errors import refusal, short
 
-RULES = 2  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
+RULES = 3  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
 UNIT_COUNT = 256  # about as many units as this, so that the shards of a large corpus stay few
 LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input

@@ -11,7 +11,10 @@ text before it that ends with the beginning of an answer:
 
 A template may write the same answer differently later on, without its thoughts, say: then the text up to it does not begin the whole, and
 each answer becomes an example of its own, learned as the model would have to say it. White space behind the mark that ends an answer is
-not learned: nobody waits for it.
+not learned: nobody waits for it. The beginning of an answer may open a thought, which a template leaves out of answers that are written: then
+an answer is learned from where the two part, and counted.
+
+Nothing is learned that says nothing: an answer of which the template writes neither text nor call is refused.
 
 A special token's text in the content of a message is that special token, as it is when `transformers` applies the template, in training
 and in use; messages that hold one are counted, since they can forge the end of a turn.
@@ -24,11 +27,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.data.chat import Conversation, Unfit, conversation, pair
+from meshtrain.data.chat import Conversation, conversation, pair
 from meshtrain.data.documents import Document
 from meshtrain.data.manifest import Contents
+from meshtrain.data.messages import ASSISTANT, Message, Unfit, function_of, text_of
 from meshtrain.data.shards import LEARNED, REJECTED
-from meshtrain.data.template import ChatTemplate
+from meshtrain.data.template import READ, ChatTemplate
 from meshtrain.data.tokenizer import Spans, Tokenizer
 from meshtrain.errors import short
 
@@ -36,6 +40,21 @@ from meshtrain.errors import short
 EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
     "examples", "learned answers", "learned tokens", "conversations of which each answer is an example", "messages that hold special tokens",
 )  # fmt: skip
+# Counts of what a template leaves out, or a record asks for in vain; they are named where there are any.
+THOUGHTS, UNWRITTEN, PASSED_OVER = (
+    "answers without the thought that they have, or that the template opens",
+    "messages that the template does not write",
+    "messages marked as learned that are no answers",
+)
+UNREAD = {field: f"conversations with {field}, which the template does not read" for field in READ}
+NOTED = (THOUGHTS, UNWRITTEN, PASSED_OVER, *UNREAD.values())
+
+# How a thought is opened: by a mark.
+OPENED = re.compile(r"\s*(?:[<\[◁]|$)")
+# A mark that has begun and not ended.
+BROKEN = re.compile(r"[<\[◁][^>\]▷\n]{0,40}$")
+OPENING = re.compile(r"<(\w+)>\s*$")
+THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
@@ -63,16 +82,16 @@ class Examples:
         """Returns the examples of a record; Unfit if it is none. ConfigError for what the template does."""
         if self.contents == "pairs":
             sides: tuple[Conversation, ...] = pair(document.record)
-            texts = [self._texts(side, document.name) for side in sides]
+            texts = [self._texts(side, document.name, counts) for side in sides]
             if any(len(side) > 1 for side in texts):
                 raise Unfit("no pair", "(it has several answers, which the template writes differently later on)")
             examples: list[Example] = [tuple(side[0] for side in texts)]
         else:
             sides = (conversation(document.record),)
-            examples = [(text,) for text in self._texts(sides[0], document.name)]
+            examples = [(text,) for text in self._texts(sides[0], document.name, counts)]
             counts[APART] += len(examples) > 1
         if self._special is not None:
-            contents = [message["content"] for side in sides for message in side.messages]
+            contents = [text_of(message["content"]) for side in sides for message in side.messages]
             counts[SPECIAL] += sum(self._special.search(content) is not None for content in contents)
         counts[EXAMPLES] += len(examples)
         counts[ANSWERS] += sum(len(text.learned) for example in examples for text in example)
@@ -92,39 +111,111 @@ class Examples:
             stored.append(np.concatenate(tokens))
         return stored
 
-    def _texts(self, talk: Conversation, name: str) -> list[LearnedText]:
-        return [self._marked(talk, name)] if self.template.marks else self._differenced(talk, name)
+    def _texts(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
+        marks = self.template.compiled(talk.tools).marks
+        noted: Counter[str] = Counter()
+        texts = self._marked(talk, name, noted) if marks else self._differenced(talk, name, noted)
+        noted[PASSED_OVER] += talk.passed_over
+        noted += Counter(UNREAD[field] for field in self.template.unread(talk.messages, talk.tools, talk.values))
+        # Of a record that is refused nothing is counted.
+        counts += noted
+        return texts
 
-    def _marked(self, talk: Conversation, name: str) -> LearnedText:
-        (text,), spans = self.template.render(talk.messages, talk.tools, [(len(talk.messages), False)], name)
-        answers = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
-        if len(answers) != len(talk.learned):
-            if len(spans) != len(answers):
-                raise Unfit("not to be told apart", f"(the template marks {len(spans)} answers of {len(answers)})")
+    def _render(
+        self, talk: Conversation, cuts: Sequence[tuple[int, bool]], name: str
+    ) -> tuple[list[str], list[tuple[int, int]]]:
+        return self.template.render(talk.messages, talk.tools, cuts, name, talk.values)
+
+    def _marked(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
+        (text,), spans = self._render(talk, [(len(talk.messages), False)], name)
+        answers = [i for i, message in enumerate(talk.messages) if message["role"] == ASSISTANT]
+        if len(answers) == len(spans):
             spans = [span for i, span in zip(answers, spans, strict=True) if i in talk.learned]
+            for i, (begin, end) in zip(talk.learned, spans, strict=True):
+                counts[THOUGHTS] += self._check(talk.messages[i], text[begin:end])
+        elif len(answers) != len(talk.learned):
+            raise Unfit("not to be told apart", f"(the template marks {len(spans)} answers of {len(answers)})")
         if not spans:
             raise Unfit("without an answer", "that the template marks")
-        return LearnedText(text, spans)
+        counts[UNWRITTEN] += unwritten(talk, text)
+        return [LearnedText(text, spans)]
 
-    def _differenced(self, talk: Conversation, name: str) -> list[LearnedText]:
+    def _differenced(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
         cuts = [(len(talk.messages), False)]
         for i in talk.learned:
             cuts += [(i, True), (i + 1, False)]
-        (whole, *others), _ = self.template.render(talk.messages, talk.tools, cuts, name)
+        (whole, *others), _ = self._render(talk, cuts, name)
         answers = []
         for number, (i, before, upto) in enumerate(zip(talk.learned, others[::2], others[1::2], strict=True), 1):
+            begin: int | None = len(before)
             if not upto.startswith(before):
+                (closed,), _ = self._render(talk, [(i, False)], name)
+                begin = common_beginning(closed, before, upto)
+            if begin is None:
                 raise Unfit(
                     "not to be told apart",
                     f"(answer {number} does not begin as the template begins answers, with {short(ascii(before[-40:]))})",
                 )
-            content = talk.messages[i]["content"].rstrip()
+            content = text_of(talk.messages[i]["content"]).rstrip()
             ended = upto.rstrip()
             # Behind the content stands a mark of the end, behind that nothing that counts.
             end = len(upto) if content and ended.endswith(content) else len(ended)
-            if end <= len(before):
+            if end <= begin:
                 raise Unfit("without an answer", "in what the template makes of it")
-            answers.append((upto, (len(before), end)))
+            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(before)
+            answers.append((upto, (begin, end)))
+        counts[UNWRITTEN] += unwritten(talk, whole)
         if all(whole.startswith(upto) for upto, _ in answers):
             return [LearnedText(whole, [span for _, span in answers])]
         return [LearnedText(upto, [span]) for upto, span in answers]
+
+    def _check(self, answer: Message, text: str) -> bool:
+        """Whether a thought is left out; Unfit where the text that would be learned of an answer does not say what the answer does."""
+        for call in answer.get("tool_calls") or ():
+            if function_of(call)["name"] not in text:
+                raise Unfit("not written by the template", f"(the call of {short(function_of(call)['name'])})")
+        content = text_of(answer["content"])
+        if content.strip() and not _shows(content, text):
+            raise Unfit("with an empty answer", "in what the template makes of it")
+        return THOUGHT in content and THOUGHT not in text
+
+
+def common_beginning(closed: str, before: str, upto: str) -> int | None:
+    """Returns where an answer begins that the template begins otherwise than its own prompt for one.
+
+    closed: the text before the answer; before: with the beginning of an answer; upto: with the answer itself. None: it is not to be told.
+
+        the prompt opens a thought, and the answer has none     <user>2+2?<assistant>  <think>     4<end>
+        the text before has another end, the prompt follows     <user>2+2?<assistant>4</s>  \\n<assistant>  5</s>
+    """
+    parts = (at for at, (ours, theirs) in enumerate(zip(before, upto, strict=False)) if ours != theirs)
+    shared = next(parts, min(len(before), len(upto)))
+    prompt = before.removeprefix(closed)
+    if not before.startswith(closed) or not prompt.strip():
+        return None
+    if shared <= len(closed):
+        at = upto.find(prompt, shared)
+        return at + len(prompt) if at >= 0 and at == upto.rfind(prompt) else None
+    if (broken := BROKEN.search(before, len(closed), shared)) is not None:
+        shared = broken.start()
+    # A thought that the prompt opens and closes at once, and the answer fills.
+    opened = OPENING.search(before, len(closed), shared)
+    if opened is not None and before[shared:].lstrip().startswith(f"</{opened[1]}>"):
+        shared = opened.start()
+    return shared if before[len(closed) : shared].strip() and OPENED.match(before[shared:]) else None
+
+
+def unwritten(talk: Conversation, text: str) -> int:
+    """Counts the messages of others than the model of which the template leaves something out."""
+    contents = (text_of(message["content"]) for message in talk.messages if message["role"] != ASSISTANT)
+    return sum(
+        content.strip() not in text and not all(word in text for word in re.findall(r"\w+", content))
+        for content in contents
+    )
+
+
+def _shows(content: str, text: str) -> bool:
+    """Whether a text has anything of a content, which templates may shorten."""
+    if content.strip() in text:
+        return True
+    return any(found.group() in text for found in re.finditer(r"\w+", content))

@@ -26,10 +26,10 @@ from typing import Any
 
 from meshtrain.data.boundaries import with_companions
 from meshtrain.data.documents import RULES, Part, units
-from meshtrain.data.examples import COUNTED
+from meshtrain.data.examples import COUNTED, NOTED
 from meshtrain.data.input_files import InputFile
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
-from meshtrain.data.template import JINJA, find_template
+from meshtrain.data.template import JINJA, OF_TOOLS, find_template
 from meshtrain.data.tokenizer import Tokenizer, use_one_thread
 from meshtrain.data.unit import Encoder, PrepareOptions, Unit, UnitRecord, encoded, open_encoder, read_record
 from meshtrain.errors import ConfigError, refusal, short
@@ -209,7 +209,9 @@ def _finish(
         skipped=dict(sorted(skipped.items())),
         contents=options.contents,
         template_digest=template.source.digest if template else "",
-        counts={name: counts[name] for name in COUNTED} if template else {},
+        counts={name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]}
+        if template
+        else {},
         begin=encoder.begin,
     )
     if not any(manifest.shards.values()):
@@ -223,6 +225,9 @@ def _finish(
             write_atomically(output / name, path.read_bytes())
     if template is not None:
         write_atomically(output / JINJA, template.source.text.encode())
+        if template.source.of_tools is not None:
+            (output / OF_TOOLS).parent.mkdir(exist_ok=True)
+            write_atomically(output / OF_TOOLS, template.source.of_tools.encode())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
 

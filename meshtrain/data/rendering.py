@@ -1,18 +1,18 @@
 """Jinja as chat templates expect it. A template comes with a model from anywhere and is a program: as in `transformers`, the sandbox
-keeps it from files and from Python's insides."""
+keeps it from files and from Python's insides; `limits` keeps it from taking for ever."""
 
 import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
+
+from meshtrain.data.limits import LimitedEnvironment
 
 # Characters of no script; two of them that a conversation does not have are its marks.
 PRIVATE = tuple(map(chr, range(0xF0000, 0xF0400)))
@@ -52,29 +52,35 @@ def _no_file(name: str) -> str:
     raise SecurityError(f"the file {name}")
 
 
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def environment(now: float) -> jinja2.Environment:
+def environment(now: float) -> LimitedEnvironment:
     """Makes what chat templates expect, as transformers' documentation says ("Writing a chat template"): blocks trimmed, and these functions.
 
     `strftime_now` gives a time that the input decides, so that the same input becomes the same tokens on any day.
     """
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    sandbox = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],
         loader=jinja2.FunctionLoader(_no_file),
     )
-    sandbox.extend(marks=("", ""), used=False)
-    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=lambda form: datetime.fromtimestamp(now, UTC).strftime(form),
-        namespace=Namespace,
-    )
-    del sandbox.globals["lipsum"]
+    sandbox.filters["tojson"] = _json
+    sandbox.limit()
+
+    def strftime_now(form: str) -> str:
+        sandbox.limits.format(form)
+        return datetime.fromtimestamp(now, UTC).strftime(form)
+
+    sandbox.globals.update(raise_exception=_raise_exception, strftime_now=strftime_now, namespace=Namespace)
     return sandbox
 
 

@@ -257,7 +257,7 @@ class Source:
         manifest = self.manifest
         if manifest.contents == "text":
             return []
-        from meshtrain.data.examples import SPECIAL, TOKENS
+        from meshtrain.data.examples import NOTED, SPECIAL, TOKENS
         from meshtrain.data.pieces import shortened
 
         stored = sum(manifest.count(split, "tokens") for split in SPLITS)
@@ -274,7 +274,7 @@ class Source:
             notes.append(f"{left_out:,} of {corpus.documents:,} examples are left out, since {why}")
         if special := manifest.counts[SPECIAL]:
             notes.append(f"{special:,} messages hold special tokens, which are read as such")
-        return notes
+        return notes + [f"{count:,} {what}" for what, count in manifest.counts.items() if what in NOTED]
 
 
 def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:

@@ -17,9 +17,10 @@ from typing import TextIO
 import numpy as np
 
 from meshtrain.data.boundaries import Mark, end_of_turn
-from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import documents
+from meshtrain.data.examples import NOTED
 from meshtrain.data.input_files import InputFile
+from meshtrain.data.messages import Unfit
 from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder
@@ -29,8 +30,11 @@ GREEN, RED, PLAIN = "\033[1;32m", "\033[1;31m", "\033[0m"
 MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}  # by whether the answer is the rejected one
 
 
-def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str, np.ndarray]:
-    """Returns (the name of its record, the tokens as they are stored) of an example, the first being 1; ConfigError if there are fewer."""
+def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str, np.ndarray, list[str]]:
+    """Returns (the name of its record, the tokens as they are stored, notes) of an example, the first being 1; ConfigError if there are fewer.
+
+    Notes say what the template leaves out of the record.
+    """
     assert encoder.examples is not None
     seen, problem = 0, ""
     for document in documents(files, None):
@@ -38,13 +42,14 @@ def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str,
             problem = problem or f"{short(document.name)} is {document.problem}"
             continue
         try:
-            examples = encoder.examples.of(document, Counter())
+            counts: Counter[str] = Counter()
+            examples = encoder.examples.of(document, counts)
         except Unfit as error:
             problem = problem or f"{short(document.name)} is {error.kind} {error.detail}".rstrip()
             continue
         if seen + len(examples) >= number:
             (tokens,) = encoder.examples.encode([examples[number - seen - 1]], Counter())
-            return document.name, tokens
+            return document.name, tokens, [f"{counts[what]:,} {what}" for what in NOTED if counts[what]]
         seen += len(examples)
     raise ConfigError(
         f"there are {seen:,} examples in the input, of which none is number {number:,}"

@@ -1,26 +1,35 @@
 """The chat template of a tokenizer: found beside it, and rendered in Jinja's sandbox (`rendering`).
 
 There is no registry of templates here, which would drift from the models': a conversation becomes the text that the template which came
-with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`,
-of several in one file the one called `default` counts, and a template sees the special tokens by name (`bos_token` ...).
+with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`, and a
+template sees the special tokens by name (`bos_token` ...). Of several, in one file or in `additional_chat_templates/`, a conversation with
+tools has the one called `tool_use`, and every other has `default`.
 """
 
 import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.chat import Unfit
+from meshtrain.data.forms import THOUGHTS, Form, best, spoken
+from meshtrain.data.messages import TOOL, Message, Unfit
 from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.files import read_text
 
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
+DEFAULT, TOOL_USE = "default", "tool_use"
+# Beside chat_template.jinja, where a model has another template for conversations with tools.
+OF_TOOLS = Path("additional_chat_templates") / f"{TOOL_USE}.jinja"
 MOST_BYTES = 16 << 20  # of either file
+MOST_CHARACTERS = 1 << 18  # of one template
+VALUES = "chat_template_kwargs"
+# Fields of records and of messages that say something, and that not every template reads.
+READ = ("tools", "documents", VALUES, "tool_calls", "name", "reasoning_content", "reasoning", "thinking", "tags")
 
 
 @dataclass(frozen=True)
@@ -30,11 +39,13 @@ class TemplateText:
     name: str
     text: str
     special: dict[str, str] = field(default_factory=dict)
+    of_tools: str | None = None  # the template of conversations with tools, where it is another
 
     @property
     def digest(self) -> str:
         """Names the template; what it makes of a conversation depends on `special` too."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        text = self.text if self.of_tools is None else json.dumps([self.text, self.of_tools])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def find_template(template: str | None, tokenizer: str) -> TemplateText:
@@ -44,13 +55,15 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     special = _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
-        if path.suffix == ".json":
-            return TemplateText(short(template), _of_config(_config(path), template), special)
-        return TemplateText(short(template), _text(path), special)
+        named = _of_config(_config(path), template) if path.suffix == ".json" else _of_jinja(path)
+        return _checked(short(template), special, *named)
     if beside is not None and (beside / JINJA).is_file():
-        return TemplateText(str(beside / JINJA), _text(beside / JINJA), special)
-    if config.get("chat_template"):
-        return TemplateText(str(beside / CONFIG), _of_config(config, beside / CONFIG), special)  # type: ignore[operator]
+        return _checked(str(beside / JINJA), special, *_of_jinja(beside / JINJA))
+    if beside is not None and config.get("chat_template"):
+        text, of_tools = _of_config(config, beside / CONFIG)
+        if (beside / OF_TOOLS).is_file():
+            of_tools = _text(beside / OF_TOOLS)
+        return _checked(str(beside / CONFIG), special, text, of_tools)
     missing = "the tokenizer byte has none"
     if beside is not None:
         missing = (
@@ -76,14 +89,33 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _of_config(config: dict[str, Any], path: object) -> str:
-    template = config.get("chat_template")
+def _checked(name: str, special: dict[str, str], text: str, of_tools: str | None) -> TemplateText:
+    for each in filter(None, (text, of_tools)):
+        if len(each) > MOST_CHARACTERS:
+            raise ConfigError(
+                f"the chat template {short(name)} has {len(each):,} characters, but at most {MOST_CHARACTERS:,} are taken."
+            )
+    return TemplateText(name, text, special, of_tools)
+
+
+def _of_jinja(path: Path) -> tuple[str, str | None]:
+    """The text of a Jinja file, and the one for tools, which a tokenizer's own template may have in a folder beside it."""
+    more = path.parent / OF_TOOLS
+    return _text(path), _text(more) if path.name == JINJA and more.is_file() else None
+
+
+def _of_config(config: dict[str, Any], path: object) -> tuple[str, str | None]:
+    template, of_tools = config.get("chat_template"), None
     if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
+        by_name = {
+            entry["name"]: entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
+        template, of_tools = by_name.get(DEFAULT), by_name.get(TOOL_USE)
     if not isinstance(template, str) or not template:
-        raise ConfigError(f"{short(path)} holds no chat_template (of several, one must be called default).")
-    return template
+        raise ConfigError(f"{short(path)} holds no chat_template (of several, one must be called {DEFAULT}).")
+    return template, of_tools if isinstance(of_tools, str) and of_tools else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -93,8 +125,55 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if isinstance(token, str) and token}
 
 
+class CompiledTemplate:
+    """One template, compiled: whether it marks answers, the variables that it reads, and the words that it compares with."""
+
+    def __init__(self, text: str, environment: Any) -> None:
+        from jinja2 import nodes
+
+        environment.used = False
+        environment.limits.reset(len(text))
+        tree = environment.parse(text)
+        self.template = environment.from_string(text)
+        self.marks: bool = environment.used
+        self.variables = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
+        self.words = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
+
+
+class Watched(dict[str, Any]):
+    """A message that notes which of its fields are read."""
+
+    def __init__(self, message: Message, read: set[str]) -> None:
+        super().__init__(message)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(str(name))
+        return super().__contains__(name)
+
+    def items(self) -> Any:
+        self._read.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self._read.update(self)
+        return super().values()
+
+    def __repr__(self) -> str:
+        self._read.update(self)
+        return super().__repr__()
+
+
 class ChatTemplate:
-    """Renders conversations. ConfigError: a template that is no Jinja, or asks for a file or for Python's insides."""
+    """Renders conversations. ConfigError: a template that is no Jinja, or asks for a file, for Python's insides, or for too much."""
 
     def __init__(self, source: TemplateText, now: float = 0.0) -> None:
         if importlib.util.find_spec("jinja2") is None:
@@ -104,38 +183,81 @@ class ChatTemplate:
         from meshtrain.data.rendering import environment
 
         self.source, self._environment = source, environment(now)
+        self._read: set[str] = set()
         try:
-            self._template = self._environment.from_string(source.text)
+            self._usual = CompiledTemplate(source.text, self._environment)
+            self._of_tools = (
+                self._usual if source.of_tools is None else CompiledTemplate(source.of_tools, self._environment)
+            )
         except TemplateSyntaxError as error:
             raise self._refused(f"is not Jinja (line {error.lineno}: {error.message})") from None
         # What is constant in it is computed now, and may fail in any way.
         except Exception as error:
             raise self._refused(f"cannot be compiled ({short(str(error) or type(error).__name__)})") from None
-        self.marks: bool = self._environment.used  # type: ignore[attr-defined]
+
+    def compiled(self, tools: Any) -> CompiledTemplate:
+        """Returns the template of a conversation with these tools, or without any."""
+        return self._of_tools if tools else self._usual
+
+    def unread(self, messages: Sequence[Message], tools: Any, values: Mapping[str, Any]) -> list[str]:
+        """Returns the fields of the conversation rendered last that its template has not read, of those that say something (READ)."""
+        names = ({"tools"} if tools else set()) | set(values)
+        given = {name if name in READ else VALUES for name in names - self.compiled(tools).variables}
+        there = {field for message in messages for field in message if message["role"] != TOOL and message[field]}
+        read = self._read | (set(THOUGHTS) if self._read & set(THOUGHTS) else set())
+        return [field for field in READ if field in given or field in there - read]
 
     def render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, cuts: Sequence[tuple[int, bool]], name: str
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        cuts: Sequence[tuple[int, bool]],
+        name: str,
+        values: Mapping[str, Any] | None = None,
     ) -> tuple[list[str], list[tuple[int, int]]]:
         """(a text for each cut, what {% generation %} marks of the first: characters [begin, end)); Unfit if it takes no such messages.
 
         A cut (count, prompt) is the first `count` messages, with `prompt` also the beginning of an answer.
-        name: of the record, for an error.
+        name: of the record, for an error; values: what the record itself gives the template.
+
+        The template sees what the record says, calls and contents as they stand. Where they have another form, and the template fails on
+        this one or writes it worse (`forms`), it sees that.
         """
         from jinja2.exceptions import SecurityError
 
         from meshtrain.data.rendering import PRIVATE, unmarked
 
-        request = json.dumps([messages, tools], ensure_ascii=False) + self.source.text
-        begin, end = islice((mark for mark in PRIVATE if mark not in request), 2)
-        texts: list[str] = []
+        compiled = self.compiled(tools)
         try:
-            for count, prompt in cuts:
-                # Only of the first are spans asked for.
-                self._environment.marks = ("", "") if texts else (begin, end)  # type: ignore[attr-defined]
-                values = {**self.source.special, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-                texts.append(self._template.render(messages=list(messages[:count]), **values))
-        except SecurityError as error:
-            raise self._refused(f"asks for what no template may have ({error}) (conversation {short(name)})") from None
+            request = json.dumps([messages, tools, values], ensure_ascii=False)
+        except RecursionError:
+            raise Unfit("no conversation", "(nested too deeply)") from None
+        begin, end = islice((mark for mark in PRIVATE if mark not in request + self.source.text), 2)
+        given = {"documents": None, **(values or {}), **self.source.special}
+
+        def rendered(form: Form, count: int, prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
+            # What was marked of another text would stand in this one.
+            self._environment.marks = marks
+            self._environment.limits.reset(len(request))
+            values = {**given, "tools": form.tools, "add_generation_prompt": prompt}
+            try:
+                watched = [Watched(message, self._read) for message in form.messages[:count]]
+                return compiled.template.render({**values, "messages": watched})
+            except SecurityError as error:
+                raise self._refused(
+                    f"asks for what no template may have ({error}) (conversation {short(name)})"
+                ) from None
+
+        try:
+            self._read = set()
+            known = Form(spoken(messages, compiled.words), tools)
+            form = best(known, lambda form: rendered(form, len(messages), False))
+            (count, prompt), *others = cuts
+            # Only of the first are spans asked for.
+            texts = [rendered(form, count, prompt, (begin, end))]
+            texts += [rendered(form, count, prompt) for count, prompt in others]
+        except ConfigError:
+            raise
         except Exception as error:
             raise Unfit("not taken by the template", f"({short(str(error) or type(error).__name__)})") from None
         texts[0], spans = unmarked(texts[0], begin, end)

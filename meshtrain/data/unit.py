@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshtrain.data.chat import Unfit
 from meshtrain.data.documents import Document, Part, read
 from meshtrain.data.examples import Example, Examples
 from meshtrain.data.manifest import SPLITS, UNITS, Contents, Shard
+from meshtrain.data.messages import Unfit
 from meshtrain.data.shards import digest_of_file
 from meshtrain.data.template import ChatTemplate, find_template
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer

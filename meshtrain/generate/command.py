@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.cli import DONE, FAILED
-from meshtrain.data.chat import ASSISTANT, SYSTEM, USER
+from meshtrain.data.messages import ASSISTANT, SYSTEM, USER
 from meshtrain.errors import ConfigError, say, short
 from meshtrain.families import FAMILIES
 from meshtrain.generate.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.data.boundaries import end_of_turn
-from meshtrain.data.chat import Unfit, messages_of
+from meshtrain.data.messages import Unfit, messages_of
 from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -146,6 +146,11 @@ class Conversations:
         self.source, self._tokenizer = source, tokenizer
         self._lock = threading.Lock()
         self._template = ChatTemplate(source, now)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template of conversations with tools reads them."""
+        return "tools" in self._template.compiled(True).variables
 
     def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
         """Returns what the template makes of a list of messages, with `prompt` up to the beginning of an answer.

@@ -317,7 +317,7 @@ def _messages(fields: Fields, most: int) -> tuple[Message, ...]:
 
 
 def _message(fields: Fields) -> Message:
-    """Returns one message as templates take it: a text for its content. A developer is what templates call system."""
+    """Returns one message as it stands; the form that the template takes is chosen where it is written (`data.forms`)."""
     fields.only(PARTS)
     fields.needed("role")
     role, calls = fields.text("role"), fields.objects("tool_calls")
@@ -326,17 +326,17 @@ def _message(fields: Fields) -> Message:
     if not (role == "assistant" and calls):
         fields.needed("content")
     more = {name: fields.text(name) for name in ("name", "tool_call_id", "reasoning_content") if name in fields}
-    message = {"role": "system" if role == "developer" else role, "content": _content(fields), **more}
+    message = {"role": role, "content": _content(fields), **more}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _content(fields: Fields) -> str:
-    content = fields.typed("content", str | list, "a string or a list of text parts", "")
-    if isinstance(content, str):
-        return fields.text("content")
+def _content(fields: Fields) -> str | list[dict[str, Any]] | None:
+    content = fields.typed("content", str | list, "a string or a list of text parts")
+    if not isinstance(content, list):
+        return None if content is None else fields.text("content")
     parts = fields.parts("content")
     for part in parts:
         if part.needed("type") != "text":
             raise part.wrong("type", '"text": this model reads nothing else', "unsupported")
         part.needed("text")
-    return "".join(part.text("text") for part in parts)
+    return [{"type": "text", "text": part.text("text")} for part in parts]

@@ -96,7 +96,7 @@ class ServedModel:
         template = self._opened.template
         if template is None:
             raise Refused(400, f"{self._opened.without} /v1/completions takes texts.", "messages", "no_chat_template")
-        if asked.tools and "tools" not in template.source.text:
+        if asked.tools and not template.reads_tools:
             raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
         try:
             return template.tokens(list(asked.messages), asked.tools, self.length)

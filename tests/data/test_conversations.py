@@ -322,3 +322,40 @@ def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monke
         screen = Terminal()
         draw("x#0", tokens, load_tokenizer("byte"), None, screen)
         assert screen.getvalue() == shown + "x#0: 6 tokens, 1 learned\n"
+
+
+def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_path, capsys):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    records = [
+        {"messages": [say("user", f"{n}"), say("assistant", "A")], "tools": tools if n % 2 else None} for n in range(6)
+    ]
+    (tmp_path / "tools.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    noted = "3 conversations with tools, which the template does not read"
+    train, _ = open_data(config(folder, "", data={"source": str(tmp_path / "tools.jsonl")}))
+    assert train.describe().count(noted) == 1
+    arguments = [
+        "show",
+        "--template",
+        str(folder / "template.jinja"),
+        "--input",
+        str(tmp_path / "tools.jsonl"),
+        "--number",
+    ]
+    assert main([*arguments, "2"]) == 0 and "Note: 1 conversations with tools" in capsys.readouterr().err
+    assert main([*arguments, "1"]) == 0 and "Note" not in capsys.readouterr().err
+
+
+def test_shards_of_two_templates_keep_both(folder, tmp_path):
+    (tmp_path / "own" / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "own" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "own" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}:" + TEMPLATE)
+    record = {"messages": [say("user", "U"), say("assistant", "A")]}
+    (tmp_path / "both.jsonl").write_text(
+        f"{json.dumps(record)}\n{json.dumps({**record, 'tools': [{'name': 'add'}]})}\n"
+    )
+    options = PrepareOptions(validation=0.0, contents="chat", template=str(tmp_path / "own" / "chat_template.jinja"))
+    prepare(find([str(tmp_path / "both.jsonl")]).files, tmp_path / "shards", options)
+    data = {"source": str(tmp_path / "shards"), "validation": None, "last": "pad"}
+    kept = str(tmp_path / "shards" / "chat_template.jinja")
+    train, _ = open_data(config(folder, "", data={**data, "template": kept}))
+    assert examples(train) == [("add:uU.aA", "A."), ("uU.aA", "A.")]

@@ -233,3 +233,40 @@ def test_a_text_whose_characters_are_dropped_or_fused_is_no_long_one(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     assert text_tokens(tokenizer, "z" * 50_000 + "y" * 50_000 + "a", 8).tolist() == [1, 0]
+
+
+CALLING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + ARGUMENTS }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["c.function.arguments", "c.function.arguments | tojson", "c.function['arguments']"])
+@pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["text", "object"])
+@pytest.mark.parametrize("content", [None, ""], ids=["null", "nothing"])
+def test_the_second_turn_of_an_agent_is_written_as_the_template_wants_it(kind, arguments, content, path):
+    said = conversations(path, CALLING.replace("ARGUMENTS", kind))
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    calling = {"role": "assistant", "content": content, "tool_calls": [call]}
+    messages = [*ASKED, calling, {"role": "tool", "content": "4", "tool_call_id": "1"}]
+    assert said.text(messages) == '<user>hi<assistant>add {"a": 2}<tool>4'
+
+
+def test_a_developer_and_parts_are_written_as_the_template_knows_them(path):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert conversations(path, plain).text(messages) == "<system>x<user>hi"
+    knowing = plain.replace("<{{ m.role }}>", "<{{ 'dev' if m.role == 'developer' else m.role }}>")
+    assert conversations(path, knowing).text(messages) == "<dev>x<user>hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [("{{ tools }}", True), ("{{ messages }} tools", False), ("{% if tools is defined %}{% endif %}", True)],
+)
+def test_whether_a_template_reads_tools_is_told_by_its_variables(template, reads, path):
+    assert conversations(path, template).reads_tools == reads
+
+
+def test_a_template_that_takes_for_ever_is_a_sentence(path):
+    said = conversations(path, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(ConfigError, match="asks for what no template may have"):
+        said.tokens(ASKED)

@@ -16,6 +16,7 @@ from typing import Any
 from fake_decoding import fake_opened, faked, letters
 from starlette.testclient import TestClient
 
+from meshtrain.data.messages import text_of
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.text import encoded
@@ -56,6 +57,7 @@ class Template:
     """As prompts.Conversations: role and text of each message, and a `>`."""
 
     source = SimpleNamespace(name="fake", text="{{ messages }}{{ tools }}")
+    reads_tools = True
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +65,7 @@ class Template:
     def tokens(self, messages: Any, tools: Any = None, most: int | None = None) -> Any:
         if any(message["content"] == "refuse me" for message in messages):
             raise ConfigError("the chat template fake does not take these messages.")
-        said = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        said = "".join(f"{message['role']}:{text_of(message['content'])};" for message in messages)
         return encoded(self._tokenizer, f"{'tools;' if tools else ''}{said}>", most)
 
 

@@ -65,7 +65,7 @@ def test_a_conversation_is_written_by_the_template_and_answered(server):
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     answer = server.chat(messages=messages, temperature=0).json()
     (choice,) = answer["choices"]
-    expected = bytes(continuation(b"system:be brief;user:hello;>", 4)).decode()
+    expected = bytes(continuation(b"developer:be brief;user:hello;>", 4)).decode()
     assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
     assert (answer["object"], choice["finish_reason"]) == ("chat.completion", "length")
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -96,7 +96,7 @@ def test_a_model_without_a_template_takes_no_conversation_and_one_without_tools_
         assert server.chat().json()["error"]["code"] == "no_chat_template"
         assert server.completion().status_code == 200
     with fake() as server:
-        server.engine.opened.template.source = type("source", (), {"text": "{{ messages }}"})
+        server.engine.opened.template.reads_tools = False
         refused = server.chat(tools=[{"type": "function"}])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
 
