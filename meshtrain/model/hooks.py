@@ -135,7 +135,7 @@ class ModelParts:
         train = config.train
         built_in = partial(cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
         self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
-        self._loss: Callable[..., jax.Array] = hooks.loss or built_in
+        self._loss: Callable[..., Any] = hooks.loss or built_in
         # the built-in one as a hook means no hook
         self._attention_hook = hooks.attention if hooks.attention is not attend else None
         if self._attention_hook is not None and FAMILIES[config.model.family].sinks:

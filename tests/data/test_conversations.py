@@ -341,7 +341,7 @@ def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_pa
         str(tmp_path / "tools.jsonl"),
         "--number",
     ]
-    assert main([*arguments, "2"]) == 0 and "Note: 1 conversations with tools" in capsys.readouterr().err
+    assert main([*arguments, "2"]) == 0 and "1 conversations with tools" in capsys.readouterr().err
     assert main([*arguments, "1"]) == 0 and "Note" not in capsys.readouterr().err
 
 

@@ -78,6 +78,7 @@ def test_a_text_that_the_tokenizer_cannot_read_is_the_requests_fault():
 
     served = ServedModel.__new__(ServedModel)
     served._opened = SimpleNamespace(tokenizer=Tokenizer())
+    served.length = 256
     with pytest.raises(Refused, match="cannot make tokens of a text") as refused:
         served._requests(SimpleNamespace(messages=(), prompts=("zebra",), n=1))
     assert refused.value.status == 400
