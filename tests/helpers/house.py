@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "meshtrain"
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "meshtrain"
 WIDTH = 120  # columns
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 PREPOSITION = re.compile(r"_*(of|by|in|at|on|as|to|over|under|beside|near|with|without|from)(_|$)")
+OPENING = re.compile(r"^(Of|What|Those|That of)\b")
+NO_NOUN = re.compile(r"(?<!there )\b(is|are|was|were) no (?!longer|more|less|fewer|other)[a-z]+")
 SUBJECTLESS = re.compile(r"(What|Of|How|Whether|Those|That|Likewise|The same|By|Over|Where|In which)\b")
 
 
@@ -132,6 +135,65 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, int]
     }
 
 
+def sentences(text: str) -> Iterator[str]:
+    """Yields the sentences and clauses of prose; tables, drawings and code in backticks are left out."""
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "X", text)):
+        if not re.search(r"\S {3,}\S|^\s*\|", paragraph, re.M):
+            flat = " ".join(paragraph.split())
+            yield from (s for s in re.split(r"(?<=[.!?;:])\s+", flat) if s)
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """Yields (a file, its text) of docstrings, help texts and meanings of keys in the package, and of the pages of docs/."""
+    for path in files():
+        for node in ast.walk(tree(path)):
+            if (doc := docstring(node)) is not None:
+                yield path, doc.value.value
+            if isinstance(node, ast.Call):
+                is_key = isinstance(node.func, ast.Name) and node.func.id == "key"
+                texts = [k.value for k in node.keywords if k.arg in ("help", "description")] + node.args * is_key
+                yield from ((path, n.value) for n in texts if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    for page in [*(PACKAGE.parent / "docs").glob("*.md"), PACKAGE.parent / "README.md"]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        lines = [line for line in text.splitlines() if not line.startswith(("|", "#"))]
+        yield page.name, "\n".join(lines)
+
+
+def odd_sentences() -> dict[str, list[str]]:
+    """Returns the sentences that a native reads twice, by what is odd in them."""
+    kinds = {
+        "sentences that open with Of, What or Those": OPENING,
+        "sentences with `is no NOUN`": NO_NOUN,
+    }
+    found: dict[str, list[str]] = {name: [] for name in (*kinds, "sentences over 30 words")}
+    for path, text in prose():
+        for sentence in sentences(text):
+            for name, pattern in kinds.items():
+                if pattern.search(sentence):
+                    found[name].append(f"{path}: {sentence}")
+            if len(re.findall(r"[\w'-]+", sentence)) > 30:
+                found["sentences over 30 words"].append(f"{path}: {sentence}")
+    return found
+
+
+def pinned_sentences() -> list[str]:
+    """Returns the literals of seven words and more in tests: each holds a message's wording."""
+    pinned = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
+                continue
+            doc = docstring(function)
+            body = [n for n in function.body if n is not doc]
+            literals = [n for part in (*function.decorator_list, *body) for n in ast.walk(part)]
+            for node in literals:
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                    is_code = re.search(r"import |def |lambda|print\(|\{%", node.value)
+                    if len(re.findall(r"[A-Za-z][a-z']+", node.value)) >= 7 and not is_code:
+                        pinned.append(f"{path.relative_to(TESTS)}: {node.value}")
+    return pinned
+
+
 @cache
 def measure() -> dict[str, float]:
     """Returns the figures that `tests/test_house.py` limits."""
@@ -151,6 +213,8 @@ def measure() -> dict[str, float]:
         "a, b = x, y, % of assignments": 100 * counts["pairs"] / counts["assignments"],
         "circles of files": len(circles()),
         **{name: counts[name] for name in kept},
+        **{name: len(found) for name, found in odd_sentences().items()},
+        "literals of seven words in tests": len(pinned_sentences()),
     }
 
 
@@ -159,3 +223,7 @@ if __name__ == "__main__":
         print(f"{name:36s} {value:9,.2f}" if isinstance(value, float) else f"{name:36s} {value:9,}")
     for circle in circles():
         print("circle:", *circle)
+    if sys.argv[1:]:
+        # The findings of a room: python tests/helpers/house.py serve
+        found = [*odd_sentences().values(), pinned_sentences()]
+        print(*(line for lines in found for line in lines if line.startswith(sys.argv[1])), sep="\n")
