@@ -46,8 +46,8 @@ class NotImported(ConfigError, KeyError):
 
     def __init__(self, name: Unimported) -> None:
         super().__init__(
-            f"{name.key} has {short(repr(str(name)))}, code of {short(name.run)} that a command which reads a run leaves alone; "
-            f"--trust {short(name.run)} runs it."
+            f"{name.key} has {short(repr(str(name)))}, which comes from code of the run; a command that reads a run imports none "
+            f"without --trust {short(name.run)}."
         )
 
 
