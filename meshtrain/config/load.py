@@ -22,8 +22,9 @@ from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import Followed, Resume, keys
 from meshtrain.config.places import config_file, placed
 from meshtrain.config.schema import AUTO, Config, RunConfig
+from meshtrain.config.telemetry import holds_secret
 from meshtrain.config.values import NULL, TOO_DEEP, compose, names_accepted, plain, problem, shape, value
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.errors import ConfigError, masked, names_secret, nearest, short
 from meshtrain.files import read_text
 from meshtrain.registry import PLUGINS, NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES
@@ -33,6 +34,7 @@ IMPORTS = "run.imports"
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
+ALERTS = "telemetry.alerts"
 EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
@@ -74,11 +76,30 @@ def load(
         config = put(config, run={"imports": overridden})
     elif isinstance(source, Config):
         config = put(config, run={"imports": _take(config.run.imports, None)})
+    # What a run has written may be of an older version.
+    if not (reading and isinstance(source, str | os.PathLike) and Path(source).name == "config.yaml"):
+        _refuse_secrets(config)
     if left_out is not None:
         return _only_read(config, left_out)
     config = resolve(_with_weights(config, model_keys))
     check(config)
     return config
+
+
+def _refuse_secrets(config: Config) -> None:
+    """ConfigError for a text that logs somebody in: config.yaml, checkpoints, trackers and jobs hold what a config does, for all to read."""
+    for path in keys(type(config)):
+        values = value_of(config, path)
+        for text in values if isinstance(values, tuple) else (values,):
+            # a path may have an = in it
+            if not isinstance(text, str) or not ("://" in text or path == ALERTS or "=" not in text):
+                continue
+            url = text.removeprefix("webhook:")
+            if masked(url) != url or (url != text and url[:1] != "$" and holds_secret(url)):
+                way = "write webhook:$VARIABLE, and the address" if url != text else "leave it out, and put it"
+                raise ConfigError(
+                    f"{path} holds a secret, which a run would write into its files; {way} into a variable of the environment."
+                )
 
 
 def given_devices(source: str | Path, overrides: Sequence[str] = ()) -> int:
@@ -350,6 +371,9 @@ def _override(config: Config, text: str) -> Config:
 
 def _unknown(kind: type, prefix: str, name: str) -> str:
     hints = typing.get_type_hints(kind)
+    if names_secret(name):
+        secret = "a secret belongs into a variable of the environment, which no file of a run holds"
+        return f"there is no key {prefix}{short(name)}; {secret}."
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (nearest(name, hints) or f"; legal are {', '.join(hints)}.")

@@ -46,7 +46,11 @@ BROUGHT = {
     "attention": {"model.attention": "x:attention"}, "compression": {"parallel.reduce.compression": "mine"},
     "algorithm": {"parallel.reduce.algorithm": "mine"}, "source": {"data.source": "mine"}, "nothing": {},
 }  # fmt: skip
-MESH = {"schedule": {"mesh.pipeline": 2}, "compression": {"mesh.data": 2}, "algorithm": {"mesh.data": 2}}  # counts there
+MESH = {
+    "schedule": {"mesh.pipeline": 2},
+    "compression": {"mesh.data": 2},
+    "algorithm": {"mesh.data": 2},
+}  # counts there
 OTHER = 12345  # a user
 
 

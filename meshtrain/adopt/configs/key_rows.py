@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, names_secret, short
 
 DIFFERS = "differs"
 # How an optimizer differs from theirs. transformers makes Adafactor with scale_parameter False.
@@ -29,7 +29,7 @@ class GivenKey:
 
     @property
     def text(self) -> str:
-        return f"{self.key} {as_written(self.value)}"
+        return f"{self.key} {'…' if names_secret(self.key) else as_written(self.value)}"
 
     def refused(self, rest: str) -> ConfigError:
         return ConfigError(f"{self.where}: {self.key} is {as_written(self.value)}; {rest}.")
