@@ -204,6 +204,9 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must have "
             f"{stages * chunks} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
+    # A table from outside may be none that can run.
+    if is_table or (schedule in SCHEDULES and not SCHEDULES[schedule].formulas):
+        make_table(schedule, stages, microbatches, chunks)
 
 
 def _data_problems(config: Config) -> Iterator[str]:
