@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 from meshtrain.config.key import LARGEST, keys
 from meshtrain.errors import ConfigError, nearest, refusal, say, short
 from meshtrain.files import write_atomically
+from meshtrain.registry import TRUST
 from meshtrain.run import early
 
 DONE, FAILED, USAGE, STOPPED = 0, 1, 2, early.STOPPED
@@ -55,7 +56,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 def _code_of(work: Callable[[], int]) -> int:
     """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system caused."""
     try:
-        with _log_printed(), _umask():
+        with _log_printed(), _umask(), _trust():
             return work()
     except ConfigError as error:
         say(error)
@@ -92,6 +93,18 @@ def _umask() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+@contextlib.contextmanager
+def _trust() -> Iterator[None]:
+    """Keeps what --trust names to one command, where a process calls several."""
+    before = os.environ.get(TRUST)
+    try:
+        yield
+    finally:
+        os.environ.pop(TRUST, None)
+        if before is not None:
+            os.environ[TRUST] = before
 
 
 def _output_is_written() -> bool:
@@ -171,6 +184,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config", required=required, metavar="FILE|NAME", help=meaning)
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
+        self.add_trust()
+
+    def add_trust(self) -> None:
+        """Adds --trust, as every command takes it that may meet the code of a run."""
+        meaning = "runs what run.imports of this run names, though it may be of others"
+        self.add_argument("--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning)
 
     def add_model(self) -> None:
         """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
@@ -182,6 +201,7 @@ class Parser(argparse.ArgumentParser):
         add("--weights", choices=("float8", "int8"), help="holds those of the layers' products in 8 bits")
         add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
         add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
+        self.add_trust()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
@@ -189,6 +209,9 @@ class Parser(argparse.ArgumentParser):
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond and (setting := self._setting(*beyond[:1])):
             self.error(f"{short(beyond[0])} is no argument{setting}")
+        if folders := getattr(parsed, "trust", None):
+            already = os.environ.get(TRUST, "").split(os.pathsep)
+            os.environ[TRUST] = os.pathsep.join(filter(None, dict.fromkeys([*already, *folders])))
         return parsed, beyond
 
     def _setting(self, word: str, value: str = "", *_: str) -> str:
@@ -270,6 +293,14 @@ def step(text: str) -> int | Literal["newest", "best"]:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
     return int(text)
+
+
+def _folder(text: str) -> str:
+    """Returns the value of --trust, as the environment takes it."""
+    path = os.path.abspath(text)
+    if not text or os.pathsep in path or not os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no directory; give the run whose code may run")
+    return path
 
 
 def check_target(path: str) -> None:

@@ -4,12 +4,33 @@ import contextlib
 import difflib
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 
 PREFIX = "meshtrain: "  # of every sentence on stderr
 LINES = "\n\t"  # which a sentence of several lines keeps
 LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
+
+
+# Texts that log somebody in, each behind what comes before it: a URL's user and password, a value under a telling name, tokens by their shape.
+# What begins with $ is a variable of the environment's.
+_SECRETS = re.compile(
+    r"""(://)[^/\s@'"$][^/\s@'"]*(?=@)
+    | ((?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature|\bsig|[-_]key|[?&]key|apikey)["']?=["']?)[^\s&"',\]$][^\s&"',\]]*
+    | (authorization["']?:\s*(?:(?:bearer|basic|token)\s+|(?!bearer|basic|token))|\bbearer\s+)[^\s"'$][^\s"',\]]*
+    | (\s--[\w-]*(?:token|secret|passw(?:or)?d|key)\s+|\s(?:-u|--user)[\s=]+["']?[^\s:"'$]+:)[^\s"'$-][^\s"']*
+    | ()(?:\bhf_[a-z0-9]{20,}|\bgh[opsru]_[a-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bsk-(?:proj-|ant-\w+-)?[a-z0-9]{20,}|\bxox[a-z]-[\w-]{8,}|\bAKIA[0-9A-Z]{16}|\bAIza[\w-]{30,}|\beyJ[\w-]{16,}\.[\w.-]+)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# Services whose webhooks ask for no password: the rest of the path is one.
+_WEBHOOK = re.compile(
+    r"""(\w+://[^\s'"]*?/(?:services|hooks?|webhooks?|webhookb2|workflows|bot[0-9]+)[/:])[^\s'"\],]+"""
+)
+_SECRET_NAME = re.compile(
+    r"(^|_)(token|secret|passwd|password|credentials?|webhook_url|(api|access|auth|private)_?key)(_|$)", re.IGNORECASE
+)
+_SPECIAL_TOKEN = re.compile("(pad|eos|bos|unk|mask|sep|cls|special|end)_token", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
@@ -33,11 +54,21 @@ def refusal(error: OSError) -> str:
 
 
 def short(value: object) -> str:
-    """Returns a user's text as a sentence may repeat it: in one line, without its middle where it is huge."""
-    text = str(value)
+    """Returns a user's text as a sentence may repeat it: in one line, without secrets, and without its middle where it is huge."""
+    text = masked(str(value))
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - ENDING]}…{text[-ENDING:]}"
     return printable(text)
+
+
+def masked(text: str) -> str:
+    """Returns a text with … in the place of each secret in it."""
+    return _WEBHOOK.sub(r"\1…", _SECRETS.sub(lambda found: next(filter(None, found.groups()), "") + "…", text))
+
+
+def names_secret(key: str) -> bool:
+    """Returns whether a key's name says that its value is a secret."""
+    return _SECRET_NAME.search(key) is not None and _SPECIAL_TOKEN.search(key) is None
 
 
 def printable(text: str, and_also: str = "") -> str:

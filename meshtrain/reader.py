@@ -25,6 +25,7 @@ from meshtrain.checkpoint.finding import by_eval_loss, no_best, problems
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
+from meshtrain.checkpoint.steps import MANIFEST
 from meshtrain.config import Config, check, load, replaced
 from meshtrain.config.imports import take
 from meshtrain.config.key import known
@@ -236,7 +237,7 @@ def _config(directory: Path, manifest: StepManifest, mesh: Mapping[str, int], pr
     sections = known(manifest.config, Config)
     run_directory = directory.absolute().parents[1]
     if entries := sections.get("run", {}).get("imports"):
-        sections["run"]["imports"] = take(entries, run_directory)
+        sections["run"]["imports"] = take(entries, directory / MANIFEST, run_directory)
     sections["data"] = opened_from(sections.get("data", {}), run_directory)
     run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call

@@ -9,9 +9,14 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from meshtrain.errors import ConfigError, short
+
 PLUGINS = (
     "meshtrain.plugins"  # the entry points of installed distributions that register some (`config.imports.plugins`)
 )
+# Directories whose code may run, as --trust names them and as PATH has them: in the environment, so that processes that a command starts trust
+# them too.
+TRUST = "MESHTRAIN_TRUST"
 
 
 class Named(Protocol):
@@ -20,6 +25,30 @@ class Named(Protocol):
 
 
 Entry = TypeVar("Entry", bound=Named)
+
+
+class Unimported(str):
+    """A name in a config that was only read: code that was not run would register or define it. `key`: where it stands; `run`: what to trust."""
+
+    key: str
+    run: str
+
+    def __new__(cls, name: str, key: str = "", run: str = "") -> "Unimported":
+        text = super().__new__(cls, name)
+        text.key, text.run = key, run
+        return text
+
+
+class NotImported(ConfigError, KeyError):
+    """Something needs the code behind an `Unimported` name."""
+
+    __str__ = ConfigError.__str__
+
+    def __init__(self, name: Unimported) -> None:
+        super().__init__(
+            f"{name.key} has {short(repr(str(name)))}, which comes from code of the run; a command that reads a run imports none "
+            f"without --trust {short(name.run)}."
+        )
 
 
 class Registry(Mapping[str, Entry]):
@@ -39,6 +68,8 @@ class Registry(Mapping[str, Entry]):
         del self._entries[name]
 
     def __getitem__(self, name: str) -> Entry:
+        if isinstance(name, Unimported) and name not in self._entries:
+            raise NotImported(name)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:

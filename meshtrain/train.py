@@ -65,7 +65,7 @@ PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors
 def main(arguments: Sequence[str] | None = None) -> int:
     options = train_parser().parse_args(arguments)
     try:
-        config = load(options.config, options.set)
+        config = load(options.config, options.set, reading=options.print_config)
         if options.print_config:
             print(to_yaml(config), end="")
             return DONE

@@ -60,6 +60,7 @@ def parser() -> Parser:
         parsers[name].add_argument("--step", type=step, default="newest", help=newest)
         parsers[name].add_argument("--dtype", choices=DTYPES, help=dtype)
         parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
+        parsers[name].add_trust()
     parsers["config"].add_argument("files", type=Path, nargs="+", metavar="FILE", help="what they are read from")
     devices = "devices it is for, which theirs do not say (default: 1)"
     steps = "steps of the run, where a warm-up is given as a share of them"

@@ -122,7 +122,9 @@ class Checkpointer(Saver):
         left_out = ("data",) if manifest.weights_alone else ()
         old = {section: keys for section, keys in manifest.config.items() if section not in left_out}
         notes = restoring.compare(old, self.config, where, weights_only)
-        notes += restoring.compare_hooks(manifest.hooks, self.program.hooks.names, where, weights_only)
+        notes += restoring.compare_hooks(
+            manifest.hooks, self.program.hooks.names, where, weights_only, self.config.checkpoint.allow
+        )
         if not weights_only:
             notes += restoring.compare_versions(manifest.versions, versions())
             notes += restoring.compare_data(manifest, self.config, self.data_digests, where)

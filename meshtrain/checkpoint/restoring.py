@@ -15,11 +15,12 @@ from meshtrain.checkpoint.finding import Start
 from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import Config, resolve
-from meshtrain.config.follow import differences, followed, put, value_of
+from meshtrain.config.follow import differences, followed, nested, put, value_of
 from meshtrain.config.key import Resume, keys, known
 from meshtrain.config.model import LoraConfig
 from meshtrain.errors import ConfigError, nearest
 from meshtrain.model.weights import lora_difference
+from meshtrain.registry import Unimported
 from meshtrain.sources import SOURCES
 from meshtrain.step import State
 
@@ -46,7 +47,7 @@ def check_keys(config: Config) -> None:
             f"checkpoint.weights_only takes the weights of another run, but checkpoint.resume is {resume}; "
             "give that run's path there, or leave weights_only out."
         )
-    rules = {name: key.resume for name, key in keys(type(config)).items() if key.resume in REFUSED}
+    rules = {name: key.resume for name, key in keys(type(config)).items() if key.resume in (*REFUSED, Resume.FUNCTION)}
     for name in config.checkpoint.allow:
         if name not in rules:
             # What a model computes may never differ: those keys are none of the legal ones.
@@ -72,7 +73,7 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
         if key.null and was is None:
             was = value_of(before, name)
         follows = key.null and key.resume not in SHAPES and followed(before, name) and followed(config, name)
-        if was == now or follows or key.resume is Resume.FREE or not key.counts(config):
+        if was == now or follows or key.resume in (Resume.FREE, Resume.FUNCTION) or not key.counts(config):
             continue
         allowed = name in config.checkpoint.allow and (weights_only or key.resume not in SHAPES)
         if key.resume in refusable and not allowed:
@@ -86,8 +87,15 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
 
 
 def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Config:
-    """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the others."""
-    return resolve(put(kind(), **_tuples(known(old, kind))))
+    """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the others.
+
+    What it names may be registered no more.
+    """
+    before = put(kind(), **_tuples(known(old, kind)))
+    for path, key in keys(kind).items():
+        if key.one_of is not None and isinstance(name := value_of(before, path), str) and name not in key.one_of:
+            before = put(before, **nested(path, Unimported(name, path, "RUN")))
+    return resolve(before, as_far=True)
 
 
 def _tuples(value: Any) -> Any:
@@ -141,17 +149,28 @@ def compare_versions(then: Mapping[str, str], now: Mapping[str, str]) -> list[st
     return [f"the checkpoint was written with {', '.join(changed)}."] if changed else []
 
 
-def compare_hooks(old: Mapping[str, str], now: Mapping[str, str], where: str, weights_only: bool) -> list[str]:
-    """Returns a sentence on each function that replaces another part of the model or the loss than before; ConfigError if one is missing."""
+def compare_hooks(
+    old: Mapping[str, str], now: Mapping[str, str], where: str, weights_only: bool, allow: Collection[str] | None = None
+) -> list[str]:
+    """Returns a sentence on each function that replaces another part of the model or the loss than before; ConfigError if one is missing.
+
+    `allow`: keys whose function may be missing, as checkpoint.allow has them; None: nothing is trained, so that none may.
+    """
     counts = [kind for kind in {**old, **now} if not (weights_only and kind == "loss")]
-    if missing := [kind for kind in counts if kind not in now]:
+    by_kind = {path.partition(".")[2]: path for path, key in keys(Config).items() if key.resume is Resume.FUNCTION}
+    if missing := [kind for kind in counts if kind not in now and by_kind[kind] not in (allow or ())]:
         names = ", ".join(f"{kind}={old[kind]}" for kind in missing)
+        named = ", ".join(by_kind[kind] for kind in missing)
+        built_in = f", or go on with what is built in by checkpoint.allow: [{named}]"
         raise ConfigError(
-            f"{where} was trained with functions of its own, {names}; give them again from Python: "
-            "mt.Program, mt.train and mt.read_model take them."
+            f"{where} was trained with functions of its own, {names}; give them again ({named} in a config, else mt.Program, mt.train "
+            f"and mt.read_model){'' if allow is None else built_in}."
         )
-    changed = [kind for kind in counts if old.get(kind) != now[kind]]
-    return [f"the {kind} was {old.get(kind, 'built in')} and is {now[kind]} from here on." for kind in changed]
+    changed = [kind for kind in counts if old.get(kind) != now.get(kind)]
+    return [
+        f"the {kind} was {old.get(kind, 'built in')} and is {now.get(kind, 'built in')} from here on."
+        for kind in changed
+    ]
 
 
 def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:

@@ -17,6 +17,7 @@ from meshtrain.config.schema import ACTIVATIONS, AUTO, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import nearest_file
+from meshtrain.registry import NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
@@ -44,18 +45,24 @@ def check(config: Config) -> None:
     )
     if sentence := next(problems, None):
         raise ConfigError(sentence)
-    hooks(config)
+    if not any(isinstance(text, Unimported) for text in hook_texts(config).values()):
+        hooks(config)
 
 
 def hooks(config: Config) -> dict[str, Any]:
     """Returns the functions that a config names, by what they replace; ConfigError for a name of nothing."""
-    model, train = config.model, config.train
-    keys = {"model.block": model.block, "model.attention": model.attention, "train.loss": train.loss}
+    keys = hook_texts(config)
     if not any(keys.values()):
         return {}
     from meshtrain.config.imports import named
 
     return {key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None}
+
+
+def hook_texts(config: Config) -> dict[str, str | None]:
+    """Returns the keys that name functions, with what they name."""
+    model, train = config.model, config.train
+    return {"model.block": model.block, "model.attention": model.attention, "train.loss": train.loss}
 
 
 def _steps(config: Config) -> float:
@@ -167,6 +174,8 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"{nearest_file(path, ('.csv',)) or '.'}"
         )
     if not is_table and schedule not in SCHEDULES and schedule != AUTO:
+        if isinstance(schedule, Unimported):
+            raise NotImported(schedule)
         legal = ", ".join([AUTO, *SCHEDULES])
         ending = nearest(schedule, [AUTO, *SCHEDULES]) or "."
         yield f"parallel.schedule is {short(repr(schedule))}; it must be one of {legal}, or the path of a .csv table{ending}"
@@ -195,6 +204,9 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must have "
             f"{stages * chunks} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
+    # A table from outside may be none that can run.
+    if is_table or (schedule in SCHEDULES and not SCHEDULES[schedule].formulas):
+        make_table(schedule, stages, microbatches, chunks)
 
 
 def _data_problems(config: Config) -> Iterator[str]:

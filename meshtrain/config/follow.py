@@ -15,6 +15,7 @@ from meshtrain.config.key import Followed, keys
 from meshtrain.config.schema import Config, ExpertsConfig, without_pairs
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
+from meshtrain.registry import NotImported
 from meshtrain.schedule.generators import SCHEDULES, has_table
 
 # train.loss_chunk: auto. Fewer tokens, and what a chunk adds to the sum of the head's gradient takes longer than its products.
@@ -23,11 +24,18 @@ CHUNK, ROOM = 2048, 2**32  # tokens; bytes of float32 logits
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def resolve(config: AnyConfig) -> AnyConfig:
-    """Returns the config in which no key is left to follow from the others. Raises ConfigError where one does not follow."""
+def resolve(config: AnyConfig, as_far: bool = False) -> AnyConfig:
+    """Returns the config in which no key is left to follow from the others. Raises ConfigError where one does not follow.
+
+    `as_far`: a default that stands for itself stays where what it follows from is not imported.
+    """
     for path, key in keys(type(config)).items():
         if key.follows and value_of(config, path) == key.default:
-            config = put(config, **nested(path, key.follows(config)))
+            try:
+                config = put(config, **nested(path, key.follows(config)))
+            except NotImported:
+                if key.null or not as_far:
+                    raise
     return config
 
 

@@ -16,6 +16,7 @@ class Resume(Enum):
     FREE = "nothing: the key is of the command, not of the run"
     REPORTED = "it goes on, and says so"
     REFUSED = "it is refused, unless checkpoint.allow names the key"
+    FUNCTION = "another function goes on, and says so; back to the built-in part it is refused, unless checkpoint.allow names the key"
     ADAPTERS = "it is refused; weights alone are taken from where there are no adapters yet"
     CONTENT = "it is refused, unless checkpoint.allow names the key; the digest of the data follows from it"
     TOKENS = "it is refused, unless checkpoint.allow names the key; and with the weights alone too, which mean nothing for other tokens"

@@ -17,29 +17,35 @@ from typing import Any
 import numpy as np
 import yaml
 
-from meshtrain.config.check import check
+from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import Followed, Resume, keys
 from meshtrain.config.places import config_file, placed
-from meshtrain.config.schema import Config, RunConfig
-from meshtrain.config.values import NULL, TOO_DEEP, compose, plain, problem, shape, value
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.config.schema import AUTO, Config, RunConfig
+from meshtrain.config.telemetry import holds_secret
+from meshtrain.config.values import NULL, TOO_DEEP, compose, names_accepted, plain, problem, shape, value
+from meshtrain.errors import ConfigError, masked, names_secret, nearest, short
 from meshtrain.files import read_text
-from meshtrain.registry import PLUGINS
+from meshtrain.registry import PLUGINS, NotImported, Unimported
+from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table
 
 IMPORTS = "run.imports"
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
+ALERTS = "telemetry.alerts"
 EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
-def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = (), *, reading: bool = False
+) -> Config:
     """Returns the checked, resolved config of a YAML file or of one that comes along by its name, of nested dicts, of another config or (None) of the defaults, with a list of
     `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
 
-    Raises ConfigError, one sentence, for what is no config.
+    With `reading` no code of a run directory or of others is imported unless it is trusted: names that it would bring are taken as they are
+    (`registry.Unimported`). Raises ConfigError, one sentence, for what is no config.
     """
     values: dict[str, Any] = {}
     # A text is a sequence of texts too, its letters.
@@ -48,33 +54,57 @@ def load(source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequ
         legal = "a list of texts, such as ['mesh.data=2']"
         raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
     _plug_in()
+    overridden: tuple[str, ...] | None = None
     for override in overrides:
         if override.partition("=")[0].strip() == IMPORTS:
-            _take(_override(Config(), override).run.imports, Path.cwd())
-    directory = Path.cwd()
+            overridden = _take(_override(Config(), override).run.imports, None)
+    left_out: str | None = None
     if isinstance(source, Mapping):
         values = _of_mapping(source)
     elif source is not None and not isinstance(source, Config):
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
         file = config_file(source)
-        directory = Path(file).parent
-        values = placed(read_given(Config, file, "config", "--config", EXAMPLE), keys(Config), directory)
+        given, left_out = _read_config(file, reading)
+        values = placed(given, keys(Config), Path(file).parent)
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
     model_keys = set(_changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {})))
     for override in overrides:
         config = _override(config, override)
         model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
-    if config.run.imports:
-        config = put(config, run={"imports": _take(config.run.imports, directory)})
+    if overridden is not None:
+        config = put(config, run={"imports": overridden})
+    elif isinstance(source, Config):
+        config = put(config, run={"imports": _take(config.run.imports, None)})
+    # What a run has written may be of an older version.
+    if not (reading and isinstance(source, str | os.PathLike) and Path(source).name == "config.yaml"):
+        _refuse_secrets(config)
+    if left_out is not None:
+        return _only_read(config, left_out)
     config = resolve(_with_weights(config, model_keys))
     check(config)
     return config
 
 
+def _refuse_secrets(config: Config) -> None:
+    """ConfigError for a text that logs somebody in: config.yaml, checkpoints, trackers and jobs hold what a config does, for all to read."""
+    for path in keys(type(config)):
+        values = value_of(config, path)
+        for text in values if isinstance(values, tuple) else (values,):
+            # a path may have an = in it
+            if not isinstance(text, str) or not ("://" in text or path == ALERTS or "=" not in text):
+                continue
+            url = text.removeprefix("webhook:")
+            if masked(url) != url or (url != text and url[:1] != "$" and holds_secret(url)):
+                way = "write webhook:$VARIABLE, and the address" if url != text else "leave it out, and put it"
+                raise ConfigError(
+                    f"{path} holds a secret, which a run would write into its files; {way} into a variable of the environment."
+                )
+
+
 def given_devices(source: str | Path, overrides: Sequence[str] = ()) -> int:
     """Returns the devices of a config file's mesh as it is given, whether it is legal or not."""
-    config = filled(Config(), read_given(Config, source, "config", "--config", EXAMPLE))
+    config = filled(Config(), _read_config(config_file(source), reading=True)[0])
     for override in overrides:
         config = _override(config, override)
     return config.mesh.devices
@@ -86,7 +116,7 @@ class _Dumper(yaml.SafeDumper):
     def represent_data(self, data: Any) -> yaml.Node:
         if isinstance(data, os.PathLike):
             data = os.fsdecode(data)
-        elif isinstance(data, Followed):
+        elif isinstance(data, Followed | Unimported):
             data = str(data)
         elif isinstance(data, np.generic):
             data = data.item()
@@ -154,19 +184,64 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
     if node is None:
         return {}
-    _import_first(node, GIVEN, Path.cwd())
-    return _section(Config, node, "", GIVEN, "config")
+    taken = _take(_imports(node, GIVEN), None)
+    return _with_imports(_section(Config, node, "", GIVEN, "config"), taken)
 
 
-def _import_first(config: yaml.Node, source: str, directory: Path) -> None:
-    """Imports what run.imports names: what is legal elsewhere may be registered there."""
+def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str | None]:
+    """Returns the values of a config's file once what its run.imports names is imported; and where that was left out, what to trust."""
+    node, source = _composed(file, "config", "--config", EXAMPLE)
+    if entries := _imports(node, source):
+        # what is legal elsewhere may be registered there
+        from meshtrain.config import imports
+
+        path = Path(file)
+        if reading and (run := imports.left_out(path)):
+            with names_accepted(run):
+                return _section(Config, node, "", source, "config"), run
+        written = {name.value for name, _ in node.value}  # a run writes all sections
+        of_run = imports.is_of_run(path) or (
+            path.name == "config.yaml" and set(typing.get_type_hints(Config)) <= written
+        )
+        entries = imports.take(entries, path, path.absolute().parent if of_run else None)
+    return _with_imports(_section(Config, node, "", source, "config"), entries), None
+
+
+def _with_imports(values: dict[str, Any], taken: tuple[str, ...]) -> dict[str, Any]:
+    if taken:
+        values["run"]["imports"] = taken
+    return values
+
+
+def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
+    """Returns run.imports of a config whose other keys are not read yet."""
     node: yaml.Node | None = config
     for name in IMPORTS.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         node = next((inner for key_node, inner in pairs if key_node.value == name), None)
-    if node is not None:
-        hint, where = typing.get_type_hints(RunConfig)["imports"], f"{_at(source, node)}: {IMPORTS}"
-        _take(value(hint, keys(RunConfig)["imports"], node, where), directory)
+    if node is None:
+        return ()
+    hint, where = typing.get_type_hints(RunConfig)["imports"], f"{_at(source, node)}: {IMPORTS}"
+    entries: tuple[str, ...] = value(hint, keys(RunConfig)["imports"], node, where)
+    return entries
+
+
+def _only_read(config: Config, run: str) -> Config:
+    """Returns a config whose imports were left out, resolved and checked as far as that goes without them. `run`: what to trust.
+
+    NotImported where a value follows from what they would bring.
+    """
+    schedule = config.parallel.schedule
+    names = {key: text for key, text in hook_texts(config).items() if text is not None}
+    if schedule not in (AUTO, *SCHEDULES) and not schedule.endswith(".csv"):
+        names["parallel.schedule"] = schedule
+    for key, text in names.items():
+        config = put(config, **nested(key, Unimported(text, key, run)))
+    config = put(config, run={"imports": tuple(Unimported(entry, IMPORTS, run) for entry in config.run.imports)})
+    config = resolve(config, as_far=True)
+    with contextlib.suppress(NotImported):
+        check(config)
+    return config
 
 
 @functools.cache
@@ -177,12 +252,12 @@ def _plug_in() -> None:
         plugins()
 
 
-def _take(entries: tuple[str, ...], directory: Path) -> tuple[str, ...]:
+def _take(entries: tuple[str, ...], named_by: Path | None) -> tuple[str, ...]:
     if not entries:
         return ()
     from meshtrain.config.imports import take
 
-    return take(entries, directory)
+    return take(entries, named_by)
 
 
 def to_yaml(config: Config) -> str:
@@ -212,6 +287,12 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
 
 def read_given(kind: type, path: str | Path, what: str, flag: str, example: str) -> dict[str, Any]:
     """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a section is a dict."""
+    node, source = _composed(path, what, flag, example)
+    return _section(kind, node, "", source, what)
+
+
+def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yaml.Node, str]:
+    """Returns the root of a YAML file, and the file as sentences name it."""
     text = read_text(path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MAX_BYTES)
     source = short(path)
     try:
@@ -221,9 +302,7 @@ def read_given(kind: type, path: str | Path, what: str, flag: str, example: str)
         raise ConfigError(f"{source}{f', line {line}' if line else ''} is not valid YAML: {reason}.") from None
     if node is None:
         raise ConfigError(f"{source} is empty; {example}.")
-    if kind is Config:
-        _import_first(node, source, Path(path).parent)
-    return _section(kind, node, "", source, what)
+    return node, source
 
 
 def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
@@ -292,6 +371,9 @@ def _override(config: Config, text: str) -> Config:
 
 def _unknown(kind: type, prefix: str, name: str) -> str:
     hints = typing.get_type_hints(kind)
+    if names_secret(name):
+        secret = "a secret belongs into a variable of the environment, which no file of a run holds"
+        return f"there is no key {prefix}{short(name)}; {secret}."
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (nearest(name, hints) or f"; legal are {', '.join(hints)}.")

@@ -9,7 +9,7 @@ from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
 from meshtrain.families import FAMILIES
 
-FREE, REFUSED, SHAPE, SIZE, ADAPTERS = Resume.FREE, Resume.REFUSED, Resume.SHAPE, Resume.SIZE, Resume.ADAPTERS
+REFUSED, SHAPE, SIZE, ADAPTERS, FUNCTION = Resume.REFUSED, Resume.SHAPE, Resume.SIZE, Resume.ADAPTERS, Resume.FUNCTION
 
 # What LoRA may adapt, in the order in which a layer has it.
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
@@ -177,8 +177,8 @@ class ModelConfig:
     )
     vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
-    block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
-    attention: str | None = key(None, "a function in the place of attention, likewise", resume=FREE)
+    block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FUNCTION)
+    attention: str | None = key(None, "a function in the place of attention, likewise", resume=FUNCTION)
     tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_of_family("tied_head"), resume=SHAPE)
     qkv_bias: bool = key(
         None, "biases of the query, key and value projections; null: as the family has it",
@@ -255,7 +255,7 @@ class ModelConfig:
         "class", "images: what the head reads: class, a learned token before the patches; mean, the mean of the patches", resume=SHAPE, counts=_of_images
     )
     weights: str | None = key(
-        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", path=True, resume=FREE
+        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", path=True, resume=Resume.FREE
     )
 
     @property

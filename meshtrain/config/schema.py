@@ -297,7 +297,7 @@ class TrainConfig:
     )
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
-    loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports (model.hooks)", resume=FREE)
+    loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports (model.hooks)", resume=Resume.FUNCTION)
     loss_chunk: int | Literal["auto"] = key(
         "auto", "tokens whose logits are alive at once, for losses and gradients. auto: all of a microbatch, or 2,048 where they would take more "
         "than 4 GiB a device",

@@ -2,12 +2,14 @@
 
     log                  a sentence on stderr
     file                 a line of RUN/alerts.jsonl
-    webhook:URL          JSON, by POST
+    webhook:$VARIABLE    JSON, by POST to the address that a variable of the environment holds
+    webhook:URL          the same, of an address without a secret in it
     command:WORD WORD    a program, which finds the JSON on its standard input
 
 Several may be listed; each alert goes to all of them.
 """
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +17,18 @@ from typing import Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from meshtrain.config.key import Resume, key
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.errors import ConfigError, masked, nearest, short
 
 FREE = Resume.FREE
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 AlertKind = Literal["log", "file", "webhook", "command"]
 PLAIN: tuple[AlertKind, ...] = ("log", "file")
+VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
+# Hosts of services whose webhooks ask for no password besides.
+_SERVICES = re.compile(
+    r"(^|\.)((hooks?|webhooks?)\.|(slack|discord|discordapp|telegram|office|zapier|pagerduty|opsgenie)\.[a-z]+$|logic\.azure\.com$|chat\.googleapis\.com$)"
+)
 ADDRESSED: tuple[AlertKind, ...] = ("webhook", "command")  # followed by a colon, and by where to
 
 
@@ -51,7 +58,7 @@ class TelemetryConfig:
         0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if anything",
         least=0.0, most=1e6, resume=FREE
     )
-    alerts: tuple[str, ...] = key(("log", "file"), "where alerts go: log (stderr), file (alerts.jsonl), webhook:URL, command:WORDS", resume=FREE)
+    alerts: tuple[str, ...] = key(("log", "file"), "where alerts go: log (stderr), file (alerts.jsonl), webhook:$VARIABLE, webhook:URL, command:WORDS", resume=FREE)
 # fmt: on
 
 
@@ -62,13 +69,13 @@ def problems(telemetry: TelemetryConfig, steps: float) -> Iterator[str]:
     for name in ("trackers", "alerts", "trace_at"):
         values = getattr(telemetry, name)
         if twice := [value for k, value in enumerate(values) if value in values[:k]]:
-            yield f"telemetry.{name} has {twice[0]} twice; name it once."
+            yield f"telemetry.{name} has {short(twice[0])} twice; name it once."
     if late := [step for step in telemetry.trace_at if step > steps]:
         yield f"telemetry.trace_at has {late[0]}, but train.steps is {steps}: that step is never reached."
 
 
 class AlertTarget(NamedTuple):
-    """One place for alerts. `address`: the URL, or the command's words in one line; empty for the plain ones."""
+    """One place for alerts. `address`: the URL or the $VARIABLE that has it, or the command's words in one line; empty for the plain ones."""
 
     kind: AlertKind
     address: str = ""
@@ -79,14 +86,14 @@ def alert_target(text: str) -> AlertTarget:
     name, colon, address = text.partition(":")
     if name in PLAIN and not colon:
         return AlertTarget(cast(AlertKind, name))
-    where = f"telemetry.alerts has {short(repr(text))}"
+    where = f"telemetry.alerts has {short(repr(f'{name}:…' if holds_secret(address) else text))}"
     if name in PLAIN:
         raise ConfigError(f"{where}; {name} takes nothing after it, so write {name} alone.")
     if name not in ADDRESSED:
         legal = "legal are log, file, webhook:URL and command:WORDS"
         raise ConfigError(f"{where}; {legal}{nearest(name, (*PLAIN, *ADDRESSED)) or '.'}")
-    if name == "webhook" and not _is_url(address):
-        raise ConfigError(f"{where}; a webhook is an address such as webhook:https://host/path.")
+    if name == "webhook" and not VARIABLE.fullmatch(address) and ("$" in address or not is_url(address)):
+        raise ConfigError(f"{where}; a webhook is an address such as webhook:https://host/path, or webhook:$VARIABLE.")
     if name == "command":
         try:
             words = shlex.split(address)
@@ -97,10 +104,28 @@ def alert_target(text: str) -> AlertTarget:
     return AlertTarget(cast(AlertKind, name), address)
 
 
-def _is_url(url: str) -> bool:
+def holds_secret(webhook: str) -> bool:
+    """Returns whether who knows a webhook's URL may post to it: by the service, or by a part that looks like a token."""
+    host = webhook.partition("://")[2].partition("/")[0]
+    words = re.split(r"[^\w-]", webhook.replace(host, "", 1))
+    return masked(webhook) != webhook or _SERVICES.search(host) is not None or any(map(_is_random, words))
+
+
+def _is_random(word: str) -> bool:
+    return len(word) >= 20 and re.search("[0-9]", word) is not None and re.search("[A-Za-z]", word) is not None
+
+
+def is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(host) and port != 0 and url.isascii() and " " not in url
+    return (
+        parts.scheme in ("http", "https")
+        and bool(host)
+        and port != 0
+        and url.isascii()
+        and url.isprintable()
+        and " " not in url
+    )

@@ -4,17 +4,20 @@ YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, o
 decides where there is one way to read a value, and what has two is refused with both.
 """
 
+import contextlib
 import re
 import types
 import typing
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import yaml
 
 from meshtrain.config.key import LARGEST, TINIEST, Key
 from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.registry import Unimported
 
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 MAX_DEPTH = 8  # a config is 4 deep: section, key, list, entry
@@ -23,6 +26,9 @@ TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 MAX_CHARACTERS = 1024  # of a text: what every system allows a path
 MAX_DIGITS = 40  # of a whole number: more are too large for every key
+
+# What would have to be trusted for names that are registered nowhere to be (`names_accepted`).
+_UNIMPORTED: ContextVar[str | None] = ContextVar("_UNIMPORTED", default=None)
 
 _WHOLE = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FRACTION = re.compile(r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?")
@@ -44,6 +50,16 @@ class _Composer(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+@contextlib.contextmanager
+def names_accepted(run: str) -> Iterator[None]:
+    """Has names that somebody may have registered read as they are, since the imports of a run are left out."""
+    token = _UNIMPORTED.set(run)
+    try:
+        yield
+    finally:
+        _UNIMPORTED.reset(token)
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -112,6 +128,8 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
     if choices:
         if text in choices:
             return choices[text]
+        if key.one_of is not None and (run := _UNIMPORTED.get()) and text:
+            return Unimported(text, where.rpartition(": ")[2], run)
         raise ConfigError(wrong + (nearest(text, choices) or "."))
     if hint is bool:
         if text.lower() in TRUE | FALSE:

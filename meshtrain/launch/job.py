@@ -13,6 +13,8 @@ import yaml
 from meshtrain.cli import Parser, whole_number
 from meshtrain.cluster.cluster import machine_devices, named, usual_cluster
 from meshtrain.config import Config, load
+from meshtrain.config.load import IMPORTS
+from meshtrain.config.values import as_text
 from meshtrain.errors import ConfigError, divisors, listed_divisors, short
 from meshtrain.launch import flags
 
@@ -111,8 +113,17 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     # Its other rules, such as survive.least, count for the nodes that there are.
     config = load(options.config, overrides)
     words = [python, "-m", "meshtrain.survive", "--config", shipped or options.config]
+    trusted = options.trust
+    if shipped and (files := [entry for entry in config.run.imports if entry.endswith(".py")]):
+        # They lie beside the config there, in a directory that an engine makes as it will.
+        there = PurePath(shipped).parent
+        names = [str(there / PurePath(entry).name) if entry in files else entry for entry in config.run.imports]
+        overrides = [*(o for o in overrides if o.partition("=")[0].strip() != IMPORTS), f"{IMPORTS}={as_text(names)}"]
+        trusted = [str(there)]
     for override in overrides:
         words += ["--set", override]
+    for folder in trusted:
+        words += ["--trust", folder]
     cluster = options.cluster or usual_cluster(config)
     if options.cluster or not options.no_flags:
         _refuse_crowded(cluster, devices, wanted)

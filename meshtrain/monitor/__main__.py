@@ -89,6 +89,7 @@ def parser() -> Parser:
     parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
     parser.add_argument("--json", action="store_true", help="shows it once, for programs")
+    parser.add_trust()
     return parser
 
 

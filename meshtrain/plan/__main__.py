@@ -93,12 +93,12 @@ def parser() -> Parser:
 def _load(options: argparse.Namespace) -> Config:
     """The config; of a search also one whose own layout is not legal, since the search replaces it: then on one device."""
     try:
-        return load(options.config, options.set)
+        return load(options.config, options.set, reading=True)
     except ConfigError as error:
         if not options.search:
             raise
         try:
-            config = load(options.config, [*options.set, *ONE_DEVICE])
+            config = load(options.config, [*options.set, *ONE_DEVICE], reading=True)
         except ConfigError:
             raise error from None  # another key is wrong
     options.devices = options.devices or given_devices(options.config, options.set)

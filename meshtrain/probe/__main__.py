@@ -107,7 +107,7 @@ def _config(options: argparse.Namespace) -> Config | None:
     if options.set and not options.config:
         raise ConfigError("--set overrides a key of --config FILE, which is missing; --mesh gives a mesh without one.")
     if options.config:
-        return load(options.config, options.set)
+        return load(options.config, options.set, reading=True)
     return replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
 
 

@@ -62,6 +62,7 @@ def parser() -> Parser:
         "--diagnose", action="store_true", help="tells from a trace where the time went, and what to change"
     )
     parser.add_argument("--cluster", metavar="FILE|NAME", help="what it is held against, as plan takes it (default: cpu with run.fake_devices, else h100)")  # fmt: skip
+    parser.add_trust()
     return parser
 
 

@@ -37,6 +37,7 @@ FEWEST, MOST = 4, 64  # blocks
 FEW = 8  # blocks below which it is not sure how long steps remember: intervals are twice as wide
 REMEMBERED = 3  # times the autocorrelation time, the length of a block
 NEGLIGIBLE = 0.002  # share by which seconds or losses differ that is nothing to anybody
+VAGUE = 0.5  # half an interval's width, as a logarithm or a share of the loss, beyond which it says nothing
 STRETCHES = 400  # of the tokens that both have read
 
 
@@ -116,7 +117,13 @@ def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
         )
         return None
     value, half = _interval(*medians)
-    return Interval(math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE)
+    interval = Interval(math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE)
+    if not interval.differs and half > VAGUE:
+        why.append(
+            "speed: it cannot be told apart, since the steps of a run take too different times; let both take more."
+        )
+        return None
+    return interval
 
 
 def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int, float]:
@@ -143,6 +150,11 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
         return None, 0, common
     value, half = _interval(medians)
     level = float(np.nanmean(means[0][count * 3 // 4 :]))
+    if abs(value) <= half and half > VAGUE * abs(level):
+        why.append(
+            "loss: it cannot be told apart, since the losses go up and down too much; let both runs take more steps."
+        )
+        return None, 0, common
     return Interval(value, value - half, value + half, NEGLIGIBLE * abs(level)), 0, common
 
 
@@ -228,7 +240,10 @@ def sentences(comparison: Comparison) -> list[str]:
     time, loss, name = comparison.time, comparison.loss, comparison.names[1]
     lines = []
     if time:
-        between = f"{time.value:+.1%} of time a token, between {time.least:+.1%} and {time.most:+.1%} ({SURE:.0%} sure)"
+        bounds = f"between {time.least:+.1%} and {time.most:+.1%}"
+        if math.log1p(time.most) - math.log1p(time.least) > 2 * VAGUE:
+            bounds = f"at least {time.least if time.value > 0 else time.most:+.1%}"
+        between = f"{time.value:+.1%} of time a token, {bounds} ({SURE:.0%} sure)"
         what = (
             f"{name} is {'slower' if time.value > 0 else 'faster'}" if time.differs else "no difference beyond chance"
         )
@@ -247,7 +262,7 @@ def sentences(comparison: Comparison) -> list[str]:
 def tables(comparison: Comparison) -> list[Section]:
     """Returns the figures of both runs, and the keys in which their configs differ."""
     changed = [(path, setting_text(a), setting_text(b)) for path, a, b in comparison.config]
-    keys = Section("What differs in the config", table=Grid(("key", *comparison.names), changed, "keys"))
+    keys = Section("What differs in the config", table=Grid(("key", *comparison.names), changed, "keys", newest=False))
     figures = Section("", table=Grid(("", *comparison.names), comparison.figures))
     return [figures, keys if changed else Section("", ("Their configs are the same.",))]
 

@@ -142,7 +142,7 @@ def config_of(directory: Path, notes: list[str]) -> Config | None:
         text = (directory / CONFIG).read_text()
         # A run writes every key: the defaults would be the config of another.
         if text.strip():
-            return load(directory / CONFIG)
+            return load(directory / CONFIG, reading=True)
         why = "it is empty."
     except FileNotFoundError:
         notes.append(f"there is no {CONFIG}: what ran, and how fast it could be, is not known.")

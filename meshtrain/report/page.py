@@ -92,11 +92,11 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
     if section.wide is not None:
         yield section.wide()
     if section.table is not None:
-        heads, rows, what = section.table
-        yield pages.table(
-            heads, [[escape(cell) for cell in row] for row in (rows[-MOST_ROWS:] if heads else rows)], style=style
-        )
-        if heads and len(rows) > MOST_ROWS:
+        heads, rows, what, newest = section.table
+        cut = heads and newest and len(rows) > MOST_ROWS
+        shown = rows[-MOST_ROWS:] if cut else rows
+        yield pages.table(heads, [[escape(cell) for cell in row] for row in shown], style=style)
+        if cut:
             yield f"<p>The newest {MOST_ROWS} of {len(rows):,} {what}.</p>"
 
 

@@ -49,11 +49,12 @@ class Figure(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Plain text, of which the newest rows are shown. `what`: many such rows, in a word."""
+    """Plain text, of which all rows are shown, or with `newest` the newest. `what`: many such rows, in a word."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     what: str = "rows"
+    newest: bool = True
 
 
 class Item(NamedTuple):

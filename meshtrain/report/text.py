@@ -73,10 +73,11 @@ def section_text(section: Section) -> str:
         if figure.rows:
             lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
     if section.table is not None:
-        heads, rows, what = section.table
+        heads, rows, what, newest = section.table
         # The sections of a config, which has no heads, are all named.
-        lines.append(columns([heads, *rows[-MOST_ROWS:]] if heads else rows, "    "))
-        if heads and len(rows) > MOST_ROWS:
+        cut = heads and newest and len(rows) > MOST_ROWS
+        lines.append(columns([heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows, "    "))
+        if cut:
             lines.append(f"    the newest {MOST_ROWS} of {len(rows):,} {what}")
     return "\n".join([*lines, *(f"  {line}" for line in section.lines)])
 

@@ -45,7 +45,7 @@ from functools import partial
 import numpy as np
 
 from meshtrain.errors import nearest, short
-from meshtrain.registry import Registry
+from meshtrain.registry import NotImported, Registry, Unimported
 from meshtrain.schedule.table import MAX_ENTRIES, B, F, G, IllegalTable, R, Table, W, read_csv
 from meshtrain.schedule.validate import validate
 
@@ -152,6 +152,8 @@ def stamp(schedule: str) -> tuple[int, int] | None:
 def _made(schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None) -> Table:
     if schedule.endswith(".csv"):
         return _proved(short(schedule), lambda: _from_file(schedule, stages, microbatches, chunks))
+    if isinstance(schedule, Unimported) and schedule not in SCHEDULES:
+        raise NotImported(schedule)
     if schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise ValueError(

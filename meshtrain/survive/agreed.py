@@ -51,7 +51,7 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
         # The steps follow once the data is open: then as the run has found them.
         steps = None
         with contextlib.suppress(ConfigError):
-            train = load(run / CONFIG).train
+            train = load(run / CONFIG, reading=True).train
             steps = train.steps if train.epochs == config.train.epochs else None
     if steps is not None and step >= steps:
         return f"step {step} of {steps} was taken"

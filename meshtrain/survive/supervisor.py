@@ -19,6 +19,7 @@ from pathlib import Path
 from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.model.weights import parameters
+from meshtrain.registry import TRUST
 from meshtrain.run.early import heard
 from meshtrain.survive import console
 from meshtrain.survive.agreed import done_already
@@ -187,6 +188,9 @@ class Supervisor:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }  # fmt: skip
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        if self.config.run.imports:
+            # A leader has written the plan's config there, where nobody else may (`store.refuse_unsafe`).
+            environment[TRUST] = os.pathsep.join(filter(None, (environment.get(TRUST), str(self.store.root))))
         if len(plan.members) > 1:
             assert plan.coordinator is not None
             environment |= {

@@ -7,6 +7,7 @@ Each sink takes an alert as a dict and returns at once; what hangs or refuses co
 """
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from meshtrain.config.telemetry import AlertTarget
+from meshtrain.config.telemetry import VARIABLE, AlertTarget, is_url
 from meshtrain.errors import refusal, say, short
 from meshtrain.run.directory import ALERTS
 from meshtrain.run.rows import MetricsFile
@@ -46,11 +47,25 @@ def sink(target: AlertTarget, directory: Path) -> Sink:
         return Log()
     if target.kind == "file":
         return File(directory / ALERTS)
+    if target.kind == "webhook" and (variable := VARIABLE.fullmatch(target.address)):
+        address = functools.partial(address_in, variable[1])
+        if variable[1] not in os.environ:
+            say(
+                f"alerts are not delivered by webhook:{target.address} until that variable of the environment holds its address."
+            )
+        return Delivery(f"webhook:{target.address}", lambda alert: post(address(), alert, directory.name))
     if target.kind == "webhook":
         # A URL may hold a password or a token: the host is enough to know it by.
         name = f"webhook to {urlsplit(target.address).hostname}"
         return Delivery(name, lambda alert: post(target.address, alert, directory.name))
     return Delivery(f"{target.kind}:{target.address}", lambda alert: run(shlex.split(target.address), alert))
+
+
+def address_in(variable: str) -> str:
+    """Returns the URL that a variable of the environment holds; Undelivered, without a word of it, if it holds none."""
+    if not is_url(url := os.environ.get(variable, "").strip()):
+        raise Undelivered("the variable holds no address such as https://host/path", final=True)
+    return url
 
 
 class Log:

@@ -17,6 +17,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.launch.__main__ import main as launch
 from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.survive.view import digests
+from meshtrain.train import main as train
 
 loading = importlib.import_module("meshtrain.config.load")  # the module, of which the package has the function
 
@@ -242,3 +243,80 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     rows = {name: (at / name / "metrics.jsonl").read_text().splitlines()[:2] for name in "rsp"}
     losses = {name: [json.loads(line)["loss"] for line in lines] for name, lines in rows.items()}
     assert losses["s"] == losses["r"] == losses["p"]
+
+
+PARTS = {"train.loss": "capped_loss", "model.block": "parallel_block", "model.attention": "plain_attention"}
+ATTENTION = """
+
+def plain_attention(q, k, v, segments, collectives, dropout):
+    mixed = jnp.cumsum(v, axis=1) / (1 + jnp.arange(v.shape[1])[None, :, None, None])
+    out = jnp.repeat(mixed, q.shape[2] // v.shape[2], axis=2)
+    return out.reshape(q.shape[0] * q.shape[1], -1).astype(q.dtype)
+
+
+def other_attention(q, k, v, segments, collectives, dropout):
+    return plain_attention(q, k, v, segments, collectives, dropout)
+
+
+def other_loss(logits, labels, vocabulary):
+    return capped_loss(logits, labels, vocabulary)
+
+
+def other_block(block, x, sequence, collectives, dropout):
+    return parallel_block(block, x, sequence, collectives, dropout)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("key", PARTS)
+def test_a_run_goes_on_with_another_function_and_with_the_built_in_part_where_that_is_allowed(key, written, capsys):
+    kind, run = key.partition(".")[2], written.parent / "r"
+    (written.parent / "mine.py").write_text(FILE + ATTENTION)
+    base = ["--config", str(written), "--set", f"run.directory={run}"]
+    base += [word for k in PARTS for word in ("--set", f"{k}=null")] + ["--set", f"{key}=mine:{PARTS[key]}"]
+
+    def go_on(steps, *settings):
+        code = train([*base, "--set", f"train.steps={steps}", *(word for each in settings for word in ("--set", each))])
+        return code, capsys.readouterr().err
+
+    assert go_on(1)[0] == 0
+    code, said = go_on(2, f"{key}=null")
+    assert code == 2 and f"{kind}=" in said and f"checkpoint.allow: [{key}]" in said and "Traceback" not in said
+    code, said = go_on(2, f"{key}=mine:other_{kind}")
+    assert code == 0 and f"the {kind} was " in said and f"other_{kind} from here on" in said
+    code, said = go_on(3, f"{key}=null", f"checkpoint.allow=[{key}]")
+    assert code == 0 and f"the {kind} was " in said and "is built in from here on" in said
+    code, said = go_on(4, f"{key}=null")
+    assert code == 0 and f"the {kind} was" not in said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("key", "other", "rule"), [("model.family", "llama", 2), ("optimizer.schedule", "cosine", 0)])
+def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(key, other, rule, written, capsys):
+    run = written.parent / "r"
+    base = [
+        "--config",
+        str(written),
+        "--set",
+        f"run.directory={run}",
+        "--set",
+        "train.loss=null",
+        "--set",
+        "model.block=null",
+    ]
+    assert train(base) == 0
+    plain = json.loads(json.dumps(CONFIG))
+    plain["run"], plain["train"] = {"directory": str(run)}, {**plain["train"], "steps": 3, "loss": None}
+    plain["model"]["block"] = None
+    section, _, name = key.partition(".")
+    plain["model"]["family"], plain["optimizer"]["schedule"] = "llama", "cosine"
+    plain[section][name] = other
+    if key != "model.family":
+        plain["model"]["family"], plain["run"]["imports"] = "toy", [str(written.parent / "mine.py")]
+    else:
+        FAMILIES.forget("toy")
+        LEARNING_RATES.forget("square")
+    (written.parent / "plain.yaml").write_text(yaml.safe_dump(plain))
+    capsys.readouterr()
+    code, said = train(["--config", str(written.parent / "plain.yaml")]), capsys.readouterr().err
+    assert code == rule and key in said and "Traceback" not in said

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from drawn import check_drawing
@@ -11,8 +12,9 @@ from drawn import check_drawing
 from meshtrain.plan import advice
 from meshtrain.plan.__main__ import main
 from meshtrain.plan.estimate import Plan
-from meshtrain.schedule.generators import make_table
+from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
 from meshtrain.schedule.table import read_csv
+from meshtrain.train import main as train
 
 CONFIG = {
     "run": {"fake_devices": 8},
@@ -193,6 +195,35 @@ def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypat
     assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
     assert "parallel.schedule cannot run: mine.csv: " in caught.err
     assert "clock 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "one that cannot run"])
+def test_a_table_that_a_plan_refuses_is_refused_with_the_same_sentence_by_what_prints_the_config_and_what_trains(
+    config, tmp_path, capsys, wrong
+):
+    (tmp_path / "mine.csv").write_text(WRONG[wrong][0] if wrong in WRONG else ILLEGAL)
+    words = ["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]
+    said = []
+    for command in (lambda: main(words), lambda: train([*words, "--print-config"]), lambda: train(words)):
+        assert command() == 2
+        caught = capsys.readouterr()
+        assert caught.out == ""
+        said.append(caught.err)
+    assert said[0] and said == said[:1] * 3
+
+
+def test_a_registered_schedule_whose_table_cannot_run_is_refused_by_what_prints_the_config_too(config, capsys):
+    late = Schedule("too_early", lambda stages, microbatches, chunks: (np.zeros((stages, microbatches), int),) * 2)
+    SCHEDULES.register(late)
+    try:
+        words = ["--config", str(config), "--set", "parallel.schedule=too_early"]
+        said = []
+        for command in (lambda: main(words), lambda: train([*words, "--print-config"])):
+            assert command() == 2
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1] and "too_early" in said[0]
+    finally:
+        SCHEDULES.forget("too_early")
 
 
 @pytest.mark.thorough

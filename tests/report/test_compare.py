@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from meshtrain.report.compare import blocks, compare, memory, sentences, student
+from meshtrain.report.compare import blocks, compare, memory, render, sentences, student
 from meshtrain.report.facts import gather
+from meshtrain.report.page import page
+from meshtrain.report.summary import summarise
 
 RUNS = 60
 
@@ -171,3 +173,44 @@ def test_blocks_are_at_most_so_many_and_hold_every_value_but_the_first():
     assert blocks(np.arange(1000.0) % 2).size <= 64
     assert blocks(np.ones(1000)).tolist() == [1.0] * 62
     assert blocks(np.ones(3)).size == 0
+
+
+def test_every_key_that_differs_is_named_in_text_and_page(tmp_path):
+    other = {
+        "model": "{layers: 2, d_model: 64, heads: 2, vocab_size: 300, norm_eps: 1.0e-6}", "optimizer": "{learning_rate: 0.1, beta1: 0.8, beta2: 0.8, eps: 1.0e-6, weight_decay: 0.2, grad_clip: 2}",
+        "train": "{steps: 99, global_batch_size: 8, label_smoothing: 0.1, z_loss: 0.1}", "eval": "{every: 3, batches: 2}", "log": "{every: 2}", "checkpoint": "{every: 7, keep: 9}",
+    }  # fmt: skip
+    times = [0.3] * 20
+    one = run(tmp_path / "one", times, [5.0] * 20)
+    two = run(tmp_path / "two", times, [5.0] * 20, config="\n".join(f"{name}: {keys}" for name, keys in other.items()))
+    both = compare(one, two)
+    changed = [path for path, *_ in both.config]
+    assert len(changed) > 15
+    text, html = render(both), page([one, two], [summarise(one), summarise(two)], both)
+    assert not [path for path in changed if path not in text or path not in html] and "newest" not in text
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 6.0])
+@pytest.mark.parametrize("steps", [8, 16, 40])
+def test_a_bound_of_speed_that_says_nothing_is_not_given(steps, scale, tmp_path):
+    for seed in range(6):
+        dice = np.random.default_rng(seed)
+        wild = [0.3 * np.exp(1.5 * dice.standard_normal(steps)) for _ in range(2)]
+        both = compare(
+            run(tmp_path / f"{seed}a", wild[0], [5.0] * steps),
+            run(tmp_path / f"{seed}b", scale * wild[1], [4.9] * steps),
+        )
+        said = " ".join(sentences(both))
+        if both.time is None:
+            assert "speed: it cannot be told apart" in said
+        elif not both.time.differs:
+            assert both.time.most < 1.8 and both.time.least > -0.7
+        elif both.time.most > 4 * (1 + both.time.least):
+            assert "at least" in said and f"{both.time.most:+.1%}" not in said
+
+
+def test_a_bound_of_losses_that_says_nothing_is_not_given(tmp_path):
+    dice = np.random.default_rng(0)
+    one, two = (run(tmp_path / name, [0.3] * 20, (6 + 5 * dice.standard_normal(20)).tolist()) for name in "ab")
+    both = compare(one, two)
+    assert both.loss is None and any(why.startswith("loss: it cannot be told apart") for why in both.cannot_tell)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, names_secret, short
 
 DIFFERS = "differs"
 # How an optimizer differs from theirs. transformers makes Adafactor with scale_parameter False.
@@ -29,10 +29,14 @@ class GivenKey:
 
     @property
     def text(self) -> str:
-        return f"{self.key} {as_written(self.value)}"
+        value = as_written(self.value)
+        return f"{self.key} {'…' if names_secret(self.key) and len(value) >= LEAST_SECRET else value}"
 
     def refused(self, rest: str) -> ConfigError:
         return ConfigError(f"{self.where}: {self.key} is {as_written(self.value)}; {rest}.")
+
+
+LEAST_SECRET = 8  # characters: a shorter one would not be hard to guess
 
 
 class RefusedValue(Exception):

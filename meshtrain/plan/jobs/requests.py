@@ -106,7 +106,7 @@ def first_block(cluster: Cluster) -> int:
 def configured(job: JobSpec) -> Config:
     """The config of a job that has one."""
     try:
-        return load(job.config, job.set)
+        return load(job.config, job.set, reading=True)
     except ConfigError as error:
         raise ConfigError(f"job {job.name}: {error}") from None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshtrain.config import Config, load, replaced, to_yaml
 from meshtrain.errors import ConfigError, say
+from meshtrain.registry import NotImported, Unimported
 from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
 from meshtrain.run.directory import CONFIG, METRICS, TRACES
 
@@ -43,6 +44,9 @@ def attributed(trace: Path) -> Attribution:
 
 def trace_beside(config: Config) -> Attribution:
     """Traces a few steps of a config in a process of its own; RuntimeError, in a sentence, if that fails."""
+    for entry in config.run.imports:
+        if isinstance(entry, Unimported):
+            raise NotImported(entry)
     what = f"so {STEPS} steps of its config are taken beside it, from new weights; nothing of them is kept."
     say(f"there is no trace of this run, {what}")
     with tempfile.TemporaryDirectory(prefix="meshtrain-trace-") as scratch:
