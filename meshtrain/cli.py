@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST, keys
-from meshtrain.errors import ConfigError, nearest, refusal, say, short
+from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.run import early
 
@@ -41,6 +41,9 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         except ConfigError as error:
             say(error)
             code = USAGE
+        except Unreadable as error:
+            say(error)
+            code = FAILED
         except KeyboardInterrupt as request:
             say(request if request.args else "stopped.")
             # At its end the interpreter would wait for what XLA compiles, and crash on it.

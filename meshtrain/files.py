@@ -5,16 +5,69 @@ import fcntl
 import os
 import re
 import stat
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
-from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, short
+
+T = TypeVar("T")
 
 MIN_ROOM = 1 << 16  # bytes
 KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # anything else is a device
+
+# What a disk, a network or a full table of open files says, and may not say a moment later.
+PASSING = frozenset({
+    errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY,
+    errno.ENOLCK, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
+})  # fmt: skip
+# What it says of a name that leads to nothing.
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
+
+
+# --- reading
+
+
+def retried(read: Callable[[], T]) -> T:
+    """Returns what `read` returns, which is called again after a pause while the system refuses for a reason that may pass."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(pause)
+    return read()
+
+
+def unreadable(path: str | Path, error: OSError) -> Unreadable:
+    """Returns the error of a file that may be as good as ever, and that the system does not let us read."""
+    return Unreadable(f"{short(path)} cannot be read now: {refusal(error)}")
+
+
+def status(path: Path, follow: bool = True) -> os.stat_result | None:
+    """Returns the status of what a path leads to; None where there is certainly nothing. Unreadable if the system does not tell."""
+    try:
+        return retried(lambda: os.stat(path, follow_symlinks=follow))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise unreadable(path, error) from None
+
+
+def entries(directory: Path) -> list[Path]:
+    """Returns what is in a directory, in order; nothing where there is none. Unreadable if the system does not tell."""
+    try:
+        return sorted(retried(lambda: list(directory.iterdir())))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise unreadable(directory, error) from None
 
 
 def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int) -> str:
