@@ -26,9 +26,12 @@ class Unreadable(Exception):
     `what`: the sentence's first half, to stand within another one.
     """
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; nothing is set aside or removed, run again once it can be read.")
-        self.what = what
+    @property
+    def what(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.what}; nothing is set aside or removed, run again once it can be read."
 
 
 def not_installed(what: str, extra: str) -> ConfigError:

@@ -22,7 +22,7 @@ KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a 
 # What a disk, a network or a full table of open files says, and may not say a moment later.
 PASSING = frozenset({
     errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY,
-    errno.ENOLCK, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
     errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
 })  # fmt: skip
 # What it says of a name that leads to nothing.
@@ -48,6 +48,12 @@ def retried(read: Callable[[], T]) -> T:
 def unreadable(path: str | Path, error: OSError) -> Unreadable:
     """Returns the error of a file that may be as good as ever, and that the system does not let us read."""
     return Unreadable(f"{short(path)} cannot be read now: {refusal(error)}")
+
+
+def refuse_passing(path: str | Path, error: OSError) -> None:
+    """Raises Unreadable if what the system said may pass, and so says nothing of the file."""
+    if error.errno in PASSING:
+        raise unreadable(path, error) from None
 
 
 def status(path: Path, follow: bool = True) -> os.stat_result | None:
@@ -77,16 +83,16 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise ConfigError(f"the name of the {what} is empty; {takes}.")
     try:
         # Asked before it is opened: opening a device may do anything, and reading a pipe that nobody writes to never ends.
-        kind = stat.S_IFMT(path.stat().st_mode)
+        kind = stat.S_IFMT(retried(path.stat).st_mode)
         if kind != stat.S_IFREG and not (kind == stat.S_IFIFO and path.parts[:2] in (("/", "dev"), ("/", "proc"))):
             raise ConfigError(f"{shown} is {KINDS.get(kind, 'a device')}; {takes}.")
-        with path.open("rb") as file:
-            content = file.read(most + 1)
+        content = retried(lambda: _beginning(path, most + 1))
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise ConfigError(f"{shown} is a link to {short(os.readlink(path))}, which is not there.") from None
         raise ConfigError(f"there is no {what} {shown}{nearest_file(path, suffixes) or '.'}") from None
     except OSError as error:
+        refuse_passing(path, error)
         raise ConfigError(f"{shown} cannot be read: {refusal(error)}.") from None
     except ConfigError:
         raise
@@ -101,6 +107,11 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{shown} is not text; {takes} in UTF-8.") from None
+
+
+def _beginning(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def nearest_file(path: Path, suffixes: Sequence[str]) -> str:

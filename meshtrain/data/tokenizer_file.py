@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain.data.tokenizer import Spans
 from meshtrain.errors import ConfigError, not_installed, refusal, short
-from meshtrain.files import write_atomically
+from meshtrain.files import refuse_passing, retried, write_atomically
 
 # What others call the end of a document.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -29,8 +29,9 @@ class FileTokenizer:
     def __init__(self, path: Path, chat: bool = False) -> None:
         library = _library()
         try:
-            data = path.read_bytes()
+            data = retried(path.read_bytes)
         except OSError as error:
+            refuse_passing(path, error)
             raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())

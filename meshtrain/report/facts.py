@@ -273,7 +273,11 @@ def best(directory: Path) -> Best:
 def _survived(directory: Path, notes: list[str]) -> Survived | None:
     if not (directory / SURVIVE).is_dir():
         return None
-    history = histories.read(directory)
+    try:
+        history = histories.read(directory)
+    except Unreadable as error:
+        notes.append(f"{error.what}.")
+        return None
     if not history.events:
         notes.append(f"the supervisors of {SURVIVE}/ have written nothing yet.")
         return None

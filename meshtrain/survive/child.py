@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cli import FAILED
+from meshtrain.files import retried
 from meshtrain.orphans import die_with_parent
 from meshtrain.run.rows import parse
 from meshtrain.survive.heartbeat import CODES, VARIABLE
 from meshtrain.survive.records import Node, ProcessEnd, Rank, record_of
-from meshtrain.survive.store import opened, read_file
+from meshtrain.survive.store import NO_RECORD, opened, read_file
 from meshtrain.survive.supervised import BEAT, LEASE, LEASE_SIZE
 
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
@@ -133,7 +134,7 @@ class TrainingProcess:
             return ProcessEnd(code, kind, sentence, step)
         if code in (0, 75):
             return ProcessEnd(code, "ok" if code == 0 else "stopped", "ended", step)
-        fault = parse(read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ)) or {}
+        fault = parse(self._last_words()) or {}
         blamed = fault.get("ranks")
         ranks = [r for r in blamed if isinstance(r, int)] if isinstance(blamed, list) else []
         kind = BY_EXIT.get(code) or next((k for k in CODES if k == fault.get("kind")), "error")
@@ -186,6 +187,13 @@ class TrainingProcess:
         size = os.fstat(self.output.fileno()).st_size
         return os.pread(self.output.fileno(), 8192, max(0, size - 8192))
 
+    def _last_words(self) -> bytes:
+        """Returns what it left of why it failed; nothing if that is not there, or cannot be read."""
+        try:
+            return retried(lambda: read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ, NO_RECORD))
+        except OSError:
+            return b""
+
     def _stack(self) -> str:
         """Returns where its main thread is: the innermost line of the last stack that it wrote."""
         try:
@@ -209,7 +217,7 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
     if node.rank is None:
         return False
     try:
-        variables = Path(f"/proc/{node.rank.pid}/environ").read_bytes().split(b"\0")
+        variables = retried(Path(f"/proc/{node.rank.pid}/environ").read_bytes).split(b"\0")
         texts = (v.partition(b"=")[2] for v in variables if v.startswith(f"{VARIABLE}=".encode()))
         supervised = parse(next(texts, b"")) or {}
         if (supervised.get("number"), supervised.get("rank")) != (node.generation, node.rank.number):
