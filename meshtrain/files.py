@@ -178,7 +178,13 @@ def sync(directory: Path) -> None:
 def still_names(path: Path, file: IO[bytes]) -> bool:
     """Returns whether `path` leads to the open file, and not to nothing or to another one; True where the system does not tell."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        try:
+            return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        except OSError as error:
+            # A server says so once of a file that is there, and again of one that is not.
+            if error.errno != errno.ESTALE:
+                raise
+            return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 

@@ -79,6 +79,7 @@ class Saver:
             self._copies = FrozenCopies(config.checkpoint.keep, say)
         self._settled: int | None = None  # the last step whose save is known to be on disk
         self._failure: str | None = None  # why the last save failed
+        self._failed = False  # whether a save has failed, and may have left something
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
@@ -151,6 +152,8 @@ class Saver:
         if failure := self._settle():
             self.say(failure)
         self._pool.shutdown()
+        if self._failed and is_first():
+            self._remove_unfinished()
 
     def metrics(self) -> dict[str, float]:
         """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
@@ -166,6 +169,7 @@ class Saver:
         self._writing = None
         # a process's own reason comes first
         self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
+        self._failed |= self._failure is not None
         if self._failure is None:
             self._settled = step
             self._add_copy(self.root / str(step))
@@ -182,11 +186,18 @@ class Saver:
         if not is_first():
             return None, None
         try:
+            if self._failed:
+                self._remove_unfinished()
             self._make_room(directory)
             directory.mkdir(parents=True)
             return None, None if self._copies is None else self._copies.link(directory)
         except OSError as error:
             return str(error), None
+
+    def _remove_unfinished(self) -> None:
+        """Removes what failed saves have left: no save is under way, and the run's lock keeps others away."""
+        # What cannot be removed now is said at the next start.
+        steps.remove_leftovers(self.root)
 
     def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
         written: Written = []

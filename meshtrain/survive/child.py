@@ -34,7 +34,7 @@ STACKS = 0.3  # seconds that a process gets to write its stacks before it is end
 # The words of JAX's coordination client before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
 PREFIX = "meshtrain-"  # of its directory's name
-LEFT = 60.0  # seconds without a change after which a lease is nobody's, if nobody holds it
+LEFT = 60.0  # seconds after which a lease that was never renewed is nobody's, if nobody holds it
 LONGEST = 1000  # letters of why it failed
 # Bytes of its output: at once, and of what was printed since the last look.
 MOST_READ, MOST_SHOWN = 1 << 16, 1 << 20
@@ -232,9 +232,13 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
 
 
 def _sweep(memory: Path) -> None:
-    """Removes what supervisors that were killed have left in memory: their leases are neither held nor new."""
+    """Removes what supervisors that were killed have left in memory.
+
+    A lease that was renewed has been held: if nobody holds it now, its supervisor is gone. One that is empty may only just be there.
+    """
     for directory in memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), open(directory / LEASE, opener=opened) as lease:
-            if time.time() - os.fstat(lease.fileno()).st_mtime > LEFT:
+            there = os.fstat(lease.fileno())
+            if there.st_size or time.time() - there.st_mtime > LEFT:
                 fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory)
