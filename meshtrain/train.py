@@ -46,6 +46,7 @@ from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
+from meshtrain.run.garbage import GarbageCollection
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
 from meshtrain.run.processes import RunFailure, end_at_once, explained
 from meshtrain.run.record import RunRecord
@@ -170,6 +171,10 @@ def _run(
             tracer = Tracer(config, directory, program.mesh, program.layout.table, heartbeat.phase, measures.leave_out)
             closing.callback(tracer.close)
             hooks.append(tracer)
+        if config.train.gc_every:
+            collection = GarbageCollection(config.train.gc_every)
+            closing.callback(collection.close)
+            hooks.append(collection)
         if config.parallel.remat_offload:
             hooks.append(OffloadCheck(program, report.write, measures.leave_out))
         losses: list[float] = []
