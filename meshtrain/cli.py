@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST, keys
-from meshtrain.errors import ConfigError, nearest, refusal, say, short
+from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.registry import TRUST
 from meshtrain.run import early
@@ -61,6 +61,9 @@ def _code_of(work: Callable[[], int]) -> int:
     except ConfigError as error:
         say(error)
         return USAGE
+    except Unreadable as error:
+        say(error)
+        return FAILED
     except OSError as error:
         _report(error)
         # such a name is bad input, wherever it is met

@@ -1,4 +1,4 @@
-"""The one error that a user's input may cause, a sentence in place of a traceback; and what goes into such a sentence."""
+"""The errors that are a sentence in place of a traceback: of a user's input, of a disk that does not answer; and what goes into one."""
 
 import contextlib
 import difflib
@@ -39,6 +39,20 @@ class ConfigError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Shows a notebook the sentence, as a terminal does."""
         return [f"{PREFIX}{self}"]
+
+
+class Unreadable(Exception):
+    """Something cannot be read now, in one sentence, which says nothing of what is in it. The commands print it and exit with code 1.
+
+    `what`: the sentence's first half, to stand within another one.
+    """
+
+    @property
+    def what(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.what}; nothing is set aside or removed, run again once it can be read."
 
 
 def not_installed(what: str, extra: str, libraries: int = 1) -> ConfigError:

@@ -5,16 +5,75 @@ import fcntl
 import os
 import re
 import stat
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
-from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, short
+
+T = TypeVar("T")
 
 MIN_ROOM = 1 << 16  # bytes
 KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # anything else is a device
+
+# What a disk, a network or a full table of open files says, and may not say a moment later.
+PASSING = frozenset({
+    errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY,
+    errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
+})  # fmt: skip
+# What it says of a name that leads to nothing.
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
+
+
+# --- reading
+
+
+def retried(read: Callable[[], T]) -> T:
+    """Returns what `read` returns, which is called again after a pause while the system refuses for a reason that may pass."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(pause)
+    return read()
+
+
+def unreadable(path: str | Path, error: OSError) -> Unreadable:
+    """Returns the error of a file that may be as good as ever, and that the system does not let us read."""
+    return Unreadable(f"{short(path)} cannot be read now: {refusal(error)}")
+
+
+def refuse_passing(path: str | Path, error: OSError) -> None:
+    """Raises Unreadable if what the system said may pass, and so says nothing of the file."""
+    if error.errno in PASSING:
+        raise unreadable(path, error) from None
+
+
+def status(path: Path, follow: bool = True) -> os.stat_result | None:
+    """Returns the status of what a path leads to; None where there is certainly nothing. Unreadable if the system does not tell."""
+    try:
+        return retried(lambda: os.stat(path, follow_symlinks=follow))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise unreadable(path, error) from None
+
+
+def entries(directory: Path) -> list[Path]:
+    """Returns what is in a directory, in order; nothing where there is none. Unreadable if the system does not tell."""
+    try:
+        return sorted(retried(lambda: list(directory.iterdir())))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise unreadable(directory, error) from None
 
 
 def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int) -> str:
@@ -24,16 +83,16 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise ConfigError(f"the name of the {what} is empty; {takes}.")
     try:
         # Asked before it is opened: opening a device may do anything, and reading a pipe that nobody writes to never ends.
-        kind = stat.S_IFMT(path.stat().st_mode)
+        kind = stat.S_IFMT(retried(path.stat).st_mode)
         if kind != stat.S_IFREG and not (kind == stat.S_IFIFO and path.parts[:2] in (("/", "dev"), ("/", "proc"))):
             raise ConfigError(f"{shown} is {KINDS.get(kind, 'a device')}; {takes}.")
-        with path.open("rb") as file:
-            content = file.read(most + 1)
+        content = retried(lambda: _beginning(path, most + 1))
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise ConfigError(f"{shown} is a link to {short(os.readlink(path))}, which is not there.") from None
         raise ConfigError(f"there is no {what} {shown}{nearest_file(path, suffixes) or '.'}") from None
     except OSError as error:
+        refuse_passing(path, error)
         raise ConfigError(f"{shown} cannot be read: {refusal(error)}.") from None
     except ConfigError:
         raise
@@ -55,6 +114,11 @@ def check_regular(path: Path) -> None:
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise ConfigError(f"{short(path)} is {KINDS.get(kind, 'a device')}; it must be a file.")
+
+
+def _beginning(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
@@ -121,7 +185,13 @@ def sync(directory: Path) -> None:
 def still_names(path: Path, file: IO[bytes]) -> bool:
     """Returns whether `path` leads to the open file, and not to nothing or to another one; True where the system does not tell."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        try:
+            return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        except OSError as error:
+            # A server says so once of a file that is there, and again of one that is not.
+            if error.errno != errno.ESTALE:
+                raise
+            return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 

@@ -95,39 +95,31 @@ def fake_devices(count: int = 8) -> None:
 def join_cluster() -> None:
     """Makes this process one of many where the environment says that there are more.
 
-    JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID name them; an indexed Kubernetes
-    job numbers its own. ConfigError where one is missing, PortTaken where the first process finds its port in use. Without these
-    JAX finds the others by itself under Slurm, whose tasks may be more than the processes that are to join.
+    `joining.place_of` says how. ConfigError where variables are missing or do not agree, PortTaken where the first process finds its
+    port in use. Under Slurm JAX finds the others by itself; its tasks may be more than the processes that are to join.
     """
     if jax.distributed.is_initialized():
         return
-    tasks, address = os.environ.get("SLURM_NTASKS", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
-    in_slurm = tasks.isdecimal() and int(tasks) > 1
-    # An address alone tells JAX where the processes of Slurm meet.
-    if address and ("JAX_NUM_PROCESSES" in os.environ or not in_slurm):
-        if not re.fullmatch(r"\S+:[0-9]{1,5}", address):
-            raise ConfigError(
-                f"JAX_COORDINATOR_ADDRESS is {short(repr(address))}; it must be host:port of the first process."
-            )
-        processes = _whole_number("JAX_NUM_PROCESSES", 1, 2**31 - 1)
-        indexed = "JAX_PROCESS_ID" not in os.environ and "JOB_COMPLETION_INDEX" in os.environ
-        name = "JOB_COMPLETION_INDEX" if indexed else "JAX_PROCESS_ID"
-        process = _whole_number(name, 0, processes - 1)
-        if process == 0:
-            _check_port(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{address.rpartition(':')[2]}")
-        jax.distributed.initialize(address, processes, process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
-    elif in_slurm:
-        if "SLURM_STEP_NODELIST" not in os.environ:
-            # in the batch script itself, or in the shell of salloc
-            raise ConfigError(
-                f"this is one process in a job of Slurm's for {tasks} tasks; start it with srun, as in "
-                "srun meshtrain train, which starts all of them (SLURM_NTASKS=1 before the command runs it alone)."
-            )
+    from meshtrain.joining import place_of
+
+    place = place_of(os.environ)
+    if place is None:
+        return
+    if place.process == 0:
+        _check_port(place.listen, place.listen == os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"))
+    if place.by_slurm:
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
+    else:
+        jax.distributed.initialize(
+            place.address, place.processes, place.process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT
+        )
 
 
-def _check_port(address: str) -> None:
-    """Raises PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault."""
+def _check_port(address: str, is_asked_for: bool) -> None:
+    """Raises PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault.
+
+    ConfigError for any other reason why it could not, of an address that was asked for.
+    """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -136,20 +128,14 @@ def _check_port(address: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host.strip("[]"), int(port)))
     except OSError as error:
+        sentence = f"the coordinator cannot listen at {address}: {refusal(error)}"
         if error.errno == errno.EADDRINUSE:
             from meshtrain.run.processes import PortTaken
 
-            sentence = f"the coordinator cannot listen at {address}: {refusal(error)}; give another port."
-            raise PortTaken(sentence) from None
-
-
-def _whole_number(name: str, least: int, most: int) -> int:
-    text = os.environ.get(name)
-    if text is None or not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
-        value = "not set" if text is None else short(repr(text))
-        legal = f"a whole number from {least} to {most}"
-        raise ConfigError(f"{name} is {value}; with JAX_COORDINATOR_ADDRESS set it must be {legal}.")
-    return int(text)
+            raise PortTaken(f"{sentence}; give another port.") from None
+        # A machine without IPv6 listens at every address of the other kind.
+        if is_asked_for or error.errno == errno.EACCES:
+            raise ConfigError(f"{sentence}; give another address.") from None
 
 
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

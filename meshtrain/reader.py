@@ -33,6 +33,7 @@ from meshtrain.config.mesh import MeshConfig
 from meshtrain.data.copies import opened_from
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
+from meshtrain.files import retried
 from meshtrain.hf import loading
 from meshtrain.hf.hf_directory import config_of
 from meshtrain.hf.peft import Adapters, with_adapters
@@ -215,7 +216,7 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
 def _identity(directory: Path) -> tuple[int, int, int] | None:
     """Returns by what this step differs from a later one of the same name; None if it is not there."""
     try:
-        marker = (directory / steps.COMMIT).stat()
+        marker = retried((directory / steps.COMMIT).stat)
     except OSError:
         return None
     return marker.st_dev, marker.st_ino, marker.st_mtime_ns

@@ -20,7 +20,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from meshtrain.compat import meet
 from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
 from meshtrain.data.batches import digests
-from meshtrain.errors import say
+from meshtrain.errors import Unreadable, say
 from meshtrain.evaluate.evaluation import Evaluation
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import a_config, inputs
@@ -46,6 +46,7 @@ from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
+from meshtrain.run.garbage import GarbageCollection
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
 from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides
 from meshtrain.run.record import RunRecord
@@ -58,7 +59,7 @@ from meshtrain.telemetry.progress import Reporter
 from meshtrain.units import size
 
 COMPILING = 3600  # seconds by which one process may be later than another
-PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure)  # errors that are one sentence
+PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure, Unreadable)  # errors that are one sentence
 
 
 @command
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         note("config", str(error))
         raise
-    except (CheckpointError, FloatingPointError, RunFailure) as error:
+    except (CheckpointError, FloatingPointError, RunFailure, Unreadable) as error:
         say(error)
         return FAILED
 
@@ -106,11 +107,13 @@ def train(
                 config, directory, supervision, stop, closing, after, block=block, attention=attention, loss=loss
             )
         except Exception as error:
-            newest = max(committed_in(directory / CHECKPOINTS), default=None)
+            newest = None
+            with suppress(Unreadable):
+                newest = max(committed_in(directory / CHECKPOINTS), default=None)
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
-            if isinstance(error, PLAIN) and not isinstance(error, RunFailure):
+            if isinstance(error, PLAIN) and not isinstance(error, RunFailure | Unreadable):
                 raise  # as all processes do
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED, PLAIN)
@@ -172,6 +175,10 @@ def _run(
             tracer = Tracer(config, directory, program.mesh, program.layout.table, heartbeat.phase, measures.leave_out)
             closing.callback(tracer.close)
             hooks.append(tracer)
+        if config.train.gc_every:
+            collection = GarbageCollection(config.train.gc_every)
+            closing.callback(collection.close)
+            hooks.append(collection)
         if config.parallel.remat_offload:
             hooks.append(OffloadCheck(program, report.write, measures.leave_out))
         losses: list[float] = []

@@ -6,7 +6,8 @@
 
 Without them others cannot use the weights. HF_OUT and OUT are complete or not there; nothing is written over:
 
-    OUT.writing/   being filled, its .lock held; a process that was killed leaves it, and the next one to write OUT removes it
+    OUT.writing/   being filled, its .lock held; a process that was killed leaves it, at whatever moment, and the next one to write OUT
+                   removes it
     OUT/           all of it
 
 Runs, which are written to for weeks, have `meshtrain.checkpoint.steps` for the same.
@@ -180,15 +181,19 @@ def written_aside(to: Path) -> Iterator[Path]:
         with _locked_empty(aside):
             try:
                 yield aside
-                (aside / LOCK).unlink()
                 for folder, _, files in os.walk(aside):
                     for path in (*(Path(folder, name) for name in files), Path(folder)):
                         sync(path)
                 os.rename(aside, to)
             except BaseException:
                 # a full disk needs the room
-                shutil.rmtree(aside, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _empty(aside)
+                    shutil.rmtree(aside)
                 raise
+            # Not before the rename: what a killed process leaves without its lock would be taken for somebody's.
+            with contextlib.suppress(OSError):
+                (to / LOCK).unlink()
             sync(to.parent)
     except OSError as error:
         raise ConfigError(f"{short(to)} cannot be written: {refusal(error)}.") from None
@@ -203,7 +208,7 @@ def written_aside(to: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked_empty(aside: Path) -> Iterator[None]:
     """Makes an empty directory, and locks it. What a killed process left there is removed, what anybody else has there is not."""
-    if os.path.lexists(aside) and not (aside / LOCK).is_file():
+    if os.path.lexists(aside) and not _is_ours(aside):
         raise ConfigError(f"{short(aside)} is needed while writing; it is somebody's, so move it away.")
     aside.mkdir(parents=True, exist_ok=True)
     with open(aside / LOCK, "ab") as lock:
@@ -211,6 +216,16 @@ def _locked_empty(aside: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is writing {short(aside)}.") from None
-        for path in [path for path in aside.iterdir() if path.name != LOCK]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        _empty(aside)
         yield
+
+
+def _is_ours(aside: Path) -> bool:
+    """Returns whether a directory has our lock in it; a process that was killed before it had one left nothing."""
+    return not aside.is_symlink() and aside.is_dir() and ((aside / LOCK).is_file() or not any(aside.iterdir()))
+
+
+def _empty(aside: Path) -> None:
+    """Removes all but the lock: a process that is killed meanwhile leaves a directory that is still ours."""
+    for path in [path for path in aside.iterdir() if path.name != LOCK]:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

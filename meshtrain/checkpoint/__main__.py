@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.checkpoint import steps
-from meshtrain.cli import USAGE, Parser, command
+from meshtrain.cli import FAILED, USAGE, Parser, command
 from meshtrain.errors import refusal, say, short
+from meshtrain.files import PASSING
 
 
 @command
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # No permission; or a run that goes on has just removed the step.
         say(f"{short(error.filename)} cannot be read: {refusal(error)}.")
-        return USAGE
+        return FAILED if error.errno in PASSING else USAGE
 
 
 def parser() -> Parser:

@@ -6,6 +6,8 @@ Without compression: float32 noise shrinks by 8%, for four times the time and a 
 import ctypes
 import logging
 import math
+import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from meshtrain.errors import ConfigError
+from meshtrain.files import ABSENT, retried, unreadable
 
 CHUNK = 32 << 20  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
 READ_AHEAD = 32 << 20  # bytes on their way from disk to devices at a time, or one shard where that is more
@@ -38,10 +41,25 @@ def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse
 def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns the arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently.
 
-    ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand.
+    ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand. Unreadable if the system
+    refuses to read what is there.
     """
     if not targets:
         return {}  # Orbax refuses to read nothing
+    # All processes begin to read together: one alone may not try again.
+    attempt = retried if jax.process_count() == 1 else lambda load: load()
+    try:
+        arrays = attempt(lambda: _load(directory, targets))
+    except OSError as error:
+        raise unreadable(error.filename or directory, error) from error
+    # Orbax returns the target itself of an array that is not there.
+    if absent := [name for name, x in arrays.items() if not isinstance(x, jax.Array)]:
+        raise ConfigError(f"{directory} has no array {absent[0]}.")
+    return arrays
+
+
+def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Has Orbax read; OSError where the system refuses to, ConfigError for anything else."""
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
@@ -50,18 +68,23 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     context.memory.read_concurrent_bytes = max(READ_AHEAD, 1 + max(shards, default=0))
     try:
         with context:
-            arrays = ocp.load(directory, dict(targets))
+            return dict(ocp.load(directory, dict(targets)))
     except (ValueError, KeyError, TypeError, OSError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        number = cause.errno if isinstance(cause, OSError) else _number_in(str(cause))
+        if number is not None and number not in ABSENT:
+            raise OSError(number, os.strerror(number), str(directory)) from error
         reason = str(cause).splitlines()[0].split(". ")[0].rstrip(".") if str(cause) else type(cause).__name__
         version = metadata.version("orbax-checkpoint")
         raise ConfigError(f"{directory} cannot be read by Orbax {version}: {reason}.") from error
-    # Orbax returns the target itself of an array that is not there.
-    if absent := [name for name, x in arrays.items() if not isinstance(x, jax.Array)]:
-        raise ConfigError(f"{directory} has no array {absent[0]}.")
-    return arrays
+
+
+def _number_in(text: str) -> int | None:
+    """Returns the system's error number that TensorStore reports at the end of its sentence."""
+    number = re.search(r"os_error_code='([0-9]+)'", text)
+    return int(number[1]) if number else None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
 from meshtrain.errors import ConfigError, say
+from meshtrain.files import retried
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
@@ -74,7 +75,7 @@ class Checkpointer(Saver):
         self._release_lock()
 
     def _enter(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        retried(lambda: self.root.mkdir(parents=True, exist_ok=True))
         self.lock = RunLock(self.root.parent)
         for sentence in steps.remove_leftovers(self.root):
             self.say(sentence)

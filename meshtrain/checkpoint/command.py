@@ -1,6 +1,7 @@
 """Looks at checkpoints: what `python -m meshtrain.checkpoint` does once its words are read."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,20 +19,23 @@ from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.finding import by_eval_loss, no_best
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config.follow import differences
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, Unreadable, short
 
 INTACT, DAMAGED = 0, 1  # diff: the same, different
-UNREADABLE = (steps.Damaged, steps.NewerFormat)
+NO_STEP = (steps.Damaged, steps.NewerFormat, Unreadable)
 
 
 def ls(options: argparse.Namespace) -> int:
-    directories, best = _directories(options.directory), by_eval_loss(options.directory.absolute())[:1]
+    directories, best = _directories(options.directory), list[Path]()
+    # Which is the best is not known while one cannot be read.
+    with contextlib.suppress(Unreadable):
+        best = by_eval_loss(options.directory.absolute())[:1]
     entries: list[dict[str, Any]] = []
     for directory in directories:
         try:
             m, size = StepManifest.read(directory), digests.total_bytes(directory)
-        except UNREADABLE as problem:
-            if os.path.lexists(directory):
+        except NO_STEP as problem:
+            if isinstance(problem, Unreadable) or os.path.lexists(directory):
                 entries.append({"name": directory.name, "problem": str(problem)})
             continue
         figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
@@ -58,7 +62,7 @@ def _kind(path: Path) -> str:
     aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
     try:
         return "; ".join(filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed")))
-    except UNREADABLE:
+    except NO_STEP:
         return aside or "something else"
 
 
@@ -93,20 +97,22 @@ def show(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     entries: list[dict[str, Any]] = []
     for directory in _named(options):
-        began = time.perf_counter()
+        began, read = time.perf_counter(), True
         try:
             StepManifest.read(directory)
             problems, size = digests.problems(directory), digests.total_bytes(directory)
-        except UNREADABLE as problem:
-            problems, size = [str(problem)], 0
+        except NO_STEP as problem:
+            problems, size, read = [str(problem)], 0, not isinstance(problem, Unreadable)
         seconds = time.perf_counter() - began
-        removed = bool(problems) and not os.path.lexists(directory)
+        removed = bool(problems) and read and not os.path.lexists(directory)
         if not removed:
-            entries.append({"name": directory.name, "intact": not problems, "problems": problems, "bytes": size})
+            # null: not known.
+            intact = not problems if read else None
+            entries.append({"name": directory.name, "intact": intact, "problems": problems, "bytes": size})
         if removed:
             line = "removed meanwhile"
         elif problems:
-            line = f"DAMAGED: {'; '.join(problems)}"
+            line = f"{'DAMAGED' if read else 'not verified'}: {'; '.join(problems)}"
         else:
             line = f"intact, {units.size(size)} at {size / seconds / 1e9:.2f} GB/s"
         if not options.json:
@@ -196,7 +202,7 @@ def _named(options: argparse.Namespace) -> list[Path]:
 def _manifest(directory: Path) -> StepManifest:
     try:
         return StepManifest.read(directory)
-    except UNREADABLE as problem:
+    except (steps.Damaged, steps.NewerFormat) as problem:
         raise ConfigError(f"{directory} cannot be read: {problem}.") from None
 
 

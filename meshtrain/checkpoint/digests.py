@@ -7,14 +7,15 @@ is as quick as many small ones: SHA-256 runs at 1 to 2 GB/s a core where the pro
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
-from meshtrain.errors import refusal
-from meshtrain.files import write_atomically
+from meshtrain.errors import Unreadable
+from meshtrain.files import ABSENT, retried, status, unreadable, write_atomically
 
 Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, digests of its blocks
 BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
@@ -41,6 +42,7 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
     """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
     `only` names the files to look at, None all of them. The digests themselves must have been checked (`steps.commit_problem`).
+    Unreadable for a file that cannot be read now: that is no difference.
     """
     try:
         block, files = _record(directory)
@@ -56,7 +58,12 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
         in_blocks = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
-        return sentences + [sentence for sentence in in_blocks if sentence is not None]
+        try:
+            return sentences + [sentence for sentence in in_blocks if sentence is not None]
+        except Unreadable:
+            # The blocks after it would each be tried as long.
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def files_in(directory: Path, part: str) -> Files:
@@ -89,20 +96,19 @@ def _record(directory: Path) -> tuple[int, Files]:
 
 
 def _size_problem(path: Path, size: int) -> str | None:
-    try:
-        if not path.is_file():
-            return "is missing"
-        actual = path.stat().st_size
-    except OSError as error:
-        return f"cannot be read: {refusal(error)}"
-    return None if actual == size else f"has {actual:,} bytes instead of {size:,}"
+    there = status(path)
+    if there is None or not stat.S_ISREG(there.st_mode):
+        return "is missing"
+    return None if there.st_size == size else f"has {there.st_size:,} bytes instead of {size:,}"
 
 
 def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
     try:
-        digest = digest_of(directory / name, start, block)
+        digest = retried(lambda: digest_of(directory / name, start, block))
     except OSError as error:
-        return f"{name} cannot be read: {refusal(error)}"
+        if error.errno in ABSENT:
+            return f"{name} is missing"
+        raise unreadable(directory / name, error) from None
     if digest == expected:
         return None
     return f"{name} is damaged between bytes {start:,} and {start + block:,}{_shared(directory / name)}"
@@ -110,7 +116,8 @@ def _problem(directory: Path, name: str, start: int, expected: str, block: int) 
 
 def _shared(path: Path) -> str:
     """Returns the end of a sentence on a damaged file that other steps link to."""
-    others = path.stat().st_nlink - 1 if os.path.exists(path) else 0
+    there = status(path)
+    others = there.st_nlink - 1 if there is not None else 0
     return f", a file that {others} other{' step has' if others == 1 else ' steps have'} too" if others > 0 else ""
 
 

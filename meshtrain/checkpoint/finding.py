@@ -5,13 +5,15 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import CheckpointConfig, Config
-from meshtrain.errors import ConfigError, nearest, refusal
+from meshtrain.errors import ConfigError, Unreadable, nearest, refusal
+from meshtrain.files import entries, retried
 from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, TRACES, WATCHED, noted_checkpoint, set_aside
 from meshtrain.run.processes import first_decides, gathered
 
@@ -30,7 +32,8 @@ class Start:
 def find(config: Config, root: Path, say: Say) -> Start | None:
     """Returns the checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
 
-    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost.
+    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost. Unreadable if a step
+    that may be the one cannot be read now.
     """
     resume = config.checkpoint.resume
     if resume == "never":
@@ -59,9 +62,9 @@ def _refuse_lost(root: Path) -> None:
     """
     if steps.committed_in(root):
         return
-    noted = noted_checkpoint(root.parent)
+    noted = retried(lambda: noted_checkpoint(root.parent))
     # A step gets its marker before its name: of these it has gone since.
-    unmarked = [d.name for d in steps.directories(root) if d.is_dir() and any(d.iterdir())]
+    unmarked = [d.name for d in steps.directories(root) if entries(d)]
     if noted is None and not unmarked:
         return
     lost = f"{unmarked[-1]} has no {steps.COMMIT}" if unmarked else "there is none"
@@ -88,7 +91,10 @@ def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
 
 
 def problems(directory: Path) -> list[str]:
-    """Returns a sentence on each damage of a step; every process looks at a part and has all. ConfigError if its format is newer."""
+    """Returns a sentence on each damage of a step; every process looks at a part and has all.
+
+    ConfigError if its format is newer, Unreadable on all processes if one of them cannot read its part now.
+    """
 
     def manifest() -> str | None:
         try:
@@ -102,8 +108,16 @@ def problems(directory: Path) -> list[str]:
 
     if problem := first_decides(manifest):
         return [problem]
-    own = digests.problems(directory, jax.process_index(), jax.process_count())
-    return sorted({sentence for part in gathered(own) for sentence in part})
+    own: dict[str, Any] = {}
+    try:
+        own["problems"] = digests.problems(directory, jax.process_index(), jax.process_count())
+    except Unreadable as error:
+        own["unreadable"] = error.what
+    parts = gathered(own)
+    for part in parts:
+        if "unreadable" in part:
+            raise Unreadable(part["unreadable"])
+    return sorted({sentence for part in parts for sentence in part["problems"]})
 
 
 def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
@@ -147,13 +161,16 @@ def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Pat
         return []
     root, newest = (path, -1) if intact is None else (intact.parent, int(intact.name))
     sentences = []
-    for other in sorted(root.iterdir()) if root.is_dir() else ():
+    for other in entries(root):
         if other in reported or steps.DAMAGED in other.name:
             continue
         try:
             step = StepManifest.read(other).step
         except steps.Renamed as renamed:
             step = renamed.step
+        except Unreadable as error:
+            sentences.append(f"whether {other} is a newer step is not known: {error.what}.")
+            continue
         except (steps.Damaged, steps.NewerFormat):
             continue
         if step > newest:

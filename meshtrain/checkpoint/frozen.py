@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.errors import refusal
+from meshtrain.errors import Unreadable, refusal
 from meshtrain.files import sync
 
 COPIES = 2
@@ -40,8 +40,8 @@ class FrozenCopies:
 
     def add(self, step: Path) -> None:
         """Adds a committed step, which this process has written or verified."""
-        # one that has gone meanwhile is no copy
-        with contextlib.suppress(steps.Damaged):
+        # one that has gone meanwhile, or cannot be read now, is no copy
+        with contextlib.suppress(steps.Damaged, Unreadable):
             self._steps.append((step, digests.files_in(step, steps.FROZEN)))
 
     def keep_one(self) -> None:

@@ -25,7 +25,8 @@ from meshtrain.checkpoint.finding import Start, retained
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import Config
-from meshtrain.files import is_full
+from meshtrain.errors import Unreadable
+from meshtrain.files import ABSENT, is_full, retried
 from meshtrain.run.directory import note_checkpoint
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import State
@@ -78,6 +79,7 @@ class Saver:
             self._copies = FrozenCopies(config.checkpoint.keep, say)
         self._settled: int | None = None  # the last step whose save is known to be on disk
         self._failure: str | None = None  # why the last save failed
+        self._failed = False  # whether a save has failed, and may have left something
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
@@ -150,6 +152,8 @@ class Saver:
         if failure := self._settle():
             self.say(failure)
         self._pool.shutdown()
+        if self._failed and is_first():
+            self._remove_unfinished()
 
     def metrics(self) -> dict[str, float]:
         """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
@@ -165,6 +169,7 @@ class Saver:
         self._writing = None
         # a process's own reason comes first
         self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
+        self._failed |= self._failure is not None
         if self._failure is None:
             self._settled = step
             self._add_copy(self.root / str(step))
@@ -181,11 +186,18 @@ class Saver:
         if not is_first():
             return None, None
         try:
+            if self._failed:
+                self._remove_unfinished()
             self._make_room(directory)
             directory.mkdir(parents=True)
             return None, None if self._copies is None else self._copies.link(directory)
         except OSError as error:
             return str(error), None
+
+    def _remove_unfinished(self) -> None:
+        """Removes what failed saves have left: no save is under way, and the run's lock keeps others away."""
+        # What cannot be removed now is said at the next start.
+        steps.remove_leftovers(self.root)
 
     def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
         written: Written = []
@@ -234,7 +246,7 @@ class Saver:
             if not isinstance(error, _NoDirectory):
                 with contextlib.suppress(OSError):
                     steps.remove(directory)
-            before = self._settled is not None and (self.root / str(self._settled) / steps.COMMIT).exists()
+            before = self._settled is not None and not steps.never_committed(self.root / str(self._settled))
             intact = f"step {self._settled} is intact" if before else "there is none before it"
             return f"the checkpoint of step {step} could not be written: {reason}; {intact}."
         if is_first():
@@ -244,7 +256,7 @@ class Saver:
                 self.say(f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}.")
             try:
                 self.retain()
-            except OSError as error:
+            except (OSError, Unreadable) as error:
                 self.say(f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}.")
         return None
 
@@ -252,6 +264,11 @@ class Saver:
         """Sets aside whatever stands at a name that a save needs: it is somebody's, neither overwritten nor removed."""
         if aside := steps.make_room(path):
             self.say(f"{path} stood where a checkpoint belongs; it is set aside as {aside.name}.")
+
+    def _leave(self, directory: Path, why: str) -> None:
+        if directory not in self._left_alone:
+            self._left_alone.add(directory)
+            self.say(f"checkpoint {directory} is left alone: {why}.")
 
     def retain(self) -> None:
         """Removes the steps that need not stay; reports and leaves what cannot be read or removed."""
@@ -263,11 +280,12 @@ class Saver:
             try:
                 manifest = StepManifest.read(directory)
                 eval_losses[manifest.step] = manifest.eval_loss
+            except Unreadable as problem:
+                self._leave(directory, problem.what)
             except (steps.Damaged, steps.NewerFormat) as problem:
                 # One that has gone meanwhile needs no word.
-                if directory.exists() and directory not in self._left_alone:
-                    self._left_alone.add(directory)
-                    self.say(f"checkpoint {directory} is left alone: {problem}.")
+                if directory.exists():
+                    self._leave(directory, str(problem))
         for step in eval_losses.keys() - retained(eval_losses, self.config.checkpoint):
             try:
                 steps.remove(self.root / str(step))
@@ -307,9 +325,10 @@ def _failure(response: Response | Exception, directory: Path, final: Path) -> Ex
 def _is_there(directory: Path, opened: int | None) -> bool:
     """Returns whether it is the one that was opened: one of its name may be what this process's own Orbax made, writing on."""
     try:
-        return directory.exists() if opened is None else os.path.samestat(os.fstat(opened), os.stat(directory))
-    except OSError:
-        return False
+        there = retried(lambda: os.stat(directory))
+        return opened is None or os.path.samestat(retried(lambda: os.fstat(opened)), there)
+    except OSError as error:
+        return error.errno not in (*ABSENT, errno.ESTALE)
 
 
 def _reason(error: BaseException, root: Path | None = None) -> str:

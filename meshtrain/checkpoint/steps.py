@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import refusal
-from meshtrain.files import sync, write_atomically
+from meshtrain.errors import Unreadable, refusal
+from meshtrain.files import ABSENT, entries, retried, status, sync, unreadable, write_atomically
 from meshtrain.run.directory import CHECKPOINTS
 
 # Formats: all in arrays/; frozen weights in frozen/, where the versions before would not look.
@@ -46,7 +46,10 @@ class NewerFormat(Exception):
 
 
 class Damaged(Exception):
-    """A directory is not the step that its name says; the text follows "it is damaged: "."""
+    """A directory is not the step that its name says; the text follows "it is damaged: ".
+
+    Only what was read, or is certainly not there, is damaged; what the system does not let us read is Unreadable.
+    """
 
 
 class Renamed(Damaged):
@@ -64,8 +67,7 @@ def is_number(name: str) -> bool:
 
 def numbered(root: Path) -> list[Path]:
     """Returns whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
-    paths = (p for p in root.iterdir() if is_number(p.name)) if root.is_dir() else ()
-    return sorted(paths, key=lambda p: (int(p.name), p.name))
+    return sorted((p for p in entries(root) if is_number(p.name)), key=lambda p: (int(p.name), p.name))
 
 
 def committed_in(root: Path) -> list[int]:
@@ -75,34 +77,40 @@ def committed_in(root: Path) -> list[int]:
 
 def directories(path: Path) -> list[Path]:
     """Returns the steps that a path names, oldest first: all of a run directory or of its checkpoints/, or one step."""
-    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    root = path / CHECKPOINTS if _is_directory(path / CHECKPOINTS) else path
     if numbers := numbered(root):
         return numbers
-    return [path] if any(os.path.lexists(path / name) for name in (COMMIT, DIGESTS, MANIFEST)) else []
+    own = (COMMIT, DIGESTS, MANIFEST)
+    return [path] if any(status(path / name, follow=False) is not None for name in own) else []
+
+
+def _is_directory(path: Path) -> bool:
+    there = status(path)
+    return there is not None and stat.S_ISDIR(there.st_mode)
 
 
 def never_committed(directory: Path) -> bool:
     """Returns whether there is certainly no commit marker; one that cannot be looked for may be there."""
-    if os.path.islink(directory) and not os.path.exists(directory):
-        return False
     try:
-        os.lstat(directory / COMMIT)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | NotADirectoryError)
-    return False
+        if status(directory) is None and os.path.islink(directory):
+            return False
+        return status(directory / COMMIT, follow=False) is None
+    except Unreadable:
+        return False
 
 
 def content(path: Path) -> bytes:
-    """Returns the bytes of one of a step's own files; Damaged if they cannot be had."""
+    """Returns the bytes of one of a step's own files; Damaged if there are none, Unreadable if they cannot be read now."""
+    there = status(path)
+    # Reading a pipe would wait for ever.
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise Damaged(f"{path.name} is no file")
     try:
-        # Reading a pipe would wait for ever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise Damaged(f"{path.name} is no file")
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{path.name} is missing") from None
+        return retried(path.read_bytes)
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {refusal(error)}") from None
+        if error.errno in ABSENT:
+            raise Damaged(f"{path.name} is missing") from None
+        raise unreadable(path, error) from None
 
 
 def parsed(path: Path) -> Any:
@@ -131,8 +139,8 @@ def commit(directory: Path) -> None:
 
 
 def commit_problem(directory: Path) -> str | None:
-    """Returns what is wrong with the commit marker or with the digests it vouches for; NewerFormat if it cannot be judged."""
-    if not os.path.isdir(directory):
+    """Returns what is wrong with the commit marker or with the digests it vouches for; NewerFormat, Unreadable if it cannot be judged."""
+    if not _is_directory(directory):
         return "it is a link to nothing" if os.path.islink(directory) else "it is no directory"
     if never_committed(directory):
         return f"it has no {COMMIT} file, so it was never finished or is no checkpoint"
@@ -170,9 +178,9 @@ def remove(directory: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what killed processes left half written or half removed; returns a sentence on each."""
-    sentences, unfinished = [], "which a process that was killed left unfinished"
-    for path in sorted(p for p in root.iterdir() if is_left_over(p)):
+    """Removes what killed processes, and disks that refused, left half written or half removed; returns a sentence on each."""
+    sentences, unfinished = [], "which a save or a removal left unfinished"
+    for path in filter(is_left_over, entries(root)):
         try:
             shutil.rmtree(path)
             sentences.append(f"removed {path}, {unfinished}.")
@@ -183,7 +191,8 @@ def remove_leftovers(root: Path) -> list[str]:
 
 def is_left_over(path: Path) -> bool:
     """Returns whether a save or a removal made it; a file or a link of such a name is somebody's."""
-    step = path.name.removesuffix(WRITING).removesuffix(REMOVING)
+    # A save that failed is removed under both names.
+    step = path.name.removesuffix(REMOVING).removesuffix(WRITING)
     return step != path.name and is_number(step) and os.path.isdir(path) and not path.is_symlink()
 
 

@@ -314,6 +314,11 @@ class TrainConfig:
         "as reference; classify: cross-entropy of an image's class",
         follows=lambda c: "classify" if FAMILIES[c.model.family].images else "next_token", resume=REFUSED
     )
+    gc_every: int = key(
+        100, "steps between two collections of Python's garbage, which all processes make at the same step, so that none keeps the others "
+        "waiting; 0: each whenever Python thinks fit",
+        least=0, resume=FREE
+    )
     dpo_beta: float = key(0.1, "objective dpo: how strongly the reference holds", above=0.0)
 
 

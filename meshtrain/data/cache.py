@@ -16,6 +16,7 @@ from meshtrain.data.shards import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError
+from meshtrain.files import refuse_passing
 from meshtrain.sources import SOURCES
 
 INLINE_BYTES = 64 << 20  # text up to this is prepared in this process: starting workers would take longer
@@ -54,6 +55,7 @@ def open_files(
         if damage is not None:
             log.warning("in the cache, %s It is made again.", damage)
     except OSError as error:
+        refuse_passing(error.filename or directory, error)
         raise ConfigError(
             f"the text of {name} cannot be prepared in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None

@@ -15,6 +15,7 @@ from typing import Any
 from meshtrain.data.formats import DAMAGE, HEAD, is_chat, open_plain, parquet_column, parquet_records
 from meshtrain.data.input_files import InputFile
 from meshtrain.errors import refusal, short
+from meshtrain.files import refuse_passing, retried
 
 RULES = 3  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
@@ -82,11 +83,18 @@ def read(part: Part, text_field: str | None, check: Callable[[], None] = lambda:
         elif file.parquet:
             yield from _rows(file, text_field, check)
         else:
-            with open_plain(file.path) as stream:
-                yield _whole(file.name, stream.read())
+            yield _whole(file.name, retried(lambda: _content(file.path)))
     except DAMAGE as error:
+        # It may be read a moment later: a document that is left out for it would be missing for good.
+        if isinstance(error, OSError):
+            refuse_passing(file.path, error)
         reason = refusal(error) if isinstance(error, OSError) else str(error)
         yield Document(file.name, "", "unreadable", f"({short(reason)})")
+
+
+def _content(path: str) -> bytes:
+    with open_plain(path) as stream:
+        return stream.read()
 
 
 def documents(files: Sequence[InputFile], text_field: str | None) -> Iterator[Document]:

@@ -19,6 +19,7 @@ from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.files import refuse_passing
 from meshtrain.inputs import a_config
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
@@ -127,6 +128,7 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
             )
             return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
     except OSError as error:
+        refuse_passing(error.filename or name, error)
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
     raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from meshtrain.data.formats import JSON_LINES, PARQUET, compression, is_text, require_libraries, suffix
 from meshtrain.data.manifest import is_preparation
 from meshtrain.errors import ConfigError, refusal, short
+from meshtrain.files import refuse_passing
 
 LINKS, SPECIAL, TWICE = "links that lead nowhere", "neither files nor directories", "reached twice"
 PREPARED = "directories of prepared shards"
@@ -80,6 +81,7 @@ def find(
         for path in inputs:
             search.add(path)
     except OSError as error:
+        refuse_passing(error.filename, error)
         raise ConfigError(f"{short(error.filename)} cannot be read: {refusal(error)}.") from None
     result = search.result
     if not result.files:
@@ -125,7 +127,8 @@ class _Search:
             for name, link in links:
                 try:
                     mode = os.stat(link).st_mode
-                except OSError:
+                except OSError as error:
+                    refuse_passing(link, error)
                     self.result.leave_out(LINKS, name)
                 else:
                     self._entry(link, name, os.path.realpath(link), mode)

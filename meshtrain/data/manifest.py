@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from meshtrain.errors import ConfigError, refusal
+from meshtrain.files import refuse_passing, retried
 
 MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
 FORMAT = 1
@@ -89,9 +90,9 @@ def read_manifest(directory: Path) -> ShardManifest:
     """Reads the manifest of a directory of shards; ConfigError if it is none of ours."""
     path = directory / MANIFEST
     try:
-        if not path.is_file():
+        if not retried(path.is_file):
             raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.")
-        values: dict[str, Any] = json.loads(path.read_bytes())
+        values: dict[str, Any] = json.loads(retried(path.read_bytes))
         if values["format"] != FORMAT:
             raise ConfigError(
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
@@ -110,6 +111,7 @@ def read_manifest(directory: Path) -> ShardManifest:
     except ConfigError:
         raise
     except OSError as error:
+        refuse_passing(path, error)
         raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None

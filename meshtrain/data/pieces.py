@@ -21,7 +21,7 @@ import numpy as np
 
 from meshtrain.data.shards import LEARNED, Corpus
 from meshtrain.errors import ConfigError, refusal
-from meshtrain.files import locked, remove_temporaries, sync, temporary_beside
+from meshtrain.files import locked, refuse_passing, remove_temporaries, retried, sync, temporary_beside
 
 DIGEST = hashlib.sha256().digest_size
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
@@ -57,7 +57,7 @@ class DocumentPieces:
 def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
     """Opens the pieces of at most `longest` labels; the table is made at `path` unless it is there, whole. ConfigError if it cannot be."""
     try:
-        table = _read(path)
+        table = retried(lambda: _read(path))
         if table is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with locked(path.parent):
@@ -69,6 +69,7 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
                     if damaged:
                         log.warning("the table of document lengths %s is damaged; it is made again.", path)
     except OSError as error:
+        refuse_passing(path, error)
         raise ConfigError(
             f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
         ) from None

@@ -35,6 +35,7 @@ from meshtrain.config.schema import DataConfig
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, Contents, ShardManifest, read_manifest
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, short
+from meshtrain.files import refuse_passing, retried
 
 if TYPE_CHECKING:
     from meshtrain.data.pieces import DocumentPieces
@@ -73,11 +74,18 @@ class _Descriptor:
     """An open file, closed with the last reference to it: not while it is read, whatever another thread opens meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+        self.number = retried(lambda: os.open(path, os.O_RDONLY))
 
     def read(self, size: int, at: int) -> bytes:
         """`size` bytes from `at` on, or fewer at the end of the file."""
-        return os.pread(self.number, size, at)
+        data = self._read_once(size, at)
+        # A read may be interrupted before its end.
+        while 0 < len(data) < size and (more := self._read_once(size - len(data), at + len(data))):
+            data += more
+        return data
+
+    def _read_once(self, size: int, at: int) -> bytes:
+        return retried(lambda: os.pread(self.number, size, at))
 
     def stamp(self) -> Stamp:
         return _stamp(os.fstat(self.number))
@@ -213,13 +221,22 @@ def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bo
 
 
 def digest_of_file(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """Returns the SHA-256 of a file; Unreadable if it cannot be read now: that says nothing of what is in it."""
+
+    def digest() -> str:
+        with open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    try:
+        return retried(digest)
+    except OSError as error:
+        refuse_passing(path, error)
+        raise
 
 
 def _checked_stamp(path: Path, expected: int) -> Stamp:
     try:
-        stat = path.stat()
+        stat = retried(path.stat)
     except FileNotFoundError:
         raise ConfigError(
             f"the shard {path} is missing, though the manifest beside it names it; prepare the text again."

@@ -12,7 +12,7 @@ import numpy as np
 from meshtrain.data.boundaries import END_TOKENS, read_boundaries
 from meshtrain.data.tokenizer import Spans
 from meshtrain.errors import ConfigError, not_installed, refusal, short
-from meshtrain.files import write_atomically
+from meshtrain.files import refuse_passing, retried, write_atomically
 
 # What the library raises where its own code fails; it derives from BaseException alone.
 PANIC = "PanicException"
@@ -32,8 +32,9 @@ class FileTokenizer:
         library = _library()
         self._path = path
         try:
-            data = path.read_bytes()
+            data = retried(path.read_bytes)
         except OSError as error:
+            refuse_passing(path, error)
             raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
         with self._said("is not a tokenizer.json that the tokenizers library can read"):
             self._tokenizer = library.Tokenizer.from_str(data.decode())

@@ -27,7 +27,7 @@ from meshtrain.data.shards import digest_of_file
 from meshtrain.data.template import ChatTemplate, find_template
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, short
-from meshtrain.files import temporary_beside, write_atomically
+from meshtrain.files import refuse_passing, temporary_beside, write_atomically
 
 ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
@@ -284,6 +284,8 @@ def read_record(output: Path, number: int, dtype: np.dtype, verify: bool = False
         return UnitRecord(
             shards, dict(values["skipped"]), dict(values.get("counts", {})), list(values.get("first", []))
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, OSError):
+            refuse_passing(path, error)
         # Not there, or not whole: the unit is done again.
         return None

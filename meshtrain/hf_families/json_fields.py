@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import check_regular
+from meshtrain.files import check_regular, refuse_passing, retried
 
 Json = Mapping[str, Any]
 # The fields that are read, by the type that they must have where they are given.
@@ -48,8 +48,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns a file's JSON object; ConfigError if there is none."""
     try:
         check_regular(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(retried(lambda: path.read_text(encoding="utf-8")))
     except OSError as error:
+        refuse_passing(path, error)
         raise ConfigError(f"{short(path)} cannot be read: {refusal(error)}.") from None
     except ConfigError:
         raise

@@ -28,6 +28,7 @@ JAXLIB, NCCL = "jaxlib", "NCCL"
 PACKAGES = {JAXLIB: ("jaxlib",), NCCL: ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
 KNOWN = ("0.10.2", "0.13")  # versions of jaxlib from, and before, which XLA's flags were seen to be taken
 XLA = "xla_"
+STUCK = 3600  # seconds; `meshtrain.train` has processes wait as long for one that compiles
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ PRESETS = (
         "xla_gpu_collective_permute_connected_components", JAXLIB, *KNOWN, "true", _has_messages,
         "messages go through communicators of those alone that send to each other; through one of all devices those inside a node were "
         "10 to 20 times as slow (openxla/xla, issue 40505)",
+    ),
+    Preset(
+        "xla_gpu_nccl_termination_timeout_seconds", JAXLIB, *KNOWN, str(STUCK), lambda *_: True,
+        "ends a process that waits for so long for others to begin a collective, where by itself it would wait for ever; longer than one "
+        "process may compile after another",
     ),
     Preset(
         "NCCL_DEBUG", NCCL, "2.0", "", "WARN", lambda *_: True,
@@ -178,10 +184,17 @@ def to_text(config: Config, cluster: Cluster, versions: Mapping[str, str], varia
         lines += ["", "the step sets, unless XLA_FLAGS does"]
         for entry in own:
             lines += [f"  {entry.name}={entry.value}", f"      {entry.reason}"]
+    lines += ["", "the run sets", f"  train.gc_every={config.train.gc_every}", f"      {_collection(config)}"]
     lines += ["", "left alone, whatever older advice says"]
     for setting, why in ADVICE.items():
         lines += [f"  {setting}", f"      {why}"]
     return "\n".join(lines)
+
+
+def _collection(config: Config) -> str:
+    if config.train.gc_every:
+        return "all processes collect Python's garbage at the same steps; 0 leaves it to each of them"
+    return "each process collects Python's garbage when it thinks fit, and all others wait for it; 100 has them collect together"
 
 
 def as_json(config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]) -> dict:
@@ -192,5 +205,6 @@ def as_json(config: Config, cluster: Cluster, versions: Mapping[str, str], varia
         "set": [asdict(entry) for entry in chosen],
         "environment": environment(chosen, variables),
         "by_the_step": [asdict(entry) for entry in by_the_step(config, cluster)],
+        "by_the_run": [{"name": "train.gc_every", "value": str(config.train.gc_every), "reason": _collection(config)}],
         "left": [{"setting": setting, "why": why} for setting, why in ADVICE.items()],
     }

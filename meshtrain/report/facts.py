@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtrain.cluster.accelerators import ACCELERATORS, KINDS
 from meshtrain.config import Config, ConfigError, load, short
+from meshtrain.errors import Unreadable
 from meshtrain.plan.estimate import Plan, plan
 from meshtrain.plan.shapes import model_flops
 from meshtrain.report import experts, rows
@@ -250,9 +251,9 @@ def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
         try:
             m = StepManifest.read(path)
             checkpoints.append(CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path)))
-        except (steps.Damaged, steps.NewerFormat) as problem:
+        except (steps.Damaged, steps.NewerFormat, Unreadable) as problem:
             # One that was removed meanwhile is none.
-            if path.exists():
+            if isinstance(problem, Unreadable) or path.exists():
                 checkpoints.append(CheckpointFacts(path.name, problem=str(problem)))
         except OSError as error:
             checkpoints.append(CheckpointFacts(path.name, problem=f"it cannot be read: {error.strerror}"))
@@ -272,7 +273,11 @@ def best(directory: Path) -> Best:
 def _survived(directory: Path, notes: list[str]) -> Survived | None:
     if not (directory / SURVIVE).is_dir():
         return None
-    history = histories.read(directory)
+    try:
+        history = histories.read(directory)
+    except Unreadable as error:
+        notes.append(f"{error.what}.")
+        return None
     if not history.events:
         notes.append(f"the supervisors of {SURVIVE}/ have written nothing yet.")
         return None

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import still_names
+from meshtrain.files import refuse_passing, still_names
 
 LOCK = ".lock"
 
@@ -57,6 +57,7 @@ class RunLock:
             raise self._in_use(_owner(self.path)) from None
         except OSError as error:
             self._file.close()
+            refuse_passing(self.path, error)
             raise self._unusable(refusal(error)) from None
         self._held.add(self.path)
         try:
@@ -76,6 +77,7 @@ class RunLock:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
+            refuse_passing(self.path, error)
             if not os.path.lexists(self.path):
                 raise
             raise self._unusable(refusal(error)) from None

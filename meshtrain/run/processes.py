@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshtrain.errors import ConfigError, refusal, say
+from meshtrain.errors import ConfigError, Unreadable, refusal, say
+from meshtrain.files import PASSING
 from meshtrain.run.lock import RunInUse
 
 LEAST_ROOM = 256  # bytes of a value between processes
@@ -41,19 +42,28 @@ def room(size: int) -> int:
 
 
 def first_decides(decide: Callable[[], Any]) -> Any:
-    """Returns what `decide` (JSON) returns on the first process, on every process; what it refuses, or the disk to it, is a ConfigError on all."""
+    """Returns what `decide` (JSON) returns on the first process, on every process.
+
+    What it refuses, or the disk to it, is a ConfigError on all; Unreadable where the disk may not refuse it again.
+    """
     message: dict[str, Any] = {}
     if is_first():
         try:
             message = {"value": decide()}
         except ConfigError as error:
             message = {"refused": str(error), "in_use": isinstance(error, RunInUse)}
+        except Unreadable as error:
+            message = {"unreadable": error.what}
         except OSError as error:
-            message = {
-                "refused": f"{error.filename or 'the run directory'} cannot be used: {refusal(error)}; "
-                "it must be a directory that can be read and written, or give another run.directory."
-            }
+            where, reason = error.filename or "the run directory", refusal(error)
+            if error.errno in PASSING:
+                message = {"unreadable": f"{where} cannot be used now: {reason}"}
+            else:
+                legal = "it must be a directory that can be read and written, or give another run.directory"
+                message = {"refused": f"{where} cannot be used: {reason}; {legal}."}
     message = gathered(message)[0]
+    if "unreadable" in message:
+        raise Unreadable(message["unreadable"])
     if "refused" in message:
         raise (RunInUse if message.get("in_use") else ConfigError)(message["refused"])
     return message["value"]

@@ -103,7 +103,8 @@ class RowReader:
 class MetricsFile:
     """Appends rows; numbers are written with full precision, what is not finite as null plus a `not_finite` list.
 
-    Rows that the system does not take (a disk is full, or read-only) wait in memory until it does: training need not end for them.
+    Rows that the system does not take (a disk is full, read-only, or fails) wait in memory until it does, and that is said once:
+    training need not end for them.
     A file that was removed or replaced meanwhile is written again with all of its rows.
     """
 
@@ -138,13 +139,24 @@ class MetricsFile:
         try:
             if not self.is_there():
                 self._write_again()
+            elif self.refused is not None:
+                self._open_again()
             self._say_if_shorter()
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._size = self._bytes()
             self.refused = None
         except OSError as error:
+            if self.refused is None:
+                kept = "they are kept, and written as soon as it lets them be"
+                say(f"rows cannot be written to {self.path} now: {refusal(error)}; {kept}.")
             self.refused = error
+
+    def _open_again(self) -> None:
+        """Opens the file anew: a handle that has once met an error of the disk may answer with it for ever."""
+        file = self.path.open("a+b", buffering=0)
+        self._file.close()
+        self._file = file
 
     def _bytes(self) -> int:
         return os.fstat(self._file.fileno()).st_size

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from meshtrain.cli import DONE, FAILED, Parser, command
 from meshtrain.config import Config, ConfigError, load
+from meshtrain.files import entries, retried
 from meshtrain.launch import is_final, outcome
 from meshtrain.run.best import best_in
 from meshtrain.run.directory import CONFIG, METRICS
 from meshtrain.survive.records import LARGEST, RestartPlan, decode
-from meshtrain.survive.store import SURVIVE, read_file
+from meshtrain.survive.store import NO_RECORD, SURVIVE, read_file
 
 
 def newest(run: Path) -> int:
@@ -30,14 +31,12 @@ def agreed(run: Path, after: int) -> int | None:
     number = max(plans, default=0)
     if number <= after:
         return None
-    plan = decode(RestartPlan, read_file(plans[number], LARGEST))
+    plan = decode(RestartPlan, retried(lambda: read_file(plans[number], LARGEST, NO_RECORD)))
     return plan.code if plan is not None and plan.state == "over" and is_final(plan.code) else None
 
 
 def _plans(run: Path) -> dict[int, Path]:
-    paths: list[Path] = []
-    with contextlib.suppress(OSError):
-        paths += (run / SURVIVE / "plans").iterdir()
+    paths = entries(run / SURVIVE / "plans")
     return {int(path.stem): path for path in paths if re.fullmatch(r"[0-9]{1,12}\.json", path.name)}
 
 

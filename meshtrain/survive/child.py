@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.cli import FAILED
+from meshtrain.files import retried
 from meshtrain.orphans import die_with_parent
 from meshtrain.run.rows import parse
 from meshtrain.survive.heartbeat import CODES, VARIABLE
 from meshtrain.survive.records import Node, ProcessEnd, Rank, record_of
-from meshtrain.survive.store import opened, read_file
+from meshtrain.survive.store import NO_RECORD, opened, read_file
 from meshtrain.survive.supervised import BEAT, LEASE, LEASE_SIZE
 
 STACKS = 0.3  # seconds that a process gets to write its stacks before it is ended
 # The words of JAX's coordination client before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
 PREFIX = "meshtrain-"  # of its directory's name
-LEFT = 60.0  # seconds without a change after which a lease is nobody's, if nobody holds it
+LEFT = 60.0  # seconds after which a lease that was never renewed is nobody's, if nobody holds it
 LONGEST = 1000  # letters of why it failed
 # Bytes of its output: at once, and of what was printed since the last look.
 MOST_READ, MOST_SHOWN = 1 << 16, 1 << 20
@@ -133,7 +134,7 @@ class TrainingProcess:
             return ProcessEnd(code, kind, sentence, step)
         if code in (0, 75):
             return ProcessEnd(code, "ok" if code == 0 else "stopped", "ended", step)
-        fault = parse(read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ)) or {}
+        fault = parse(self._last_words()) or {}
         blamed = fault.get("ranks")
         ranks = [r for r in blamed if isinstance(r, int)] if isinstance(blamed, list) else []
         kind = BY_EXIT.get(code) or next((k for k in CODES if k == fault.get("kind")), "error")
@@ -186,6 +187,13 @@ class TrainingProcess:
         size = os.fstat(self.output.fileno()).st_size
         return os.pread(self.output.fileno(), 8192, max(0, size - 8192))
 
+    def _last_words(self) -> bytes:
+        """Returns what it left of why it failed; nothing if that is not there, or cannot be read."""
+        try:
+            return retried(lambda: read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ, NO_RECORD))
+        except OSError:
+            return b""
+
     def _stack(self) -> str:
         """Returns where its main thread is: the innermost line of the last stack that it wrote."""
         try:
@@ -209,7 +217,7 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
     if node.rank is None:
         return False
     try:
-        variables = Path(f"/proc/{node.rank.pid}/environ").read_bytes().split(b"\0")
+        variables = retried(Path(f"/proc/{node.rank.pid}/environ").read_bytes).split(b"\0")
         texts = (v.partition(b"=")[2] for v in variables if v.startswith(f"{VARIABLE}=".encode()))
         supervised = parse(next(texts, b"")) or {}
         if (supervised.get("number"), supervised.get("rank")) != (node.generation, node.rank.number):
@@ -224,9 +232,13 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
 
 
 def _sweep(memory: Path) -> None:
-    """Removes what supervisors that were killed have left in memory: their leases are neither held nor new."""
+    """Removes what supervisors that were killed have left in memory.
+
+    A lease that was renewed has been held: if nobody holds it now, its supervisor is gone. One that is empty may only just be there.
+    """
     for directory in memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), open(directory / LEASE, opener=opened) as lease:
-            if time.time() - os.fstat(lease.fileno()).st_mtime > LEFT:
+            there = os.fstat(lease.fileno())
+            if there.st_size or time.time() - there.st_mtime > LEFT:
                 fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory)

@@ -5,8 +5,8 @@ out and counted. Every node writes by its own clock; the leaders have logged how
 """
 
 import contextlib
+import errno
 import math
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import ConfigError, short
+from meshtrain.files import entries, retried
 from meshtrain.run.rows import decode as decode_rows
 from meshtrain.survive.records import LARGEST, NAME, Node, RestartPlan, decode
 from meshtrain.survive.store import SURVIVE, read_file
 
 EVENTS_MOST = 256 * 2**20  # bytes that are read of a node's events
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # what stands there is none of ours
 FAR = 1e11  # seconds, 3,000 years; what is beyond it is no time
 
 Fields = Mapping[str, Any]
@@ -112,8 +114,9 @@ def read(run: Path) -> History:
     """Reads all that the nodes of `run` have written; ConfigError if `run` is no run under supervision."""
     directory, lines, torn = _folder(run), dict[str, Sequence[Fields]](), 0
     for name, path in _named(directory, "events.", ".jsonl"):
-        lines[name], broken = decode_rows(read_file(path, EVENTS_MOST).splitlines(keepends=True))
-        torn += broken
+        content = _content(path, EVENTS_MOST)
+        lines[name], broken = decode_rows((content or b"").splitlines(keepends=True))
+        torn += broken + (content is None)
     plans, odd = read_plans(run)
     records, bad = read_records(run)
     return together(lines, plans, records, torn + bad + odd)
@@ -122,15 +125,23 @@ def read(run: Path) -> History:
 def read_plans(run: Path) -> tuple[list[RestartPlan], int]:
     """Returns the leaders' decisions, and how many could not be read."""
     paths = [path for name, path in _named(_folder(run) / "plans", "", ".json") if name.isdecimal()]
-    plans = [decode(RestartPlan, read_file(path, LARGEST)) for path in paths]
+    plans = [decode(RestartPlan, _content(path, LARGEST) or b"") for path in paths]
     return [plan for plan in plans if plan is not None], plans.count(None)
 
 
 def read_records(run: Path) -> tuple[dict[str, Node], int]:
     """Returns each node's record at this moment, and how many could not be read."""
     files = _named(_folder(run) / "nodes", "", ".json")
-    nodes = {name: decode(Node, read_file(path, LARGEST)) for name, path in files}
+    nodes = {name: decode(Node, _content(path, LARGEST) or b"") for name, path in files}
     return {name: node for name, node in nodes.items() if node is not None}, list(nodes.values()).count(None)
+
+
+def _content(path: Path, most: int) -> bytes | None:
+    """Returns the bytes of a node's file, which is read again while the disk does not answer; None if it does not."""
+    try:
+        return retried(lambda: read_file(path, most, NO_FILE))
+    except OSError:
+        return None
 
 
 def _folder(run: Path) -> Path:
@@ -145,9 +156,7 @@ def _folder(run: Path) -> Path:
 
 
 def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
-    files: list[str] = []
-    with contextlib.suppress(OSError):
-        files = os.listdir(directory)
+    files = [path.name for path in entries(directory)]
     inner = {f[len(before) : len(f) - len(after)]: f for f in files if f.startswith(before) and f.endswith(after)}
     return [(name, directory / inner[name]) for name in sorted(inner) if NAME.fullmatch(name)]
 

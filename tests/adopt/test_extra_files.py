@@ -4,6 +4,8 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -114,6 +116,58 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     write(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["held"]
+
+
+KILLED_AT_EACH_CALL = """
+import os, sys
+from pathlib import Path
+from meshtrain.adopt.extra_files import written_aside
+
+CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "fcntl.flock", "os.listdir", "os.scandir")
+
+def write(to, fails):
+    with written_aside(to) as aside:
+        (aside / "deep").mkdir()
+        (aside / "deep" / "half").write_text("x")
+        (aside / "half").write_text("x")
+        if fails:
+            raise OSError(28, "No space left on device")
+
+def killed(to, call, fails):
+    process = os.fork()
+    if not process:
+        left = [call]
+        def count(event, arguments):
+            if event in CALLS:
+                left[0] -= 1
+                if left[0] < 0:
+                    os._exit(9)
+        sys.addaudithook(count)
+        try:
+            write(to, fails)
+        except Exception:
+            pass
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+
+for fails in (False, True):
+    call = 0
+    while killed(to := Path(sys.argv[1]) / f"{fails}-{call}", call, fails):
+        if not to.exists():
+            write(to, False)
+        call += 1
+        assert (to / "half").read_text() == (to / "deep" / "half").read_text() == "x"
+        assert not to.with_name(to.name + ".writing").exists()
+    print(call)
+"""
+
+
+def test_a_process_that_is_killed_at_any_call_blocks_no_other(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(int(calls) > 8 for calls in done.stdout.split())
 
 
 def test_what_somebody_else_has_there_stays(tmp_path):

@@ -4,6 +4,7 @@ import random
 import pytest
 
 from meshtrain.checkpoint import digests, steps
+from meshtrain.errors import Unreadable
 
 SIZES = {"empty": 0, "small": 10, "block": 64, "long": 1000}
 
@@ -43,7 +44,7 @@ def test_truncated_grown_and_missing_files_are_found(step):
     assert digests.problems(step) == ["deep/long/file is missing"]
 
 
-def test_a_file_that_cannot_be_read_is_named(step, monkeypatch):
+def test_a_file_that_cannot_be_read_is_named_and_not_called_damaged(step, monkeypatch):
     """A bad sector of the disk."""
     digest = digests.digest_of
 
@@ -53,7 +54,9 @@ def test_a_file_that_cannot_be_read_is_named(step, monkeypatch):
         return digest(path, start, block)
 
     monkeypatch.setattr(digests, "digest_of", failing)
-    assert digests.problems(step) == ["deep/block/file cannot be read: input/output error"]
+    monkeypatch.setattr("meshtrain.files.PAUSES", ())
+    with pytest.raises(Unreadable, match="deep/block/file cannot be read now: input/output error"):
+        digests.problems(step)
 
 
 def test_only_the_files_asked_for_are_looked_at(step):

@@ -125,7 +125,7 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
 def test_leftovers_are_removed_and_reported(run):
     (run / "checkpoints" / "4.writing" / "arrays").mkdir(parents=True)
     step, _, said = restored(run)
-    assert step == 3 and "4.writing, which a process that was killed left unfinished" in said[0]
+    assert step == 3 and "4.writing, which a save or a removal left unfinished" in said[0]
     assert not (run / "checkpoints" / "4.writing").exists()
 
 

@@ -273,3 +273,60 @@ def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path,
     assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "9"]
     assert StepManifest.read(tmp_path / "elsewhere").step == 1
     assert said == [f"checkpoint {root}/9 is left alone: it is step 1, renamed."]
+
+
+# --- what a save that failed leaves
+
+
+def refuse_removal(monkeypatch, times):
+    """The first `times` removals of a step fail, as on a disk that fails."""
+    remove, left = steps.remove, [times]
+
+    def refused(directory):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        remove(directory)
+
+    monkeypatch.setattr(steps, "remove", refused)
+
+
+def failing_commit(monkeypatch, step):
+    commit = steps.commit
+
+    def refused(directory):
+        if directory.name.startswith(f"{step}."):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        commit(directory)
+
+    monkeypatch.setattr(steps, "commit", refused)
+
+
+def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(tmp_path, open_run, monkeypatch):
+    checkpointer, said = open_run()
+    checkpointer.restore_or_init()
+    failing_commit(monkeypatch, 1)
+    refuse_removal(monkeypatch, 1)
+    checkpointer.save(1, numbered(program()), 1.0)
+    save(checkpointer, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2"]
+    assert len(said) == 1 and "step 1 could not be written: input/output error" in said[0]
+
+
+def test_what_a_failed_save_could_not_remove_is_removed_at_the_end(tmp_path, monkeypatch):
+    failing_commit(monkeypatch, 1)
+    refuse_removal(monkeypatch, 1)
+    with opened(config(tmp_path), program()) as (checkpointer, _):
+        checkpointer.restore_or_init()
+        checkpointer.save(1, numbered(program()), 1.0)
+        with pytest.raises(CheckpointError):
+            checkpointer.wait()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_what_is_left_at_the_next_start_is_not_said_to_be_of_a_killed_process(tmp_path):
+    for name in ("4.writing", "5.removing", "6.writing.removing"):
+        (tmp_path / "checkpoints" / name / "arrays").mkdir(parents=True)
+    _, step, said = restored(config(tmp_path), program())
+    assert step == 0 and list((tmp_path / "checkpoints").iterdir()) == []
+    assert len(said) == 3 and not any("killed" in sentence for sentence in said)

@@ -14,12 +14,14 @@ from meshtrain.config import load
 from meshtrain.launch import flags
 from meshtrain.plan import load_cluster, named
 from meshtrain.plan.__main__ import main
+from meshtrain.train import COMPILING
 from meshtrain.xla import slop_factor
 
 LARGE = load(Path(__file__).parents[2] / "configs/llama3_70b.yaml")
 H100S = named("h100", LARGE.mesh.devices)
 THERE = {flags.JAXLIB: "0.11.3", flags.NCCL: "2.28.7"}
 PERMUTE = "xla_gpu_collective_permute_connected_components"
+TERMINATE = "xla_gpu_nccl_termination_timeout_seconds"
 
 
 def chosen(config=LARGE, cluster=H100S, versions=THERE, given=None):
@@ -32,12 +34,20 @@ def narrow(**changes):
 
 
 def test_stages_on_several_nodes_have_their_messages_in_communicators_of_their_own():
-    assert {name: one.value for name, one in chosen().items()} == {PERMUTE: "true", "NCCL_DEBUG": "WARN"}
+    assert {name: one.value for name, one in chosen().items()} == {
+        PERMUTE: "true",
+        TERMINATE: "3600",
+        "NCCL_DEBUG": "WARN",
+    }
+
+
+def test_a_process_that_waits_for_others_is_ended_and_not_before_one_may_have_compiled():
+    assert int(chosen()[TERMINATE].value) >= COMPILING
 
 
 def test_without_messages_to_some_alone_there_is_no_use_of_such_communicators():
     no_stages = {"mesh": {"data": 64}, "train": {"global_batch_size": 64}}
-    assert list(chosen(load(no_stages))) == ["NCCL_DEBUG"]
+    assert list(chosen(load(no_stages))) == [TERMINATE, "NCCL_DEBUG"]
     assert PERMUTE in chosen(load(no_stages | {"parallel": {"reduce": {"algorithm": "ring"}}}))
 
 
@@ -63,13 +73,13 @@ def test_a_flag_is_left_alone_with_versions_that_were_not_seen_to_take_it(versio
 
 
 def test_what_the_user_set_wins_and_stays():
-    given = {"XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=false", "NCCL_DEBUG": "INFO"}
+    given = {"XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=false --{TERMINATE}=60", "NCCL_DEBUG": "INFO"}
     found = chosen(given=given)
     assert {one.left for one in found.values()} == {"set by the user"}
     assert flags.environment(list(found.values()), given) == {}
     other = {"XLA_FLAGS": "--xla_dump_to=/x"}
     assert flags.environment(list(chosen(given=other).values()), other) == {
-        "XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=true", "NCCL_DEBUG": "WARN",
+        "XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=true --{TERMINATE}=3600", "NCCL_DEBUG": "WARN",
     }  # fmt: skip
 
 
@@ -81,10 +91,14 @@ def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, caps
     said = capsys.readouterr().out
     assert f"{PERMUTE}=true" in said and "issue 40505" in said and "jaxlib 0.10.2 and later, before 0.13" in said
     assert f"xla_gpu_memory_limit_slop_factor={slop_factor()}" in said and "overlap_limit=4" in said
+    assert "train.gc_every=100" in said
     assert all(setting in said and why in said for setting, why in flags.ADVICE.items())
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["set"]] == [PERMUTE, "NCCL_DEBUG"] and len(found["left"]) == len(flags.ADVICE)
+    assert [(one["name"], one["value"]) for one in found["by_the_run"]] == [("train.gc_every", "100")]
+    assert [one["name"] for one in found["set"]] == [PERMUTE, TERMINATE, "NCCL_DEBUG"] and len(found["left"]) == len(
+        flags.ADVICE
+    )
 
 
 def run(code, *xla):
@@ -101,7 +115,7 @@ GONE = [f"xla_gpu_enable_{what}=true" for what in ("async_collectives", "async_a
 
 
 def test_the_compiler_that_is_installed_takes_every_flag():
-    assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 5
+    assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 6
     started = run(START, *ALL)
     assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr[-500:]
 

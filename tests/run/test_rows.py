@@ -1,5 +1,6 @@
 """metrics.jsonl holds what was measured, line by line, whatever becomes of the disk and of the file."""
 
+import errno
 import json
 import os
 import shutil
@@ -47,12 +48,67 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
+class Failed:
+    """An open file that answers each write with an error, for as long as it is open."""
+
+    def __init__(self, file, number):
+        self._file, self._number = file, number
+
+    def write(self, rows):
+        raise OSError(self._number, os.strerror(self._number))
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EDQUOT, errno.EROFS])
+def test_a_handle_that_the_disk_has_failed_loses_no_row(number, path, capsys):
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    file._file = Failed(file._file, number)
+    file.write({"step": 2})
+    assert file.refused is not None and steps(path) == [1]
+    file.write({"step": 3})
+    file.close()
+    assert file.refused is None and steps(path) == [1, 2, 3]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and os.strerror(number).lower() in said and "they are kept" in said
+
+
+def test_what_a_disk_refuses_again_and_again_is_said_once(path, capsys, monkeypatch):
+    file = MetricsFile(path)
+    file._file = Failed(file._file, errno.EIO)
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_open_again", full)
+        for step in range(1, 9):
+            file.write({"step": step})
+        assert capsys.readouterr().err.count("\n") == 1
+    file.write({"step": 9})
+    assert steps(path) == list(range(1, 10))
+
+
+def test_a_file_of_which_a_server_says_once_that_it_is_stale_is_not_set_aside(path, monkeypatch):
+    file, stat, left = MetricsFile(path), os.stat, [1]
+    file.write({"step": 1})
+
+    def stale(at, **named):
+        if str(at) == str(path) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(at, **named)
+
+    monkeypatch.setattr("os.stat", stale)
+    file.write({"step": 2})
+    assert steps(path) == [1, 2] and not left[0] and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
 def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, monkeypatch):
     file = MetricsFile(path)
     with monkeypatch.context() as patch:
         patch.setattr(file, "is_there", lambda: True)
         patch.setattr(file, "_bytes", lambda: 0)
         patch.setattr(file, "_file", SimpleNamespace(write=full))
+        patch.setattr(file, "_open_again", full)
         file.write({"step": 1})
         file.write({"step": 2})
     assert file.refused is not None

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -51,6 +52,26 @@ def test_what_killed_supervisors_have_left_in_memory_is_removed_and_nothing_else
         _sweep(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"meshtrain-held", "meshtrain-new", "meshtrain-theirs", "others"}
+
+
+def test_what_a_supervisor_leaves_that_was_just_killed_is_removed_at_once(tmp_path):
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from meshtrain.survive.child import TrainingProcess
+child = TrainingProcess([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), Path({str(tmp_path)!r}), 1, 0, 60.0)
+print(child.local, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    local = Path(killed.stdout.strip())
+    assert killed.returncode == -9 and (local / "lease").is_file()
+    until(lambda: _swept(local), "the directory to be removed")
+
+
+def _swept(local):
+    _sweep(local.parent)
+    return not local.exists()
 
 
 def test_a_lease_is_held_as_long_as_its_supervisor_lives(child):

@@ -32,7 +32,7 @@ from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.prepare import refusal_at
 from meshtrain.data.unit import encoded, held_out
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import locked, write_atomically
+from meshtrain.files import locked, refuse_passing, retried, write_atomically
 
 TRAIN, VALIDATIONS = "train", ("validation", "val")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
@@ -143,6 +143,7 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
         with locked(directory):
             digests, problems = _read_index(directory, len(files)) or _make_index(files, directory, name)
     except OSError as error:
+        refuse_passing(error.filename or directory, error)
         raise ConfigError(
             f"what the images of {name} are cannot be noted in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with "
             "room."
@@ -189,8 +190,9 @@ def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> tuple
 
 def _check(file: InputFile) -> tuple[str, str]:
     try:
-        data = Path(file.path).read_bytes()
+        data = retried(Path(file.path).read_bytes)
     except OSError as error:
+        refuse_passing(file.path, error)
         return "", f"unreadable ({refusal(error)})"
     return hashlib.blake2b(data, digest_size=16).hexdigest(), problem_of(data)
 

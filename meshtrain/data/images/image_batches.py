@@ -24,6 +24,7 @@ from meshtrain.data.images.pixels import fitted, patches, scaling
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, keys_of, permute
 from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.files import refuse_passing
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, WEIGHTS
 from meshtrain.sources import SOURCES, has_images
 
@@ -99,6 +100,7 @@ def _open(key: str, name: str, config: Config) -> ImageSource:
                     f"{key} {short(name)} is a file, but none of arrays (.npz); give a folder with a folder for each class."
                 )
         except OSError as error:
+            refuse_passing(error.filename or name, error)
             raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     if len(source.classes) > config.model.vocab_size:
         raise ConfigError(
