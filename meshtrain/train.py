@@ -292,7 +292,7 @@ class Loop:
             values = islands.visible(metrics)
         self.supervision.heartbeat.took(step)
         row = {"step": step, **values} | self.measures.step(self.data.tokens(step - 1), self.loader.waited)
-        row |= {"padding": self.data.padding_tokens(step - 1), **(evaluated or {})}
+        row |= {"padding_tokens": self.data.padding_tokens(step - 1), **(evaluated or {})}
         due = step % config.log.every == 0 or step == config.train.steps or bool(evaluated)
         if due:
             # of all saves and compilations since the row before

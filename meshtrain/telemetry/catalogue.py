@@ -97,7 +97,7 @@ METRICS: tuple[Metric, ...] = (
     _step("layer_router_entropy", "", "the same: router_entropy of each layer", labels=("layer",)),
     _step("layer_dropped_rows", "", "the same: dropped_rows of each layer", labels=("layer",)),
     _step("tokens", "tokens", "tokens of the step, padding left out; in the endpoint of all steps", "counter"),
-    _step("padding", "tokens", "positions of the step that hold no token; in the endpoint of all steps", "counter"),
+    _step("padding_tokens", "tokens", "positions of the step that hold no token; in the endpoint of all steps", "counter"),
     _step("tokens_per_second", "", "tokens of the step over its seconds, all devices; padding left out"),
     _step("step_seconds", "seconds", "from one step's metrics to the next one's, without compiling and evaluating"),
     _step("data_wait_seconds", "seconds", "of these, waiting for the loader"),

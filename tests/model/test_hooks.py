@@ -223,9 +223,9 @@ def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
     labels, other = (jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2))
     mixed = Mixed(other, jnp.asarray(random.random((3, 2)), jnp.float32))
     own, built_in = (ModelParts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks()))
-    found, right = (jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).sum())(logits) for loss in (own, built_in))  # fmt: skip
+    found, right = (jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).losses.sum())(logits) for loss in (own, built_in))  # fmt: skip
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
-    assert not np.allclose(own(logits, labels, mixed), own(logits, labels))
+    assert not np.allclose(own(logits, labels, mixed).losses, own(logits, labels).losses)
 
 
 # --- what is refused, before anything runs
