@@ -1,8 +1,11 @@
-"""Source `recall`: rows in which what is asked lies far back. A row is a table of keys with a value each, then questions and their answers:
+"""Source `recall`: rows in which what is asked lies far back.
+
+A row is a table of keys with a value each, then questions and their answers:
 
     key:value of each key, in random order        key? value  key? value  key? value  ...
 
-An item of the table is one token, so that a question needs one look back. Answers alone count in the loss: log 8 = 2.08 for who guesses.
+An item of the table is one token, so that a question needs one look back. Answers alone count in the loss: log 8 = 2.08
+for who guesses.
 """
 
 from typing import Any
@@ -22,7 +25,10 @@ class RecallRows:
     count = 1 << 40
 
     def __init__(self, config: Config, split: str) -> None:
-        self.length, self.key = config.train.sequence_length, key_of(config.run.seed, "recall", split)
+        self.length, self.key = (
+            config.train.sequence_length,
+            key_of(config.run.seed, "recall", split),
+        )
         self.labels = self.count * self.length
 
     def locate(self, items: np.ndarray) -> np.ndarray:
@@ -37,7 +43,11 @@ class RecallRows:
             answered = np.stack([VALUES + asked, values[asked]], axis=1).reshape(-1)
             row[:] = np.append(draw.permutation(table), answered)[: len(row)]
         labels = rows[:, 1:].copy()
-        return {"tokens": rows[:, :-1].copy(), "labels": labels, "weights": (labels < VALUES).astype(np.float32)}
+        return {
+            "tokens": rows[:, :-1].copy(),
+            "labels": labels,
+            "weights": (labels < VALUES).astype(np.float32),
+        }
 
 
 SOURCES.register(SourceKind("recall", rows=RecallRows))

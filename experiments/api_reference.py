@@ -1,6 +1,7 @@
 """Builds the API reference: python -m experiments.api_reference DIR
 
-As `python -m pdoc meshtrain -o DIR`, but of every module: pdoc takes those for private that a package's __all__ does not name.
+As `python -m pdoc meshtrain -o DIR`, but of every module: pdoc takes those for private that a package's __all__ does
+not name.
 """
 
 import importlib
@@ -25,7 +26,10 @@ def modules(package: ModuleType) -> list[ModuleType]:
 
 
 def build(directory: Path, sources: bool = True) -> list[str]:
-    """Writes a page a module, with its source unless told otherwise, and returns their names. Whatever pdoc warns of is an error."""
+    """Writes a page a module, with its source unless told otherwise, and returns their names.
+
+    Whatever pdoc warns of is an error.
+    """
     found = modules(importlib.import_module("meshtrain"))
     for module in found:
         if hasattr(module, "__all__") and hasattr(module, "__path__"):
@@ -33,7 +37,9 @@ def build(directory: Path, sources: bool = True) -> list[str]:
                 getattr(module, name)  # those that are imported when they are asked for
             below = (m.__name__.rpartition(".") for m in found)
             module.__all__ += [
-                name for parent, _, name in below if parent == module.__name__ and name not in module.__all__
+                name
+                for parent, _, name in below
+                if parent == module.__name__ and name not in module.__all__
             ]
     # Our docstrings are Markdown; pdoc's default first reads them as reStructuredText.
     pdoc.render.configure(docformat="markdown", show_source=sources)

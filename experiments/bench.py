@@ -1,13 +1,14 @@
-"""Times things beside each other on a machine that others use too, and prints the table: the helper of all benchmarks here.
+"""Times things beside each other on a machine that others use too, and prints the table: the helper of all benchmarks
+here.
 
     turns      runs take turns, so that what else the machine does falls on all of them
     compare    a step beside a reference, in the same minutes
     quiet      waits until others leave the machine alone
     Table      is printed row by row, as Markdown
 
-Wall-clock time says how long one waits. Where other work has the cores too, the seconds of the processor bear it better: those that
-the program computes (user), and those that the kernel does for it (system: mostly zeroing memory that is touched for the first time, so
-page faults are counted beside).
+Wall-clock time says how long one waits. Where other work has the cores too, the seconds of the processor bear it
+better: those that the program computes (user), and those that the kernel does for it (system: mostly zeroing memory
+that is touched for the first time, so page faults are counted beside).
 """
 
 import argparse
@@ -57,7 +58,9 @@ def spent(function: Callable[[], Any], whose: int = resource.RUSAGE_SELF) -> Spe
     return Spent(wall, user, system, after.ru_minflt - before.ru_minflt)
 
 
-def turns(runs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1) -> dict[str, list[Spent]]:
+def turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1
+) -> dict[str, list[Spent]]:
     """Returns what each run takes in `rounds` turns, after `warm` turns that do not count."""
     found: dict[str, list[Spent]] = {name: [] for name in runs}
     for turn in range(warm + rounds):
@@ -120,7 +123,9 @@ class Compared(NamedTuple):
 
 
 _SPENT = f"{'wall':>6} {'user':>6} {'sys':>5} {'faults':>6}"
-HEADER = f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {_SPENT} | {_SPENT} of the reference; s, thousands"
+HEADER = (
+    f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {_SPENT} | {_SPENT} of the reference; s, thousands"
+)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -129,8 +134,9 @@ def spread(values: Sequence[float]) -> str:
 
 
 def compare(reference: Stepping, step: Stepping, rounds: int) -> Compared:
-    """Runs one, then the other, twice a round, and times the second time: a run's steps follow each other, and find memory and
-    caches as the step before left them."""
+    """Runs one, then the other, twice a round, and times the second time: a run's steps follow each other, and find
+    memory and caches as the step before left them.
+    """
     found = Compared([], [])
     for _ in range(rounds):
         for run, times in ((reference, found.reference), (step, found.step)):
@@ -151,7 +157,10 @@ def quiet(most: float = 10.0, patience: float = 20.0) -> None:
 
 
 class Table:
-    """A table in Markdown, printed row by row, so that a long run shows what it has found. A column is as wide as its head."""
+    """A table in Markdown, printed row by row, so that a long run shows what it has found.
+
+    A column is as wide as its head.
+    """
 
     def __init__(self, *heads: str, title: str = "") -> None:
         self.widths = [len(head) for head in heads]
@@ -162,14 +171,20 @@ class Table:
 
     def row(self, *cells: object) -> None:
         """Prints a row, the first cell to the left and numbers to the right."""
-        texts = [str(cell).ljust(width) for cell, width in zip(cells[:1], self.widths, strict=False)]
-        texts += [str(cell).rjust(width) for cell, width in zip(cells[1:], self.widths[1:], strict=True)]
+        texts = [
+            str(cell).ljust(width) for cell, width in zip(cells[:1], self.widths, strict=False)
+        ]
+        texts += [
+            str(cell).rjust(width) for cell, width in zip(cells[1:], self.widths[1:], strict=True)
+        ]
         print(f"| {' | '.join(texts)} |", flush=True)
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of a script as it stands."""
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 @contextmanager
@@ -187,6 +202,8 @@ def directory(given: Path | None) -> Iterator[Path]:
 def in_process(*words: object, **environment: str) -> Any:
     """Runs `python -m words` in a process of its own, and returns the JSON of its last line, if it prints any."""
     command = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | environment, check=True, stdout=subprocess.PIPE, text=True
+    )
     lines = done.stdout.split("\n")
     return json.loads(lines[-2]) if len(lines) > 1 else None

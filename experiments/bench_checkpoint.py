@@ -1,12 +1,14 @@
 """What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--lora]
 
-For a state on 8 fake CPU devices it prints how long a step is blocked and how long the whole save takes, on a mesh whose weights lie as
-they are saved and on one where they must be rearranged, and its processor time; how fast a checkpoint is verified, and the same bytes
-only read; how long it takes to restore onto several meshes, each in a process of its own, and the peak of host memory meanwhile, beyond
-what the process had before, over the state that it holds afterwards.
+For a state on 8 fake CPU devices it prints how long a step is blocked and how long the whole save takes, on a mesh
+whose weights lie as they are saved and on one where they must be rearranged, and its processor time; how fast a
+checkpoint is verified, and the same bytes only read; how long it takes to restore onto several meshes, each in a
+process of its own, and the peak of host memory meanwhile, beyond what the process had before, over the state that it
+holds afterwards.
 
---lora: the saves of a base on one device whose projections have adapters of rank 8. The first two write the base, so that a flipped bit
-costs one of two copies, and the others link it: MB written by each, and what all take on the disk, each file counted once.
+--lora: the saves of a base on one device whose projections have adapters of rank 8. The first two write the base, so
+that a flipped bit costs one of two copies, and the others link it: MB written by each, and what all take on the disk,
+each file counted once.
 """
 
 import argparse
@@ -39,7 +41,9 @@ AS_IT_LIES, *_, REARRANGED = LAYOUTS
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary directory")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write; default: a temporary directory"
+    )
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--lora", action="store_true", help="the saves of a run with adapters")
     parser.add_argument("--restore", metavar="LAYOUT", help=argparse.SUPPRESS)
@@ -58,10 +62,19 @@ def main() -> None:
         verify(last)
         table = Table("restored onto         ", "seconds", "state MB", "peak MB", "peak / state")
         for layout in LAYOUTS:
-            words = ["--restore", layout, "--directory", root / AS_IT_LIES, "--megabytes", options.megabytes]
+            words = [
+                "--restore",
+                layout,
+                "--directory",
+                root / AS_IT_LIES,
+                "--megabytes",
+                options.megabytes,
+            ]
             found = bench.in_process("experiments.bench_checkpoint", *words)
             sizes = [f"{found[name] / 1e6:.0f}" for name in ("state", "peak")]
-            table.row(layout, f"{found['seconds']:.2f}", *sizes, f"{found['peak'] / found['state']:.2f}")
+            table.row(
+                layout, f"{found['seconds']:.2f}", *sizes, f"{found['peak'] / found['state']:.2f}"
+            )
 
 
 def program(directory: Path, megabytes: int, layout: str, lora: bool = False) -> Program:
@@ -71,7 +84,11 @@ def program(directory: Path, megabytes: int, layout: str, lora: bool = False) ->
     numbers = megabytes * 1e6 / (4 if lora else 12)
     given: dict[str, Any] = {
         "run": {"directory": str(directory), "fake_devices": 8},
-        "model": {"layers": max(8, round((numbers - 2 * VOCABULARY * WIDTH) / a_layer)), "d_model": WIDTH, "heads": 8},
+        "model": {
+            "layers": max(8, round((numbers - 2 * VOCABULARY * WIDTH) / a_layer)),
+            "d_model": WIDTH,
+            "heads": 8,
+        },
         "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
         "parallel": {"microbatches": 1} | parallel,
         "train": {"global_batch_size": 8, "sequence_length": 64},
@@ -90,7 +107,13 @@ def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
     gc.collect()  # the states of the layout before
     shares = []
     table = Table(
-        "save", "blocked ms", "whole ms", "blocked / whole", "CPU ms", "MB written", title=f"saved from {layout}"
+        "save",
+        "blocked ms",
+        "whole ms",
+        "blocked / whole",
+        "CPU ms",
+        "MB written",
+        title=f"saved from {layout}",
     )
 
     def saved(step: int) -> None:
@@ -104,7 +127,12 @@ def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
         whole = found["checkpoint_seconds"]
         shares.append(blocked / whole)
         written = f"{found['checkpoint_bytes'] / 1e6:.1f}"
-        times = f"{1e3 * blocked:.1f}", f"{1e3 * whole:.0f}", f"{shares[-1]:.1%}", f"{1e3 * took.processor:.0f}"
+        times = (
+            f"{1e3 * blocked:.1f}",
+            f"{1e3 * whole:.0f}",
+            f"{shares[-1]:.1%}",
+            f"{1e3 * took.processor:.0f}",
+        )
         table.row(step, *times, written)
     copying = least(lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state)))
     asking = least(lambda: bool(built.is_finite(state)))
@@ -115,9 +143,13 @@ def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
 
 def on_disk(directory: Path) -> None:
     found = steps.numbered(directory)
-    once = {p.stat().st_ino: p.stat().st_size for step in found for p in step.rglob("*") if p.is_file()}
+    once = {
+        p.stat().st_ino: p.stat().st_size for step in found for p in step.rglob("*") if p.is_file()
+    }
     apart = sum(map(digests.total_bytes, found))
-    print(f"{len(found)} steps: {sum(once.values()) / 1e6:.0f} MB on the disk, {apart / 1e6:.0f} MB if each is copied")
+    print(
+        f"{len(found)} steps: {sum(once.values()) / 1e6:.0f} MB on the disk, {apart / 1e6:.0f} MB if each is copied"
+    )
 
 
 def verify(directory: Path) -> None:
@@ -125,7 +157,9 @@ def verify(directory: Path) -> None:
     size = sum(p.stat().st_size for p in files) / 1e9
     reading = size / least(lambda: [p.read_bytes() for p in files])
     verifying = size / least(lambda: digests.problems(directory))
-    print(f"verified {1e3 * size:.0f} MB at {verifying:.2f} GB/s (only reading them: {reading:.2f} GB/s)")
+    print(
+        f"verified {1e3 * size:.0f} MB at {verifying:.2f} GB/s (only reading them: {reading:.2f} GB/s)"
+    )
 
 
 def restore(root: Path, megabytes: int, layout: str) -> dict[str, float]:

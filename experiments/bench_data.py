@@ -11,8 +11,8 @@
     loader    tokens a second of batches of 32 x 1024 from shards in the page cache, beside Grain with its own prefetching
     memory    resident memory over a pass of the whole corpus
 
-The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its shards (2.5 times
---gigabytes in all) stay in DIR for the next run.
+The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its
+shards (2.5 times --gigabytes in all) stay in DIR for the next run.
 """
 
 import argparse
@@ -48,11 +48,23 @@ LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
 
 def main() -> None:
     sections = {
-        "packing": packing, "padding": padding, "reading": reading, "floor": floors, "loader": loaders, "memory": memory,
-    }  # fmt: skip
+        "packing": packing,
+        "padding": padding,
+        "reading": reading,
+        "floor": floors,
+        "loader": loaders,
+        "memory": memory,
+    }
     parser = bench.parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the shards (default: 2)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long each loader runs, in 3 turns (default: 6)")
+    parser.add_argument(
+        "--gigabytes", type=float, default=2.0, help="size of the shards (default: 2)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=6.0,
+        help="how long each loader runs, in 3 turns (default: 6)",
+    )
     parser.add_argument("--directory", type=Path, default=Path("/tmp/meshtrain-bench-data"))
     parser.add_argument("--only", default=",".join(sections))
     parser.add_argument("--pass-over", help=argparse.SUPPRESS)  # the child process of `memory`
@@ -76,11 +88,16 @@ def config(source: str, batching: str, length: int = LENGTH, **data: Any) -> Con
 def documents() -> list[str]:
     """Returns the standard library's source files."""
     parts = [part for unit in units(stdlib_files().files) for part in unit]
-    return [document.text for part in parts for document in read(part, "text") if not document.problem]
+    return [
+        document.text for part in parts for document in read(part, "text") if not document.problem
+    ]
 
 
 def shards(chosen: argparse.Namespace) -> Path:
-    """Returns shards of the byte tokenizer, two bytes a token, prepared unless they are there. Leaves them in the page cache."""
+    """Returns shards of the byte tokenizer, two bytes a token, prepared unless they are there.
+
+    Leaves them in the page cache.
+    """
     text = chosen.directory / f"text-{chosen.gigabytes}.jsonl"
     output = chosen.directory / "shards"
     if not text.exists():
@@ -89,7 +106,9 @@ def shards(chosen: argparse.Namespace) -> Path:
             for number, document in enumerate(itertools.cycle(documents())):
                 if written >= chosen.gigabytes * 1e9 / 2:
                     break
-                written += stream.write(json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False) + "\n")
+                written += stream.write(
+                    json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False) + "\n"
+                )
         os.replace(chosen.directory / "unfinished", text)
     prepare(find([str(text)]).files, output, PrepareOptions(), WORKERS)
     for path in output.glob("*.tokens"):
@@ -103,7 +122,12 @@ def shards(chosen: argparse.Namespace) -> Path:
 
 
 def packing(chosen: argparse.Namespace) -> None:
-    made = Table("rows of", "    rows", "  full", title="histogram best fit (LPFHP), standard library, byte tokenizer")
+    made = Table(
+        "rows of",
+        "    rows",
+        "  full",
+        title="histogram best fit (LPFHP), standard library, byte tokenizer",
+    )
     for length in (256, 1024, 8192):
         train, _ = open_data(config("stdlib", "packed", length, last="pad"))
         rows: Any = train.batches.rows  # type: ignore[union-attr]
@@ -114,12 +138,18 @@ def padding(chosen: argparse.Namespace) -> None:
     title = "share of places without a label, batches of 32"
     made = Table("up to", "random", "grouped", "ratio", "budget", "ratio", title=title)
     for length in (1024, 8192, 65536):
-        train = {b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")}
+        train = {
+            b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")
+        }
         pieces = train["grouped"].batches.pieces  # type: ignore[union-attr]
         shuffled = pieces.lengths(np.random.default_rng(0).permutation(len(pieces.first)))
         drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
         at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
-        cells = [cell for b in train.values() for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")]
+        cells = [
+            cell
+            for b in train.values()
+            for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")
+        ]
         made.row(length, f"{at_random:.4f}", *cells)
 
 
@@ -216,13 +246,27 @@ def loaders(chosen: argparse.Namespace) -> None:
         "Grain, FirstFitPack": ("packed", lambda: grain_packed(where)),
         "ours, grouped": ("grouped", lambda: ours(where, "grouped")),
     }
-    rounds = [{name: rate(run, chosen.seconds / ROUNDS) for name, (_, run) in runs.items()} for _ in range(ROUNDS)]
-    best = {name: [max(found[name][i] for found in rounds) for i in range(2)] for name in runs}  # the least disturbed
+    rounds = [
+        {name: rate(run, chosen.seconds / ROUNDS) for name, (_, run) in runs.items()}
+        for _ in range(ROUNDS)
+    ]
+    best = {
+        name: [max(found[name][i] for found in rounds) for i in range(2)] for name in runs
+    }  # the least disturbed
     title = f"batches of {ROWS} x {LENGTH}, {os.cpu_count()} cores; millions of tokens"
-    made = Table("loader                         ", "a second", "of ours", "a CPU second", "of ours", title=title)
+    made = Table(
+        "loader                         ",
+        "a second",
+        "of ours",
+        "a CPU second",
+        "of ours",
+        title=title,
+    )
     for name, (batching, _) in runs.items():
         mine = best[f"ours, {batching}"]
-        cells = [(f"{rate:.1f}", f"{rate / our:.2f}") for rate, our in zip(best[name], mine, strict=True)]
+        cells = [
+            (f"{rate:.1f}", f"{rate / our:.2f}") for rate, our in zip(best[name], mine, strict=True)
+        ]
         made.row(name, *cells[0], *cells[1])
 
 
@@ -235,7 +279,11 @@ def reading(chosen: argparse.Namespace) -> None:
     path = joined(chosen.directory / "one.tokens", sorted(path.parent.glob("train-*.tokens")))
     count = path.stat().st_size // 2
     title = f"reading random rows of {path.stat().st_size / 1e9:.2f} GB: processor time, and the most memory resident"
-    heads = [f"{how} {what}" for how in ("mapped", "mapped, given back", "by position") for what in ("us", "MB")]
+    heads = [
+        f"{how} {what}"
+        for how in ("mapped", "mapped, given back", "by position")
+        for what in ("us", "MB")
+    ]
     made = Table("rows of", *heads, title=title)
     for length in (256, 1024, 4096):
         starts = np.random.default_rng(0).permutation(count // length - 1)[:100_000] * length
@@ -293,7 +341,8 @@ def floors(chosen: argparse.Namespace) -> None:
     # glibc, having seen it freed, keeps blocks of a batch's size: as in a process that trains.
     np.ones(24 << 20, np.uint8)
     title = (
-        f"batches of {LABELS:,} labels, millions of them a CPU second, the best of {FLOOR_ROUNDS} turns; map 2: tokens and labels alone, "
+        f"batches of {LABELS:,} labels, millions of them a CPU second, the best of {FLOOR_ROUNDS} turns; map 2: "
+        "tokens and labels alone, "
         "map all: all arrays of a batch; Loader: ours on its thread, with nobody computing"
     )
     heads = ("pieces", "map 2", "map all", "ours", "/ map 2", "/ map all", "Loader")
@@ -303,7 +352,9 @@ def floors(chosen: argparse.Namespace) -> None:
         for length, batching in itertools.product((1024, 8192), ("window", "packed")):
             settings = config(str(shards), batching, length, verify=False)
             size = LABELS // length
-            values = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch_size=size))
+            values = dataclasses.replace(
+                settings, train=dataclasses.replace(settings.train, global_batch_size=size)
+            )
             train, _ = open_data(values)
             places = train.batches.rows.locate(np.arange(FLOOR_BATCHES * size))  # type: ignore[union-attr]
             stretches = list(zip(places.first.tolist(), places.lengths.tolist(), strict=True))
@@ -314,8 +365,14 @@ def floors(chosen: argparse.Namespace) -> None:
                 "loader": lambda: one_by_one(Loader(train)),  # noqa: B023
             }
             times = bench.turns(runs, FLOOR_ROUNDS, warm=0)
-            rates = {run: FLOOR_BATCHES * LABELS / min(one.processor for one in times[run]) / 1e6 for run in runs}
-            cells = [f"{len(stretches) / FLOOR_BATCHES:.0f}", *(f"{rates[run]:.0f}" for run in ("two", "all", "ours"))]
+            rates = {
+                run: FLOOR_BATCHES * LABELS / min(one.processor for one in times[run]) / 1e6
+                for run in runs
+            }
+            cells = [
+                f"{len(stretches) / FLOOR_BATCHES:.0f}",
+                *(f"{rates[run]:.0f}" for run in ("two", "all", "ours")),
+            ]
             cells += [f"{rates['ours'] / rates[run]:.2f}" for run in ("two", "all")]
             made.row(name, length, batching, *cells, f"{rates['loader']:.0f}")
 
@@ -329,19 +386,27 @@ def drawn(directory: Path, mean: int, sigma: float) -> Path:
     for number in range(FLOOR_SHARDS):
         writer = ShardWriter(directory, f"train-{number:05d}", 256, np.dtype("<u2"))
         while writer.tokens < FLOOR_TOKENS // FLOOR_SHARDS:
-            for n in np.ceil(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma, 1000)).astype(int).tolist():
+            for n in (
+                np.ceil(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma, 1000))
+                .astype(int)
+                .tolist()
+            ):
                 writer.add(draw.integers(0, 256, n, np.uint16))
                 writer.end_document()
             writer.flush()
         written.append(writer.close())
     splits = {"train": tuple(filter(None, written)), "validation": ()}
-    manifest = ShardManifest("byte", load_tokenizer("byte").digest, 257, 256, "uint16", 0.0, splits, {})
+    manifest = ShardManifest(
+        "byte", load_tokenizer("byte").digest, 257, 256, "uint16", 0.0, splits, {}
+    )
     (directory / "manifest.json").write_text(manifest.to_json())
     return directory
 
 
 def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, every: bool) -> None:
-    """What a loop over a new memory map needs for the same batches: tokens and labels, or with `every` all five arrays."""
+    """What a loop over a new memory map needs for the same batches: tokens and labels, or with `every` all five
+    arrays.
+    """
     corpus = train.batches.rows.corpus
     starts = corpus.starts.tolist()
     maps = [np.asarray(np.memmap(file.path, file.dtype, "r")) for file in corpus.tokens]
@@ -351,7 +416,9 @@ def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, ev
             at = 0
             tokens, labels = np.zeros(LABELS, np.int32), np.zeros(LABELS, np.int32)
             if every:
-                segments, positions, weights = (np.zeros(LABELS, t) for t in (np.int32, np.int32, np.float32))
+                segments, positions, weights = (
+                    np.zeros(LABELS, t) for t in (np.int32, np.int32, np.float32)
+                )
         if first >= 0:
             shard = bisect_right(starts, first) - 1
             begin = first - starts[shard]

@@ -4,9 +4,10 @@
     python experiments/bench_layouts.py --by-hand           beside plain JAX that is sharded by hand too (`sharded_jax.py`)
     python experiments/bench_layouts.py --layouts '2,2,2 schedule=1f1b microbatches=8; 2,1,1,4 context_strategy=ring'
 
-Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the layout adds none.
-`ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine better; the rest is what a step took.
-By hand the first step has our loss, or the script ends; `speed` is the time that a step takes by hand over ours: above 1 ours is faster.
+Eight fake devices share the machine's cores, so a ratio measures total work, not parallel speed: 1.0 means that the
+layout adds none. `ratio` is of wall-clock, `CPU` of processor seconds, which tell the same and bear a busy machine
+better; the rest is what a step took. By hand the first step has our loss, or the script ends; `speed` is the time that
+a step takes by hand over ours: above 1 ours is faster.
 """
 
 from statistics import median
@@ -20,15 +21,35 @@ from meshtrain.config import Config, load
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.step import Program
 
-MODEL = {"family": "llama", "layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2), (2, 1, 4), (1, 2, 4), (2, 2, 2)]
+MODEL = {
+    "family": "llama",
+    "layers": 8,
+    "d_model": 256,
+    "heads": 8,
+    "d_ff": 1024,
+    "vocab_size": 2048,
+}
+MESHES = [
+    (8, 1, 1),
+    (1, 8, 1),
+    (1, 1, 8),
+    (4, 2, 1),
+    (4, 1, 2),
+    (2, 4, 1),
+    (1, 4, 2),
+    (2, 1, 4),
+    (1, 2, 4),
+    (2, 2, 2),
+]
 
 
 def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Config:
     return load(
         {
             "model": MODEL,
-            "mesh": dict(zip(("data", "tensor", "pipeline", "context"), (*mesh, 1)[:4], strict=True)),
+            "mesh": dict(
+                zip(("data", "tensor", "pipeline", "context"), (*mesh, 1)[:4], strict=True)
+            ),
             "parallel": {"schedule": "1f1b"} | parallel,
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
@@ -53,8 +74,13 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--layouts", help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of parallel")
-    parser.add_argument("--by-hand", action="store_true", help="beside each layout in plain JAX, sharded by hand")
+    parser.add_argument(
+        "--layouts",
+        help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of parallel",
+    )
+    parser.add_argument(
+        "--by-hand", action="store_true", help="beside each layout in plain JAX, sharded by hand"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
@@ -69,10 +95,14 @@ def main() -> None:
             for mesh in MESHES
         ]
     random = np.random.default_rng(0)
-    tokens = random.integers(0, MODEL["vocab_size"], (options.batch, options.length + 1)).astype(np.int32)
+    tokens = random.integers(0, MODEL["vocab_size"], (options.batch, options.length + 1)).astype(
+        np.int32
+    )
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
 
-    reference, reference_state = plain_jax.make_step(config((1, 1, 1), {}, options.batch, options.length))
+    reference, reference_state = plain_jax.make_step(
+        config((1, 1, 1), {}, options.batch, options.length)
+    )
     compiled = reference.lower(reference_state, tokens, labels).compile()
     plain = Stepping(compiled, reference_state, tokens, labels)
     print(f"reference temp {megabytes(compiled):.0f} MB", flush=True)
@@ -90,12 +120,17 @@ def main() -> None:
             by_hand = Stepping(compiled, inputs[0], *inputs[1])
             losses = float(ours()["loss"]), float(by_hand())
             if abs(losses[0] - losses[1]) > 1e-4:
-                raise SystemExit(f"the loss of the first step is {losses[0]}, and by hand {losses[1]}")
+                raise SystemExit(
+                    f"the loss of the first step is {losses[0]}, and by hand {losses[1]}"
+                )
             found = compare(by_hand, ours, options.rounds)
             beside = f" | {megabytes(compiled):5.0f} {1 / median(found.walls):6.2f} {1 / found.processor:6.2f}"
         text = " ".join(f"{k}={v}" for k, v in parallel.items())
         found = compare(plain, ours, options.rounds)
-        print(f"{','.join(map(str, mesh)):22} {text:44} {megabytes(step):8.0f} {found}{beside}", flush=True)
+        print(
+            f"{','.join(map(str, mesh)):22} {text:44} {megabytes(step):8.0f} {found}{beside}",
+            flush=True,
+        )
 
 
 def megabytes(step: jax.stages.Compiled) -> float:

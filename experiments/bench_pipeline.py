@@ -1,4 +1,5 @@
-"""The pipeline executor, measured: memory and compile time against the number of microbatches, step time against one device.
+"""The pipeline executor, measured: memory and compile time against the number of microbatches, step time against one
+device.
 
     python experiments/bench_pipeline.py memory       temp bytes per device at 64 microbatches over those at 8; entries held; remat
     python experiments/bench_pipeline.py compile      CPU seconds to trace and compile at 256 microbatches over those at 8
@@ -6,9 +7,9 @@
     python experiments/bench_pipeline.py large        a 62-billion-parameter model on 8 x 8 x 8 devices, compiled and never allocated
     python experiments/bench_pipeline.py vocabulary   Llama-3 8B on 4 stages: compiled matrix products per stage, spread and edge
 
-`vocabulary` compiles for described GPUs (pip install 'meshtrain[compile]', no GPU needed), `large` for fake CPU devices and, where that
-is installed, for GPUs; the others run on fake CPU devices, in both ways that the executor has: idle slots skipped (CPU), and masked
-(accelerators).
+`vocabulary` compiles for described GPUs (pip install 'meshtrain[compile]', no GPU needed), `large` for fake CPU devices
+and, where that is installed, for GPUs; the others run on fake CPU devices, in both ways that the executor has: idle
+slots skipped (CPU), and masked (accelerators).
 """
 
 import dataclasses
@@ -37,8 +38,22 @@ from meshtrain.step import Program
 
 SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}
 MEDIUM = {"layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
-LLAMA_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
-LARGE = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 24576, "vocab_size": 128256}
+LLAMA_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
+LARGE = {
+    "layers": 80,
+    "d_model": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "d_ff": 24576,
+    "vocab_size": 128256,
+}
 
 
 def configuration(
@@ -55,7 +70,12 @@ def configuration(
         {
             "model": model,
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": {"schedule": schedule, "virtual_stages": chunks, "microbatches": microbatches, **parallel},
+            "parallel": {
+                "schedule": schedule,
+                "virtual_stages": chunks,
+                "microbatches": microbatches,
+                **parallel,
+            },
             "precision": {"compute": compute},
             "train": {"global_batch_size": mesh[0] * microbatches, "sequence_length": length},
         }
@@ -73,7 +93,11 @@ def program_of(config: Config, masked: bool = False) -> Program:
 
 def compiled(program: Program) -> jax.stages.Compiled:
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.jit(program.gradients).lower(program.layout.masters, program.batch_shapes(), *scalars).compile()
+    return (
+        jax.jit(program.gradients)
+        .lower(program.layout.masters, program.batch_shapes(), *scalars)
+        .compile()
+    )
 
 
 def temp_bytes(program: Program) -> int:
@@ -86,7 +110,9 @@ def batch_of(program: Program) -> dict[str, jax.Array]:
     config = program.config
     shape = (config.train.global_batch_size, config.train.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
-    return jax.device_put({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, program.batch_sharding)
+    return jax.device_put(
+        {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, program.batch_sharding
+    )
 
 
 def entries_held(program: Program) -> list[int]:
@@ -105,25 +131,37 @@ def entries_held(program: Program) -> list[int]:
     specs = (program.layout.shards, PartitionSpec("data"))
     out = PartitionSpec(("data", "pipeline"))
     mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=out)
-    return np.asarray(jax.jit(mapped)(program.init().params, batch_of(program))).sum(axis=1).tolist()
+    return (
+        np.asarray(jax.jit(mapped)(program.init().params, batch_of(program))).sum(axis=1).tolist()
+    )
 
 
 def memory(schedules: list[str]) -> None:
     title = (
-        "4 stages; temp kB of a device with 8 and with 64 microbatches of one size; entries held on each stage with 8"
+        "4 stages; temp kB of a device with 8 and with 64 microbatches of one size; entries held on each stage "
+        "with 8"
     )
-    table = Table("schedule      ", "idle   ", "    8", "   64", "ratio", "entries", "simulated", title=title)
+    table = Table(
+        "schedule      ", "idle   ", "    8", "   64", "ratio", "entries", "simulated", title=title
+    )
     for schedule in schedules:
         for idle in ("skipped", "masked"):
-            programs = [program_of(configuration(schedule, m, SMALL), idle == "masked") for m in (8, 64)]
+            programs = [
+                program_of(configuration(schedule, m, SMALL), idle == "masked") for m in (8, 64)
+            ]
             few, many = map(temp_bytes, programs)
             pipeline = programs[0].layout.table
             assert pipeline is not None
             held: list[Any] = ["", ""]
             # Masked, idle slots write into places that are free.
             if idle == "skipped":
-                held = [entries_held(programs[0]), simulate(pipeline, Durations()).peak_in_flight.tolist()]
-            table.row(schedule, idle, f"{few / 1e3:.0f}", f"{many / 1e3:.0f}", f"{many / few:.3f}", *held)
+                held = [
+                    entries_held(programs[0]),
+                    simulate(pipeline, Durations()).peak_in_flight.tolist(),
+                ]
+            table.row(
+                schedule, idle, f"{few / 1e3:.0f}", f"{many / 1e3:.0f}", f"{many / few:.3f}", *held
+            )
     table = Table("parallel.remat", "temp kB", title="1f1b, 16 microbatches")
     for remat in ("none", "dots", "full"):
         found = temp_bytes(program_of(configuration("1f1b", 16, MEDIUM, remat=remat)))
@@ -131,7 +169,9 @@ def memory(schedules: list[str]) -> None:
 
 
 def compile_time(schedules: list[str]) -> None:
-    title = "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
+    title = (
+        "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
+    )
     table = Table("schedule      ", "idle   ", "    8", "  256", "ratio", title=title)
 
     def compiling(schedule: str, microbatches: int, masked: bool) -> None:
@@ -142,16 +182,29 @@ def compile_time(schedules: list[str]) -> None:
         for idle in ("skipped", "masked"):
             masked = idle == "masked"
             runs = {str(m): lambda m=m: compiling(schedule, m, masked) for m in (8, 256)}  # noqa: B023
-            found = {m: min(one.processor for one in times) for m, times in bench.turns(runs, 2, warm=0).items()}
-            table.row(schedule, idle, f"{found['8']:.2f}", f"{found['256']:.2f}", f"{found['256'] / found['8']:.2f}")
+            found = {
+                m: min(one.processor for one in times)
+                for m, times in bench.turns(runs, 2, warm=0).items()
+            }
+            table.row(
+                schedule,
+                idle,
+                f"{found['8']:.2f}",
+                f"{found['256']:.2f}",
+                f"{found['256'] / found['8']:.2f}",
+            )
 
 
 def step_time(schedules: list[str], rounds: int) -> None:
     microbatches, length = 16, 256
-    single = dataclasses.replace(configuration("1f1b", microbatches, MEDIUM, length=length), mesh=load({}).mesh)
+    single = dataclasses.replace(
+        configuration("1f1b", microbatches, MEDIUM, length=length), mesh=load({}).mesh
+    )
     reference, reference_state = plain_jax.make_step(single)
     plain: Stepping | None = None
-    print(f"4 stages, {microbatches} microbatches of 1 x {length}; step over one device, median of {rounds} rounds")
+    print(
+        f"4 stages, {microbatches} microbatches of 1 x {length}; step over one device, median of {rounds} rounds"
+    )
     print(f"{'schedule':16} {HEADER}")
     for schedule in schedules:
         program = program_of(configuration(schedule, microbatches, MEDIUM, length=length))
@@ -171,15 +224,25 @@ def large() -> None:
     if find_spec("jax_cuda12_plugin"):
         kinds["described GPUs"] = described_devices("h100", 512)
     title = "1f1b on 512 devices: processor seconds to lower and to compile, GiB of state and temporaries on a device"
-    table = Table("devices         ", "parameters", "lower", "compile", "state", " temp", title=title)
+    table = Table(
+        "devices         ", "parameters", "lower", "compile", "state", " temp", title=title
+    )
     for kind, devices in kinds.items():
         program = Program(config, make_mesh(config, devices))
         made: list[Any] = []
         lower = spent(lambda: made.append(program.lower())).processor  # noqa: B023
         compile = spent(lambda: made.append(made[0].compile())).processor  # noqa: B023
         held = made[1].memory_analysis()
-        sizes = [f"{size / 2**30:.1f}" for size in (held.argument_size_in_bytes, held.temp_size_in_bytes)]
-        table.row(kind, f"{program.layout.parameters / 1e9:.1f}e9", f"{lower:.1f}", f"{compile:.1f}", *sizes)
+        sizes = [
+            f"{size / 2**30:.1f}" for size in (held.argument_size_in_bytes, held.temp_size_in_bytes)
+        ]
+        table.row(
+            kind,
+            f"{program.layout.parameters / 1e9:.1f}e9",
+            f"{lower:.1f}",
+            f"{compile:.1f}",
+            *sizes,
+        )
 
 
 def vocabulary(schedules: list[str]) -> None:
@@ -211,7 +274,9 @@ def main() -> None:
     elif options.what == "large":
         large()
     else:
-        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[options.what](options.schedules)
+        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[options.what](
+            options.schedules
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     record quick|thorough [TESTS]   runs tests of a suite under coverage.py (pip install coverage), so that each line knows who executes it
     run [--number N]                draws mutations from every room, makes each in a copy of the checkout and runs the tests of its line
 
-A mutation counts as caught if one of these tests fails, and passes without it. A later run tries this test first; the lines of the
-record may have moved by then, but not what was caught. An edit elsewhere hardly changes the draw. What nothing catches is
+A mutation counts as caught if one of these tests fails, and passes without it. A later run tries this test first; the
+lines of the record may have moved by then, but not what was caught. An edit elsewhere hardly changes the draw. What
+nothing catches is
 printed with its line: either nobody can see it (`EQUIVALENT` says why), or a test is missing.
 """
 
@@ -47,7 +48,8 @@ COPIED = (
     ".ci",
 )
 SUITES = {"quick": "not slow and not thorough", "thorough": "thorough"}
-TESTS = 64  # of a line that are run at most: of its own room first, three cases of each test before the others, the cheapest first
+# of a line that are run at most: of its own room first, three cases of each test before the others, the cheapest first
+TESTS = 64
 CHEAP = 25.0  # processor seconds for all of them; the first is run whatever it costs
 SECONDS = 300  # by the clock for the tests of one mutation
 
@@ -55,7 +57,13 @@ COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: ">=", ast.GtE: "<", ast.Gt: "<=", ast.LtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
 }  # fmt: skip
-OPERATORS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*"}
+OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+}
 
 
 # What draws nothing that a test could see is left out of the draw.
@@ -86,7 +94,9 @@ def room(path: Path) -> str:
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Yields the mutations of a file's functions: comparisons, arithmetic, conditions, results and calls for their effect."""
+    """Yields the mutations of a file's functions: comparisons, arithmetic, conditions, results and calls for their
+    effect.
+    """
     source = (PACKAGE / path).read_bytes()
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -94,19 +104,33 @@ def mutations(path: Path) -> Iterator[Mutation]:
 
     def change(node: ast.expr, text: str) -> Mutation:
         assert node.end_lineno is not None and node.end_col_offset is not None
-        start, end = offsets[node.lineno - 1] + node.col_offset, offsets[node.end_lineno - 1] + node.end_col_offset
+        start, end = (
+            offsets[node.lineno - 1] + node.col_offset,
+            offsets[node.end_lineno - 1] + node.end_col_offset,
+        )
         return Mutation(str(path), node.lineno, start, end, text, source[start:end].decode())
 
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     for node in {id(n): n for function in functions for n in ast.walk(function)}.values():
         match node:
-            case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in COMPARISONS:
-                yield change(node, f"(({ast.unparse(left)}) {COMPARISONS[type(operator)]} ({ast.unparse(right)}))")
-            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS and not any(
-                isinstance(n, ast.JoinedStr | ast.List | ast.Tuple) or isinstance(getattr(n, "value", None), str)
+            case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
+                type(operator) in COMPARISONS
+            ):
+                yield change(
+                    node,
+                    f"(({ast.unparse(left)}) {COMPARISONS[type(operator)]} ({ast.unparse(right)}))",
+                )
+            case ast.BinOp(left=left, op=operator, right=right) if type(
+                operator
+            ) in OPERATORS and not any(
+                isinstance(n, ast.JoinedStr | ast.List | ast.Tuple)
+                or isinstance(getattr(n, "value", None), str)
                 for n in (left, right)
             ):
-                yield change(node, f"(({ast.unparse(left)}) {OPERATORS[type(operator)]} ({ast.unparse(right)}))")
+                yield change(
+                    node,
+                    f"(({ast.unparse(left)}) {OPERATORS[type(operator)]} ({ast.unparse(right)}))",
+                )
             case ast.If(test=test) | ast.IfExp(test=test):
                 yield change(test, f"(not ({ast.unparse(test)}))")
             case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
@@ -116,15 +140,21 @@ def mutations(path: Path) -> Iterator[Mutation]:
 
 
 def drawn(number: int) -> list[Mutation]:
-    """Returns about `number` mutations that can be seen, of each room in proportion to its lines and at least two, from as many files as may be."""
-    files = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__main__.py")
+    """Returns about `number` mutations that can be seen, of each room in proportion to its lines and at least two, from
+    as many files as may be.
+    """
+    files = sorted(
+        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"
+    )
     sizes = Counter[str]()
     by_file: dict[str, dict[Path, list[Mutation]]] = defaultdict(dict)
     for path in files:
         sizes[room(path)] += (PACKAGE / path).read_text().count("\n")
         # ordered by what is changed and not by its place, so that lines elsewhere do not change the draw
         visible = (m for m in mutations(path) if m.name not in EQUIVALENT)
-        order = sorted(visible, key=lambda m: random.Random(f"{m.path} {m.before} {m.text}").random())
+        order = sorted(
+            visible, key=lambda m: random.Random(f"{m.path} {m.before} {m.text}").random()
+        )
         if order:
             by_file[room(path)][path] = order
     chosen = []
@@ -147,11 +177,25 @@ def record(suite: str, directory: Path, tests: list[str]) -> None:
     data.parent.mkdir(exist_ok=True)
     settings = data.with_suffix(".ini")
     settings.write_text(f"[run]\nsource = meshtrain\ndata_file = {data}\nrelative_files = true\n")
-    words = ["coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-n", "0", "-p", "experiments.mutations"]
-    subprocess.run([sys.executable, "-m", *words, "-m", SUITES[suite], *tests], cwd=ROOT, check=False)
+    words = [
+        "coverage",
+        "run",
+        f"--rcfile={settings}",
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-p",
+        "experiments.mutations",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", *words, "-m", SUITES[suite], *tests], cwd=ROOT, check=False
+    )
 
 
-SPENT: dict[str, float] = {}  # processor seconds of the tests that passed while this module was a plugin of pytest
+SPENT: dict[
+    str, float
+] = {}  # processor seconds of the tests that passed while this module was a plugin of pytest
 
 
 def pytest_runtest_setup(item) -> None:
@@ -178,8 +222,9 @@ def pytest_sessionfinish() -> None:
 def tests_of(mutation: Mutation, records: Path) -> list[str]:
     """Returns tests that execute the line of a mutation, those of its own room first, the cheapest first.
 
-    The line may run where coverage.py does not see it, in a process that a test starts: so all of the file's own tests come next,
-    and are all that there is where nothing was recorded."""
+    The line may run where coverage.py does not see it, in a process that a test starts: so all of the file's own tests
+    come next, and are all that there is where nothing was recorded.
+    """
     from coverage import CoverageData
 
     parts = Path(mutation.path)
@@ -192,7 +237,9 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
         data.read()
         passed = json.loads(seconds.read_text())
         spent |= {test: passed[test] for test in passed if test.startswith(mirror)}
-        files = [file for file in data.measured_files() if file.endswith(f"meshtrain/{mutation.path}")]
+        files = [
+            file for file in data.measured_files() if file.endswith(f"meshtrain/{mutation.path}")
+        ]
         by_line = data.contexts_by_lineno(files[0]) if files else {}
         # Of a statement over several lines only some are recorded.
         for line in range(mutation.line, mutation.line - 6, -1):
@@ -213,7 +260,10 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
             chosen.append(test)
             left -= spent[test]
     recorded = any(test.startswith(mirror) for test in chosen)
-    return [*chosen, *(name for name in [mirror.removesuffix("::")] if not recorded and (ROOT / name).exists())]
+    return [
+        *chosen,
+        *(name for name in [mirror.removesuffix("::")] if not recorded and (ROOT / name).exists()),
+    ]
 
 
 # --- a mutation and its tests
@@ -221,16 +271,37 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
 
 def red(tests: list[str], checkout: Path, marks: str) -> str:
     """Runs tests in a checkout until one is red, and returns it; none if they do not end."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-rfE", "-x", "-p", "no:cacheprovider", "-m", marks]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-rfE",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marks,
+    ]
     environment = os.environ | {"PYTHONPATH": str(checkout), "COLUMNS": "1000"}
     while tests:
         try:
             ended = subprocess.run(
-                [*command, *tests], cwd=checkout, env=environment, capture_output=True, text=True, timeout=SECONDS
+                [*command, *tests],
+                cwd=checkout,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             break
-        if not (gone := re.findall(r"ERROR: (?:not found|file or directory not found): (.*)", ended.stderr)):
+        if not (
+            gone := re.findall(
+                r"ERROR: (?:not found|file or directory not found): (.*)", ended.stderr
+            )
+        ):
             if ended.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 break
             said = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.MULTILINE)
@@ -252,7 +323,9 @@ def made(mutation: Mutation, checkout: Path) -> Iterator[Path]:
 
 
 def pytest_runtestloop(session) -> bool | None:
-    """Judges mutations instead of running tests: a fork of what is imported and collected runs the tests of each until one is red."""
+    """Judges mutations instead of running tests: a fork of what is imported and collected runs the tests of each until
+    one is red.
+    """
     if "MUTATIONS" not in os.environ:
         return None
     asked = Path(os.environ["MUTATIONS"])
@@ -304,8 +377,12 @@ def replace_code(file: Path, mutation: Mutation) -> None:
                 function.__code__ = places[old.co_qualname, old.co_firstlineno]
 
 
-def judge(suite: str, tests: dict[Mutation, list[str]], checkout: Path, again: bool) -> dict[str, dict[str, str]]:
-    """Returns the test of a suite that catches each mutation; `again` asks a new process about each, for what runs while it imports."""
+def judge(
+    suite: str, tests: dict[Mutation, list[str]], checkout: Path, again: bool
+) -> dict[str, dict[str, str]]:
+    """Returns the test of a suite that catches each mutation; `again` asks a new process about each, for what runs
+    while it imports.
+    """
     if again:
         caught = {}
         for mutation in tests:
@@ -320,10 +397,22 @@ def judge(suite: str, tests: dict[Mutation, list[str]], checkout: Path, again: b
         asked = Path(answers, "asked")
         asked.write_text(json.dumps(list(tests.items())))
         environment = os.environ | {"PYTHONPATH": str(checkout), "MUTATIONS": str(asked)}
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-p", "experiments.mutations"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "experiments.mutations",
+        ]
         if files:
             words = [*command, "-m", SUITES[suite], *files]
-            subprocess.run(words, cwd=checkout, env=environment, check=False, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                words, cwd=checkout, env=environment, check=False, stdout=subprocess.DEVNULL
+            )
         return {
             mutation.name: {"suite": suite, "test": Path(answers, str(number)).read_text()}
             for number, mutation in enumerate(tests)
@@ -348,21 +437,34 @@ def run(number: int, directory: Path, only: list[str]) -> None:
                 tests: dict[Mutation, list[str]] = {}
                 for mutation in here:
                     if mutation.room == name and mutation.name not in caught:
-                        first = [how["test"] for how in [before.get(mutation.name)] if how and how["suite"] == suite]
-                        tests[mutation] = list(dict.fromkeys([*first, *tests_of(mutation, directory / suite)]))
+                        first = [
+                            how["test"]
+                            for how in [before.get(mutation.name)]
+                            if how and how["suite"] == suite
+                        ]
+                        tests[mutation] = list(
+                            dict.fromkeys([*first, *tests_of(mutation, directory / suite)])
+                        )
                 if tests:
                     caught |= judge(suite, tests, checkout, again)
                     remembered.write_text(json.dumps(before | caught, indent=1))
-                    print(f"{suite}, {name}: {sum(m.name in caught for m in tests)} of {len(tests)}", flush=True)
+                    print(
+                        f"{suite}, {name}: {sum(m.name in caught for m in tests)} of {len(tests)}",
+                        flush=True,
+                    )
     for mutation in here:
         if mutation.name not in caught:
             print(f"nothing catches line {mutation.line} of {mutation.name}")
-    print("\n| room | mutations | caught by the quick suite | by all of CI |\n| --- | --- | --- | --- |")
+    print(
+        "\n| room | mutations | caught by the quick suite | by all of CI |\n| --- | --- | --- | --- |"
+    )
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for mutation in here:
         table[mutation.room][caught.get(mutation.name, {"suite": "nothing"})["suite"]] += 1
     for name, counts in [*sorted(table.items()), ("together", sum(table.values(), Counter()))]:
-        print(f"| {name} | {counts.total()} | {counts['quick']} | {counts['quick'] + counts['thorough']} |")
+        print(
+            f"| {name} | {counts.total()} | {counts['quick']} | {counts['quick'] + counts['thorough']} |"
+        )
 
 
 def main() -> None:
@@ -376,7 +478,9 @@ def main() -> None:
     running = commands.add_parser("run", help="mutations, and what catches them")
     running.add_argument("--number", type=int, default=125)
     running.add_argument("--room", nargs="*", default=[], help="these rooms alone")
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir(), "meshtrain-mutations"))
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir(), "meshtrain-mutations")
+    )
     options = parser.parse_args()
     options.directory.mkdir(exist_ok=True)
     if options.command == "record":

@@ -10,19 +10,43 @@ import optax
 from meshtrain.config import Config
 
 Tree = Any
-BLOCK = ("q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2")  # weights of a block, stacked
+BLOCK = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "gate",
+    "up",
+    "down",
+    "norm1",
+    "norm2",
+)  # weights of a block, stacked
 
 
 def init(config: Config, key: jax.Array) -> Tree:
     m = config.model
     d, h, g, k, f, layers = m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.layers
     shapes = {
-        "embedding": (m.vocab_size, d), "head": (d, m.vocab_size), "q": (layers, d, h, k), "k": (layers, d, g, k), "v": (layers, d, g, k),
-        "out": (layers, h, k, d), "gate": (layers, d, f), "up": (layers, d, f), "down": (layers, f, d),
-    }  # fmt: skip
+        "embedding": (m.vocab_size, d),
+        "head": (d, m.vocab_size),
+        "q": (layers, d, h, k),
+        "k": (layers, d, g, k),
+        "v": (layers, d, g, k),
+        "out": (layers, h, k, d),
+        "gate": (layers, d, f),
+        "up": (layers, d, f),
+        "down": (layers, f, d),
+    }
     keys = jax.random.split(key, len(shapes))
-    weights = {name: 0.02 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-    return weights | {"norm1": jnp.ones((layers, d)), "norm2": jnp.ones((layers, d)), "norm": jnp.ones(d)}
+    weights = {
+        name: 0.02 * jax.random.normal(k, shape)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    return weights | {
+        "norm1": jnp.ones((layers, d)),
+        "norm2": jnp.ones((layers, d)),
+        "norm": jnp.ones(d),
+    }
 
 
 def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -34,7 +58,9 @@ def rope(x: jax.Array) -> jax.Array:
     angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
+        x.dtype
+    )
 
 
 def block(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
@@ -48,30 +74,50 @@ def block(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) 
 
 def head_loss(weights: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
     logits = rms(x, weights["norm"]) @ weights["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
 def loss(
-    weights: Tree, tokens: jax.Array, labels: jax.Array, kernel: Literal["xla", "cudnn"] | None = None
+    weights: Tree,
+    tokens: jax.Array,
+    labels: jax.Array,
+    kernel: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     blocks = {n: weights[n] for n in BLOCK}
-    x, _ = jax.lax.scan(lambda x, w: (block(x, w, kernel), None), weights["embedding"][tokens], blocks)
+    x, _ = jax.lax.scan(
+        lambda x, w: (block(x, w, kernel), None), weights["embedding"][tokens], blocks
+    )
     return head_loss(weights, x, labels)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """AdamW with clipping as in the config."""
     o = config.optimizer
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip), optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps))
+    return optax.chain(
+        optax.clip_by_global_norm(o.grad_clip),
+        optax.adamw(o.learning_rate, o.beta1, o.beta2, o.eps),
+    )
 
 
-def make_step(config: Config, kernel: Literal["xla", "cudnn"] | None = None) -> tuple[Callable, Tree]:
-    """(step, state): step(state, tokens, labels) -> (state, loss). It computes in `precision.compute`, with attention by a `kernel`."""
+def make_step(
+    config: Config, kernel: Literal["xla", "cudnn"] | None = None
+) -> tuple[Callable, Tree]:
+    """(step, state): step(state, tokens, labels) -> (state, loss).
+
+    It computes in `precision.compute`, with attention by a `kernel`.
+    """
     optimizer = make_optimizer(config)
     weights = init(config, jax.random.key(0))
 
     def computed(weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return loss(jax.tree.map(lambda w: w.astype(config.precision.compute), weights), tokens, labels, kernel)
+        return loss(
+            jax.tree.map(lambda w: w.astype(config.precision.compute), weights),
+            tokens,
+            labels,
+            kernel,
+        )
 
     def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
         weights, moments = state

@@ -1,8 +1,10 @@
-"""The step of `plain_jax` as one would shard it by hand: one `jit`, a sharding for every array and a few constraints between them, of which
-XLA makes the collectives (GSPMD; Xu et al. 2021). Only the pipeline is written out: GPipe in a `shard_map` over that axis alone.
+"""The step of `plain_jax` as one would shard it by hand: one `jit`, a sharding for every array and a few constraints
+between them, of which XLA makes the collectives (GSPMD; Xu et al. 2021). Only the pipeline is written out: GPipe in a
+`shard_map` over that axis alone.
 
     weights    heads, d_ff and vocabulary over tensor, layers (and the vocabulary) over pipeline
-    ZeRO-1, 2  moments and weights between steps over data too: gathered before the microbatches, gradients sharded after them
+    ZeRO-1, 2  moments and weights between steps over data too: gathered before the microbatches, gradients sharded
+    after them
     ZeRO-3     a layer's weights are gathered where they are used, and once more in its backward
 """
 
@@ -26,13 +28,24 @@ VOCABULARY = ("tensor", "pipeline")
 
 
 def specs(data: str | None) -> dict[str, P]:
-    """Where each weight lies; `data`: the axis that ZeRO shards it over, None for the weights that a layer computes with."""
+    """Where each weight lies; `data`: the axis that ZeRO shards it over, None for the weights that a layer computes
+    with.
+    """
     columns = P("pipeline", data, "tensor")
     return {
-        "embedding": P(VOCABULARY, data), "head": P(data, VOCABULARY), "q": columns, "k": columns, "v": columns,
-        "out": P("pipeline", "tensor", None, data), "gate": columns, "up": columns, "down": P("pipeline", "tensor", data),
-        "norm1": P("pipeline"), "norm2": P("pipeline"), "norm": P(),
-    }  # fmt: skip
+        "embedding": P(VOCABULARY, data),
+        "head": P(data, VOCABULARY),
+        "q": columns,
+        "k": columns,
+        "v": columns,
+        "out": P("pipeline", "tensor", None, data),
+        "gate": columns,
+        "up": columns,
+        "down": P("pipeline", "tensor", data),
+        "norm1": P("pipeline"),
+        "norm2": P("pipeline"),
+        "norm": P(),
+    }
 
 
 def weights_of(params: Tree) -> Tree:
@@ -40,7 +53,12 @@ def weights_of(params: Tree) -> Tree:
     embedding, blocks, head = params["embedding"], params["blocks"], params["head"]
     norms = {"norm1": blocks["attention_norm"], "norm2": blocks["mlp_norm"], "norm": head["norm"]}
     ends = {"embedding": embedding["tokens"], "head": head["weight"]}
-    return ends | blocks["attention"] | blocks["mlp"] | {name: norm["scale"] for name, norm in norms.items()}
+    return (
+        ends
+        | blocks["attention"]
+        | blocks["mlp"]
+        | {name: norm["scale"] for name, norm in norms.items()}
+    )
 
 
 def pin(x: jax.Array, *axes: Any) -> jax.Array:
@@ -62,9 +80,14 @@ def stage(config: Config, blocks: Tree, x: jax.Array) -> jax.Array:
 
 
 def gpipe(config: Config, blocks: Tree, xs: jax.Array) -> jax.Array:
-    """All microbatches [M, b, T, D] through the stages, one clock after the other; a stage that is idle skips its layers."""
+    """All microbatches [M, b, T, D] through the stages, one clock after the other; a stage that is idle skips its
+    layers.
+    """
     last, count, here = config.mesh.pipeline - 1, len(xs), lax.axis_index("pipeline")
-    run, vary = partial(stage, config, blocks), partial(lax.pcast, axis_name="pipeline", to="varying")
+    run, vary = (
+        partial(stage, config, blocks),
+        partial(lax.pcast, axis_name="pipeline", to="varying"),
+    )
 
     def clock(received: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = jnp.where(here == 0, vary(xs[jnp.minimum(t, count - 1)]), received)
@@ -81,11 +104,18 @@ def loss(config: Config, weights: Tree, tokens: jax.Array, labels: jax.Array) ->
     x = weights["embedding"][tokens]
     if config.mesh.pipeline == 1:
         return plain_jax.head_loss(weights, stage(config, blocks, x), labels)
-    run = jax.shard_map(partial(gpipe, config), in_specs=(P("pipeline"), P()), out_specs=P(), axis_names={"pipeline"})
+    run = jax.shard_map(
+        partial(gpipe, config),
+        in_specs=(P("pipeline"), P()),
+        out_specs=P(),
+        axis_names={"pipeline"},
+    )
     return plain_jax.head_loss(weights, run(blocks, pin(x, None, "data")), labels)
 
 
-def loss_and_gradients(config: Config, weights: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[jax.Array, Tree]:
+def loss_and_gradients(
+    config: Config, weights: Tree, tokens: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, Tree]:
     """Of microbatches [M, b, T]: a pipeline's together, others one after the other."""
     of, count = jax.value_and_grad(partial(loss, config)), len(tokens)
     if config.mesh.pipeline > 1:
@@ -96,18 +126,29 @@ def loss_and_gradients(config: Config, weights: Tree, tokens: jax.Array, labels:
     def microbatch(sums: Tree, batch: tuple[jax.Array, jax.Array]) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, sums, of(weights, *batch)), None
 
-    sums = lax.scan(microbatch, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), (tokens, labels))[0]
+    sums = lax.scan(
+        microbatch, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), (tokens, labels)
+    )[0]
     return jax.tree.map(lambda x: x / count, sums)
 
 
-def compiled(config: Config, params: Tree, *batch: np.ndarray) -> tuple[jax.stages.Compiled, Tree, list[jax.Array]]:
-    """(step, state, batch): step(state, *batch) -> (state, loss); the state begins with the weights of a canonical tree of ours.
+def compiled(
+    config: Config, params: Tree, *batch: np.ndarray
+) -> tuple[jax.stages.Compiled, Tree, list[jax.Array]]:
+    """(step, state, batch): step(state, *batch) -> (state, loss); the state begins with the weights of a canonical tree
+    of ours.
 
     The batch [B, T] comes cut into microbatches [M, b, T], each of a part of every data rank's rows.
     """
     m, parallel = config.mesh, config.parallel
-    if m.context * m.expert * m.islands > 1 or parallel.sequence_parallel or parallel.remat != "none":
-        raise SystemExit("by hand there are data, tensor, pipeline and ZeRO; leave out --by-hand for other layouts.")
+    if (
+        m.context * m.expert * m.islands > 1
+        or parallel.sequence_parallel
+        or parallel.remat != "none"
+    ):
+        raise SystemExit(
+            "by hand there are data, tensor, pipeline and ZeRO; leave out --by-hand for other layouts."
+        )
     axes = {"data": m.data, "tensor": m.tensor, "pipeline": m.pipeline}
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3)
     optimizer, zero = plain_jax.make_optimizer(config), parallel.zero_stage
@@ -126,9 +167,16 @@ def compiled(config: Config, params: Tree, *batch: np.ndarray) -> tuple[jax.stag
         weights = jax.device_put(weights_of(params), of)
         state = weights, jax.jit(optimizer.init)(weights)
         mirrors, everywhere = optax.tree.map_params, NamedSharding(mesh, P())
-        shardings = of, mirrors(optimizer, lambda _, s: s, state[1], of, transform_non_params=lambda _: everywhere)
+        shardings = (
+            of,
+            mirrors(
+                optimizer, lambda _, s: s, state[1], of, transform_non_params=lambda _: everywhere
+            ),
+        )
         cut = [a.reshape(-1, parallel.microbatches, a.shape[-1]).swapaxes(0, 1) for a in batch]
         placed = jax.device_put(cut, NamedSharding(mesh, P(None, "data")))
         state, placed = jax.block_until_ready((jax.device_put(state, shardings), placed))
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, *placed)
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(
+            state, *placed
+        )
         return lowered.compile(), state, placed

@@ -3,7 +3,8 @@
     import meshtrain as mt
 
     mt.fake_devices(8)                                              # in a notebook, before anything uses JAX: 8 CPU devices
-    config = mt.load("configs/quickstart.yaml", ["mesh.tensor=2"])  # a file, nested dicts, a config or None; then overrides
+    config = mt.load("configs/quickstart.yaml", ["mesh.tensor=2"])  # a file, nested dicts, a config or None; then
+    overrides
     program = mt.Program(config)                                    # shows its mesh; block=, attention=, loss= replace parts
     state, (data, held_out) = program.init(), mt.open_data(config)
     state, metrics = program.train_step(state, program.place(data.batch(0)))
@@ -12,11 +13,13 @@
     program.layout.table                                            # the pipeline's schedule, clock by clock
     logits = mt.read_model("runs/quickstart")([[72, 105]])          # a checkpoint's weights, as a function of tokens
 
-Config, Program, Layout, Table, Timeline, Plan and Collectives draw themselves as the last line of a cell, `print` writes them, and
-`mt.show` does so for meshes and arrays. `mt.schedule` holds what makes, proves, simulates and draws schedules.
+Config, Program, Layout, Table, Timeline, Plan and Collectives draw themselves as the last line of a cell, `print`
+writes them, and `mt.show` does so for meshes and arrays. `mt.schedule` holds what makes, proves, simulates and draws
+schedules.
 
-Every name is imported when it is first asked for: `import meshtrain` alone loads no JAX and starts no backend. Bad input is a
-ConfigError, one plain sentence. `train` and `plan` are modules with commands of their own (python -m meshtrain.train) and, called,
+Every name is imported when it is first asked for: `import meshtrain` alone loads no JAX and starts no backend. Bad
+input is a ConfigError, one plain sentence. `train` and `plan` are modules with commands of their own (python -m
+meshtrain.train) and, called,
 the functions of the same name: mt.train(config), mt.plan(config, "h100").
 """
 
@@ -27,7 +30,9 @@ import sys
 
 
 def _is_command() -> bool:
-    """Returns whether the process is one of our commands: `meshtrain X`, or Python with `-m meshtrain` or `-m meshtrain.X`."""
+    """Returns whether the process is one of our commands: `meshtrain X`, or Python with `-m meshtrain` or `-m
+    meshtrain.X`.
+    """
     if sys.argv[:1] != ["-m"]:
         return os.path.basename(sys.argv[0] if sys.argv else "") == __name__
     # `-m`, which looks for the module still.
@@ -66,10 +71,24 @@ if TYPE_CHECKING:
 
 # Where each name is defined; "" for a module that is also the function of its name.
 _HOMES = {
-    "CheckpointError": "checkpoint", "Checkpointer": "checkpoint", "Config": "config", "ConfigError": "config", "Model": "reader",
-    "Program": "step", "RunHook": "run.hooks", "State": "step", "fake_devices": "mesh", "load": "config", "make_mesh": "mesh", "open_data": "data", "plan": "",
-    "read_model": "reader", "schedule": "", "show": "pictures", "train": "",
-}  # fmt: skip
+    "CheckpointError": "checkpoint",
+    "Checkpointer": "checkpoint",
+    "Config": "config",
+    "ConfigError": "config",
+    "Model": "reader",
+    "Program": "step",
+    "RunHook": "run.hooks",
+    "State": "step",
+    "fake_devices": "mesh",
+    "load": "config",
+    "make_mesh": "mesh",
+    "open_data": "data",
+    "plan": "",
+    "read_model": "reader",
+    "schedule": "",
+    "show": "pictures",
+    "train": "",
+}
 __all__ = list(_HOMES)
 
 
@@ -78,8 +97,12 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             # Whoever looks for a schedule's function here is told where it is.
-            schedule = importlib.import_module(f"{__name__}.schedule") if name[:1].isalpha() else None
-            there = f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
+            schedule = (
+                importlib.import_module(f"{__name__}.schedule") if name[:1].isalpha() else None
+            )
+            there = (
+                f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
+            )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
         globals()[name] = getattr(home, name) if _HOMES[name] else home

@@ -1,4 +1,6 @@
-"""One word for all commands: `meshtrain train` runs the module `meshtrain.train`, and so does Python with `-m meshtrain train`."""
+"""One word for all commands: `meshtrain train` runs the module `meshtrain.train`, and so does Python with `-m meshtrain
+train`.
+"""
 
 import os
 import runpy
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def version() -> str:
     """Returns the versions of the package and of JAX, and the devices that JAX has here."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of which nothing is wanted but their names
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # of which nothing is wanted but their names
     import jax
 
     known = versions()

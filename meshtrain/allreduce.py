@@ -1,4 +1,5 @@
-"""Algorithms of an all-reduce by name: what `parallel.reduce.algorithm` takes, when it may, and what it costs in the alpha-beta model.
+"""Algorithms of an all-reduce by name: what `parallel.reduce.algorithm` takes, when it may, and what it costs in the
+alpha-beta model.
 
     psum                what XLA and NCCL choose
     S bytes, n devices  steps                the busiest sends       time of a step                             reduce-scatter
@@ -8,14 +9,17 @@
     double_tree         4 (p + log2 n)       2 S, in p pieces        S/2p over the slowest link                 no
     hierarchical        those of two rings   2 S (n-1)/n             a ring in an island, then one across       the ring's
 
-**On average over the devices all of them send 2 S (n-1)/n bytes**: each number is added n - 1 times, for which n - 1 messages must bring
-it, and n - 1 must take the sum to the others. What differs is who sends, how far, and in how many steps. A step costs its latency: where
-arrays are small few steps win, where they are large the bytes of the busiest device do.
+**On average over the devices all of them send 2 S (n-1)/n bytes**: each number is added n - 1 times, for which n - 1
+messages must bring it, and n - 1 must take the sum to the others. What differs is who sends, how far, and in how many
+steps. A step costs its latency: where arrays are small few steps win, where they are large the bytes of the busiest
+device do.
 
-NCCL lays many rings and trees through a machine, so that all of its network cards carry a part. A program of ours is one: where a ring
-of 512 devices leaves a machine, one device's card carries all of it. Halving-doubling and the hierarchical program use every card.
+NCCL lays many rings and trees through a machine, so that all of its network cards carry a part. A program of ours is
+one: where a ring of 512 devices leaves a machine, one device's card carries all of it. Halving-doubling and the
+hierarchical program use every card.
 
-One from outside: `ALGORITHMS.register(Algorithm("mine", programs=..., seconds=...))` before the config is loaded. No JAX here.
+One from outside: `ALGORITHMS.register(Algorithm("mine", programs=..., seconds=...))` before the config is loaded. No
+JAX here.
 """
 
 import math
@@ -27,7 +31,9 @@ from typing import Any
 from meshtrain.registry import Registry
 
 TREES = 2
-PIECE, MOST_PIECES = 2**18, 16  # bytes that are worth a message of their own; pieces beyond which a program grows long
+# bytes that are worth a message of their own; pieces beyond which a program grows long
+PIECE = 2**18
+MOST_PIECES = 16
 
 
 Links = Any  # devices and what joins them: `cluster.Group`
@@ -70,7 +76,8 @@ def _two_way_ring(links: Links, nbytes: float) -> float:
 
 def _halving_doubling(links: Links, nbytes: float) -> float:
     members = 1 << (links.size.bit_length() - 1)
-    total, distance = 0.0, 1
+    total = 0.0
+    distance = 1
     while distance < members:
         hop = next((h for h in links.hops if distance < h.members * h.fan), links.hops[-1])
         total += hop.latency + nbytes * distance / members / hop.bytes_per_second
@@ -80,7 +87,11 @@ def _halving_doubling(links: Links, nbytes: float) -> float:
 
 def _double_tree(links: Links, nbytes: float) -> float:
     pieces = pieces_of(int(nbytes))
-    return 2 * (pieces + math.log2(links.size)) * (links.latency + nbytes / (TREES * pieces) / _slowest(links))
+    return (
+        2
+        * (pieces + math.log2(links.size))
+        * (links.latency + nbytes / (TREES * pieces) / _slowest(links))
+    )
 
 
 def _slowest(links: Links) -> float:
@@ -100,7 +111,9 @@ def _late(programs: str) -> Callable[[], Any]:
 ALGORITHMS = Registry(
     Algorithm("psum"),
     Algorithm("ring", _late("meshtrain.parallel.reduce.algorithms:RING"), _ring),
-    Algorithm("two_way_ring", _late("meshtrain.parallel.reduce.algorithms:TWO_WAY_RING"), _two_way_ring),
+    Algorithm(
+        "two_way_ring", _late("meshtrain.parallel.reduce.algorithms:TWO_WAY_RING"), _two_way_ring
+    ),
     Algorithm(
         "halving_doubling",
         _late("meshtrain.parallel.reduce.algorithms:HALVING_DOUBLING"),
@@ -114,5 +127,10 @@ ALGORITHMS = Registry(
         _double_tree,
         no_scatter=lambda devices: "which ends at the roots of its trees and has no reduce-scatter",
     ),
-    Algorithm("hierarchical", _late("meshtrain.parallel.reduce.algorithms:HIERARCHICAL"), _ring, by_levels=True),
+    Algorithm(
+        "hierarchical",
+        _late("meshtrain.parallel.reduce.algorithms:HIERARCHICAL"),
+        _ring,
+        by_levels=True,
+    ),
 )

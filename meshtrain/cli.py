@@ -1,4 +1,7 @@
-"""What the commands share: one parser, one way to end, the exit codes. Wrong usage is one sentence, as a wrong config is."""
+"""What the commands share: one parser, one way to end, the exit codes.
+
+Wrong usage is one sentence, as a wrong config is.
+"""
 
 import argparse
 import contextlib
@@ -23,11 +26,16 @@ from meshtrain.files import write_atomically
 from meshtrain.registry import TRUST
 from meshtrain.run import early
 
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, early.STOPPED
+DONE = 0
+FAILED = 1
+USAGE = 2
+STOPPED = early.STOPPED
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Makes a command's `main` end on a sentence and an exit code whatever the user, the system or the reader of its output does."""
+    """Makes a command's `main` end on a sentence and an exit code whatever the user, the system or the reader of its
+    output does.
+    """
 
     @functools.wraps(main)
     def ended(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +62,9 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 
 def _code_of(work: Callable[[], int]) -> int:
-    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system caused."""
+    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system
+    caused.
+    """
     try:
         with _log_printed(), _umask(), _trust():
             return work()
@@ -72,10 +82,14 @@ def _code_of(work: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _log_printed() -> Iterator[None]:
-    """Prints what the package logs while a command runs; who imports the package decides of its log as of any other's."""
-    log, handler = logging.getLogger(__package__), logging.Handler()
+    """Prints what the package logs while a command runs; who imports the package decides of its log as of any
+    other's.
+    """
+    log = logging.getLogger(__package__)
+    handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-    level, propagate = log.level, log.propagate
+    level = log.level
+    propagate = log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False  # a library's handler on the root would print it again
@@ -111,7 +125,9 @@ def _trust() -> Iterator[None]:
 
 
 def _output_is_written() -> bool:
-    """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more at its end."""
+    """Hands on what is left of the output; if that is refused it goes nowhere, or the interpreter would try once more
+    at its end.
+    """
     if sys.stdout is None:
         return True  # the process was started without one
     try:
@@ -124,7 +140,9 @@ def _output_is_written() -> bool:
 
 
 def _report(error: OSError) -> None:
-    """Says what the system has refused; what has no file name and was written is the output, whose reader may have had enough."""
+    """Says what the system has refused; what has no file name and was written is the output, whose reader may have had
+    enough.
+    """
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return
     if error.filename:
@@ -179,31 +197,60 @@ class Parser(argparse.ArgumentParser):
     def commands(self) -> Mapping[str, "Parser"]:
         """The parsers of its commands, if it has any."""
         choices = (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        return next(choices, None) or {name: of_command() for name, of_command in self.beside.items()}
+        return next(choices, None) or {
+            name: of_command() for name, of_command in self.beside.items()
+        }
 
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
         meaning = "the YAML file of the run, or one that comes along, such as quickstart"
         self.add_argument("--config", required=required, metavar="FILE|NAME", help=meaning)
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
-        self.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning)
+        self.add_argument(
+            "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning
+        )
         self.add_trust()
 
     def add_trust(self) -> None:
         """Adds --trust, as every command takes it that may meet the code of a run."""
         meaning = "runs what run.imports of this run names, though it may be of others"
-        self.add_argument("--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning)
+        self.add_argument(
+            "--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning
+        )
 
     def add_model(self) -> None:
         """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
         add = self.add_argument
-        add("path", type=Path, metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face directory")
-        add("--mesh", metavar="data=A,tensor=B", help="over which devices (default: the fewest that it fits)")
+        add(
+            "path",
+            type=Path,
+            metavar="RUN",
+            help="a run directory, a checkpoint, or a Hugging Face directory",
+        )
+        add(
+            "--mesh",
+            metavar="data=A,tensor=B",
+            help="over which devices (default: the fewest that it fits)",
+        )
         meaning = "what it computes in: float32, bfloat16, float16 (default: the model's)"
         add("--precision", metavar="DTYPE", help=meaning)
-        add("--weights", choices=("float8", "int8"), help="holds those of the layers' products in 8 bits")
-        add("--step", type=step, default="newest", help="of a run: a number, best (by eval loss) or newest")
-        add("--adapter", type=Path, metavar="PEFT_DIR", help="adapters of PEFT, for a Hugging Face directory")
+        add(
+            "--weights",
+            choices=("float8", "int8"),
+            help="holds those of the layers' products in 8 bits",
+        )
+        add(
+            "--step",
+            type=step,
+            default="newest",
+            help="of a run: a number, best (by eval loss) or newest",
+        )
+        add(
+            "--adapter",
+            type=Path,
+            metavar="PEFT_DIR",
+            help="adapters of PEFT, for a Hugging Face directory",
+        )
         self.add_trust()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -218,7 +265,9 @@ class Parser(argparse.ArgumentParser):
         return parsed, beyond
 
     def _setting(self, word: str, value: str = "", *_: str) -> str:
-        """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is near none."""
+        """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is
+        near none.
+        """
         from meshtrain.config.schema import Config
 
         name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
@@ -230,16 +279,26 @@ class Parser(argparse.ArgumentParser):
         return nearest(name, paths, lambda path: f"--set {path}={short(value)}")
 
     def _check(self, words: Sequence[str]) -> None:
-        """Refuses what argparse has no sentence for: unknown options and commands, by their nearest, and empty words."""
+        """Refuses what argparse has no sentence for: unknown options and commands, by their nearest, and empty
+        words.
+        """
         options = [name for action in self._actions for name in action.option_strings]
-        commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        commands = next(
+            (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None
+        )
         for i, word in enumerate(words):
             name = word.partition("=")[0]
             if not word or (name in options and word == f"{name}="):
                 self.error(f"an argument is empty; give {name or 'it'} a value, or leave it out")
-            if name.startswith("-") and name not in options and not re.fullmatch(r"-|-[0-9.]+", word):
+            if (
+                name.startswith("-")
+                and name not in options
+                and not re.fullmatch(r"-|-[0-9.]+", word)
+            ):
                 near = nearest(
-                    name.lstrip("-"), [option.lstrip("-") for option in options if option[:2] == "--"], "--{}".format
+                    name.lstrip("-"),
+                    [option.lstrip("-") for option in options if option[:2] == "--"],
+                    "--{}".format,
                 )
                 self.error(f"there is no option {name}{self._setting(*words[i:]) or near or '.'}")
             if commands is not None and not name.startswith("-"):
@@ -258,9 +317,15 @@ class Parser(argparse.ArgumentParser):
 
 def train_parser() -> Parser:
     """Returns the parser of `meshtrain.train`, which imports JAX and needs it earlier."""
-    parser = Parser(prog="python -m meshtrain.train", description="Trains a transformer on a device mesh.")
+    parser = Parser(
+        prog="python -m meshtrain.train", description="Trains a transformer on a device mesh."
+    )
     parser.add_config()
-    parser.add_argument("--print-config", action="store_true", help="print the whole resolved config as YAML and exit")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the whole resolved config as YAML and exit",
+    )
     return parser
 
 
@@ -272,7 +337,9 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def number_from(least: float, most: float = math.inf, kind: type[float] = float) -> Callable[[str], float]:
+def number_from(
+    least: float, most: float = math.inf, kind: type[float] = float
+) -> Callable[[str], float]:
     """Returns the type of an option that is a number, of a kind, from `least` to `most`."""
 
     def number(text: str) -> float:
@@ -294,7 +361,9 @@ def step(text: str) -> int | Literal["newest", "best"]:
     if text == "newest" or text == "best":
         return text  # type: ignore[return-value]
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no step; it must be a number, best or newest")
+        raise argparse.ArgumentTypeError(
+            f"{short(repr(text))} is no step; it must be a number, best or newest"
+        )
     return int(text)
 
 
@@ -302,7 +371,9 @@ def _folder(text: str) -> str:
     """Returns the value of --trust, as the environment takes it."""
     path = os.path.abspath(text)
     if not text or os.pathsep in path or not os.path.isdir(path):
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no directory; give the run whose code may run")
+        raise argparse.ArgumentTypeError(
+            f"{short(repr(text))} is no directory; give the run whose code may run"
+        )
     return path
 
 
@@ -310,14 +381,18 @@ def check_target(path: str) -> None:
     """Refuses at once what else would be found to be no place for a file when all is done."""
     with _refused(path):
         try:
-            directory, reachable = stat.S_ISDIR(os.stat(path).st_mode), True
+            directory = stat.S_ISDIR(os.stat(path).st_mode)
+            reachable = True
         except FileNotFoundError:
-            directory, reachable = False, Path(path).resolve().parent.is_dir()
+            directory = False
+            reachable = Path(path).resolve().parent.is_dir()
         if directory:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not reachable:
         parent = Path(path).resolve().parent
-        raise ConfigError(f"{short(path)} cannot be written: there is no directory {short(parent)}.")
+        raise ConfigError(
+            f"{short(path)} cannot be written: there is no directory {short(parent)}."
+        )
 
 
 def write_target(path: str, text: str) -> None:
@@ -325,7 +400,9 @@ def write_target(path: str, text: str) -> None:
     target = Path(path)
     with _refused(path):
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")  # as /dev/stdout, whose place no file may take
+            target.write_text(
+                text, encoding="utf-8"
+            )  # as /dev/stdout, whose place no file may take
         else:
             write_atomically(target.resolve(), text.encode())
     say(f"wrote {path}")

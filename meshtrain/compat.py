@@ -25,8 +25,13 @@ def struct_like(shape: tuple[int, ...], dtype: Any, x: jax.Array) -> jax.ShapeDt
 
 
 def vary(tree: Tree, axes: Iterable[str]) -> Tree:
-    """`tree` with every leaf's type varying over `axes`; no data moves. The transpose is a psum over the axes that were added."""
-    wanted = sorted(set(axes))  # not in a set's order, which differs between processes: so would their programs
+    """`tree` with every leaf's type varying over `axes`; no data moves.
+
+    The transpose is a psum over the axes that were added.
+    """
+    wanted = sorted(
+        set(axes)
+    )  # not in a set's order, which differs between processes: so would their programs
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in wanted if a not in varying(x))
@@ -41,7 +46,10 @@ def residuals(vjp: Callable) -> list[Any]:
 
 
 def with_residuals(vjp: Callable, kept: list[Any]) -> Callable:
-    """The same vjp function over other residuals of the same shapes. The forward pass that `vjp` itself traced is then dead code."""
+    """The same vjp function over other residuals of the same shapes.
+
+    The forward pass that `vjp` itself traced is then dead code.
+    """
     other = copy.copy(vjp)
     other.opaque_residuals = kept  # type: ignore[attr-defined]
     return other
@@ -64,7 +72,9 @@ def scopes_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def lines_as_they_are() -> Iterator[None]:
-    """What is compiled in here tells the lines of today's source: else JAX may give a program that it kept from before they moved."""
+    """What is compiled in here tells the lines of today's source: else JAX may give a program that it kept from before
+    they moved.
+    """
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -82,9 +92,11 @@ def joined_processes() -> int:
 
 
 def keep_compiled() -> None:
-    """Has every process write what it compiles into the persistent compilation cache where each needs an entry of its own.
+    """Has every process write what it compiles into the persistent compilation cache where each needs an entry of its
+    own.
 
-    JAX lets the first process write for all. On CPU that is not enough, since the key of a program holds the process it is for.
+    JAX lets the first process write for all. On CPU that is not enough, since the key of a program holds the process it
+    is for.
     """
     from jax._src import compiler
 
@@ -95,7 +107,9 @@ def keep_compiled() -> None:
 
 
 def meet(name: str, seconds: float) -> None:
-    """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no more."""
+    """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no
+    more.
+    """
     from jax._src.distributed import global_state
 
     if global_state.client is not None:
@@ -104,7 +118,10 @@ def meet(name: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """What is called in here has no types of manual mesh axes: for kernels that declare none. The caller types what comes out."""
+    """What is called in here has no types of manual mesh axes: for kernels that declare none.
+
+    The caller types what comes out.
+    """
     from jax._src import config
 
     with config._check_vma(False):

@@ -1,4 +1,6 @@
-"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs and of pairs: `compat` for runs that use them."""
+"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs and of pairs: `compat` for runs
+that use them.
+"""
 
 import contextlib
 import importlib
@@ -14,7 +16,8 @@ from jax.interpreters import mlir
 def describe_gpu(cudnn: tuple[int, int, int]) -> None:
     """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
 
-    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Of the GPU, JAX wants to know one thing
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Of the GPU, JAX wants to
+    know one thing
     before it writes a Triton kernel: what Hopper can, which it took for granted before 0.12.
     """
     from jax._src.cudnn import fused_attention_stablehlo
@@ -30,7 +33,8 @@ def describe_gpu(cudnn: tuple[int, int, int]) -> None:
 def cudnn_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of sums [B, H, T].
+    """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of
+    sums [B, H, T].
 
     With a `window` a query sees no more than so many positions, its own and those before it. `scale` is of the scores.
     """
@@ -58,14 +62,22 @@ def cudnn_attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the output."""
+    """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the
+    output.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    none, mask = jnp.zeros(0, q.dtype), cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    none = jnp.zeros(0, q.dtype)
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
     params = dict(
-        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False), mask_type=mask,
-        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window or None,
-    )  # fmt: skip
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=mask,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=window or None,
+    )
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
         params["score_mod"] = None
     call = cudnn._dot_product_attention_bwd_p_wrapper
@@ -73,15 +85,30 @@ def cudnn_attention_backward(
 
 
 def splash_backward(
-    kernel: Any, segments: Any, log_sum: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, d_out: jax.Array
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule that keeps both."""
+    kernel: Any,
+    segments: Any,
+    log_sum: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    d_out: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule
+    that keeps both.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     names = (
-        "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
+        "save_residuals",
+        "mask_value",
+        "is_mqa",
+        "block_sizes",
+        "residual_checkpoint_name",
+        "mask_function",
+        "attn_logits_soft_cap",
         "interpret",
-    )  # fmt: skip
+    )
     kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
     rule: Any = splash._splash_attention_bwd
     return rule(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]
@@ -91,7 +118,9 @@ def _barrier() -> Primitive:
     primitive = Primitive("tied")
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *values: values)
-    mlir.register_lowering(primitive, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values)))
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values))
+    )
     return primitive
 
 
@@ -99,5 +128,8 @@ _BARRIER = _barrier()
 
 
 def tied(*values: jax.Array) -> list[jax.Array]:
-    """Returns the values, none before all are there. A barrier of JAX's own would give each a type that varies over the axes of all."""
+    """Returns the values, none before all are there.
+
+    A barrier of JAX's own would give each a type that varies over the axes of all.
+    """
     return _BARRIER.bind(*values)

@@ -1,4 +1,5 @@
-"""python -m meshtrain.completion bash|zsh: what completes commands, options and keys in a shell; `--markdown`: the reference of all commands.
+"""python -m meshtrain.completion bash|zsh: what completes commands, options and keys in a shell; `--markdown`: the
+reference of all commands.
 
 Both are made from the commands' own parsers.
 """
@@ -16,7 +17,14 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.key import keys
 
 SHELLS = ("bash", "zsh")
-PATHS = ("FILE", "RUN", "DIR", "HF_DIR", "PATH", "OUT")  # metavars of what a shell completes as a path
+PATHS = (
+    "FILE",
+    "RUN",
+    "DIR",
+    "HF_DIR",
+    "PATH",
+    "OUT",
+)  # metavars of what a shell completes as a path
 
 
 @cli.command
@@ -34,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m meshtrain.completion",
-        description='Prints what completes commands, options and keys; eval "$(meshtrain completion bash)" takes it at once.',
+        description='Prints what completes commands, options and keys; eval "$(meshtrain completion bash)" takes it '
+        "at once.",
     )
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell to complete in")
-    parser.add_argument("--markdown", action="store_true", help="prints the reference of all commands instead")
+    parser.add_argument(
+        "--markdown", action="store_true", help="prints the reference of all commands instead"
+    )
     return parser
 
 
@@ -61,9 +72,17 @@ def completion(shell: str) -> str:
     return script
 
 
-def _add(commands: argparse._SubParsersAction, name: str, meaning: str, of: cli.Parser, file: Mapping[str, Any]) -> None:  # fmt: skip
+def _add(
+    commands: argparse._SubParsersAction,
+    name: str,
+    meaning: str,
+    of: cli.Parser,
+    file: Mapping[str, Any],
+) -> None:
     """Adds a command's parser, and those of its own commands, to the parser of all."""
-    parser = commands.add_parser(name, help=meaning, parents=[of], add_help=False, conflict_handler="resolve")
+    parser = commands.add_parser(
+        name, help=meaning, parents=[of], add_help=False, conflict_handler="resolve"
+    )
     for action in parser._actions:
         if action.dest == "set":
             action.complete = dict.fromkeys(SHELLS, "_meshtrain_keys")  # type: ignore[attr-defined]
@@ -79,7 +98,9 @@ def _add(commands: argparse._SubParsersAction, name: str, meaning: str, of: cli.
 
 
 def markdown() -> str:
-    """Returns the reference of all commands as Markdown, under headings of the second and third level: of each its usage, arguments and options, as --help says them."""
+    """Returns the reference of all commands as Markdown, under headings of the second and third level: of each its
+    usage, arguments and options, as --help says them.
+    """
     lines: list[str] = []
     for group, commands in GROUPS.items():
         lines += [f"## {group.capitalize()}", ""]
@@ -91,7 +112,9 @@ def markdown() -> str:
 
 
 def _with_own(parser: cli.Parser) -> Iterator[str]:
-    """Yields the help of a parser and of those of its own commands, in the words of `meshtrain COMMAND`, 100 columns wide."""
+    """Yields the help of a parser and of those of its own commands, in the words of `meshtrain COMMAND`, 100 columns
+    wide.
+    """
     parser.formatter_class = lambda prog: cli.Help(prog, width=100)  # type: ignore[assignment, return-value]
     parser.prog = re.sub("^python -m meshtrain[. ]", "meshtrain ", parser.prog)
     yield re.sub("python -m meshtrain[. ]", "meshtrain ", parser.format_help()).rstrip()

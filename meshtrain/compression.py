@@ -5,8 +5,8 @@
     topk                           the largest alone, with their places                              Aji & Heafield 2017
     powersgd                       two thin matrices in the place of a gradient                      Vogels et al. 2019
 
-One from outside: `COMPRESSIONS.register(Compression("mine", codec=...))` before the config is loaded, and all of it stands in one file.
-Those of the package are in `parallel.reduce.codecs`, imported when a config asks for one.
+One from outside: `COMPRESSIONS.register(Compression("mine", codec=...))` before the config is loaded, and all of it
+stands in one file. Those of the package are in `parallel.reduce.codecs`, imported when a config asks for one.
 """
 
 import pkgutil
@@ -25,7 +25,8 @@ class Compression:
     """One way to send a gradient.
 
     codec: (parallel.reduce) -> its `Codec`; None: no codec makes bytes of rows.
-    fed_back: what it leaves out of a step must come with a later one, or training stands still (Karimireddy et al. 2019).
+    fed_back: what it leaves out of a step must come with a later one, or training stands still (Karimireddy et al.
+    2019).
     in_blocks: rows may be joined to one message, each with blocks of its own.
     low_rank: PowerSGD's sums of two matrices. sorts: it looks for the largest numbers of a row.
     """
@@ -48,7 +49,9 @@ def _late(name: str, *keys: str) -> Callable[[Keys], Codec]:
     """A class of `parallel.reduce.codecs`, made with these keys of `parallel.reduce`."""
 
     def make(reduce: Keys) -> Codec:
-        return pkgutil.resolve_name(f"meshtrain.parallel.reduce.codecs:{name}")(*(getattr(reduce, key) for key in keys))
+        return pkgutil.resolve_name(f"meshtrain.parallel.reduce.codecs:{name}")(
+            *(getattr(reduce, key) for key in keys)
+        )
 
     return make
 

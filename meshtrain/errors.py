@@ -1,4 +1,6 @@
-"""The errors that are a sentence in place of a traceback: of a user's input, of a disk that does not answer; and what goes into one."""
+"""The errors that are a sentence in place of a traceback: of a user's input, of a disk that does not answer; and what
+goes into one.
+"""
 
 import contextlib
 import difflib
@@ -10,11 +12,13 @@ from collections.abc import Callable, Iterable
 
 PREFIX = "meshtrain: "  # of every sentence on stderr
 LINES = "\n\t"  # which a sentence of several lines keeps
-LONGEST, ENDING = 200, 60  # characters of a user's value that a sentence repeats, and how many of them are its last
+# characters of a user's value that a sentence repeats, and how many of them are its last
+LONGEST = 200
+ENDING = 60
 
 
-# Texts that log somebody in, each behind what comes before it: a URL's user and password, a value under a telling name, tokens by their shape.
-# What begins with $ is a variable of the environment's.
+# Texts that log somebody in, each behind what comes before it: a URL's user and password, a value under a telling name,
+# tokens by their shape. What begins with $ is a variable of the environment's.
 _SECRETS = re.compile(
     r"""(://)[^/\s@'"$][^/\s@'"]*(?=@)
     | ((?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature|\bsig|[-_]key|[?&]key|apikey)["']?=["']?)[^\s&"',\]$][^\s&"',\]]*
@@ -28,7 +32,8 @@ _WEBHOOK = re.compile(
     r"""(\w+://[^\s'"]*?/(?:services|hooks?|webhooks?|webhookb2|workflows|bot[0-9]+)[/:])[^\s'"\],]+"""
 )
 _SECRET_NAME = re.compile(
-    r"(^|_)(token|secret|passwd|password|credentials?|webhook_url|(api|access|auth|private)_?key)(_|$)", re.IGNORECASE
+    r"(^|_)(token|secret|passwd|password|credentials?|webhook_url|(api|access|auth|private)_?key)(_|$)",
+    re.IGNORECASE,
 )
 _SPECIAL_TOKEN = re.compile("(pad|eos|bos|unk|mask|sep|cls|special|end)_token", re.IGNORECASE)
 
@@ -42,7 +47,9 @@ class ConfigError(ValueError):
 
 
 class Unreadable(Exception):
-    """Something cannot be read now, in one sentence, which says nothing of what is in it. The commands print it and exit with code 1.
+    """Something cannot be read now, in one sentence, which says nothing of what is in it.
+
+    The commands print it and exit with code 1.
 
     `what`: the sentence's first half, to stand within another one.
     """
@@ -56,7 +63,9 @@ class Unreadable(Exception):
 
 
 def not_installed(what: str, extra: str, libraries: int = 1) -> ConfigError:
-    """Returns the error of something that needs a library or several (`what` names both), with the extra that brings them."""
+    """Returns the error of something that needs a library or several (`what` names both), with the extra that brings
+    them.
+    """
     return ConfigError(
         f"{what}, which {'is' if libraries == 1 else 'are'} not installed: pip install 'meshtrain[{extra}]'."
     )
@@ -68,7 +77,9 @@ def refusal(error: OSError) -> str:
 
 
 def short(value: object) -> str:
-    """Returns a user's text as a sentence may repeat it: in one line, without secrets, and without its middle where it is huge."""
+    """Returns a user's text as a sentence may repeat it: in one line, without secrets, and without its middle where it
+    is huge.
+    """
     text = masked(str(value))
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - ENDING]}…{text[-ENDING:]}"
@@ -77,7 +88,9 @@ def short(value: object) -> str:
 
 def masked(text: str) -> str:
     """Returns a text with … in the place of each secret in it."""
-    return _WEBHOOK.sub(r"\1…", _SECRETS.sub(lambda found: next(filter(None, found.groups()), "") + "…", text))
+    return _WEBHOOK.sub(
+        r"\1…", _SECRETS.sub(lambda found: next(filter(None, found.groups()), "") + "…", text)
+    )
 
 
 def names_secret(key: str) -> bool:
@@ -97,7 +110,9 @@ def say(sentence: object) -> None:
 
 
 def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = str) -> str:
-    """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is near."""
+    """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is
+    near.
+    """
     near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.6)
     return f"; did you mean {shown(near[0])}?" if near else ""
 
@@ -111,4 +126,6 @@ def divisors(n: int) -> tuple[int, ...]:
 def listed_divisors(n: int) -> str:
     """Returns the divisors of n for a sentence; of many, the small ones and n itself."""
     all_divisors = divisors(n)
-    return ", ".join(map(str, all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n]))
+    return ", ".join(
+        map(str, all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n])
+    )

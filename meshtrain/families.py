@@ -1,4 +1,5 @@
-"""Model families: each is a preset of the decoder's options, which every other room asks for and never for a family's name.
+"""Model families: each is a preset of the decoder's options, which every other room asks for and never for a family's
+name.
 
              norm                 positions            MLP                     biases   head
     llama    RMSNorm              rotary (RoPE)        silu(gate x) * up x     no       its own       Touvron et al. 2023
@@ -10,8 +11,8 @@
     gemma3   likewise             rotary               likewise                no       the embedding Gemma Team 2025, section 2
     vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU     yes      its own       Dosovitskiy et al. 2021
 
-With experts (model.moe), of which a router chooses a few for each token, in the place of the MLP; their numbers are of the largest or
-only model:
+With experts (model.moe), of which a router chooses a few for each token, in the place of the MLP; their numbers are of
+the largest or only model:
 
     mixtral    as llama; 8 experts, 2 chosen                                                          Jiang et al. 2024
     qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
@@ -20,17 +21,18 @@ only model:
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer, beginning     OpenAI 2025
                with the first; 128 experts, 4 chosen, whose gate and up are clipped
 
-Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window) alternate with ones
-that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each head's q and k,
-and another rotary base where it sees the window.
+Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window)
+alternate with ones
+that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each
+head's q and k, and another rotary base where it sees the window.
 
-ViT reads images in patches: attention goes both ways, and the head gives one row of logits an image, its classes in the place of the
-vocabulary.
+ViT reads images in patches: attention goes both ways, and the head gives one row of logits an image, its classes in the
+place of the vocabulary.
 
 What a family says of options that have a key is a default: the key of the model's section counts.
 
-A family from outside: `FAMILIES.register(Family(name="mine", ...))` before the config is loaded. What the options cannot say, it
-computes in a block of its own (see `model.hooks.BlockHook`).
+A family from outside: `FAMILIES.register(Family(name="mine", ...))` before the config is loaded. What the options
+cannot say, it computes in a block of its own (see `model.hooks.BlockHook`).
 """
 
 import math
@@ -69,9 +71,13 @@ class Family:
     router: str = "softmax"
     normalize: bool = True
     joint_qk_norm: bool = False  # qk_norm is over all heads together, not over each
-    biased_out: bool = False  # the output projection of attention has a bias though nothing else has
+    biased_out: bool = (
+        False  # the output projection of attention has a bias though nothing else has
+    )
     biased_experts: bool = False  # experts and their router have biases
-    sinks: bool = False  # the softmax of each head has one more score, which is learned and of no key
+    sinks: bool = (
+        False  # the softmax of each head has one more score, which is learned and of no key
+    )
     gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
@@ -89,7 +95,7 @@ EXACT_GELU = "gelu_exact"
 QUICK_GELU = "gelu_quick"
 ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, QUICK_GELU, "relu"))
 
-four_times = lambda d_model: 4 * d_model  # noqa: E731
+four_times = lambda d_model: 4 * d_model
 
 # fmt: off
 LLAMA = Family(

@@ -17,7 +17,11 @@ from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, short
 T = TypeVar("T")
 
 MIN_ROOM = 1 << 16  # bytes
-KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # anything else is a device
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}  # anything else is a device
 
 # What a disk, a network or a full table of open files says, and may not say a moment later.
 PASSING = frozenset({
@@ -34,7 +38,9 @@ PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
 
 
 def retried(read: Callable[[], T]) -> T:
-    """Returns what `read` returns, which is called again after a pause while the system refuses for a reason that may pass."""
+    """Returns what `read` returns, which is called again after a pause while the system refuses for a reason that may
+    pass.
+    """
     for pause in PAUSES:
         try:
             return read()
@@ -57,7 +63,10 @@ def refuse_passing(path: str | Path, error: OSError) -> None:
 
 
 def status(path: Path, follow: bool = True) -> os.stat_result | None:
-    """Returns the status of what a path leads to; None where there is certainly nothing. Unreadable if the system does not tell."""
+    """Returns the status of what a path leads to; None where there is certainly nothing.
+
+    Unreadable if the system does not tell.
+    """
     try:
         return retried(lambda: os.stat(path, follow_symlinks=follow))
     except OSError as error:
@@ -77,20 +86,29 @@ def entries(directory: Path) -> list[Path]:
 
 
 def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int) -> str:
-    """Returns the text of a file of at most `most` bytes, or of a shell's <(command); ConfigError says `what` it should be, and what `takes` it."""
+    """Returns the text of a file of at most `most` bytes, or of a shell's <(command); ConfigError says `what` it should
+    be, and what `takes` it.
+    """
     path, shown = Path(name), short(name)
     if not shown:
         raise ConfigError(f"the name of the {what} is empty; {takes}.")
     try:
-        # Asked before it is opened: opening a device may do anything, and reading a pipe that nobody writes to never ends.
+        # Asked before it is opened: opening a device may do anything, and reading a pipe that nobody writes to never
+        # ends.
         kind = stat.S_IFMT(retried(path.stat).st_mode)
-        if kind != stat.S_IFREG and not (kind == stat.S_IFIFO and path.parts[:2] in (("/", "dev"), ("/", "proc"))):
+        if kind != stat.S_IFREG and not (
+            kind == stat.S_IFIFO and path.parts[:2] in (("/", "dev"), ("/", "proc"))
+        ):
             raise ConfigError(f"{shown} is {KINDS.get(kind, 'a device')}; {takes}.")
         content = retried(lambda: _beginning(path, most + 1))
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise ConfigError(f"{shown} is a link to {short(os.readlink(path))}, which is not there.") from None
-        raise ConfigError(f"there is no {what} {shown}{nearest_file(path, suffixes) or '.'}") from None
+            raise ConfigError(
+                f"{shown} is a link to {short(os.readlink(path))}, which is not there."
+            ) from None
+        raise ConfigError(
+            f"there is no {what} {shown}{nearest_file(path, suffixes) or '.'}"
+        ) from None
     except OSError as error:
         refuse_passing(path, error)
         raise ConfigError(f"{shown} cannot be read: {refusal(error)}.") from None
@@ -110,7 +128,10 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
 
 
 def check_regular(path: Path) -> None:
-    """ConfigError for a pipe, a socket or a device, before it is opened: that may wait for ever, or do anything. OSError where nothing is."""
+    """ConfigError for a pipe, a socket or a device, before it is opened: that may wait for ever, or do anything.
+
+    OSError where nothing is.
+    """
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise ConfigError(f"{short(path)} is {KINDS.get(kind, 'a device')}; it must be a file.")
@@ -122,9 +143,15 @@ def _beginning(path: Path, most: int) -> bytes:
 
 
 def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
-    """Returns the end of a sentence on the file beside `path` whose name is nearest to its own; nothing if none is near."""
+    """Returns the end of a sentence on the file beside `path` whose name is nearest to its own; nothing if none is
+    near.
+    """
     try:
-        names = [beside.name for beside in path.parent.iterdir() if beside.suffix in suffixes and beside.is_file()]
+        names = [
+            beside.name
+            for beside in path.parent.iterdir()
+            if beside.suffix in suffixes and beside.is_file()
+        ]
     except OSError:
         return ""
     return nearest(path.name, names, lambda name: short(path.parent / name))
@@ -134,7 +161,8 @@ def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Leaves all of the content under `path`, or what was there before, whoever else writes it and whenever the machine stops.
+    """Leaves all of the content under `path`, or what was there before, whoever else writes it and whenever the machine
+    stops.
 
     Raises OSError with `path` as its file name.
     """
@@ -183,7 +211,9 @@ def sync(directory: Path) -> None:
 
 
 def still_names(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether `path` leads to the open file, and not to nothing or to another one; True where the system does not tell."""
+    """Returns whether `path` leads to the open file, and not to nothing or to another one; True where the system does
+    not tell.
+    """
     try:
         try:
             return os.path.samestat(path.stat(), os.fstat(file.fileno()))

@@ -1,10 +1,12 @@
-"""What the arrays of a batch are called, and the checks of what people pass by hand: without JAX. A row is a sequence or an image.
+"""What the arrays of a batch are called, and the checks of what people pass by hand: without JAX.
+
+A row is a sequence or an image.
 
     text      tokens  int32 [B, T]          labels int32 [B, T]
     images    patches float32 [B, N, P]     labels int32 [B, 1]
 
-N patches of P = patch_size² x channels numbers each, pixel by pixel. The checks come before JAX does: a config where a path was meant, ids
-that no vocabulary has, half a batch.
+N patches of P = patch_size² x channels numbers each, pixel by pixel. The checks come before JAX does: a config where a
+path was meant, ids that no vocabulary has, half a batch.
 """
 
 from collections.abc import Mapping
@@ -18,9 +20,13 @@ from meshtrain.config.model import patches_of
 from meshtrain.families import FAMILIES
 
 Array = TypeVar("Array")
-TOKENS, PATCHES, LABELS, WEIGHTS = "tokens", "patches", "labels", "weights"
+TOKENS = "tokens"
+PATCHES = "patches"
+LABELS = "labels"
+WEIGHTS = "weights"
 # The second class of a mixed image, and the share of the first: [B, 1] each.
-OTHER_LABELS, MIX = "labels_b", "mix"
+OTHER_LABELS = "labels_b"
+MIX = "mix"
 FLOATS = (PATCHES, MIX, WEIGHTS)  # float32; all others are int32
 
 
@@ -42,7 +48,9 @@ def row_shape(name: str, config: Config) -> tuple[int, ...]:
 
 
 def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndarray]:
-    """Returns the batch with `missing` rows of zeros behind its own, whose `weights` are 0; those of its own are 1 where it has none."""
+    """Returns the batch with `missing` rows of zeros behind its own, whose `weights` are 0; those of its own are 1
+    where it has none.
+    """
     if LABELS in batch:
         batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
     return {name: np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for name, x in batch.items()}
@@ -58,40 +66,62 @@ def a_config(value: Any, taker: str) -> Config:
     """Returns the config that `taker` was called with; ConfigError for a path, a dict and whatever else is none."""
     if isinstance(value, Config):
         return value
-    raise ConfigError(f"{taker} takes a config, and was given {short(repr(value))}; make one with mt.load(...).")
+    raise ConfigError(
+        f"{taker} takes a config, and was given {short(repr(value))}; make one with mt.load(...)."
+    )
 
 
 def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    """Returns a batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments, float32 weights and
-    pairs; of images see `meshtrain.inputs`.
+    """Returns a batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments,
+    float32 weights and pairs; of images see `meshtrain.inputs`.
 
-    ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary; for a batch without
-    pairs where the objective is dpo, and with them where it is not.
+    ConfigError for arrays that are missing or unknown, of different shapes, or with ids beyond the vocabulary; for a
+    batch without pairs where the objective is dpo, and with them where it is not.
     """
     of_images = FAMILIES[config.model.family].images
     read, others = (PATCHES, OF_IMAGES) if of_images else (TOKENS, tuple(OTHERS))
-    if not isinstance(batch, Mapping) or not {read, LABELS} <= batch.keys() <= {read, LABELS, *others}:
-        has = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    if not isinstance(batch, Mapping) or not {read, LABELS} <= batch.keys() <= {
+        read,
+        LABELS,
+        *others,
+    }:
+        has = (
+            ", ".join(map(str, batch))
+            if isinstance(batch, Mapping)
+            else f"a {type(batch).__name__}"
+        )
         what = "a batch of images" if of_images else "a batch"
-        raise ConfigError(f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {has}.")
+        raise ConfigError(
+            f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {has}."
+        )
     return _images(batch, config) if of_images else _text(batch, config)
 
 
 def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
-    objective, missing = config.train.objective, [name for name in PAIRS if name not in batch]
+    objective = config.train.objective
+    missing = [name for name in PAIRS if name not in batch]
     if objective == "dpo" and missing:
         has = f"a batch of pairs has {', '.join(PAIRS)}"
-        raise ConfigError(f"train.objective is dpo, and {has}; this one lacks {', '.join(missing)}.")
+        raise ConfigError(
+            f"train.objective is dpo, and {has}; this one lacks {', '.join(missing)}."
+        )
     if objective != "dpo" and "pairs" in batch:
         unused = f"which train.objective {objective} does not learn from"
         raise ConfigError(f"this batch has pairs, {unused}; leave them out.")
-    arrays = {name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)}
-    arrays |= {name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch}
+    arrays = {
+        name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)
+    }
+    arrays |= {
+        name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch
+    }
     for name, array in arrays.items():
         if array.shape != arrays[TOKENS].shape:
-            raise ConfigError(f"{name} has shape {list(array.shape)}, but tokens {list(arrays[TOKENS].shape)}.")
+            raise ConfigError(
+                f"{name} has shape {list(array.shape)}, but tokens {list(arrays[TOKENS].shape)}."
+            )
     if "pairs" in arrays:
-        pairs, length = arrays["pairs"], arrays["pairs"].shape[1]
+        pairs = arrays["pairs"]
+        length = arrays["pairs"].shape[1]
         if pairs.min() < 0 or pairs.max() > length // 2:
             wrong = pairs.min() if pairs.min() < 0 else pairs.max()
             legal = f"in a row of {length} labels they are 1 to {length // 2}, 0: none"
@@ -101,17 +131,25 @@ def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarra
 
 def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
     if (OTHER_LABELS in batch) != (MIX in batch):
-        raise ConfigError(f"mixed images have both {OTHER_LABELS} and {MIX}; this batch has only one of them.")
+        raise ConfigError(
+            f"mixed images have both {OTHER_LABELS} and {MIX}; this batch has only one of them."
+        )
     labels = [name for name in (LABELS, OTHER_LABELS) if name in batch]
     arrays = {PATCHES: some_patches(batch[PATCHES], config.model)}
     arrays |= {name: some_ids(name, batch[name], config.model.vocab_size) for name in labels}
-    arrays |= {name: np.asarray(batch[name], np.float32) for name in (MIX, WEIGHTS) if name in batch}
+    arrays |= {
+        name: np.asarray(batch[name], np.float32) for name in (MIX, WEIGHTS) if name in batch
+    }
     wanted = (len(arrays[PATCHES]), 1)
     for name, array in arrays.items():
         if name != PATCHES and array.shape != wanted:
-            raise ConfigError(f"{name} has shape {list(array.shape)}; of {wanted[0]} images it must be {list(wanted)}.")
+            raise ConfigError(
+                f"{name} has shape {list(array.shape)}; of {wanted[0]} images it must be {list(wanted)}."
+            )
     if MIX in arrays and not (arrays[MIX].min() >= 0 and arrays[MIX].max() <= 1):
-        raise ConfigError(f"{MIX} is the share of an image's first class, so it must be from 0 to 1.")
+        raise ConfigError(
+            f"{MIX} is the share of an image's first class, so it must be from 0 to 1."
+        )
     return arrays
 
 
@@ -125,9 +163,11 @@ def some_patches(values: ArrayLike, model: ModelConfig) -> np.ndarray:
         or patches.shape[1:] != (number, numbers)
         or patches.dtype.kind not in "fiu"
     ):
-        side, patch = model.image_size, model.patch_size
+        side = model.image_size
+        patch = model.patch_size
         raise ConfigError(
-            f"patches are {patches.dtype}{list(patches.shape)}; they must be numbers [B, {number}, {numbers}]: of images of "
+            f"patches are {patches.dtype}{list(patches.shape)}; they must be numbers [B, {number}, {numbers}]: of "
+            "images of "
             f"{side} x {side} x {model.channels} cut into patches of {patch} x {patch}, row by row."
         )
     return patches.astype(np.float32, copy=False)
@@ -137,11 +177,19 @@ def some_ids(name: str, values: ArrayLike, vocabulary: int) -> np.ndarray:
     """Returns ids [B, T] as int32; ConfigError for anything else, which would be computed with all the same."""
     ids = _array(name, values, "whole numbers [B, T]")
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise ConfigError(f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T].")
+        raise ConfigError(
+            f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T]."
+        )
     if ids.min() < 0 or ids.max() >= vocabulary:
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        away = "; what should not count in the loss has the weight 0 in `weights`" if name == LABELS else ""
-        raise ConfigError(f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}{away}.")
+        away = (
+            "; what should not count in the loss has the weight 0 in `weights`"
+            if name == LABELS
+            else ""
+        )
+        raise ConfigError(
+            f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}{away}."
+        )
     return ids.astype(np.int32, copy=False)
 
 

@@ -1,4 +1,5 @@
-"""Which process of how many this one is, by its environment: read and compared before JAX is asked to join them, without JAX.
+"""Which process of how many this one is, by its environment: read and compared before JAX is asked to join them,
+without JAX.
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID     set for each process; an indexed Kubernetes job numbers its own
     SLURM_NTASKS, SLURM_PROCID, SLURM_STEP_NODELIST ...            set by srun, and read by JAX itself
@@ -12,11 +13,19 @@ from dataclasses import dataclass
 
 from meshtrain.errors import ConfigError, short
 
-ADDRESS, BIND, PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_PORT"
-PROCESSES, PROCESS, INDEX = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"
-TASKS, NODES, LIST = "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+PORT = "JAX_COORDINATOR_PORT"
+PROCESSES = "JAX_NUM_PROCESSES"
+PROCESS = "JAX_PROCESS_ID"
+INDEX = "JOB_COMPLETION_INDEX"
+TASKS = "SLURM_NTASKS"
+NODES = "SLURM_STEP_NUM_NODES"
+LIST = "SLURM_STEP_NODELIST"
 HOST = r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@]+)"
-MOST_PROCESSES, MOST_PORT, LARGEST = 2**31 - 1, 65535, 2**63 - 1
+MOST_PROCESSES = 2**31 - 1
+MOST_PORT = 65535
+LARGEST = 2**63 - 1
 # Of a list of nodes as Slurm writes it: names, with numbers in brackets.
 NODE = r"[\w.-]+(\[[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*\][\w.-]*)*"
 # JAX's ports of a job are the last ones.
@@ -25,7 +34,10 @@ SLURM_PORTS = 2**12
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those of a run. `listen`: where the first process has to listen; `by_slurm`: JAX reads the rest itself."""
+    """This process among those of a run.
+
+    `listen`: where the first process has to listen; `by_slurm`: JAX reads the rest itself.
+    """
 
     address: str | None
     processes: int
@@ -35,7 +47,9 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
-    """Returns what an environment says of this process, None if it is alone; ConfigError for what is missing or does not agree."""
+    """Returns what an environment says of this process, None if it is alone; ConfigError for what is missing or does
+    not agree.
+    """
     tasks = _number(environment, TASKS, 1, MOST_PROCESSES) if environment.get(TASKS) else 1
     address = environment.get(ADDRESS)
     if address:
@@ -77,11 +91,17 @@ def _by_slurm(environment: Mapping[str, str], tasks: int) -> Place:
     _number(environment, "SLURM_LOCALID", 0, process)
     hosts = _count_hosts(nodes_text)
     if NODES in environment and (nodes := _number(environment, NODES, 1, tasks)) != hosts:
-        raise ConfigError(f"{NODES} is {nodes}, but {LIST} {short(repr(nodes_text))} names {hosts}; they must agree.")
+        raise ConfigError(
+            f"{NODES} is {nodes}, but {LIST} {short(repr(nodes_text))} names {hosts}; they must agree."
+        )
     if hosts > tasks:
-        raise ConfigError(f"{LIST} names {hosts} nodes, but {TASKS} is {tasks}; each node of a step has a task.")
+        raise ConfigError(
+            f"{LIST} names {hosts} nodes, but {TASKS} is {tasks}; each node of a step has a task."
+        )
     if (step := environment.get("SLURM_STEP_NUM_TASKS")) and step != str(tasks):
-        raise ConfigError(f"{TASKS} is {tasks}, but SLURM_STEP_NUM_TASKS is {short(repr(step))}; they must agree.")
+        raise ConfigError(
+            f"{TASKS} is {tasks}, but SLURM_STEP_NUM_TASKS is {short(repr(step))}; they must agree."
+        )
     address = environment.get(ADDRESS)
     port = str(job % SLURM_PORTS + MOST_PORT - SLURM_PORTS + 1)
     if address:
@@ -95,7 +115,9 @@ def _check_others(environment: Mapping[str, str]) -> None:
     """Raises ConfigError for other variables that JAX reads when it joins processes."""
     devices = environment.get("JAX_LOCAL_DEVICE_IDS")
     if devices and not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", devices):
-        raise ConfigError(f"JAX_LOCAL_DEVICE_IDS is {short(repr(devices))}; it must be numbers of devices, as 0,1.")
+        raise ConfigError(
+            f"JAX_LOCAL_DEVICE_IDS is {short(repr(devices))}; it must be numbers of devices, as 0,1."
+        )
     for name in ("JAX_PARTITION_INDEX", "JAX_SLICE_INDEX"):
         if name in environment:
             _number(environment, name, 0, MOST_PROCESSES)
@@ -119,7 +141,9 @@ def _check_address(name: str, address: str, which: str) -> None:
 def _count_hosts(text: str) -> int:
     """Returns how many nodes a list of Slurm's names: node[001-003,7],other are five."""
     if not re.fullmatch(rf"{NODE}(,{NODE})*", text, re.ASCII):
-        raise ConfigError(f"{LIST} is {short(repr(text))}; it must be a list of nodes, as node[01-04].")
+        raise ConfigError(
+            f"{LIST} is {short(repr(text))}; it must be a list of nodes, as node[01-04]."
+        )
     hosts = 0
     for node in re.split(r",(?![^\[]*\])", text):
         count = 1
@@ -141,5 +165,7 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int) ->
     if text is None or not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
         value = "not set" if text is None else short(repr(text))
         legal = f"a whole number from {least} to {most}" if most < LARGEST else "a whole number"
-        raise ConfigError(f"{name} is {value}; a process that joins others needs it, and it must be {legal}.")
+        raise ConfigError(
+            f"{name} is {value}; a process that joins others needs it, and it must be {legal}."
+        )
     return int(text)

@@ -1,4 +1,5 @@
-"""python -m meshtrain.keys [KEY]: what the keys of a config mean, from the lines that declare them (`meshtrain config`).
+"""python -m meshtrain.keys [KEY]: what the keys of a config mean, from the lines that declare them (`meshtrain
+config`).
 
     meshtrain config                    all keys, with defaults and meanings; of a section: meshtrain config mesh
     meshtrain config mesh.data          one: meaning, bounds, default, what a resume does with a change
@@ -62,11 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain config", description="Says what the keys of a config mean.")
-    parser.add_argument("key", nargs="?", metavar="KEY", help="a key, such as mesh.data, or a section (default: all)")
+    parser = Parser(
+        prog="python -m meshtrain config", description="Says what the keys of a config mean."
+    )
+    parser.add_argument(
+        "key",
+        nargs="?",
+        metavar="KEY",
+        help="a key, such as mesh.data, or a section (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="the same for programs")
-    parser.add_argument("--json-schema", action="store_true", help="prints a JSON schema, with which editors complete")
-    parser.add_argument("--markdown", action="store_true", help="prints tables in Markdown, a section each")
+    parser.add_argument(
+        "--json-schema",
+        action="store_true",
+        help="prints a JSON schema, with which editors complete",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="prints tables in Markdown, a section each"
+    )
     return parser
 
 
@@ -74,7 +88,8 @@ def declared(kind: type = Config, prefix: str = "") -> Iterator[DeclaredKey]:
     """Yields every key of a config in the order of its sections."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        hint, path = hints[field.name], f"{prefix}{field.name}"
+        hint = hints[field.name]
+        path = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
             yield from declared(typing.cast(type, hint), f"{path}.")
         elif "key" in field.metadata:
@@ -84,12 +99,18 @@ def declared(kind: type = Config, prefix: str = "") -> Iterator[DeclaredKey]:
 def _named(name: str | None) -> list[DeclaredKey]:
     """Returns the key of a name, or all of a section; ConfigError if there is none."""
     every = list(declared())
-    named = [entry for entry in every if name is None or entry.path == name or entry.path.startswith(f"{name}.")]
+    named = [
+        entry
+        for entry in every
+        if name is None or entry.path == name or entry.path.startswith(f"{name}.")
+    ]
     if not named:
         paths = [entry.path for entry in every]
         alike = [path for path in paths if path.rpartition(".")[2] == name]
         ending = f"; there is {', '.join(alike)}." if alike else nearest(str(name), paths)
-        raise ConfigError(f"there is no key {short(name)}{ending or '; meshtrain config lists all.'}")
+        raise ConfigError(
+            f"there is no key {short(name)}{ending or '; meshtrain config lists all.'}"
+        )
     return named
 
 
@@ -105,20 +126,34 @@ def _record(entry: DeclaredKey) -> dict[str, Any]:
 
 
 def _one(entry: DeclaredKey) -> str:
-    key, width = entry.key, get_terminal_size().columns - 12
+    key = entry.key
+    width = get_terminal_size().columns - 12
     follows = ", from which it follows where it stands" if key.follows and not key.null else ""
     lines = {
-        "": key.doc, "takes": takes(entry.hint, key), "default": entry.default + follows, "a resume": f"with another value: {key.resume.value}",
-        "set it": f"--set {entry.path}=VALUE, or in the file: {entry.path.replace('.', ': {')}: VALUE{'}' * entry.path.count('.')}",
-    }  # fmt: skip
-    text = "\n".join(textwrap.fill(line, max(width, 40), initial_indent=f"  {name:<10}", subsequent_indent=" " * 12) for name, line in lines.items() if line)  # fmt: skip
+        "": key.doc,
+        "takes": takes(entry.hint, key),
+        "default": entry.default + follows,
+        "a resume": f"with another value: {key.resume.value}",
+        "set it": f"--set {entry.path}=VALUE, or in the file: "
+        f"{entry.path.replace('.', ': {')}: VALUE{'}' * entry.path.count('.')}",
+    }
+    text = "\n".join(
+        textwrap.fill(
+            line, max(width, 40), initial_indent=f"  {name:<10}", subsequent_indent=" " * 12
+        )
+        for name, line in lines.items()
+        if line
+    )
     return f"{entry.path}\n{text}"
 
 
 def _table(entries: Sequence[DeclaredKey]) -> str:
-    lines, width = [], max(get_terminal_size().columns, 60)
+    lines = []
+    width = max(get_terminal_size().columns, 60)
     for entry in entries:
-        meaning = textwrap.wrap(entry.key.doc, width - 4, initial_indent="    ", subsequent_indent="    ")
+        meaning = textwrap.wrap(
+            entry.key.doc, width - 4, initial_indent="    ", subsequent_indent="    "
+        )
         lines += [f"{entry.path}: {entry.default}", *meaning]
     return "\n".join(lines)
 
@@ -126,8 +161,11 @@ def _table(entries: Sequence[DeclaredKey]) -> str:
 def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
     """Returns tables of all keys, or of `entries`, as Markdown: a section each under a heading of the third level."""
     lines: list[str] = []
-    section, every = None, list(entries or declared())
-    sections = list(dict.fromkeys(entry.section for entry in every))  # one may stand amid the keys of another
+    section = None
+    every = list(entries or declared())
+    sections = list(
+        dict.fromkeys(entry.section for entry in every)
+    )  # one may stand amid the keys of another
     for entry in sorted(every, key=lambda entry: sections.index(entry.section)):
         head, _, name = entry.path.rpartition(".")
         if head != section:
@@ -139,8 +177,18 @@ def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
                 "| key | default | takes | meaning | a resume with another value |",
                 "| --- | --- | --- | --- | --- |",
             ]
-        cells = f"`{name}`", f"`{entry.default}`", takes(entry.hint, entry.key), entry.key.doc, entry.key.resume.value
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
+        cells = (
+            f"`{name}`",
+            f"`{entry.default}`",
+            takes(entry.hint, entry.key),
+            entry.key.doc,
+            entry.key.resume.value,
+        )
+        lines.append(
+            "| "
+            + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+            + " |"
+        )
     return "\n".join(lines[1:])
 
 
@@ -150,7 +198,8 @@ def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
 def json_schema() -> str:
     """Returns a JSON schema of a config's YAML, for editors: they complete keys and words, and show what keys mean.
 
-    It is wider than what is legal: a name that somebody registers is a text, and what contradicts another key is seen when a config is loaded.
+    It is wider than what is legal: a name that somebody registers is a text, and what contradicts another key is seen
+    when a config is loaded.
     """
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -161,7 +210,8 @@ def json_schema() -> str:
 
 
 def _section(kind: type) -> dict[str, Any]:
-    hints, properties = typing.get_type_hints(kind), {}
+    hints = typing.get_type_hints(kind)
+    properties = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -175,7 +225,8 @@ def _section(kind: type) -> dict[str, Any]:
 
 def _of(hint: Any, key: Key) -> dict[str, Any]:
     """Returns the schema of a value of a `hint` within the bounds of its key."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [{"type": "null"} if a is type(None) else _of(a, key) for a in args]}
     if origin is Literal:
@@ -186,7 +237,9 @@ def _of(hint: Any, key: Key) -> dict[str, Any]:
         schema = {"anyOf": [{"enum": list(key.one_of)}, {"type": "string"}]}
     else:
         bounds = {"minimum": key.least, "exclusiveMinimum": key.above, "maximum": key.most}
-        schema = {"type": TYPES[hint]} | {name: bound for name, bound in bounds.items() if bound is not None}
+        schema = {"type": TYPES[hint]} | {
+            name: bound for name, bound in bounds.items() if bound is not None
+        }
     return {"anyOf": [schema, {"type": "null"}]} if key.null else schema
 
 

@@ -5,8 +5,8 @@
     constant   the peak
     wsd        the peak, then a line over the last decay_ratio of the steps (warmup-stable-decay)     Hu et al. 2024, section 4
 
-One from outside: `LEARNING_RATES.register(LearningRate("mine", function))` before the config is loaded. Optax is imported where one is made,
-so that a plan needs no JAX.
+One from outside: `LEARNING_RATES.register(LearningRate("mine", function))` before the config is loaded. Optax is
+imported where one is made, so that a plan needs no JAX.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class RateKeys(Protocol):
 
 @dataclass(frozen=True)
 class LearningRate:
-    """`make(keys, rest, steps)`: the rate by the number of updates since the peak, which is at 0; the run's last update is `rest`, of `steps` in all."""
+    """`make(keys, rest, steps)`: the rate by the number of updates since the peak, which is at 0; the run's last update
+    is `rest`, of `steps` in all.
+    """
 
     name: str
     make: Callable[[RateKeys, int, int], optax.Schedule]
@@ -62,7 +64,9 @@ def _wsd(o: RateKeys, rest: int, steps: int) -> optax.Schedule:
     import optax
 
     falls = min(rest, max(1, round(o.decay_ratio * steps)))
-    return optax.join_schedules([_constant(o, rest, steps), _linear(o, falls, steps)], [rest - falls])
+    return optax.join_schedules(
+        [_constant(o, rest, steps), _linear(o, falls, steps)], [rest - falls]
+    )
 
 
 LEARNING_RATES = Registry(

@@ -10,9 +10,9 @@
          │ 6  │ 7  │
          └────┴────┘
 
-Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk least. With
-several islands the mesh has an axis of them besides, outermost of all. `mesh.order` asks for another order of axes, and `mesh.cluster`
-for another one of devices, as a cluster's file gives it:
+Tensor is innermost, so that ranks that talk in every layer are neighbours; pipeline is outermost, since stages talk
+least. With several islands the mesh has an axis of them besides, outermost of all. `mesh.order` asks for another order
+of axes, and `mesh.cluster` for another one of devices, as a cluster's file gives it:
 
     JAX's devices     0  1  2  3  4  5  6  7        joined by fast links: 0 2 4 6, 1 3 5 7
     names             a/0 a/1 a/2 a/3 b/0 ...       HOST/NUMBER, which a restart does not change
@@ -49,16 +49,22 @@ from meshtrain.xla import ask_for_pool, step_options
 
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
-THREADS_PER_DEVICE = 4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
+THREADS_PER_DEVICE = (
+    4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
+)
 
 
 def fake_cpu_devices(count: int) -> bool:
-    """Asks for at least `count` CPU devices in this process; XLA_FLAGS wins. False if JAX has started already, with fewer.
+    """Asks for at least `count` CPU devices in this process; XLA_FLAGS wins.
+
+    False if JAX has started already, with fewer.
 
     No effect where an accelerator is found.
     """
     forced = _forced_devices()
-    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * (count if forced is None else forced)))
+    os.environ.setdefault(
+        "PJRT_NPROC", str(THREADS_PER_DEVICE * (count if forced is None else forced))
+    )
     if forced is not None:
         return True
     try:
@@ -71,23 +77,29 @@ def fake_cpu_devices(count: int) -> bool:
 
 def _forced_devices() -> int | None:
     """Returns the fake CPU devices that XLA_FLAGS asks for, if it does."""
-    forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    forced = re.search(
+        r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
     return int(forced.group(1)) if forced else None
 
 
 def fake_devices(count: int = 8) -> None:
-    """Has this process run on `count` fake CPU devices from now on, whatever accelerators the machine has: a mesh in a notebook.
+    """Has this process run on `count` fake CPU devices from now on, whatever accelerators the machine has: a mesh in a
+    notebook.
 
     ConfigError where JAX has started already with others, and where XLA_FLAGS asks for fewer.
     """
     if not isinstance(count, int) or not 1 <= count <= MOST_FAKE_DEVICES:
-        raise ConfigError(f"mt.fake_devices({short(repr(count))}): it must be a number from 1 to {MOST_FAKE_DEVICES}.")
+        raise ConfigError(
+            f"mt.fake_devices({short(repr(count))}): it must be a number from 1 to {MOST_FAKE_DEVICES}."
+        )
     jax.config.update("jax_platforms", "cpu")
     fake_cpu_devices(count)
     devices = jax.devices()
     if len(devices) < count or kind_of(devices[0]) != "cpu":
         raise ConfigError(
-            f"JAX has started already, with {len(devices)} {kind_of(devices[0])} devices (XLA_FLAGS may have asked for them); "
+            f"JAX has started already, with {len(devices)} {kind_of(devices[0])} devices (XLA_FLAGS may have asked "
+            "for them); "
             f"call mt.fake_devices({count}) before anything uses JAX, after a restart of the kernel."
         )
 
@@ -95,8 +107,9 @@ def fake_devices(count: int = 8) -> None:
 def join_cluster() -> None:
     """Makes this process one of many where the environment says that there are more.
 
-    `joining.place_of` says how. ConfigError where variables are missing or do not agree, PortTaken where the first process finds its
-    port in use. Under Slurm JAX finds the others by itself; its tasks may be more than the processes that are to join.
+    `joining.place_of` says how. ConfigError where variables are missing or do not agree, PortTaken where the first
+    process finds its port in use. Under Slurm JAX finds the others by itself; its tasks may be more than the processes
+    that are to join.
     """
     if jax.distributed.is_initialized():
         return
@@ -116,7 +129,8 @@ def join_cluster() -> None:
 
 
 def _check_port(address: str, is_asked_for: bool) -> None:
-    """Raises PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a segmentation fault.
+    """Raises PortTaken if the coordinator could not listen at host:port, on which JAX would end the process by a
+    segmentation fault.
 
     ConfigError for any other reason why it could not, of an address that was asked for.
     """
@@ -143,7 +157,10 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
     Raises ConfigError when there are fewer devices than the mesh has places.
     """
-    shape, needed, in_time, own = config.mesh, config.mesh.devices, True, devices is None
+    shape = config.mesh
+    needed = config.mesh.devices
+    in_time = True
+    own = devices is None
     if devices is None:
         processes = joined_processes()
         fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
@@ -172,10 +189,13 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             hint = f"to fake them, set run.fake_devices={needed}"
         else:
             hint = (
-                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the "
+                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart "
+                "the "
                 "kernel) and make this mesh before anything else uses JAX"
             )
-        raise ConfigError(f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}.")
+        raise ConfigError(
+            f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}."
+        )
     if own and shape.cluster:
         devices = _in_cluster_order(devices, shape.cluster)
     if own:
@@ -183,17 +203,24 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         with_devices = {device.process_index for device in devices[:needed]}
         if idle := {device.process_index for device in devices} - with_devices:
             raise ConfigError(
-                f"process {min(idle)} has no device of the mesh {shape}, whose {needed} devices {len(with_devices)} processes "
+                f"process {min(idle)} has no device of the mesh {shape}, whose {needed} devices {len(with_devices)} "
+                "processes "
                 "have; start fewer processes, or give a larger mesh."
             )
-    return Mesh(arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes))
+    return Mesh(
+        arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes)
+    )
 
 
 def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
-    """Returns the name of each device of this run, HOST/NUMBER: the machine and which of its devices it is. All processes must call it."""
+    """Returns the name of each device of this run, HOST/NUMBER: the machine and which of its devices it is.
+
+    All processes must call it.
+    """
     from meshtrain.run.processes import gathered
 
-    hosts, counts = gathered(socket.gethostname()), Counter[str]()
+    hosts = gathered(socket.gethostname())
+    counts = Counter[str]()
     names: dict[jax.Device, str] = {}
     for device in sorted(jax.devices(devices[0].platform), key=lambda d: (d.process_index, d.id)):
         host = hosts[device.process_index]
@@ -203,7 +230,9 @@ def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
 
 
 def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Device]:
-    """Returns the devices as the cluster file at `path` orders them; ConfigError where it does not say of one where it stands."""
+    """Returns the devices as the cluster file at `path` orders them; ConfigError where it does not say of one where it
+    stands.
+    """
     from meshtrain.cluster.cluster import load_cluster
 
     order = {name: place for place, name in enumerate(load_cluster(path).device_order)}
@@ -214,7 +243,8 @@ def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
     names = dict(zip(devices, device_names(devices), strict=True))
     if unknown := [name for name in names.values() if name not in order]:
         raise ConfigError(
-            f"{file} says nothing of {len(unknown)} of the {len(names)} devices that are there, {short(unknown[0])} for one; "
+            f"{file} says nothing of {len(unknown)} of the {len(names)} devices that are there, {short(unknown[0])} "
+            "for one; "
             "probe them again, or leave the key out."
         )
     return sorted(devices, key=lambda device: order[names[device]])
@@ -228,7 +258,9 @@ def are_axes(names: tuple[str, ...]) -> bool:
 def check_axes(mesh: Mesh) -> None:
     """Raises ConfigError for a mesh whose axes are not ours, see `are_axes`."""
     if not are_axes(mesh.axis_names):
-        raise ConfigError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh.")
+        raise ConfigError(
+            f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; make one with mt.make_mesh."
+        )
 
 
 def part_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -238,18 +270,21 @@ def part_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def arranged(devices: Sequence[jax.Device], shape: MeshConfig) -> np.ndarray:
-    """Returns the devices as an array of `shape.axes`, numbered as `mesh.order` says: by default tensor ranks are nearest to each other
-    and stages farthest apart, within an island.
+    """Returns the devices as an array of `shape.axes`, numbered as `mesh.order` says: by default tensor ranks are
+    nearest to each other and stages farthest apart, within an island.
 
-    In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as far as each
-    process then still has neighbouring rows of the batch, unless a file says how they stand (`mesh.cluster`).
+    In their own order, which on machines with a switch is the order of the links; on a torus by their coordinates, as
+    far as each process then still has neighbouring rows of the batch, unless a file says how they stand
+    (`mesh.cluster`).
     """
     order = [axis for axis in shape.every_axis_in_order if axis in shape.axes]
     outermost_first = tuple(shape.ways(axis) for axis in order)
     in_place = [order.index(axis) for axis in shape.axes]
     grid = np.array(devices).reshape(outermost_first).transpose(in_place)
     if kind_of(devices[0]) == "tpu" and not shape.cluster:
-        on_torus = mesh_utils.create_device_mesh(outermost_first, devices, allow_split_physical_axes=True)
+        on_torus = mesh_utils.create_device_mesh(
+            outermost_first, devices, allow_split_physical_axes=True
+        )
         on_torus = on_torus.transpose(in_place)
         if _rows_are_neighbours(on_torus, len(shape.data_axes)):
             grid = on_torus
@@ -270,7 +305,9 @@ def platform(mesh: Mesh) -> str:
     return kind_of(mesh.devices.flat[0])
 
 
-def compiler_options(mesh: Mesh, overlaps_reduce_scatter: bool = False, sends_by_table: bool = False) -> dict[str, int]:
+def compiler_options(
+    mesh: Mesh, overlaps_reduce_scatter: bool = False, sends_by_table: bool = False
+) -> dict[str, int]:
     """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
@@ -284,12 +321,18 @@ def kind_of(device: jax.Device) -> str:
 
 
 def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Returns what of a global batch of `shape` this process's devices hold, from the first to the last along each split dimension: all that it must read.
+    """Returns what of a global batch of `shape` this process's devices hold, from the first to the last along each
+    split dimension: all that it must read.
 
-    `sharding`: of the batch's arrays, whose first dimension are rows. They hold all of it but where a process ends one stage and begins the next, and the data ranks between are elsewhere.
+    `sharding`: of the batch's arrays, whose first dimension are rows. They hold all of it but where a process ends one
+    stage and begins the next, and the data ranks between are elsewhere.
     """
     split = shape[: len(sharding.spec)]
-    parts = [part for part in sharding.addressable_devices_indices_map(split).values() if part is not None]
+    parts = [
+        part
+        for part in sharding.addressable_devices_indices_map(split).values()
+        if part is not None
+    ]
     bounds = [[part[at].indices(size)[:2] for part in parts] for at, size in enumerate(split)]
     return tuple(slice(min(low for low, _ in b), max(high for _, high in b)) for b in bounds)
 
@@ -305,7 +348,10 @@ def of_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]
         assert index is not None
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
         return own[
-            tuple(slice(a - at, b - at) for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False))
+            tuple(
+                slice(a - at, b - at)
+                for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False)
+            )
         ]
 
     return jax.make_array_from_callback(shape, sharding, part)

@@ -8,10 +8,11 @@ from typing import Any
 
 
 class CallableModule(ModuleType):
-    """Importing `meshtrain.train` sets the package's attribute `train` to the module, and no package can keep it from that.
+    """Importing `meshtrain.train` sets the package's attribute `train` to the module, and no package can keep it from
+    that.
 
-    So the module itself takes calls: `mt.train(config)`, `meshtrain.train.main()` and `from meshtrain.train import train` all work,
-    in any order of imports.
+    So the module itself takes calls: `mt.train(config)`, `meshtrain.train.main()` and `from meshtrain.train import
+    train` all work, in any order of imports.
     """
 
     function: Callable[..., Any]
@@ -27,4 +28,5 @@ class CallableModule(ModuleType):
 def callable_as(module: str, function: Callable[..., Any]) -> None:
     """Makes a call of the module (its __name__) a call of `function`."""
     imported: Any = sys.modules[module]
-    imported.__class__, imported.function = CallableModule, function
+    imported.__class__ = CallableModule
+    imported.function = function

@@ -18,17 +18,20 @@ Tree = Any
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """The rate of an update by the number of those before it: a linear climb to the peak, then as `optimizer.schedule` has it.
+    """The rate of an update by the number of those before it: a linear climb to the peak, then as `optimizer.schedule`
+    has it.
 
         step           1          2         ...  warmup_steps   ...      steps
         before it      0          1                                    steps - 1
         rate      peak / warmup  2 peak / warmup      peak     cosine, linear, wsd   final_ratio x peak     (constant: peak)
 
-    A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never decays.
+    A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never
+    decays.
     """
     o = config.optimizer
     peak_at = max(1, o.warmup_steps)
-    climb, rest = peak_at - 1, max(1, config.train.steps - peak_at)
+    climb = peak_at - 1
+    rest = max(1, config.train.steps - peak_at)
     after = LEARNING_RATES[o.schedule].make(o, rest, config.train.steps)
     if not climb:
         return after
@@ -43,13 +46,16 @@ def updates_made(state: Tree) -> jax.Array:
 
 
 def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with `decay_norms`).
+    """Clipping by the global norm, then the optimizer with decoupled weight decay on matrices (on all with
+    `decay_norms`).
 
     It sees trees of what is trained, with None in the place of what is frozen.
     """
     o, rate = config.optimizer, learning_rate(config)
     kind = OPTIMIZERS[o.name]
-    mask = jax.tree.map(lambda weight: o.decay_norms or weight.decayed, layout.updated, is_leaf=is_placed)
+    mask = jax.tree.map(
+        lambda weight: o.decay_norms or weight.decayed, layout.updated, is_leaf=is_placed
+    )
 
     def make(weights: Tree) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights)
@@ -86,7 +92,9 @@ def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.Gradi
 
     def update(updates: Tree, count: jax.Array, params: Tree) -> tuple[Tree, jax.Array]:
         step = rate(count) * weight_decay
-        return jax.tree.map(lambda u, p, m: u - step * p if m else u, updates, params, mask), count + 1
+        return jax.tree.map(
+            lambda u, p, m: u - step * p if m else u, updates, params, mask
+        ), count + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
@@ -95,14 +103,17 @@ def state_shardings(layout: Layout, mesh: Mesh, state: Tree) -> Tree:
     """Shardings of an optimizer state: leaves that mirror a parameter lie as it does, the rest is on every device."""
     mirrored = mirrored_leaves(layout, state)
     specs = [PartitionSpec() if leaf is None else shard_spec(leaf) for leaf in mirrored]
-    return jax.tree.unflatten(jax.tree.structure(state), [NamedSharding(mesh, spec) for spec in specs])
+    return jax.tree.unflatten(
+        jax.tree.structure(state), [NamedSharding(mesh, spec) for spec in specs]
+    )
 
 
 def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
     """For each leaf of an optimizer state, in `jax.tree` order: the parameter whose shape and place it shares, if any.
 
-    A factored moment (Adafactor) shares all dimensions but one; it gets a Placed of those. Optax's own `tree.map_params` would tell
-    parameters apart too, but asks the transformation anew with placeholders, which have no matrices for `per_matrix` to cut.
+    A factored moment (Adafactor) shares all dimensions but one; it gets a Placed of those. Optax's own
+    `tree.map_params` would tell parameters apart too, but asks the transformation anew with placeholders, which have no
+    matrices for `per_matrix` to cut.
     """
     weights = {tuple(weight.name.split(".")): weight for weight in layout.flat}
 
@@ -110,12 +121,21 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
         keys = tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
         weight = next((weights[keys[i:]] for i in range(len(keys)) if keys[i:] in weights), None)
         if weight is None:
-            return _of_layers(layout, ".".join(keys), value) if "layers" in keys and value.ndim else None
+            return (
+                _of_layers(layout, ".".join(keys), value)
+                if "layers" in keys and value.ndim
+                else None
+            )
         if value.shape == weight.padded:
             return weight
         rank = len(weight.axes)
-        choices = [[d for d in range(rank) if d != dropped] for dropped in (rank, *range(weight.stacked, rank))]
-        dims = next((k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None)
+        choices = [
+            [d for d in range(rank) if d != dropped]
+            for dropped in (rank, *range(weight.stacked, rank))
+        ]
+        dims = next(
+            (k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None
+        )
         if dims is not None:
             return part(weight, dims)
         # Not factored: one number a layer.
@@ -126,6 +146,9 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
 
 def _of_layers(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
     """What each layer has of its own though it is no moment: Muon's coefficients."""
-    shape, rest = (layout.config.model.layers, *value.shape[1:]), value.ndim - 1
-    axes, over, ways = ("layers", *("one",) * rest), ((PIPELINE,), *((),) * rest), (layout.pipeline, *(1,) * rest)
+    shape = (layout.config.model.layers, *value.shape[1:])
+    rest = value.ndim - 1
+    axes = ("layers", *("one",) * rest)
+    over = ((PIPELINE,), *((),) * rest)
+    ways = (layout.pipeline, *(1,) * rest)
     return Placed(name, axes, shape, value.shape, value.shape, over, ways, None)

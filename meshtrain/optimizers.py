@@ -6,8 +6,8 @@
     adafactor  rows and columns      Shazeer & Stern 2018
     muon       one of a layer's matrices, Adam's two of the rest        Jordan et al. 2024
 
-One from outside: `OPTIMIZERS.register(Optimizer(name="mine", ...))` before the config is loaded. Optax is imported where one is made,
-so that a plan needs no JAX.
+One from outside: `OPTIMIZERS.register(Optimizer(name="mine", ...))` before the config is loaded. Optax is imported
+where one is made, so that a plan needs no JAX.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class OptimizedWeight(Protocol):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`make(keys, rate, mask, weights)`: the transformation, for a tree of weights of which `mask` says where decay applies.
+    """`make(keys, rate, mask, weights)`: the transformation, for a tree of weights of which `mask` says where decay
+    applies.
 
-    `moments(keys, weight)`: the dimensions of each array that it keeps of a weight, () for a number; layers are not counted.
+    `moments(keys, weight)`: the dimensions of each array that it keeps of a weight, () for a number; layers are not
+    counted.
     """
 
     name: str
@@ -63,7 +65,8 @@ class Optimizer:
     moments: Callable[[OptimizerKeys, OptimizedWeight], Sequence[Sequence[int]]]
     # It does the decoupled decay itself; else that comes after it.
     decays: bool = False
-    # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one layer.
+    # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one
+    # layer.
     by_matrix: bool = False
 
 
@@ -90,14 +93,18 @@ def _sgd(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.Gradient
     return optax.sgd(rate, o.beta1 or None)
 
 
-def _adafactor(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adafactor(
+    o: OptimizerKeys, rate: Any, mask: Any, weights: Any
+) -> optax.GradientTransformation:
     import optax
 
     return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM)
 
 
 def _factors(o: OptimizerKeys, weight: OptimizedWeight) -> list[list[int]]:
-    """The second moment less each of its two largest dimensions in turn, with a number in place of the whole; or the other way round."""
+    """The second moment less each of its two largest dimensions in turn, with a number in place of the whole; or the
+    other way round.
+    """
     every = _all(weight)
     by_size = sorted(every, key=lambda d: weight.shape[d])
     if len(every) < 2 or weight.shape[by_size[-2]] < FACTORED_FROM:
@@ -120,7 +127,12 @@ def _muon(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.Gradien
 
     numbers = jax.tree.map(dimensions, weights, is_leaf=lambda x: hasattr(x, "axes"))
     return optax.contrib.muon(
-        rate, beta=o.beta1, eps=o.eps, adam_b1=o.beta1, adam_b2=o.beta2, muon_weight_dimension_numbers=numbers
+        rate,
+        beta=o.beta1,
+        eps=o.eps,
+        adam_b1=o.beta1,
+        adam_b2=o.beta2,
+        muon_weight_dimension_numbers=numbers,
     )
 
 
@@ -134,5 +146,10 @@ OPTIMIZERS = Registry(
     Optimizer("lion", _lion, lambda o, weight: [_all(weight)], decays=True),
     Optimizer("sgd", _sgd, lambda o, weight: [_all(weight)] * (o.beta1 > 0)),
     Optimizer("adafactor", _adafactor, _factors, by_matrix=True),
-    Optimizer("muon", _muon, lambda o, weight: [_all(weight)] * (1 if _orthogonalised(weight) else 2), by_matrix=True),
+    Optimizer(
+        "muon",
+        _muon,
+        lambda o, weight: [_all(weight)] * (1 if _orthogonalised(weight) else 2),
+        by_matrix=True,
+    ),
 )

@@ -1,4 +1,6 @@
-"""No process is left without the one that started it: the kernel ends it then, frozen or not (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+"""No process is left without the one that started it: the kernel ends it then, frozen or not (Linux: prctl(2),
+PR_SET_PDEATHSIG).
+"""
 
 import ctypes
 import os
@@ -12,7 +14,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """Returns what a child does before its command (`preexec_fn`) to get a signal when its parent has ended, however that does.
+    """Returns what a child does before its command (`preexec_fn`) to get a signal when its parent has ended, however
+    that does.
 
     None where the kernel cannot. What the child starts itself is not included.
     """

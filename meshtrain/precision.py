@@ -39,7 +39,8 @@ def initial_scale(precision: PrecisionConfig) -> LossScale | None:
     """None where gradients need no scale: in float32 and bfloat16."""
     if precision.compute != "float16":
         return None
-    zero, value = jnp.zeros((), jnp.int32), min(precision.loss_scale, LARGEST_LOSS_SCALE)
+    zero = jnp.zeros((), jnp.int32)
+    value = min(precision.loss_scale, LARGEST_LOSS_SCALE)
     return LossScale(jnp.float32(value), zero, jnp.int32(precision.loss_scale_hysteresis), zero)
 
 
@@ -53,7 +54,8 @@ def unscaled(gradients: Tree, scale: LossScale | None) -> Tree:
 
 
 def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) -> LossScale:
-    """Doubled after `loss_scale_window` good steps in a row; halved by overflows, from the `loss_scale_hysteresis`-th on.
+    """Doubled after `loss_scale_window` good steps in a row; halved by overflows, from the `loss_scale_hysteresis`-th
+    on.
 
     As in Megatron-LM no good step lets overflows be forgotten, only a doubling does.
     """
@@ -76,9 +78,11 @@ def taken_if(finite: jax.Array, after: Tree, before: Tree) -> Tree:
 
 
 def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.Array:
-    """Whether one can train on from here: all is finite, and the weights small enough for the dtype that computes, and to be squared.
+    """Whether one can train on from here: all is finite, and the weights small enough for the dtype that computes, and
+    to be squared.
 
-    To be squared, since weights of 1e30 give every loss but no gradient: the norms divide by the root of an infinite mean.
+    To be squared, since weights of 1e30 give every loss but no gradient: the norms divide by the root of an infinite
+    mean.
     """
     most = min(float(jnp.finfo(precision.compute).max), math.sqrt(jnp.finfo(jnp.float32).max))
     largest = _of_all(lambda x: jnp.max(jnp.abs(x)), params)  # a CPU's may pass over NaN
@@ -94,7 +98,8 @@ def _of_all(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> jax.Array:
 class NumbersCheck(RunHook):
     """Checks what every step of a process leaves, and ends the run, by a FloatingPointError, where it is past saving.
 
-    `is_finite`: whether a state is one to train on from. `ended`: whether the step is the last, though train.steps has more.
+    `is_finite`: whether a state is one to train on from. `ended`: whether the step is the last, though train.steps has
+    more.
     """
 
     def __init__(
@@ -104,25 +109,36 @@ class NumbersCheck(RunHook):
         is_finite: Callable[[Any], jax.Array] = lambda state: jnp.array(True),
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._is_finite, self._ended = is_finite, ended
-        self.steps, self.start, self.taken, self.at_smallest = config.train.steps, start, start, 0
+        self._is_finite = is_finite
+        self._ended = ended
+        self.steps = config.train.steps
+        self.start = start
+        self.taken = start
+        self.at_smallest = 0
         sync = config.parallel.sync
-        # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when islands meet.
+        # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when
+        # islands meet.
         self.sees_all = sync.start if sync.every and jax.process_count() > 1 else math.inf
 
     def after_metrics(self, row: Row, due: bool) -> None:
-        step, metrics = row["step"], row
+        step = row["step"]
+        metrics = row
         if metrics.get("sync_islands") == 0:
             raise _past_saving(f"no island has weights that are finite after step {step}")
         if step > self.sees_all:
             return
         bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
         if not bad:
-            self.taken, self.at_smallest = step, 0
+            self.taken = step
+            self.at_smallest = 0
         elif "loss_scale" not in metrics:
-            raise _past_saving(f"the {bad[0].replace('grad_', 'gradient ')} of step {step} is {metrics[bad[0]]}")
+            raise _past_saving(
+                f"the {bad[0].replace('grad_', 'gradient ')} of step {step} is {metrics[bad[0]]}"
+            )
         else:
-            self.at_smallest = self.at_smallest + 1 if metrics["loss_scale"] == SMALLEST_SCALE else 0
+            self.at_smallest = (
+                self.at_smallest + 1 if metrics["loss_scale"] == SMALLEST_SCALE else 0
+            )
             if self.at_smallest > SKIPS:
                 raise _past_saving(
                     f"no step after step {self.taken} could be taken in float16, even at a loss scale of 1"
@@ -131,7 +147,8 @@ class NumbersCheck(RunHook):
             none_taken = step == metrics["skipped"] and self.taken == self.start
             if none_taken and (self._ended() or step == self.steps):
                 raise FloatingPointError(
-                    f"none of the {step} steps could be taken in float16, down to a loss scale of {metrics['loss_scale']:g}. "
+                    f"none of the {step} steps could be taken in float16, down to a loss scale of "
+                    f"{metrics['loss_scale']:g}. "
                     "More steps, a lower precision.loss_scale, or precision.compute bfloat16, may help."
                 )
 
@@ -144,5 +161,6 @@ class NumbersCheck(RunHook):
 
 def _past_saving(what: str) -> FloatingPointError:
     return FloatingPointError(
-        f"{what}; the checkpoints before it are intact. A lower optimizer.learning_rate, or optimizer.grad_clip, may help."
+        f"{what}; the checkpoints before it are intact. A lower optimizer.learning_rate, or optimizer.grad_clip, may "
+        "help."
     )

@@ -1,10 +1,12 @@
-"""From a run directory to a function of tokens, or of patches: the weights of a checkpoint alone, on any mesh, without writing or waiting.
+"""From a run directory to a function of tokens, or of patches: the weights of a checkpoint alone, on any mesh, without
+writing or waiting.
 
     12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
                                                                      no: retention has removed it; the newest one now
 
-No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that may only be
-read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read likewise.
+No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that
+may only be read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read
+likewise.
 """
 
 import warnings
@@ -49,55 +51,81 @@ TRIES = 5  # steps that retention may take away under a reader, one after the ot
 
 
 class Model(Shown):
-    """The model of one checkpoint: `model(tokens)`, or `model(patches)` of images, gives logits. `config` is the run's, with this mesh in place of its own."""
+    """The model of one checkpoint: `model(tokens)`, or `model(patches)` of images, gives logits.
+
+    `config` is the run's, with this mesh in place of its own.
+    """
 
     def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
-        self.program, self.params = program, params
+        self.program = program
+        self.params = params
         self.config: Config = program.config
-        self.step, self.directory = step, directory
+        self.step = step
+        self.directory = directory
 
     def __call__(self, values: ArrayLike) -> jax.Array:
-        """Returns logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape. ConfigError for what are no ids.
+        """Returns logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape.
+
+        ConfigError for what are no ids.
 
         Of a model of images logits [B, classes] of patches [B, N, P].
         """
         if self.program.of_images:
             patches = some_patches(values, self.config.model)
-            return self.program.logits(self.params, self._placed({PATCHES: patches})[PATCHES])[: len(patches), 0]
+            return self.program.logits(self.params, self._placed({PATCHES: patches})[PATCHES])[
+                : len(patches), 0
+            ]
         ids = some_ids(TOKENS, values, self.config.model.vocab_size)
         self._check_length(ids.shape[1])
         return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
-        """Returns the mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and labels [B, T], and where there are any
-        positions, segments and float weights of the loss (absent: all ones).
+        """Returns the mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and
+        labels [B, T], and where there are any positions, segments and float weights of the loss (absent: all ones).
 
-        The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that is none.
+        The loss is the one that `read_model` was given, else as the run's config has it. ConfigError for a batch that
+        is none.
         """
         arrays = a_batch(batch, self.config)
         if not self.program.of_images:
-            self._check_length(int(arrays["positions"].max()) + 1 if "positions" in arrays else arrays[TOKENS].shape[1])
+            self._check_length(
+                int(arrays["positions"].max()) + 1
+                if "positions" in arrays
+                else arrays[TOKENS].shape[1]
+            )
         if (order := self.program.column_order(inputs(arrays).shape[1])) is not None:
             arrays = {name: array[:, order] for name, array in arrays.items()}
         return float(self.program.eval_step(self.params, self._placed(arrays)))
 
     @cached_property
     def weights(self) -> dict[str, jax.Array]:
-        """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole, unpadded."""
-        whole = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), self.program.layout.canonical(params))  # noqa: E731
+        """The float32 weights by canonical name (blocks.attention.q: all layers in order along the first axis), whole,
+        unpadded.
+        """
+        whole = lambda params: jax.tree.map(
+            lambda x: x.astype(jnp.float32), self.program.layout.canonical(params)
+        )
         canonical = jax.jit(whole)(self.params)
-        return {leaf.name: x for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)}
+        return {
+            leaf.name: x
+            for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)
+        }
 
     def _check_length(self, length: int) -> None:
         model = self.config.model
         if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
-            raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
+            raise ConfigError(
+                f"{length} positions are asked for, but the model has learned {model.max_positions}."
+            )
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the mesh, with as many padding rows as its data axis needs."""
         missing = -len(inputs(batch)) % self.config.mesh.data
         padded = pad_rows(batch, missing) if missing else batch
-        return {name: jax.device_put(array, self.program.batch_sharding) for name, array in padded.items()}
+        return {
+            name: jax.device_put(array, self.program.batch_sharding)
+            for name, array in padded.items()
+        }
 
 
 def read_model(
@@ -112,19 +140,22 @@ def read_model(
     masters: bool = True,
     precision: str | None = None,
 ) -> Model:
-    """Returns the model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on `mesh` (default: the first device);
-    of the last also with an `adapter`, a directory of PEFT's.
+    """Returns the model of a run directory, of its checkpoints/ or of one step, or of a Hugging Face directory, on
+    `mesh` (default: the first device); of the last also with an `adapter`, a directory of PEFT's.
 
-    The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is passed over with a warning. A model that was trained
-    with a block or attention of its own must be read with them. `precision` is the dtype that computes, by default the config's; with
-    `masters` False weights are held in it too. ConfigError if there is no such step, if all there is is damaged,
-    or if the mesh does not fit the model. With several processes all of them call it alike.
+    The weights are verified as a resume does: with "newest", and "best" (the lowest eval loss), a damaged step is
+    passed over with a warning. A model that was trained with a block or attention of its own must be read with them.
+    `precision` is the dtype that computes, by default the config's; with `masters` False weights are held in it too.
+    ConfigError if there is no such step, if all there is is damaged, or if the mesh does not fit the model. With
+    several processes all of them call it alike.
     """
     try:
         root = Path(path).expanduser().absolute()
         theirs = is_hf_directory(root)
     except (TypeError, OSError):
-        raise ConfigError(f"{short(repr(path))} is no path that a run or a Hugging Face directory can have.") from None
+        raise ConfigError(
+            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
+        ) from None
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
@@ -167,7 +198,10 @@ def read_model(
 def read_config(
     path: str | Path, step: int | Literal["newest", "best"] = "newest", precision: str | None = None
 ) -> Config:
-    """Returns the config of the model that `read_model` would read, on one device; ConfigError if there is none. Nothing is verified."""
+    """Returns the config of the model that `read_model` would read, on one device; ConfigError if there is none.
+
+    Nothing is verified.
+    """
     root = Path(path).expanduser().absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
@@ -176,7 +210,9 @@ def read_config(
     return _config(directory, StepManifest.read(directory), one, precision)
 
 
-def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any) -> Model:
+def _adopted(
+    root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any
+) -> Model:
     """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
     config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
@@ -188,15 +224,27 @@ def _adopted(root: Path, mesh: Mesh, adapter: str | Path | None, precision: str 
     return Model(program, params, 0, root)
 
 
-def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: Container[Path]) -> Path:
-    """Returns the directory of a step; of "newest" and "best" those that are known to be damaged are left out. ConfigError if there is none."""
-    there = {d.name: d for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))}
+def _choose(
+    root: Path, step: int | str, damaged: Mapping[Path, str], removed: Container[Path]
+) -> Path:
+    """Returns the directory of a step; of "newest" and "best" those that are known to be damaged are left out.
+
+    ConfigError if there is none.
+    """
+    there = {
+        d.name: d
+        for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))
+    }
     if not there:
-        raise ConfigError(f"there is no checkpoint in {short(root)}; give a run directory that has one, or one step.")
+        raise ConfigError(
+            f"there is no checkpoint in {short(root)}; give a run directory that has one, or one step."
+        )
     left = [d for d in there.values() if d not in damaged]
     if step in ("newest", "best") and not left:
         newest = list(there.values())[-1]
-        raise ConfigError(f"every checkpoint in {root} is damaged ({damaged[newest]}); give another.")
+        raise ConfigError(
+            f"every checkpoint in {root} is damaged ({damaged[newest]}); give another."
+        )
     if step == "newest":
         return left[-1]
     if step == "best":
@@ -206,7 +254,11 @@ def _choose(root: Path, step: int | str, damaged: Mapping[Path, str], removed: C
         raise ConfigError(no_best(root, evaluated))
     wanted = there.get(str(step))
     if wanted is None or wanted in removed:
-        what = "there is no" if wanted is None and not removed else "the run has removed, while it was read,"
+        what = (
+            "there is no"
+            if wanted is None and not removed
+            else "the run has removed, while it was read,"
+        )
         raise ConfigError(f"{what} step {step} in {root}; it has {', '.join(there)}.")
     if wanted in damaged:
         raise ConfigError(f"{damaged[wanted]}.")
@@ -225,27 +277,37 @@ def _identity(directory: Path) -> tuple[int, int, int] | None:
 def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Model:
     manifest = StepManifest.read(directory)
     program = Program(_config(directory, manifest, mesh.shape, precision), mesh, **how)
-    restoring.compare_hooks(manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True)
+    restoring.compare_hooks(
+        manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True
+    )
     with freed_blocks_returned():
         params = read_weights(GlobalArrays(program), directory, manifest)
     return Model(program, params, manifest.step, directory)
 
 
-def _config(directory: Path, manifest: StepManifest, mesh: Mapping[str, int], precision: str | None) -> Config:
-    """Returns the config of a run's checkpoint, without keys that this version does not know, on another mesh and with nothing else in
-    `parallel`.
+def _config(
+    directory: Path, manifest: StepManifest, mesh: Mapping[str, int], precision: str | None
+) -> Config:
+    """Returns the config of a run's checkpoint, without keys that this version does not know, on another mesh and with
+    nothing else in `parallel`.
     """
     sections = known(manifest.config, Config)
     run_directory = directory.absolute().parents[1]
     if entries := sections.get("run", {}).get("imports"):
         sections["run"]["imports"] = take(entries, directory / MANIFEST, run_directory)
     sections["data"] = opened_from(sections.get("data", {}), run_directory)
-    run = load({name: values for name, values in sections.items() if name not in ("mesh", "parallel")})
-    # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them for each call
-    # would cost more than it saves.
+    run = load(
+        {name: values for name, values in sections.items() if name not in ("mesh", "parallel")}
+    )
+    # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them
+    # for each call would cost more than it saves.
     config = replaced(
-        run, mesh=vars(MeshConfig.of(mesh)), parallel={"zero_stage": 0}, train={"uneven_batch": "pad"}, precision={"float8_frozen": False}
-    )  # fmt: skip
+        run,
+        mesh=vars(MeshConfig.of(mesh)),
+        parallel={"zero_stage": 0},
+        train={"uneven_batch": "pad"},
+        precision={"float8_frozen": False},
+    )
     config = _with_precision(config, precision)
     check(config)
     return config

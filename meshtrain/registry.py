@@ -1,4 +1,5 @@
-"""Things of one kind that a key of the config names: those of the package, and those that somebody registers from outside.
+"""Things of one kind that a key of the config names: those of the package, and those that somebody registers from
+outside.
 
     FAMILIES.register(Family("mine", ...))
 
@@ -11,11 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from meshtrain.errors import ConfigError, short
 
-PLUGINS = (
-    "meshtrain.plugins"  # the entry points of installed distributions that register some (`config.imports.plugins`)
-)
-# Directories whose code may run, as --trust names them and as PATH has them: in the environment, so that processes that a command starts trust
-# them too.
+PLUGINS = "meshtrain.plugins"  # the entry points of installed distributions that register some (`config.imports.plugins`)
+# Directories whose code may run, as --trust names them and as PATH has them: in the environment, so that processes that
+# a command starts trust them too.
 TRUST = "MESHTRAIN_TRUST"
 
 
@@ -28,14 +27,18 @@ Entry = TypeVar("Entry", bound=Named)
 
 
 class Unimported(str):
-    """A name in a config that was only read: code that was not run would register or define it. `key`: where it stands; `run`: what to trust."""
+    """A name in a config that was only read: code that was not run would register or define it.
+
+    `key`: where it stands; `run`: what to trust.
+    """
 
     key: str
     run: str
 
     def __new__(cls, name: str, key: str = "", run: str = "") -> "Unimported":
         text = super().__new__(cls, name)
-        text.key, text.run = key, run
+        text.key = key
+        text.run = run
         return text
 
 
@@ -46,7 +49,8 @@ class NotImported(ConfigError, KeyError):
 
     def __init__(self, name: Unimported) -> None:
         super().__init__(
-            f"{name.key} has {short(repr(str(name)))}, which comes from code of the run; a command that reads a run imports none "
+            f"{name.key} has {short(repr(str(name)))}, which comes from code of the run; a command that reads a run "
+            "imports none "
             f"without --trust {short(name.run)}."
         )
 
@@ -80,5 +84,7 @@ class Registry(Mapping[str, Entry]):
 
 
 def late(function: str) -> Callable[..., Any]:
-    """Returns `module:function`, imported when it is first called: for what stands above the config that asks for it by a name."""
+    """Returns `module:function`, imported when it is first called: for what stands above the config that asks for it by
+    a name.
+    """
     return lambda *arguments: pkgutil.resolve_name(function)(*arguments)

@@ -1,11 +1,17 @@
-"""What shows itself: a picture in a notebook, a few lines of text elsewhere. The pictures are made in `pictures`, above all that they show."""
+"""What shows itself: a picture in a notebook, a few lines of text elsewhere.
+
+The pictures are made in `pictures`, above all that they show.
+"""
 
 import importlib
 from typing import Any
 
 
 class Shown:
-    """A class whose instances show themselves. `pictures` is found by name, since it stands above whoever shows itself."""
+    """A class whose instances show themselves.
+
+    `pictures` is found by name, since it stands above whoever shows itself.
+    """
 
     def _repr_html_(self) -> str:
         return _picture(self).html

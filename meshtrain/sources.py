@@ -1,4 +1,5 @@
-"""The words that `data.source` takes beside a path: each kind of source is one entry, and nobody asks for one by its name.
+"""The words that `data.source` takes beside a path: each kind of source is one entry, and nobody asks for one by its
+name.
 
     stdlib      the Python files of the standard library: documents
     synthetic   random tokens or images from the seed, for benchmarks: rows, of which no document is made
@@ -20,8 +21,10 @@ MIXTURE = "mixture"  # data.source where data.mixture names the sources
 class SourceKind:
     """A word, and which functions open what it names.
 
-    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.shards.Source`; they can be batched in every way, mixed and held out.
-    rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a digest.
+    documents: (data: DataConfig, tokenizer: Tokenizer) -> `data.shards.Source`; they can be batched in every way, mixed
+    and held out.
+    rows: (config: Config, split: str) -> `data.batches.EpochRows`; they are drawn: nothing is read, so nothing has a
+    digest.
     images: (config: Config) -> `data.images.image_sources.ImageSource`, for a family of images.
     """
 

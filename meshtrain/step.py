@@ -1,6 +1,7 @@
 """The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
 
-    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards ──Optax──► state
+    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards
+    ──Optax──► state
                                all-gather          explicit collectives               reduce-scatter
 
 Every collective up to the shards stands in the source; behind them XLA adds only those of norms.
@@ -24,15 +25,48 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import check_length
 from meshtrain.config.follow import as_run_on, padded_batch_size
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import FLOATS, LABELS, PAIRS, PATCHES, TOKENS, WEIGHTS, a_batch, a_config, inputs, row_shape
-from meshtrain.mesh import CONTEXT, compiler_options, make_mesh, of_own_part, own_part, part_bytes, platform
+from meshtrain.inputs import (
+    FLOATS,
+    LABELS,
+    PAIRS,
+    PATCHES,
+    TOKENS,
+    WEIGHTS,
+    a_batch,
+    a_config,
+    inputs,
+    row_shape,
+)
+from meshtrain.mesh import (
+    CONTEXT,
+    compiler_options,
+    make_mesh,
+    of_own_part,
+    own_part,
+    part_bytes,
+    platform,
+)
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
-from meshtrain.optim import learning_rate, load_metrics, make_optimizer, state_shardings, updates_made
+from meshtrain.optim import (
+    learning_rate,
+    load_metrics,
+    make_optimizer,
+    state_shardings,
+    updates_made,
+)
 from meshtrain.parallel import offload
 from meshtrain.parallel.forward import Batch
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.parallelize import Gradients, LocalStep
-from meshtrain.precision import LossScale, factor, initial_scale, is_finite, next_scale, taken_if, unscaled
+from meshtrain.precision import (
+    LossScale,
+    factor,
+    initial_scale,
+    is_finite,
+    next_scale,
+    taken_if,
+    unscaled,
+)
 from meshtrain.shown import Shown
 
 if TYPE_CHECKING:
@@ -60,10 +94,10 @@ class State(NamedTuple):
 class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
-    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet, but that
-    a loss hook is tried on made-up logits where the vocabulary is split. ConfigError for a mesh with fewer devices than the config needs,
-    and for a hook whose result is not what it must be. `masters` False: a program that trains nothing, whose weights are held in the
-    dtype that computes.
+    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`. Nothing runs or is allocated yet, but
+    that a loss hook is tried on made-up logits where the vocabulary is split. ConfigError for a mesh with fewer devices
+    than the config needs, and for a hook whose result is not what it must be. `masters` False: a program that trains
+    nothing, whose weights are held in the dtype that computes.
     """
 
     islands: "IslandSteps | None" = None  # where they step by themselves
@@ -79,18 +113,23 @@ class Program(Shown):
         masters: bool = True,
     ) -> None:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            raise ConfigError("JAX_DISABLE_JIT is set, but a step is one compiled program; unset it.")
+            raise ConfigError(
+                "JAX_DISABLE_JIT is set, but a step is one compiled program; unset it."
+            )
         config = a_config(config, "mt.Program")
         mesh = make_mesh(config) if mesh is None else mesh
         if dict(mesh.shape) != config.mesh.shape:
             given, asked = (
-                " x ".join(f"{axis} {size}" for axis, size in m.items()) for m in (mesh.shape, config.mesh.shape)
+                " x ".join(f"{axis} {size}" for axis, size in m.items())
+                for m in (mesh.shape, config.mesh.shape)
             )
             raise ConfigError(
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
         self.config, self.mesh = config, mesh = as_run_on(platform(mesh), config), mesh
-        self.rows = PartitionSpec(config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else []))
+        self.rows = PartitionSpec(
+            config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else [])
+        )
         self.of_images = FAMILIES[config.model.family].images
         self.hooks = Hooks.of(config, block=block, attention=attention, loss=loss)
         self.hooks.check(config)
@@ -120,8 +159,9 @@ class Program(Shown):
         shardings = state_shardings(self.layout, self.mesh, optimizer)
         if self.config.parallel.offload_optimizer:
             shardings = offload.on_host(optimizer, shardings)
-        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-        scale, feedback = jax.eval_shape(lambda: initial_scale(self.config.precision)), self.local.zero.feedback
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
+        feedback = self.local.zero.feedback
         state = State(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
             params=params,
@@ -146,7 +186,8 @@ class Program(Shown):
         def make() -> State:
             params = self.layout.init(jax.random.key(self.config.run.seed))
             optimizer = self.optimizer.init(self.layout.only_trained(params))
-            scale, feedback = self._initial_scale(), self.local.zero.feedback
+            scale = self._initial_scale()
+            feedback = self.local.zero.feedback
             compression = feedback and feedback.init(self.feedback_key)
             state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, compression)
             return state if self.islands is None else self.islands.begin(state)
@@ -154,7 +195,10 @@ class Program(Shown):
         return jax.jit(make, out_shardings=self.state_shardings)()
 
     def init_scale(self) -> LossScale | None:
-        """The loss scale before the first step. Compiled, so that no two of its numbers share a buffer, which a step would use up twice."""
+        """The loss scale before the first step.
+
+        Compiled, so that no two of its numbers share a buffer, which a step would use up twice.
+        """
         return jax.jit(self._initial_scale, out_shardings=self.state_shardings.scale)()
 
     def _initial_scale(self) -> LossScale | None:
@@ -176,9 +220,14 @@ class Program(Shown):
 
     # --- batches
 
-    def batch_shapes(self, example: dict[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data, and tokens over context."""
-        train, rows = self.config.train, padded_batch_size(self.config)
+    def batch_shapes(
+        self, example: dict[str, Any] | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """ShapeDtypeStructs of a global batch with the arrays of an example, rows sharded over data, and tokens over
+        context.
+        """
+        train = self.config.train
+        rows = padded_batch_size(self.config)
         more = PAIRS if train.objective == "dpo" else ()
         example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
         if rows > train.global_batch_size:
@@ -186,41 +235,58 @@ class Program(Shown):
 
         def array(name: str) -> jax.ShapeDtypeStruct:
             dtype = jnp.float32 if name in FLOATS else jnp.int32
-            return jax.ShapeDtypeStruct((rows, *row_shape(name, self.config)), dtype, sharding=self.batch_sharding)
+            return jax.ShapeDtypeStruct(
+                (rows, *row_shape(name, self.config)), dtype, sharding=self.batch_sharding
+            )
 
         return {name: array(name) for name in example}
 
     def place(self, batch: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
-        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own part (see `part`).
+        """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own part (see
+        `part`).
 
         ConfigError for arrays that make no batch, and for rows that the data ranks cannot share.
         """
-        arrays, mesh = a_batch(batch, self.config), self.config.mesh
-        ranks, *parts = (own.stop - own.start for own in own_part(self.batch_sharding, (mesh.data, mesh.context)))
+        arrays = a_batch(batch, self.config)
+        mesh = self.config.mesh
+        ranks, *parts = (
+            own.stop - own.start for own in own_part(self.batch_sharding, (mesh.data, mesh.context))
+        )
         rows, length = inputs(arrays).shape[:2]
         if rows % ranks:
-            raise ConfigError(f"a batch of {rows} rows cannot be shared by data {ranks}; give a multiple.")
+            raise ConfigError(
+                f"a batch of {rows} rows cannot be shared by data {ranks}; give a multiple."
+            )
         shape = rows // ranks * mesh.data, *(length * mesh.context // own for own in parts)
         if (order := self.column_order(shape[-1])) is not None:
             own = order[own_part(self.batch_sharding, shape)[1]]
             arrays = {name: x[:, np.argsort(np.argsort(own))] for name, x in arrays.items()}
-        return {name: of_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :]) for name, x in arrays.items()}
+        return {
+            name: of_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :])
+            for name, x in arrays.items()
+        }
 
     def part(self, shape: tuple[int, ...]) -> tuple[slice, np.ndarray | None]:
-        """Returns the rows of a global batch [rows, T] that this process gives, and the places of a row, in their order; None: all."""
+        """Returns the rows of a global batch [rows, T] that this process gives, and the places of a row, in their
+        order; None: all.
+        """
         rows, *columns = own_part(self.batch_sharding, shape)
         order = self.column_order(shape[1])
         own = None if order is None else np.sort(order[columns[0]])
         return rows, None if own is None or len(own) == shape[1] else own
 
     def column_order(self, length: int) -> np.ndarray | None:
-        """The position of each place of a row on the devices, where context splits rows; ConfigError for a length that it cannot split."""
+        """The position of each place of a row on the devices, where context splits rows; ConfigError for a length that
+        it cannot split.
+        """
         if self.config.mesh.context == 1:
             return None
         from meshtrain.parallel.context import column_order
 
         check_length(self.config, length)
-        return column_order(length, self.config.mesh.context, self.local.forward.collectives.by_heads)
+        return column_order(
+            length, self.config.mesh.context, self.local.forward.collectives.by_heads
+        )
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -230,9 +296,15 @@ class Program(Shown):
     # --- the programs
 
     def gradients(
-        self, params: Tree, batch: Batch, step: jax.Array, scale: jax.Array, feedback: "FeedbackState | None" = None
+        self,
+        params: Tree,
+        batch: Batch,
+        step: jax.Array,
+        scale: jax.Array,
+        feedback: "FeedbackState | None" = None,
     ) -> tuple[jax.Array, Tree]:
-        """Mean loss per token (dpo: per pair; images: per image), and `scale` times its gradient as float32 shards; None of what is frozen.
+        """Mean loss per token (dpo: per pair; images: per image), and `scale` times its gradient as float32 shards;
+        None of what is frozen.
 
         feedback: `State.reduce`, what compression kept of the last step; by default what it has before the first one.
         """
@@ -244,9 +316,12 @@ class Program(Shown):
     @cached_property
     def _gradients(self) -> Callable[..., Gradients]:
         """`LocalStep.gradients` on the mesh."""
-        everywhere, feedback = PartitionSpec(), self.local.zero.feedback
+        everywhere = PartitionSpec()
+        feedback = self.local.zero.feedback
         specs = feedback and feedback.specs
-        shards = jax.tree.map(lambda x: x.sharding.spec, self.layout.only_trained(self.layout.masters))
+        shards = jax.tree.map(
+            lambda x: x.sharding.spec, self.layout.only_trained(self.layout.masters)
+        )
         return jax.shard_map(
             self.local.gradients,
             mesh=self.mesh,
@@ -255,7 +330,9 @@ class Program(Shown):
         )
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        gradients = self._gradients(state.params, batch, state.step, factor(state.scale), state.reduce)
+        gradients = self._gradients(
+            state.params, batch, state.step, factor(state.scale), state.reduce
+        )
         optimizer = self.on_device(state.optimizer)
         return self.update(state._replace(optimizer=optimizer), gradients)
 
@@ -264,28 +341,38 @@ class Program(Shown):
         """The state after a step, and its metrics; `state.optimizer` is on the devices."""
         divided = unscaled(gradients.shards, state.scale)
         # Counts are not scaled.
-        grads = self.layout.map(lambda weight, g, count: count if weight.counts else g, divided, gradients.shards)
+        grads = self.layout.map(
+            lambda weight, g, count: count if weight.counts else g, divided, gradients.shards
+        )
         norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
         after = optax.apply_updates(before[0], updates), optimizer, gradients.feedback
         learning_rate = self.learning_rate(updates_made(state.optimizer))
         metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
-        scale, statistics = state.scale, gradients.statistics
+        scale = state.scale
+        statistics = gradients.statistics
         if scale is not None:
             left_out = statistics.get("residual_norm", 0.0)
             finite = jnp.isfinite(norm) & jnp.isfinite(gradients.loss) & jnp.isfinite(left_out)
-            after, scale = taken_if(finite, after, before), next_scale(scale, finite, self.config.precision)
+            after = taken_if(finite, after, before)
+            scale = next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
         params = self.layout.with_frozen(after[0], state.params)
-        metrics |= statistics | gradients.measured | load_metrics(self.config, self.layout, gradients.shards)
+        metrics |= (
+            statistics
+            | gradients.measured
+            | load_metrics(self.config, self.layout, gradients.shards)
+        )
         return State(state.step + 1, params, after[1], scale, after[2]), metrics
 
     def on_device(self, optimizer: Tree) -> Tree:
         """The optimizer state where it is computed with: inside jit, from the host if it lies there."""
         if not self.config.parallel.offload_optimizer:
             return optimizer
-        shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), self.state_shapes.optimizer)
+        shardings = jax.tree.map(
+            lambda x: x.sharding.with_memory_kind("device"), self.state_shapes.optimizer
+        )
         return offload.move(optimizer, shardings)
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
@@ -301,27 +388,41 @@ class Program(Shown):
     @cached_property
     def train_step(self) -> "TrainStep":
         """(state, batch) -> (state, metrics); the old state's memory is reused, so go on with the new one."""
-        return self.jitted_step(self._train) if self.islands is None else StepOfIslands(self.islands)
+        return (
+            self.jitted_step(self._train) if self.islands is None else StepOfIslands(self.islands)
+        )
 
     def step_after(self, taken: int) -> "TrainStep":
-        """The compiled step after `taken` steps; where islands step by themselves `islands.finish` does what is due after it."""
+        """The compiled step after `taken` steps; where islands step by themselves `islands.finish` does what is due
+        after it.
+        """
         return self.train_step if self.islands is None else self.islands.step_after(taken)
 
     def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
-        options = compiler_options(self.mesh, self.local.zero.overlaps_reduce_scatter, self.local.sends)
+        options = compiler_options(
+            self.mesh, self.local.zero.overlaps_reduce_scatter, self.local.sends
+        )
         shardings = self.state_shardings, None
-        return TrainStep(jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options))
+        return TrainStep(
+            jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+        )
 
     @cached_property
     def eval_step(self) -> Callable[[Tree, Batch], jax.Array]:
-        """(params, batch) -> mean loss per token (dpo: per pair; images: per image), without label smoothing and z-loss."""
+        """(params, batch) -> mean loss per token (dpo: per pair; images: per image), without label smoothing and
+        z-loss.
+        """
         return jax.jit(self._evaluate)
 
     @cached_property
     def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
         """(params, batch of images) -> (mean loss, accuracy by the weights of the images)."""
         names = "eval_loss", "eval_accuracy"
-        return jax.jit(lambda *given: tuple(self._of_batch(self.local.evaluated, *given)[name] for name in names))
+        return jax.jit(
+            lambda *given: tuple(
+                self._of_batch(self.local.evaluated, *given)[name] for name in names
+            )
+        )
 
     @cached_property
     def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
@@ -353,21 +454,30 @@ class Program(Shown):
             logits = logits if order is None else logits[:, np.argsort(order)]
             return logits[..., : self.config.model.vocab_size]
 
-        return jax.jit(run, out_shardings=NamedSharding(self.mesh, PartitionSpec(self.config.mesh.data_axes)))
+        return jax.jit(
+            run, out_shardings=NamedSharding(self.mesh, PartitionSpec(self.config.mesh.data_axes))
+        )
 
     @cached_property
     def is_finite(self) -> Callable[[State], jax.Array]:
         """Whether a state is one to train on from: finite, all of it."""
         precision = self.config.precision
         if self.islands is None:
-            return jax.jit(lambda s: is_finite(s.params, (self.on_device(s.optimizer), s.reduce), precision))
+            return jax.jit(
+                lambda s: is_finite(s.params, (self.on_device(s.optimizer), s.reduce), precision)
+            )
         return jax.jit(self.islands.is_finite)
 
     def check_offload(self, state: State, batch: Batch) -> float:
-        """Relative difference between the gradients with and without offloaded activations, on a real batch, since an open XLA report has
-        offloaded scan residuals give wrong gradients on GPUs, silently."""
-        parallel = dataclasses.replace(self.config.parallel, remat="full", remat_keep=(), remat_offload=())
-        plain = Program(dataclasses.replace(self.config, parallel=parallel), self.mesh, **vars(self.hooks))
+        """Relative difference between the gradients with and without offloaded activations, on a real batch, since an
+        open XLA report has offloaded scan residuals give wrong gradients on GPUs, silently.
+        """
+        parallel = dataclasses.replace(
+            self.config.parallel, remat="full", remat_keep=(), remat_offload=()
+        )
+        plain = Program(
+            dataclasses.replace(self.config, parallel=parallel), self.mesh, **vars(self.hooks)
+        )
 
         def difference(params: Tree, batch: Batch, step: jax.Array) -> jax.Array:
             one = jnp.float32(1.0)
@@ -379,11 +489,16 @@ class Program(Shown):
     # --- the compiled step, read
 
     def lower(self, batch: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
-        """The train step lowered on abstract arrays, for devices that may only be described, and a batch like this one."""
+        """The train step lowered on abstract arrays, for devices that may only be described, and a batch like this
+        one.
+        """
         return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())
 
     def collectives(self, batch: Mapping[str, Any] | None = None) -> "CompiledCollectives":
-        """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`). Compiles it."""
+        """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`).
+
+        Compiles it.
+        """
         from meshtrain.hlo import collectives
 
         with lines_as_they_are():
@@ -398,7 +513,10 @@ class Program(Shown):
 
 
 class TrainStep:
-    """A jitted train step. A state that an earlier call has used up is refused, since JAX's CPU devices end the process on it."""
+    """A jitted train step.
+
+    A state that an earlier call has used up is refused, since JAX's CPU devices end the process on it.
+    """
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -406,16 +524,26 @@ class TrainStep:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         count = state.step
-        if isinstance(count, jax.Array) and not isinstance(count, jax.core.Tracer) and count.is_deleted():
-            raise ConfigError("this state was used up by an earlier train_step; go on with the state that it returned.")
+        if (
+            isinstance(count, jax.Array)
+            and not isinstance(count, jax.core.Tracer)
+            and count.is_deleted()
+        ):
+            raise ConfigError(
+                "this state was used up by an earlier train_step; go on with the state that it returned."
+            )
         return self._step(state, batch)
 
 
 class StepOfIslands(TrainStep):
-    """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to know which."""
+    """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to
+    know which.
+    """
 
     def __init__(self, islands: "IslandSteps") -> None:
-        self._islands, self._step, self.lower = islands, self._any, islands.local_step.lower
+        self._islands = islands
+        self._step = self._any
+        self.lower = islands.local_step.lower
 
     def _any(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
         taken = int(state.step)
@@ -425,4 +553,6 @@ class StepOfIslands(TrainStep):
 
 def _refuse_state(params: Tree) -> None:
     if isinstance(params, State):
-        raise ConfigError("the weights alone are wanted here: give state.params in place of the state.")
+        raise ConfigError(
+            "the weights alone are wanted here: give state.params in place of the state."
+        )

@@ -59,7 +59,13 @@ from meshtrain.telemetry.progress import Reporter
 from meshtrain.units import size
 
 COMPILING = 3600  # seconds by which one process may be later than another
-PLAIN = (ConfigError, CheckpointError, FloatingPointError, RunFailure, Unreadable)  # errors that are one sentence
+PLAIN = (
+    ConfigError,
+    CheckpointError,
+    FloatingPointError,
+    RunFailure,
+    Unreadable,
+)  # errors that are one sentence
 
 
 @command
@@ -92,9 +98,10 @@ def train(
 ) -> RunResult:
     """Trains a whole run, or the rest of one, and returns how it ended.
 
-    `callbacks` are called around each step: a RunHook at its moments, a function with the metrics of each step. `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with the same.
-    ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written, FloatingPointError if the loss is
-    not finite.
+    `callbacks` are called around each step: a RunHook at its moments, a function with the metrics of each step.
+    `block`, `attention` and `loss` replace the built-in ones, see `model.hooks`; a run must be resumed and read with
+    the same. ConfigError for what cannot run, CheckpointError if the last checkpoint cannot be written,
+    FloatingPointError if the loss is not finite.
     """
     a_config(config, "mt.train")
     after = as_hooks(callbacks)
@@ -104,7 +111,15 @@ def train(
         directory = run_directory(config)
         try:
             return _run(
-                config, directory, supervision, stop, closing, after, block=block, attention=attention, loss=loss
+                config,
+                directory,
+                supervision,
+                stop,
+                closing,
+                after,
+                block=block,
+                attention=attention,
+                loss=loss,
             )
         except Exception as error:
             newest = None
@@ -172,7 +187,14 @@ def _run(
         if config.telemetry.trace_at:
             from meshtrain.telemetry.trace import Tracer
 
-            tracer = Tracer(config, directory, program.mesh, program.layout.table, heartbeat.phase, measures.leave_out)
+            tracer = Tracer(
+                config,
+                directory,
+                program.mesh,
+                program.layout.table,
+                heartbeat.phase,
+                measures.leave_out,
+            )
             closing.callback(tracer.close)
             hooks.append(tracer)
         if config.train.gc_every:
@@ -190,7 +212,17 @@ def _run(
 
         loader = Loader(data, start, program.part, place, config.data.prefetch)
         closing.callback(loader.close)
-        loop = Loop(program, data, loader, evaluation, checkpointer, supervision, measures, report.write, hooks)
+        loop = Loop(
+            program,
+            data,
+            loader,
+            evaluation,
+            checkpointer,
+            supervision,
+            measures,
+            report.write,
+            hooks,
+        )
         last = loop.run(state, start, stop)
         heartbeat.phase("save")
         checkpointer.wait()
@@ -202,7 +234,11 @@ def _run(
             return RunResult(directory, FAILED, last, tuple(losses))
         stopped = last < config.train.steps and not evaluation.ended
         if stopped:
-            where = f"after step {last}; its checkpoint is written" if last > start else "before the first step"
+            where = (
+                f"after step {last}; its checkpoint is written"
+                if last > start
+                else "before the first step"
+            )
             report.write(f"stopped on request {where}, run again to go on.")
         heartbeat.phase("end")
         return RunResult(directory, STOPPED if stopped else DONE, last, tuple(losses))
@@ -221,13 +257,23 @@ class Loop:
     measures: Measured
     report: Callable[[str], None]
     hooks: Sequence[RunHook]
-    steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(default_factory=dict)  # by batch shape
+    steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(
+        default_factory=dict
+    )  # by batch shape
 
     def run(self, state: State, start: int, stop: StopSignals) -> int:
-        """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns the last step."""
-        steps, step, stopping = self.program.config.train.steps, start, stop.requested
-        synchronous = platform(self.program.mesh) == "cpu"  # steps in flight together deadlock fake devices
-        pending: tuple[int, dict[str, jax.Array]] | None = None  # the step whose metrics are still on the devices
+        """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns
+        the last step.
+        """
+        steps = self.program.config.train.steps
+        step = start
+        stopping = stop.requested
+        synchronous = (
+            platform(self.program.mesh) == "cpu"
+        )  # steps in flight together deadlock fake devices
+        pending: tuple[int, dict[str, jax.Array]] | None = (
+            None  # the step whose metrics are still on the devices
+        )
         while step < steps and not stopping and not self.evaluation.ended:
             for hook in self.hooks:
                 hook.before_batch(step + 1)
@@ -268,8 +314,11 @@ class Loop:
             self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
 
     def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
-        """Returns the step after `step` steps for this shape of batch; compiling is reported, and does not count as a step's time."""
-        train_step, shape = self.program.step_after(step), inputs(batch).shape
+        """Returns the step after `step` steps for this shape of batch; compiling is reported, and does not count as a
+        step's time.
+        """
+        train_step = self.program.step_after(step)
+        shape = inputs(batch).shape
         key = train_step, shape
         if key not in self.steps:
             self.supervision.enter("compile", step)
@@ -278,20 +327,27 @@ class Loop:
             if self.program.islands is not None:
                 self.program.islands.prepare()
             meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
-            self.report(f"compiled for batches of {' x '.join(map(str, shape))} in {time.perf_counter() - began:.1f} s")
+            self.report(
+                f"compiled for batches of {' x '.join(map(str, shape))} in {time.perf_counter() - began:.1f} s"
+            )
             self.measures.restart()
         return self.steps[key]
 
-    def log(self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None) -> Row:
+    def log(
+        self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None
+    ) -> Row:
         """Waits for the metrics of `step`, and hands its row, with what it `evaluated` to, to the hooks."""
         self.supervision.heartbeat.phase("wait")
-        islands, config = self.program.islands, self.program.config
+        islands = self.program.islands
+        config = self.program.config
         if islands is None:
             values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         else:
             values = islands.visible(metrics)
         self.supervision.heartbeat.took(step)
-        row = {"step": step, **values} | self.measures.step(self.data.tokens(step - 1), self.loader.waited)
+        row = {"step": step, **values} | self.measures.step(
+            self.data.tokens(step - 1), self.loader.waited
+        )
         row |= {"padding_tokens": self.data.padding_tokens(step - 1), **(evaluated or {})}
         due = step % config.log.every == 0 or step == config.train.steps or bool(evaluated)
         if due:
@@ -313,14 +369,24 @@ class Loop:
 
 
 class OffloadCheck(RunHook):
-    """Compares gradients with and without offloaded activations on the first batch of a process; ConfigError if they differ."""
+    """Compares gradients with and without offloaded activations on the first batch of a process; ConfigError if they
+    differ.
+    """
 
-    def __init__(self, program: Program, report: Callable[[str], None], leave_out: Callable[[float], None]) -> None:
-        self._program, self._report, self._leave_out, self._checked = program, report, leave_out, False
+    def __init__(
+        self, program: Program, report: Callable[[str], None], leave_out: Callable[[float], None]
+    ) -> None:
+        self._program = program
+        self._report = report
+        self._leave_out = leave_out
+        self._checked = False
 
-    def before_step(self, step: int, compiled: jax.stages.Compiled, state: State, batch: Batch) -> tuple[State, Batch]:
+    def before_step(
+        self, step: int, compiled: jax.stages.Compiled, state: State, batch: Batch
+    ) -> tuple[State, Batch]:
         if not self._checked:
-            began, self._checked = time.perf_counter(), True
+            began = time.perf_counter()
+            self._checked = True
             difference = self._program.check_offload(state, batch)
             self._report(offload.judged(difference, self._program.config.precision.compute))
             self._leave_out(time.perf_counter() - began)
@@ -328,22 +394,35 @@ class OffloadCheck(RunHook):
 
 
 def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
-    """Returns sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is left to do."""
-    config, devices = program.config, program.mesh.devices.size
+    """Returns sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is
+    left to do.
+    """
+    config = program.config
+    devices = program.mesh.devices.size
     trained = trained_text(config.model, config.lora, config.train.trainable)
     lines = [
         f"{config.model.family} with {program.layout.parameters:,} parameters{trained} on {config.mesh} "
         f"({devices} {platform(program.mesh)} devices), "
         f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",
         data.describe(),
-        *([f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"] if config.train.epochs else []),
+        *(
+            [f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"]
+            if config.train.epochs
+            else []
+        ),
         *chosen(config),
         *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
     ]
     if start >= config.train.steps:
-        return [*lines, f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do"]
+        return [
+            *lines,
+            f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do",
+        ]
     if evaluation.ended:
-        return [*lines, f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on"]
+        return [
+            *lines,
+            f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on",
+        ]
     return [*lines, *evaluation.opening(), *([f"going on after step {start}"] if start else [])]
 
 
@@ -351,16 +430,27 @@ def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> li
     """Returns sentences on the saves that no row of metrics follows (`last`: their metrics), and on the evaluations."""
     lines = evaluation.closing(step)
     if last:
-        size, seconds, blocking = (last[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds"))
-        lines.insert(0, f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking")
+        size, seconds, blocking = (
+            last[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds")
+        )
+        lines.insert(
+            0,
+            f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking",
+        )
     return lines
 
 
 def _commands(config: Config) -> str:
     """Returns where a run is, and the commands that look at it."""
     run = shlex.quote(config.run.directory)
-    use = f"evaluate {run}" if FAMILIES[config.model.family].images else f"generate {run} --prompt TEXT"
-    return "\n  meshtrain ".join([f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use])
+    use = (
+        f"evaluate {run}"
+        if FAMILIES[config.model.family].images
+        else f"generate {run} --prompt TEXT"
+    )
+    return "\n  meshtrain ".join(
+        [f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use]
+    )
 
 
 callable_as(__name__, train)

@@ -1,4 +1,6 @@
-"""Every test sees 8 fake CPU devices, a compiler told to be quick, what was compiled the last time, and nothing that a user left behind."""
+"""Every test sees 8 fake CPU devices, a compiler told to be quick, what was compiled the last time, and nothing that a
+user left behind.
+"""
 
 import os
 import signal
@@ -17,11 +19,14 @@ FLAGS = ["--xla_cpu_collective_call_terminate_timeout_seconds=60", *quick_compil
 
 
 def pytest_configure() -> None:
-    # Under nohup, or in a script's background, they are ignored, as a run then does too; the tests of signals send them.
+    # Under nohup, or in a script's background, they are ignored, as a run then does too; the tests of signals send
+    # them.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = " ".join([*FLAGS, given]).strip()  # what the user sets comes last and wins
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*FLAGS, given]
+    ).strip()  # what the user sets comes last and wins
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     fake_cpu_devices(DEVICES)

@@ -1,4 +1,6 @@
-"""Wrong usage of any command is one sentence with the nearest right spelling and exit code 2; so ends whatever else goes wrong."""
+"""Wrong usage of any command is one sentence with the nearest right spelling and exit code 2; so ends whatever else
+goes wrong.
+"""
 
 import argparse
 import errno
@@ -48,11 +50,26 @@ WRONG = {
         ("--config", "argument --config: expected one argument"),
         ("--config=", "an argument is empty; give --config a value"),
         ("--config run.yaml --set", "argument --set: expected one argument"),
-        ("--config run.yaml --print-config=yes", "argument --print-config: ignored explicit argument 'yes'"),
-        ("--config run.yaml mesh.data=2", "mesh.data=2 is no argument; did you mean --set mesh.data=2?"),
-        ("--config run.yaml --mesh.tensor 2", "there is no option --mesh.tensor; did you mean --set mesh.tensor=2?"),
-        ("--config run.yaml --mesh.tensr=2", "there is no option --mesh.tensr; did you mean --set mesh.tensor=2?"),
-        ("--config run.yaml --learning-rate 3e-4", "there is no option --learning-rate; did you mean --set optimizer.learning_rate=3e-4?"),
+        (
+            "--config run.yaml --print-config=yes",
+            "argument --print-config: ignored explicit argument 'yes'",
+        ),
+        (
+            "--config run.yaml mesh.data=2",
+            "mesh.data=2 is no argument; did you mean --set mesh.data=2?",
+        ),
+        (
+            "--config run.yaml --mesh.tensor 2",
+            "there is no option --mesh.tensor; did you mean --set mesh.tensor=2?",
+        ),
+        (
+            "--config run.yaml --mesh.tensr=2",
+            "there is no option --mesh.tensr; did you mean --set mesh.tensor=2?",
+        ),
+        (
+            "--config run.yaml --learning-rate 3e-4",
+            "there is no option --learning-rate; did you mean --set optimizer.learning_rate=3e-4?",
+        ),
         ("--config run.yaml --every 3", "there is no option --every.\n"),
         ("--config run.yaml --" + "x" * 5000, "xxx…xxx"),
     ],
@@ -61,16 +78,25 @@ WRONG = {
         ("--config run.yaml --flag", "there is no option --flag; did you mean --flags?"),
         ("--version", "there is no option --version.\n"),
         ("--config run.yaml --gant -", "there is no option --gant; did you mean --gantt?"),
-        ("--config run.yaml --search --devices -3", "argument --devices: '-3' is not a whole number of at least 1"),
+        (
+            "--config run.yaml --search --devices -3",
+            "argument --devices: '-3' is not a whole number of at least 1",
+        ),
         ("--config run.yaml --search --devices " + "9" * 5000, "'999"),
     ],
     "data": [
         ("", "a command is missing; legal are prepare, show, train-tokenizer, verify."),
         ("prepar", "there is no command prepar; did you mean prepare?"),
-        ("zebra --input x", "there is no command zebra; legal are prepare, show, train-tokenizer, verify."),
+        (
+            "zebra --input x",
+            "there is no command zebra; legal are prepare, show, train-tokenizer, verify.",
+        ),
         ("--inptu x", "there is no option --inptu"),
         ("prepare --inptu x --output y", "there is no option --inptu; did you mean --input?"),
-        ("prepare --output y", "the following arguments are required: --input; see python -m meshtrain.data prepare --help."),
+        (
+            "prepare --output y",
+            "the following arguments are required: --input; see python -m meshtrain.data prepare --help.",
+        ),
         ("prepare --input x --output y --bad skp", "argument --bad: invalid choice: 'skp'"),
     ],
     "checkpoint": [
@@ -84,18 +110,42 @@ WRONG = {
         ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
         ("runs/x --text a --tasks b", "argument --tasks: not allowed with argument --text"),
         ("runs/x --stride 0", "argument --stride: '0' is not a whole number of at least 1"),
-        ("runs/x --tasks a --shots -1", "argument --shots: '-1' is not a whole number from 0 to 9999"),
-        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+        (
+            "runs/x --tasks a --shots -1",
+            "argument --shots: '-1' is not a whole number from 0 to 9999",
+        ),
+        (
+            "runs/x --step last",
+            "argument --step: 'last' is no step; it must be a number, best or newest",
+        ),
     ],
     "generate": [
         ("", "the following arguments are required: RUN"),
         ("runs/x --promt hello", "there is no option --promt; did you mean --prompt?"),
-        ("runs/x --prompt hello --temperature -1", "argument --temperature: '-1' is not a number of at least 0"),
-        ("runs/x --prompt hello --temperature hot", "argument --temperature: 'hot' is not a number of at least 0"),
-        ("runs/x --prompt hello --top-p 1.5", "argument --top-p: '1.5' is not a number from 0 to 1"),
-        ("runs/x --prompt hello --top-k 0", "argument --top-k: '0' is not a whole number of at least 1"),
-        ("runs/x --prompt hello --seed=-3", "argument --seed: '-3' is not a whole number of at least 0"),
-        ("runs/x --prompt hello --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+        (
+            "runs/x --prompt hello --temperature -1",
+            "argument --temperature: '-1' is not a number of at least 0",
+        ),
+        (
+            "runs/x --prompt hello --temperature hot",
+            "argument --temperature: 'hot' is not a number of at least 0",
+        ),
+        (
+            "runs/x --prompt hello --top-p 1.5",
+            "argument --top-p: '1.5' is not a number from 0 to 1",
+        ),
+        (
+            "runs/x --prompt hello --top-k 0",
+            "argument --top-k: '0' is not a whole number of at least 1",
+        ),
+        (
+            "runs/x --prompt hello --seed=-3",
+            "argument --seed: '-3' is not a whole number of at least 0",
+        ),
+        (
+            "runs/x --prompt hello --step last",
+            "argument --step: 'last' is no step; it must be a number, best or newest",
+        ),
         ("runs/x hello", "unrecognized arguments: hello"),
     ],
     "serve": [
@@ -104,18 +154,27 @@ WRONG = {
         ("runs/x --port 65536", "argument --port: '65536' is not a whole number from 0 to 65535"),
         ("runs/x --slots 0", "argument --slots: '0' is not a whole number of at least 1"),
         ("runs/x --drain nan", "argument --drain: 'nan' is not a number from 0 to 1e+09"),
-        ("runs/x --step last", "argument --step: 'last' is no step; it must be a number, best or newest"),
+        (
+            "runs/x --step last",
+            "argument --step: 'last' is no step; it must be a number, best or newest",
+        ),
     ],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "words", "says"), [(name, *case) for name, cases in WRONG.items() for case in cases])
+@pytest.mark.parametrize(
+    ("name", "words", "says"), [(name, *case) for name, cases in WRONG.items() for case in cases]
+)
 def test_wrong_usage_is_one_sentence_and_exit_code_2(name, words, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         COMMANDS[name](words.split())
     caught = capsys.readouterr()
     assert (stopped.value.code, caught.out) == (cli.USAGE, "")
-    assert caught.err.startswith("meshtrain: ") and caught.err.count("\n") == 1 and caught.err[-2] in ".?"
+    assert (
+        caught.err.startswith("meshtrain: ")
+        and caught.err.count("\n") == 1
+        and caught.err[-2] in ".?"
+    )
     assert says in caught.err and len(caught.err) < 500
 
 
@@ -145,7 +204,9 @@ for name in COMMANDS:
 
 
 def test_no_help_waits_for_jax():
-    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [f"{name} True" for name in ALL]
 
 
@@ -154,12 +215,29 @@ def test_no_help_waits_for_jax():
     [
         (ConfigError("mesh.data is 3."), cli.USAGE, "mesh.data is 3."),
         (KeyboardInterrupt(), cli.STOPPED, "stopped."),
-        (OSError(errno.ENOSPC, "No space left on device", "page.html"), cli.FAILED, "page.html: no space left on device."),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), cli.FAILED, "standard output cannot be written: broken pipe."),  # another one than the output
-        (OSError(errno.ENOSPC, "No space left on device"), cli.FAILED, "standard output cannot be written: no space left on device."),
-        (OSError(errno.EIO, "Input/output error"), cli.FAILED, "the system refused a call (test_cli.py, line {line}): input/output error."),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "page.html"),
+            cli.FAILED,
+            "page.html: no space left on device.",
+        ),
+        # another one than the output
+        (
+            BrokenPipeError(errno.EPIPE, "Broken pipe"),
+            cli.FAILED,
+            "standard output cannot be written: broken pipe.",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            cli.FAILED,
+            "standard output cannot be written: no space left on device.",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            cli.FAILED,
+            "the system refused a call (test_cli.py, line {line}): input/output error.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_command_ends_on_a_sentence_and_an_exit_code(error, code, says, capsys):
     @cli.command
     def main(arguments=None):
@@ -185,30 +263,55 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("module", "at"),
     [
-        *((name, name) for name in ("meshtrain.train", *(f"meshtrain.{p.parent.name}" for p in ROOT.glob("meshtrain/*/__main__.py")))),
+        *(
+            (name, name)
+            for name in (
+                "meshtrain.train",
+                *(f"meshtrain.{p.parent.name}" for p in ROOT.glob("meshtrain/*/__main__.py")),
+            )
+        ),
         ("meshtrain.data", "meshtrain.cli"),
     ],
-)  # fmt: skip
+)
 def test_an_interrupt_while_a_command_imports_is_a_sentence(module, at, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPTED_AT": at}
-    done = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stderr == "meshtrain: SIGINT: stopped; nothing is lost, run again to go on.\n"
     assert done.returncode == cli.STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "words", [("-m", "meshtrain", "plan"), ("-m", "meshtrain.plan"), ("-c", "import sys; sys.argv = ['/bin/meshtrain']; import meshtrain.__main__")],
-)  # fmt: skip
-def test_an_interrupt_of_the_packages_first_import_ends_it_with_75_and_no_traceback(words, number, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS.replace("signal.SIGINT", str(int(number))))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPTED_AT": "meshtrain.run"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    "words",
+    [
+        ("-m", "meshtrain", "plan"),
+        ("-m", "meshtrain.plan"),
+        ("-c", "import sys; sys.argv = ['/bin/meshtrain']; import meshtrain.__main__"),
+    ],
+)
+def test_an_interrupt_of_the_packages_first_import_ends_it_with_75_and_no_traceback(
+    words, number, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        INTERRUPTS.replace("signal.SIGINT", str(int(number)))
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "INTERRUPTED_AT": "meshtrain.run",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (cli.STOPPED, "")
 
 
-def test_an_interrupt_during_an_import_waits_for_its_end_since_extension_modules_make_another_error_of_it(tmp_path):
+def test_an_interrupt_during_an_import_waits_for_its_end_since_extension_modules_make_another_error_of_it(
+    tmp_path,
+):
     (tmp_path / "theirs.py").write_text(
         "import os, signal\n"
         "try: os.kill(os.getpid(), signal.SIGINT)\n"
@@ -222,7 +325,13 @@ def test_an_interrupt_during_an_import_waits_for_its_end_since_extension_modules
         "cli.command(main)()"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (cli.STOPPED, "meshtrain: stopped.\n")
 
 
@@ -244,7 +353,14 @@ sys.meta_path.insert(0, Tells())
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     for after in (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0):
         command = [sys.executable, "-m", "meshtrain", *words.split()]
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert process.stdout.readline() == "begun\n"
         time.sleep(after)
         process.send_signal(number)
@@ -257,7 +373,9 @@ sys.meta_path.insert(0, Tells())
 def test_who_imports_the_package_is_interrupted_as_before(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import meshtrain.cli")
-    (tmp_path / "theirs" / "__main__.py").write_text("import signal; print(signal.getsignal(2), signal.getsignal(15))")
+    (tmp_path / "theirs" / "__main__.py").write_text(
+        "import signal; print(signal.getsignal(2), signal.getsignal(15))"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "theirs", "--config", "meshtrain.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -274,8 +392,14 @@ def test_a_process_that_is_interrupted_ends_without_the_interpreters_end():
         "    finally: print('put in order')\n"
         "cli.command(main)()"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (cli.STOPPED, "put in order\n", "meshtrain: stopped.\n")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        cli.STOPPED,
+        "put in order\n",
+        "meshtrain: stopped.\n",
+    )
 
 
 def test_a_command_that_is_ended_at_its_work_does_not_say_that_nothing_is_lost():
@@ -283,7 +407,9 @@ def test_a_command_that_is_ended_at_its_work_does_not_say_that_nothing_is_lost()
         "import os, signal; from meshtrain import cli; from meshtrain.run import early; early.hear()\n"
         "cli.command(lambda _: os.kill(os.getpid(), signal.SIGTERM))()"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (cli.STOPPED, "meshtrain: SIGTERM: stopped.\n")
 
 
@@ -309,11 +435,15 @@ def test_a_name_that_no_file_can_have_is_bad_input(capsys):
 def test_what_a_command_makes_is_not_everybodys_to_write(tmp_path):
     before = os.umask(0)
     try:
-        cli.command(lambda _: (tmp_path / "run" / "checkpoints").mkdir(parents=True) or cli.DONE)([])
+        cli.command(lambda _: (tmp_path / "run" / "checkpoints").mkdir(parents=True) or cli.DONE)(
+            []
+        )
     finally:
         after = os.umask(before)
     assert after == 0, "who calls a command has the mask of before"
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")} == {0o775}
+    assert {
+        path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")
+    } == {0o775}
 
 
 def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):
@@ -329,34 +459,50 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
     command = [sys.executable, "-m", "meshtrain.train", "--config", "run.yaml", "--print-config"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
-        assert "meshtrain: " not in said and "Traceback" not in said and process.wait(60) == cli.FAILED
+        assert (
+            "meshtrain: " not in said and "Traceback" not in said and process.wait(60) == cli.FAILED
+        )
 
 
 def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
     from meshtrain.__main__ import main
 
-    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {"train", "completion", "config"}
+    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {
+        "train",
+        "completion",
+        "config",
+    }
     assert there == ALL.keys()
     monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(f"  {name:<11} {meaning}\n" in f"{printed}\n" for name, meaning in ALL.items())
     assert main(["--version"]) == 0
-    assert re.fullmatch(r"meshtrain \S+, JAX \d\S+, Python \d\S+, \d+ x \w+\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"meshtrain \S+, JAX \d\S+, Python \d\S+, \d+ x \w+\n", capsys.readouterr().out
+    )
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
 
 
 @pytest.mark.parametrize(
-    ("called", "usage"), [("/usr/bin/meshtrain", "meshtrain"), ("/x/meshtrain/__main__.py", "python -m meshtrain")]
+    ("called", "usage"),
+    [("/usr/bin/meshtrain", "meshtrain"), ("/x/meshtrain/__main__.py", "python -m meshtrain")],
 )
 @pytest.mark.parametrize("words", ["train", "data prepare", "survive status", "config"])
-def test_help_and_refusals_name_the_command_as_it_was_typed(called, usage, words, capsys, monkeypatch):
+def test_help_and_refusals_name_the_command_as_it_was_typed(
+    called, usage, words, capsys, monkeypatch
+):
     from meshtrain.__main__ import main
 
     monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
@@ -377,7 +523,9 @@ def _and_its_own(parser):
 def test_every_help_says_defaults_in_one_way(name):
     for parser in _and_its_own(parser_of(name)):
         said = " ".join(parser.format_help().split())
-        assert said.startswith("usage: python -m meshtrain") and not re.search("; default|default[^s]{2}is", said)
+        assert said.startswith("usage: python -m meshtrain") and not re.search(
+            "; default|default[^s]{2}is", said
+        )
         for action in parser._actions:
             if action.help and action.default not in (None, False, [], argparse.SUPPRESS):
                 shown = " ".join(parser.formatter_class("")._expand_help(action).split())
@@ -394,7 +542,9 @@ ask() { COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_meshtrain
 ask meshtrain tr; ask meshtrain train --co; ask meshtrain train --set mesh.te; ask meshtrain survive st
 """
     (tmp_path / "asks").write_text(completion("bash") + asks)
-    done = subprocess.run(["bash", "asks"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "asks"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["train", "--config", "mesh.tensor=", "status stats"]
 
 
@@ -405,7 +555,10 @@ def test_zsh_completes_commands_options_and_keys(tmp_path):
     from meshtrain.completion import completion
 
     (tmp_path / "meshtrain.zsh").write_text(completion("zsh"))
-    settings = f"autoload -Uz compinit; compinit -u -D; unsetopt prompt_sp prompt_cr; PS1='READY '; eval \"$(cat {tmp_path}/meshtrain.zsh)\""
+    settings = (
+        "autoload -Uz compinit; compinit -u -D; unsetopt prompt_sp prompt_cr; PS1='READY '; eval \"$(cat "
+        f'{tmp_path}/meshtrain.zsh)"'
+    )
     (tmp_path / ".zshrc").write_text(f"{settings}\n")
     child, terminal = pty.fork()
     if child == 0:
@@ -415,10 +568,12 @@ def test_zsh_completes_commands_options_and_keys(tmp_path):
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         shown_until(terminal, "READY ")
         for typed, completed in (
-            ("meshtrain tr", "meshtrain train "), ("meshtrain train --co", "meshtrain train --config "),
-            ("meshtrain train --set mesh.ten", "meshtrain train --set mesh.tensor="), ("meshtrain survive statu", "meshtrain survive status "),
+            ("meshtrain tr", "meshtrain train "),
+            ("meshtrain train --co", "meshtrain train --config "),
+            ("meshtrain train --set mesh.ten", "meshtrain train --set mesh.tensor="),
+            ("meshtrain survive statu", "meshtrain survive status "),
             ("meshtrain data ver", "meshtrain data verify "),
-        ):  # fmt: skip
+        ):
             os.write(terminal, f"{typed}\t".encode())
             shown_until(terminal, completed)
             os.write(terminal, b"\x15")  # empties the line
@@ -452,15 +607,23 @@ def test_a_probe_that_is_asked_nothing_says_what_it_would_do(capsys, monkeypatch
 
     assert probe.main([]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {part} " in said for part in PARTS) and "minutes" in said and "--output cluster.yaml" in said
+    assert (
+        all(f"\n  {part} " in said for part in PARTS)
+        and "minutes" in said
+        and "--output cluster.yaml" in said
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("words", [["train", "--confg", "x"], ["telemetry", "catalog"]])
 def test_a_command_by_its_name_alone_says_and_ends_as_its_module_does(words):
-    run = lambda *line: subprocess.run(  # noqa: E731
+    run = lambda *line: subprocess.run(
         [sys.executable, "-m", *line], cwd=ROOT, capture_output=True, text=True, check=False
     )
     short, long = run("meshtrain", *words), run(f"meshtrain.{words[0]}", *words[1:])
-    assert (short.returncode, short.stdout, short.stderr) == (long.returncode, long.stdout, long.stderr)
+    assert (short.returncode, short.stdout, short.stderr) == (
+        long.returncode,
+        long.stdout,
+        long.stderr,
+    )
     assert short.returncode == cli.USAGE and short.stderr

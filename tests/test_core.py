@@ -11,16 +11,25 @@ ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 # Each may only fall. The size of the core in syntax nodes is limited in `test_house.py`.
 @pytest.mark.thorough
-@pytest.mark.parametrize("module, files", [("meshtrain.train", 104), ("meshtrain.step", 64), ("meshtrain.mesh", 32)])
+@pytest.mark.parametrize(
+    "module, files", [("meshtrain.train", 104), ("meshtrain.step", 64), ("meshtrain.mesh", 32)]
+)
 def test_an_import_reads_few_files(module, files):
     assert len(house.imported_by(module)) <= files
 
 
 @pytest.mark.thorough
 def test_the_architecture_page_says_how_large_the_core_is_by_room():
-    table = re.compile(r"^\| \| (.*) \|\n\|[-| ]+\|\n\| lines \| (.*) \|\n\| thousand nodes \| (.*) \|$", re.M)
-    header, lines, nodes = (row.split(" | ") for row in table.search(ARCHITECTURE.read_text()).groups())
-    stated = {room: (int(n.replace(",", "")), float(k)) for room, n, k in zip(header, lines, nodes, strict=True)}
+    table = re.compile(
+        r"^\| \| (.*) \|\n\|[-| ]+\|\n\| lines \| (.*) \|\n\| thousand nodes \| (.*) \|$", re.M
+    )
+    header, lines, nodes = (
+        row.split(" | ") for row in table.search(ARCHITECTURE.read_text()).groups()
+    )
+    stated = {
+        room: (int(n.replace(",", "")), float(k))
+        for room, n, k in zip(header, lines, nodes, strict=True)
+    }
     counted = {room: [0, 0.0] for room in stated}
     for path in house.imported_by("meshtrain.train"):
         room = path.split("/")[0].removesuffix(".py")

@@ -1,4 +1,6 @@
-"""What the documentation tells people to type is typed here, in a directory that holds what it names; what it tells them to open is there."""
+"""What the documentation tells people to type is typed here, in a directory that holds what it names; what it tells
+them to open is there.
+"""
 
 import ast
 import importlib
@@ -41,29 +43,38 @@ NOT_HERE = {
     "pip install -c constraints.txt -e .": "likewise",
     "mkdocs build --strict": "tests/test_site.py builds the pages, and follows every link",
     "jupyter lab experiments": "opens a browser; CI executes the notebooks",
-    "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; tests/evaluate/test_harness.py has tasks of its own",
+    "python -m meshtrain.evaluate HF_DIR --tasks hellaswag,gsm8k --limit 100": "downloads them; "
+    "tests/evaluate/test_harness.py has tasks of its own",
     "python -m meshtrain.evaluate.harness": "needs lm-eval",
-    "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py places them",
-    "python -m meshtrain.probe --output cluster.yaml": "takes two minutes; tests/probe/test_probe_command.py does all of it on fake devices",
+    "python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100": "tests/plan/jobs/test_jobs_command.py "
+    "places them",
+    "python -m meshtrain.probe --output cluster.yaml": "takes two minutes; tests/probe/test_probe_command.py does all "
+    "of it on fake devices",
     "python -m meshtrain COMMAND": "stands for each of them",
     "python -m meshtrain.plan --search": "names an option; tests/plan/test_plan_command.py gives it with a config",
     "python -m meshtrain.plan --csv": "likewise",
-    "python -m meshtrain.report runs/moe_quickstart --html report.html": "needs a run of two minutes; tests/report/test_expert_loads.py has one",
+    "python -m meshtrain.report runs/moe_quickstart --html report.html": "needs a run of two minutes; "
+    "tests/report/test_expert_loads.py has one",
     "python -m meshtrain.plan --measure": "takes a minute; tests/plan/test_plan_command.py reads what it prints",
-    "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs on images",
+    "python -m meshtrain.train --config configs/vit_digits.yaml": "takes minutes; tests/test_images_runs.py has runs "
+    "on images",
     "python -m meshtrain.generate HF_DIR --chat": "reads what is typed; tests/generate/test_generate_command.py has it",
     "python -m meshtrain.adopt export RUN PEFT_OUT --adapter": "the run has no adapters; tests/adopt has runs that do",
     "python -m meshtrain.adopt merge RUN HF_OUT": "likewise",
-    "python -m meshtrain.survive inject kill@40:1 RUN": "needs a run that goes on; tests/survive/test_inject.py has some",
-    "python -m meshtrain.probe --mesh data=8,islands=2 --algorithms all --html probe.html": "takes minutes; tests/probe/test_measure.py measures algorithms",
+    "python -m meshtrain.survive inject kill@40:1 RUN": "needs a run that goes on; tests/survive/test_inject.py has "
+    "some",
+    "python -m meshtrain.probe --mesh data=8,islands=2 --algorithms all --html probe.html": "takes minutes; "
+    "tests/probe/test_measure.py measures algorithms",
     "srun meshtrain train --config FILE": "tests/launch/test_slurm_cluster.py has srun do so, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
     "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",
     "python -m meshtrain.serve RUN --weights int8": "likewise",
-    "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in each way",
+    "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in "
+    "each way",
 }
-# Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of them tell its options.
+# Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
+# them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
 # A synopsis stands for several commands.
 FORMS = {
@@ -106,14 +117,27 @@ FILE = {
     "data": {"source": "my_text/"},
     "train": {"global_batch_size": 4},
 }
-THEIRS = {"model_name_or_path": HF_DIR, "stage": "sft", "finetuning_type": "lora", "dataset": "chats", "lora_rank": 8}
+THEIRS = {
+    "model_name_or_path": HF_DIR,
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "dataset": "chats",
+    "lora_rank": 8,
+}
 TOKENIZER = "python -m meshtrain.data train-tokenizer --input my_text/ --vocab-size 300 --output tokenizer.json"
 PREPARE = "python -m meshtrain.data prepare --input my_text/ --tokenizer byte --output shards/ --validation 0.2"
-MADE_BY = {"tokenizer.json": TOKENIZER, "data.source=shards/": PREPARE}  # what commands name that others make
+MADE_BY = {
+    "tokenizer.json": TOKENIZER,
+    "data.source=shards/": PREPARE,
+}  # what commands name that others make
 # A run that is as documented, but short; the others are quick.
 SUPERVISED = "python -m meshtrain.survive --config mine.yaml"
 SHORT_RUN = ["--set", "train.steps=2", "--set", "train.sequence_length=32"]
-SHORTER = {"meshtrain.train": SHORT_RUN, "meshtrain.launch": SHORT_RUN, "meshtrain.survive": SHORT_RUN}
+SHORTER = {
+    "meshtrain.train": SHORT_RUN,
+    "meshtrain.launch": SHORT_RUN,
+    "meshtrain.survive": SHORT_RUN,
+}
 # Commands whose first word is a command too: named alone it is looked at.
 OF_MANY = ("meshtrain.adopt", "meshtrain.checkpoint", "meshtrain.data", "meshtrain.launch")
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
@@ -168,7 +192,9 @@ def environment() -> dict[str, str]:
 
 
 def typed(words: list[str], directory: Path) -> str:
-    """What `python -m words` prints that is typed in a directory: in a process forked from one that has imported what most need."""
+    """What `python -m words` prints that is typed in a directory: in a process forked from one that has imported what
+    most need.
+    """
     printed = directory / "printed"
     process = CONTEXT.Process(target=_type, args=(words, directory, printed, environment()))
     process.start()
@@ -201,9 +227,10 @@ def run(words: list[str], directory: Path) -> None:
     expected = next(said for word, said in SAYS.items() if word in line)
     assert re.search(expected, printed), printed
     for option, target in pairwise(words):
-        assert option not in ("--csv", "--gantt", "--html", "--output", "--svg") or (directory / target).exists(), (
-            f"nothing at {target}"
-        )
+        assert (
+            option not in ("--csv", "--gantt", "--html", "--output", "--svg")
+            or (directory / target).exists()
+        ), f"nothing at {target}"
 
 
 def furnish(directory: Path) -> Path:
@@ -241,7 +268,9 @@ def ran(tmp_path_factory):
 def test_what_is_documented_can_be_typed(command, directory, ran):
     words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
     assert words[0] == "python", "what is typed here is Python; give a reason in NOT_HERE"
-    assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), f"no such thing is made here: {unknown}"
+    assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), (
+        f"no such thing is made here: {unknown}"
+    )
     for made, by in MADE_BY.items():
         if any(word.endswith(made) for word in words) and words != by.split():
             run(by.split(), directory)
@@ -251,7 +280,13 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
     else:
         if "runs/quickstart" in words:
             (directory / "runs").symlink_to(ran(once))
-        run(["runs/mine" if once == SUPERVISED and word == "runs/quickstart" else word for word in words], directory)
+        run(
+            [
+                "runs/mine" if once == SUPERVISED and word == "runs/quickstart" else word
+                for word in words
+            ],
+            directory,
+        )
     # What the README shows is what its command draws now.
     for drawn in directory.glob("experiments/*.svg"):
         assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
@@ -264,7 +299,11 @@ def test_what_is_not_typed_here_is_documented():
 
 BLOCKS = fenced(GUIDE)
 # tests/test_library.py runs the one of the library.
-PYTHON = [block for kind, block in BLOCKS if kind == "python" and f"## As a library\n\n```python\n{block}" not in GUIDE]
+PYTHON = [
+    block
+    for kind, block in BLOCKS
+    if kind == "python" and f"## As a library\n\n```python\n{block}" not in GUIDE
+]
 
 
 @pytest.mark.thorough
@@ -274,7 +313,13 @@ def test_the_guides_python_runs_and_shows_its_last_line(block, directory):
     assert isinstance(last, ast.Expr), "the last line of a cell is what it shows"
     script = [sys.executable, "-c", f"{block}\nprint({ast.unparse(last)})"]
     ended = subprocess.run(
-        script, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        script,
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout.splitlines()) > 3
@@ -285,11 +330,15 @@ def test_the_guides_blocks_are_of_kinds_that_are_run_or_shown():
 
 
 # That of the file in docs/extending.md is trained by the test after it.
-@pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "yaml" and "imports:" not in block])
+@pytest.mark.parametrize(
+    "block", [block for kind, block in BLOCKS if kind == "yaml" and "imports:" not in block]
+)
 def test_the_guides_configs_are_configs(block):
     config = load(yaml.safe_load(block.replace("Llama-3.1-8B", HF_DIR)))
     if "lora:" in block:
-        assert config.model.layers == 3 and config.lora.rank == 16 and config.data.batching == "packed"
+        assert (
+            config.model.layers == 3 and config.lora.rank == 16 and config.data.batching == "packed"
+        )
     if "islands:" in block:
         assert config.mesh.islands > 1 and config.mesh.shards > 1
     assert len(PYTHON) == sum(kind == "python" for kind, _ in BLOCKS) - 1
@@ -301,14 +350,23 @@ def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
     (directory / "mine.py").write_text(blocks["py"])
     (directory / "c.yaml").write_text(blocks["yaml"])
     printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
-    assert re.search(r"relu_llama with .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2  loss", printed), printed
+    assert re.search(
+        r"relu_llama with .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2  loss", printed
+    ), printed
     assert (directory / "runs/mine/imports/mine.py").read_text() == blocks["py"]
 
 
 def test_messages_of_the_troubleshooting_page_are_said():
     sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in MODULES)
-    messages = [block for kind, block in fenced(GUIDES["docs/troubleshooting.md"]) if kind == "text"]
-    fragments = [part.strip() for block in messages for line in block.splitlines() for part in line.split("…")]
+    messages = [
+        block for kind, block in fenced(GUIDES["docs/troubleshooting.md"]) if kind == "text"
+    ]
+    fragments = [
+        part.strip()
+        for block in messages
+        for line in block.splitlines()
+        for part in line.split("…")
+    ]
     assert len(fragments) > 20
     assert [fragment for fragment in fragments if fragment not in sources] == []
 
@@ -341,13 +399,17 @@ def test_every_module_that_a_package_names_is_there():
         (path.parent.relative_to(ROOT).as_posix(), name)
         for path, _, text in docstrings()
         if path.name == "__init__.py"
-        for name in [*re.findall(r"`(\w+(?:\.\w+)+)`", text), *re.findall(r"\bmeshtrain(?:\.\w+)+", text)]
+        for name in [
+            *re.findall(r"`(\w+(?:\.\w+)+)`", text),
+            *re.findall(r"\bmeshtrain(?:\.\w+)+", text),
+        ]
     }
     assert len(named) > 50
     known = keys(Config)
     wrong = [
         f"{where}: {name}"
         for where, name in named
-        if name not in known and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
+        if name not in known
+        and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
     ]
     assert not wrong

@@ -1,4 +1,6 @@
-"""Preferences: every layout learns from pairs what one device does by the paper's formula, its reference the base of the adapters."""
+"""Preferences: every layout learns from pairs what one device does by the paper's formula, its reference the base of
+the adapters.
+"""
 
 import json
 from functools import cache
@@ -27,23 +29,45 @@ STEPS, CLIP, WARMUP, RATE, BETA, LENGTH = 3, 0.5, 2, 0.01, 0.4, 24
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "2x2x1-zero1": ((2, 2, 1), {"sequence_parallel": True, "microbatches": 2}),
     "2x2x2-zero1": ((2, 2, 2), {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"}),
-    "2x2x2-zero3-zb": ((2, 2, 2), {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"}),
-    "2x1x4-edge-gpipe": ((2, 1, 4), {"vocab": "edge", "zero_stage": 0, "microbatches": 2, "schedule": "gpipe"}),
+    "2x2x2-zero3-zb": (
+        (2, 2, 2),
+        {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"},
+    ),
+    "2x1x4-edge-gpipe": (
+        (2, 1, 4),
+        {"vocab": "edge", "zero_stage": 0, "microbatches": 2, "schedule": "gpipe"},
+    ),
     "2x1x1-context4": ((2, 1, 1), {"context_strategy": "ring", "zero_stage": 3}),
-    "4x2x1-zero2": ((4, 2, 1), {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"}),
+    "4x2x1-zero2": (
+        (4, 2, 1),
+        {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"},
+    ),
 }
 
 
 def one_device() -> Config:
     return load(
         {
-            "model": {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257},
+            "model": {
+                "layers": 5,
+                "d_model": 24,
+                "heads": 6,
+                "kv_heads": 2,
+                "d_ff": 50,
+                "vocab_size": 257,
+            },
             "data": {"format": "pairs"},
-            "train": {"global_batch_size": 8, "steps": STEPS, "sequence_length": LENGTH, "objective": "dpo", "dpo_beta": BETA},
+            "train": {
+                "global_batch_size": 8,
+                "steps": STEPS,
+                "sequence_length": LENGTH,
+                "objective": "dpo",
+                "dpo_beta": BETA,
+            },
             "optimizer": {"learning_rate": RATE, "warmup_steps": WARMUP, "grad_clip": CLIP},
             "lora": {"rank": 3, "alpha": 5.0},
         }
-    )  # fmt: skip
+    )
 
 
 # of a pair: labels of the chosen conversation, of them of the answer; the same of the rejected one
@@ -53,13 +77,21 @@ Pair = tuple[int, int, int, int]
 def rows_of(rows: list[list[Pair]], length: int = LENGTH, seed: int = 1) -> dict[str, np.ndarray]:
     """A batch with these pairs in its rows. A pair's tokens follow from its sizes and the seed, wherever it stands."""
     names = ("tokens", "labels", "segments", "positions", "weights", "pairs")
-    found = {name: np.zeros((len(rows), length), np.float32 if name == "weights" else np.int32) for name in names}
+    found = {
+        name: np.zeros((len(rows), length), np.float32 if name == "weights" else np.int32)
+        for name in names
+    }
     for row, pairs in enumerate(rows):
         at = 0
         for number, pair in enumerate(pairs, 1):
-            text = np.random.default_rng([seed, *pair]).integers(0, 257, pair[0] + pair[2] + 2, np.int32)
+            text = np.random.default_rng([seed, *pair]).integers(
+                0, 257, pair[0] + pair[2] + 2, np.int32
+            )
             for side, labels, answer in ((0, *pair[:2]), (1, *pair[2:])):
-                here, own = (row, slice(at, at + labels)), text[side * (pair[0] + 1) :][: labels + 1]
+                here, own = (
+                    (row, slice(at, at + labels)),
+                    text[side * (pair[0] + 1) :][: labels + 1],
+                )
                 found["tokens"][here], found["labels"][here] = own[:-1], own[1:]
                 found["segments"][here], found["pairs"][here] = 2 * number - 1 + side, number
                 found["positions"][here] = np.arange(labels)
@@ -86,11 +118,19 @@ def formula(base: Any, parameters: Any, batch: dict[str, np.ndarray]) -> jax.Arr
 
     model, before = log_p(parameters), log_p(base)
     found = []
-    for row, number in zip(*np.nonzero(batch["pairs"].max(1)[:, None] >= np.arange(1, 4)), strict=True):
+    for row, number in zip(
+        *np.nonzero(batch["pairs"].max(1)[:, None] >= np.arange(1, 4)), strict=True
+    ):
         of = (batch["pairs"][row] == number + 1) & (batch["weights"][row] != 0)
-        chosen, rejected = ((of & (np.sign(batch["weights"][row]) == side)).astype(np.float32) for side in (1, -1))
+        chosen, rejected = (
+            (of & (np.sign(batch["weights"][row]) == side)).astype(np.float32) for side in (1, -1)
+        )
         gained = model[row] - before[row]
-        found.append(-jnp.log(1 / (1 + jnp.exp(-BETA * ((gained * chosen).sum() - (gained * rejected).sum())))))
+        found.append(
+            -jnp.log(
+                1 / (1 + jnp.exp(-BETA * ((gained * chosen).sum() - (gained * rejected).sum())))
+            )
+        )
     return jnp.stack(found).mean()
 
 
@@ -108,7 +148,7 @@ def expected() -> tuple[Any, list[float], Any]:
 
     @jax.jit
     def step(trained: Any, state: Any) -> Any:
-        of = lambda t: formula(base, merged(config, layout.with_frozen(t, numbers)), batch)  # noqa: E731
+        of = lambda t: formula(base, merged(config, layout.with_frozen(t, numbers)), batch)
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient
@@ -126,7 +166,9 @@ def expected() -> tuple[Any, list[float], Any]:
 def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected()
-    train = {"loss_chunk": 7 if "microbatches" in parallel and "zero_stage" not in parallel else "auto"}
+    train = {
+        "loss_chunk": 7 if "microbatches" in parallel and "zero_stage" not in parallel else "auto"
+    }
     context = 4 if "context_strategy" in parallel else 1
     sections = {
         "mesh": {"context": context, **dict(zip(AXES, mesh, strict=True))},
@@ -146,11 +188,14 @@ def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     assert losses[-1] < losses[0] and evaluated == pytest.approx(seen[0]["loss"], rel=1e-6)
     clipping = min(1.0, CLIP / seen[0]["grad_norm"])
     found = program.layout.map(
-        lambda w, m: program.layout.canonical_leaf(w, m / (0.1 * clipping)) if w.trained else None, first
+        lambda w, m: program.layout.canonical_leaf(w, m / (0.1 * clipping)) if w.trained else None,
+        first,
     )
     norms = [np.linalg.norm(g) for g in jax.tree.leaves(gradient)]
     for found_leaf, right in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
-        assert np.linalg.norm(found_leaf - right) <= 1e-5 * max(np.linalg.norm(right), 1e-2 * max(norms))
+        assert np.linalg.norm(found_leaf - right) <= 1e-5 * max(
+            np.linalg.norm(right), 1e-2 * max(norms)
+        )
 
 
 @pytest.mark.slow  # the run on a file of pairs begins so, too
@@ -172,7 +217,11 @@ def test_pairs_side_by_side_cost_what_each_does_in_a_row_of_its_own():
     alone = [[pair] for row in ROWS for pair in row]
     for rows in (ROWS, [*alone, *([[]] * (-len(alone) % 8))]):
         program = Program(replaced(config, train={"global_batch_size": len(rows)}))
-        losses.append(float(program.eval_step(start(program, parameters).params, program.place(rows_of(rows)))))
+        losses.append(
+            float(
+                program.eval_step(start(program, parameters).params, program.place(rows_of(rows)))
+            )
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -181,8 +230,17 @@ def test_float16_scales_the_gradient_alone():
     parameters = expected()[0]
     found = []
     for compute in ("float16", "float32"):
-        program = Program(replaced(one_device(), precision={"compute": compute}, mesh={"pipeline": 2}, parallel={"microbatches": 2}))  # fmt: skip
-        found.append(program.train_step(start(program, parameters), program.place(rows_of(ROWS)))[1])
+        program = Program(
+            replaced(
+                one_device(),
+                precision={"compute": compute},
+                mesh={"pipeline": 2},
+                parallel={"microbatches": 2},
+            )
+        )
+        found.append(
+            program.train_step(start(program, parameters), program.place(rows_of(ROWS)))[1]
+        )
     assert not found[0]["skipped"]
     for name in ("loss", "grad_norm", "rewards_margins"):
         assert float(found[0][name]) == pytest.approx(float(found[1][name]), rel=0.03)
@@ -191,7 +249,10 @@ def test_float16_scales_the_gradient_alone():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing is 0.1, but train.objective dpo"),
+        (
+            {"train": {"label_smoothing": 0.1}},
+            "train.label_smoothing is 0.1, but train.objective dpo",
+        ),
         ({"train": {"z_loss": 1e-4}}, "train.z_loss is 0.0001, but train.objective dpo"),
         ({"train": {"trainable": ("head.weight",)}}, "which train.trainable would have move"),
     ],
@@ -216,16 +277,30 @@ def test_batches_without_pairs_are_refused_and_so_are_pairs_where_tokens_are_lea
 @pytest.mark.thorough
 def test_a_run_on_a_file_of_pairs_comes_to_prefer_the_chosen(tmp_path, capsys):
     said = [("red", "blue"), ("sun", "rain"), ("yes", "no"), ("tea", "milk")]
-    pairs = [{"prompt": f"{n}?", "chosen": said[n % 4][0], "rejected": said[n % 4][1]} for n in range(32)]
+    pairs = [
+        {"prompt": f"{n}?", "chosen": said[n % 4][0], "rejected": said[n % 4][1]} for n in range(32)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.role[0] ~ m.content ~ '.' }}{% endfor %}")
+    (tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] ~ m.content ~ '.' }}{% endfor %}"
+    )
     config = {
         "model": {"layers": 2, "d_model": 32, "heads": 2, "d_ff": 64, "vocab_size": 258},
         "data": {
-            "source": str(tmp_path / "pairs.jsonl"), "format": "pairs", "template": str(tmp_path / "template.jinja"),
-            "validation": 0.25, "last": "pad",
+            "source": str(tmp_path / "pairs.jsonl"),
+            "format": "pairs",
+            "template": str(tmp_path / "template.jinja"),
+            "validation": 0.25,
+            "last": "pad",
         },
-        "train": {"objective": "dpo", "dpo_beta": 0.5, "steps": 12, "global_batch_size": 3, "sequence_length": 48, "uneven_batch": "pad"},
+        "train": {
+            "objective": "dpo",
+            "dpo_beta": 0.5,
+            "steps": 12,
+            "global_batch_size": 3,
+            "sequence_length": 48,
+            "uneven_batch": "pad",
+        },
         "mesh": {"pipeline": 2},
         "parallel": {"microbatches": 2},
         "lora": {"rank": 4},
@@ -234,10 +309,12 @@ def test_a_run_on_a_file_of_pairs_comes_to_prefer_the_chosen(tmp_path, capsys):
         "log": {"every": 1},
         "run": {"directory": str(tmp_path / "run")},
         "checkpoint": {"every": 0},
-    }  # fmt: skip
+    }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     assert main(["--config", str(tmp_path / "config.yaml")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert rows[0]["rewards_accuracies"] < 0.5 and rows[-1]["rewards_accuracies"] == 1.0
     assert rows[-1]["rewards_chosen"] > 0 > rows[-1]["rewards_rejected"]
@@ -258,12 +335,18 @@ def router_gradient(batch: dict[str, np.ndarray], **moe: Any) -> np.ndarray:
         state = start(program, canonical_numbers(program.layout))
         given = state.params, program.place(batch), jnp.int32(0), jnp.float32(1)
         _, shards = jax.jit(program.gradients)(*given)
-        both.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(program.layout.only_updated(shards))]))
+        both.append(
+            np.concatenate(
+                [np.ravel(x) for x in jax.tree.leaves(program.layout.only_updated(shards))]
+            )
+        )
     return both[0] - both[1]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("moe", [{"z_loss": 1.0}, {"balance": "sequence", "balance_weight": 1.0}], ids=["z", "balance"])
+@pytest.mark.parametrize(
+    "moe", [{"z_loss": 1.0}, {"balance": "sequence", "balance_weight": 1.0}], ids=["z", "balance"]
+)
 def test_router_losses_have_the_same_direction_whichever_answer_is_longer(moe):
     longer = rows_of([[(12, 9, 6, 3)]] * 8)
     swapped = longer | {"weights": -longer["weights"]}
@@ -275,7 +358,9 @@ def test_router_losses_have_the_same_direction_whichever_answer_is_longer(moe):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rates", [{"model": {"dropout": 0.3}}, {"lora": {"dropout": 0.3}}], ids=["model", "lora"])
+@pytest.mark.parametrize(
+    "rates", [{"model": {"dropout": 0.3}}, {"lora": {"dropout": 0.3}}], ids=["model", "lora"]
+)
 def test_the_policy_drops_nothing_as_its_reference_does_not(rates):
     losses = []
     for sections in ({}, rates):

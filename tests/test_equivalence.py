@@ -1,12 +1,13 @@
 """A mesh is only a placement: every layout gives the losses and gradients of one device (tests/helpers/reference.py).
 
-The product has 10 meshes x 1, 2 or 4 islands x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families x 2 sizes = 3840
-layouts. 1728 of them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8, islands that do not divide data);
-the other 2112 must all pass, and are 920 programs, since a key does nothing where its axis has one rank. Each of these may further
-compute in float16, pack documents, drop out and keep its optimizer state on the host: 14720 programs. `pytest` takes eight on three
-meshes, in which every two axes and every two levels of the keys meet, and one with islands; `pytest -m thorough` what is missing of all
-programs: every two keys that act, each with every axis that is cut or not, and every mesh and number of islands once; `pytest -m slow`
-all layouts.
+The product has 10 meshes x 1, 2 or 4 islands x 4 ZeRO stages x sequence parallelism x remat x 2 schedules x 2 families
+x 2 sizes = 3840 layouts. 1728 of them the config must refuse (6 heads over tensor 4 or 8, 5 layers over pipeline 8,
+islands that do not divide data); the other 2112 must all pass, and are 920 programs, since a key does nothing where its
+axis has one rank. Each of these may further compute in float16, pack documents, drop out and keep its optimizer state
+on the host: 14720 programs. `pytest` takes eight on three meshes, in which every two axes and every two levels of the
+keys meet, and one with islands; `pytest -m thorough` what is missing of all
+programs: every two keys that act, each with every axis that is cut or not, and every mesh and number of islands once;
+`pytest -m slow` all layouts.
 """
 
 import random
@@ -75,27 +76,54 @@ CELLS = [Cell(*levels) for levels in product(*FACTORS.values())]
 
 SIZES: dict[str, dict[str, Any]] = {
     "round": {
-        "model": {"layers": 8, "d_model": 32, "heads": 8, "kv_heads": 4, "d_ff": 64, "vocab_size": 256},
+        "model": {
+            "layers": 8,
+            "d_model": 32,
+            "heads": 8,
+            "kv_heads": 4,
+            "d_ff": 64,
+            "vocab_size": 256,
+        },
         "train": {"sequence_length": 32},
     },
     "odd": {
-        "model": {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257},
+        "model": {
+            "layers": 5,
+            "d_model": 24,
+            "heads": 6,
+            "kv_heads": 2,
+            "d_ff": 50,
+            "vocab_size": 257,
+        },
         "train": {"sequence_length": 40, "label_smoothing": 0.1, "z_loss": 1e-3, "loss_chunk": 23},
     },
 }
 SIZES["other head"] = SIZES["odd"]  # tied where the family's is not, and the other way round
 SIZES["options"] = {
-    "model": {**SIZES["odd"]["model"], "qkv_bias": True, "qk_norm": True, "window": 9, "activation": "gelu_exact"},
+    "model": {
+        **SIZES["odd"]["model"],
+        "qkv_bias": True,
+        "qk_norm": True,
+        "window": 9,
+        "activation": "gelu_exact",
+    },
     "train": {"sequence_length": 40},
 }
-# of what tells the Gemmas apart, all at once: three layers see the window, two all; caps low enough to bend scores and logits
+# of what tells the Gemmas apart, all at once: three layers see the window, two all; caps low enough to bend scores and
+# logits
 SIZES["gemma"] = {
     "model": {
-        **SIZES["odd"]["model"], "window": 9, "global_every": 2, "rope_theta_local": 100.0, "query_scalar": 30, "score_cap": 2.0, "logit_cap": 3.0,
+        **SIZES["odd"]["model"],
+        "window": 9,
+        "global_every": 2,
+        "rope_theta_local": 100.0,
+        "query_scalar": 30,
+        "score_cap": 2.0,
+        "logit_cap": 3.0,
         "qk_norm": True,
     },
     "train": SIZES["odd"]["train"],
-}  # fmt: skip
+}
 SCALE = 1024.0  # of the loss in float16
 MICROBATCHES = {8: 1, 4: 2, 2: 4, 1: 4}  # by data ranks: 8 sequences a step
 
@@ -127,7 +155,9 @@ def configuration(cell: Cell, **others: Any) -> Config:
     }
     chosen = {name: value for name, value in keys.items() if value is not None}
     sizes = dict(zip(AXES, cell.mesh, strict=True)) | {"islands": cell.islands}
-    precision = {"compute": cell.compute} | ({"loss_scale": SCALE} if cell.compute == "float16" else {})
+    precision = {"compute": cell.compute} | (
+        {"loss_scale": SCALE} if cell.compute == "float16" else {}
+    )
     config = one_device(cell.family, cell.size, cell.dropout)
     config = replaced(config, mesh=sizes, parallel=chosen | others, precision=precision)
     check(config)
@@ -146,21 +176,26 @@ def acting(cell: Cell) -> Cell:
     return cell._replace(
         zero=cell.zero if data > cell.islands else None,
         sequence_parallel=cell.sequence_parallel if tensor > 1 else None,
-        schedule=cell.schedule if has_table(cell.schedule or "", pipeline, MICROBATCHES[data]) else None,
+        schedule=cell.schedule
+        if has_table(cell.schedule or "", pipeline, MICROBATCHES[data])
+        else None,
     )
 
 
 def runs(cells: list[Cell]) -> list[Cell]:
     """Each cell with every level of RUNS."""
     return [
-        cell._replace(**dict(zip(RUNS, levels, strict=True))) for cell in cells for levels in product(*RUNS.values())
+        cell._replace(**dict(zip(RUNS, levels, strict=True)))
+        for cell in cells
+        for levels in product(*RUNS.values())
     ]
 
 
 LEGAL = [cell for cell in CELLS if fits(cell)]
 PROGRAMS = list(dict.fromkeys(map(acting, LEGAL)))
 RUN_PROGRAMS = runs(PROGRAMS)
-# ZeRO x sequence parallelism, with an orthogonal array of remat, family and size; each schedule with both levels of these
+# ZeRO x sequence parallelism, with an orthogonal array of remat, family and size; each schedule with both levels of
+# these
 FEW = [
     acting(Cell(*levels))
     for levels in (
@@ -195,12 +230,18 @@ def levels(cell: Cell) -> set[Any]:
     return set(cell._asdict().items())
 
 
-# What CI runs: every level. All pairs are slow; on which mesh what a run can have meets, tests/test_features.py asks as well.
-FEW_RUNS = covering([cell for cell in COVERING if cell not in FEW], beside=[*FEW, ON_ISLANDS], of=levels)
+# What CI runs: every level. All pairs are slow; on which mesh what a run can have meets, tests/test_features.py asks as
+# well.
+FEW_RUNS = covering(
+    [cell for cell in COVERING if cell not in FEW], beside=[*FEW, ON_ISLANDS], of=levels
+)
 
 
 def name(cell: Cell) -> str:
-    parts = ["x".join(map(str, cell.mesh)), *([f"islands{cell.islands}"] if cell.islands > 1 else [])]
+    parts = [
+        "x".join(map(str, cell.mesh)),
+        *([f"islands{cell.islands}"] if cell.islands > 1 else []),
+    ]
     parts += [] if cell.zero is None else [f"zero{cell.zero}"]
     parts += {None: [], True: ["sp"], False: ["tp"]}[cell.sequence_parallel]
     parts += [part for part in (cell.remat, cell.schedule, cell.family, cell.size) if part]
@@ -212,35 +253,60 @@ def name(cell: Cell) -> str:
 
 
 @cache
-def expected(family: str, size: str, packed: bool = False, dropout: float = 0.0) -> tuple[Any, list[float], Any]:
+def expected(
+    family: str, size: str, packed: bool = False, dropout: float = 0.0
+) -> tuple[Any, list[float], Any]:
     """Canonical parameters, and the reference's losses and first gradient."""
     config = one_device(family, size, dropout)
     parameters = canonical_numbers(Layout(config, make_mesh(config)))
-    losses = {key: value for key, value in SIZES[size]["train"].items() if key not in ("sequence_length", "loss_chunk")}
+    losses = {
+        key: value
+        for key, value in SIZES[size]["train"].items()
+        if key not in ("sequence_length", "loss_chunk")
+    }
     m = config.model
     model = reference.Model(
-        family, **losses, window=m.window, activation=m.activation, plus_one=m.norm_plus_one, scaled_embedding=m.scaled_embedding,
-        query_scalar=m.query_scalar, score_cap=m.score_cap, logit_cap=m.logit_cap, global_every=m.global_every,
+        family,
+        **losses,
+        window=m.window,
+        activation=m.activation,
+        plus_one=m.norm_plus_one,
+        scaled_embedding=m.scaled_embedding,
+        query_scalar=m.query_scalar,
+        score_cap=m.score_cap,
+        logit_cap=m.logit_cap,
+        global_every=m.global_every,
         rope_theta_local=m.rope_theta_local,
-    )  # fmt: skip
+    )
     recipe = reference.Recipe(0.01, 2, STEPS, clip=CLIP)
-    batches = [batch(config, step, *texts, packed) for step, texts in enumerate(token_batches(config, STEPS))]
+    batches = [
+        batch(config, step, *texts, packed)
+        for step, texts in enumerate(token_batches(config, STEPS))
+    ]
     return parameters, *reference.train(model, recipe, parameters, batches)
 
 
-def batch(config: Config, step: int, tokens: np.ndarray, labels: np.ndarray, packed: bool) -> dict[str, Any]:
-    """All that a run can have, so that the runs of a family and a size are one program: one document and no dropout leave ones."""
+def batch(
+    config: Config, step: int, tokens: np.ndarray, labels: np.ndarray, packed: bool
+) -> dict[str, Any]:
+    """All that a run can have, so that the runs of a family and a size are one program: one document and no dropout
+    leave ones.
+    """
     whole = {
         "positions": np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape),
         "segments": np.zeros_like(tokens),
         "weights": np.ones(tokens.shape, np.float32),
     }
-    documents = packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels} | whole
+    documents = (
+        packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels} | whole
+    )
     return documents | {"drops": drops(config, step)}
 
 
 def drops(config: Config, step: int) -> dict[str, jax.Array]:
-    """What dropout multiplies with in a step's whole batch: ones that went through it, at the places that `reference` knows."""
+    """What dropout multiplies with in a step's whole batch: ones that went through it, at the places that `reference`
+    knows.
+    """
     m, t = config.model, config.train
     rows, length = t.global_batch_size, t.sequence_length
     stream, scores = jnp.ones((rows, length, m.d_model)), jnp.ones((rows, m.heads, length, length))
@@ -263,25 +329,39 @@ def assert_equal(config: Config, cell: Cell) -> None:
     first, others, tolerance = TOLERANCES[cell.compute]
     np.testing.assert_allclose(metrics[0]["loss"], losses[0], rtol=first, atol=0)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=others, atol=0)
-    clipping = min(1.0, CLIP / metrics[0]["grad_norm"])  # Adam's first moment is now (1 - β1) x the clipped gradient
-    seen = jax.tree.map(lambda m: m / (0.1 * clipping), program.layout.canonical(first_moment(after_one)))
+    clipping = min(
+        1.0, CLIP / metrics[0]["grad_norm"]
+    )  # Adam's first moment is now (1 - β1) x the clipped gradient
+    seen = jax.tree.map(
+        lambda m: m / (0.1 * clipping), program.layout.canonical(first_moment(after_one))
+    )
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(metrics[0]["grad_norm"], norm, rtol=tolerance)
     program.layout.map(
-        lambda leaf, g, right: assert_leaf(leaf.name, np.asarray(g), right, norm, tolerance), seen, gradient
+        lambda leaf, g, right: assert_leaf(leaf.name, np.asarray(g), right, norm, tolerance),
+        seen,
+        gradient,
     )
 
 
 def assert_run(cell: Cell, metrics: list[dict[str, float]], state: State) -> None:
-    """What numbers near the reference's would not tell: that the loss was scaled, and where the optimizer state lies."""
+    """What numbers near the reference's would not tell: that the loss was scaled, and where the optimizer state
+    lies.
+    """
     if cell.compute == "float16":
-        assert {m["loss_scale"] for m in metrics} == {SCALE} and {m["skipped"] for m in metrics} == {0}
+        assert {m["loss_scale"] for m in metrics} == {SCALE} and {
+            m["skipped"] for m in metrics
+        } == {0}
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer) if x.ndim}
     assert kinds == {offload.HOST if cell.offload else "device"}
 
 
-def assert_leaf(name: str, seen: np.ndarray, right: np.ndarray, norm: float, tolerance: float) -> None:
-    """Within the tolerance of the leaf's own norm; a key's bias has no gradient in theory (softmax), so only noise is allowed there."""
+def assert_leaf(
+    name: str, seen: np.ndarray, right: np.ndarray, norm: float, tolerance: float
+) -> None:
+    """Within the tolerance of the leaf's own norm; a key's bias has no gradient in theory (softmax), so only noise is
+    allowed there.
+    """
     own = norm if name.endswith("k_bias") else np.linalg.norm(right)
     error = np.linalg.norm(seen - right) / own
     assert error <= tolerance, f"{name}: gradient off by {error:.1e}"
@@ -328,8 +408,18 @@ def test_covering_has_all_that_meets_in_a_legal_program():
 @pytest.mark.parametrize(
     ("mesh", "islands", "one", "other"),
     [
-        ((1, 2, 1), 1, {"zero_stage": 0, "schedule": "gpipe"}, {"zero_stage": 3, "schedule": "1f1b"}),
-        ((2, 1, 1), 2, {"zero_stage": 0, "sequence_parallel": False}, {"zero_stage": 3, "sequence_parallel": True}),
+        (
+            (1, 2, 1),
+            1,
+            {"zero_stage": 0, "schedule": "gpipe"},
+            {"zero_stage": 3, "schedule": "1f1b"},
+        ),
+        (
+            (2, 1, 1),
+            2,
+            {"zero_stage": 0, "sequence_parallel": False},
+            {"zero_stage": 3, "sequence_parallel": True},
+        ),
     ],
 )
 def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, other):
@@ -339,7 +429,9 @@ def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, oth
     assert first == second
 
 
-@pytest.mark.parametrize("cell", thorough_but(COVERING, NOW_CELL.__eq__, [*FEW, *FEW_RUNS, ON_ISLANDS]), ids=name)
+@pytest.mark.parametrize(
+    "cell", thorough_but(COVERING, NOW_CELL.__eq__, [*FEW, *FEW_RUNS, ON_ISLANDS]), ids=name
+)
 def test_layout_computes_the_reference_run(cell):
     assert_equal(configuration(cell), cell)
 
@@ -372,18 +464,38 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
     "zero2-held": ((2, 2, 2), "llama", "odd", {"zero_stage": 2, "zero_hold": True}),
     "more-microbatches": ((1, 4, 2), "llama", "round", {"microbatches": 8}),
     "one-device-accumulating": ((1, 1, 1), "llama", "odd", {"microbatches": 8}),
-    "vocabulary-on-edges": ((1, 2, 4), "llama", "odd", {"vocab": "edge", "sequence_parallel": True}),
+    "vocabulary-on-edges": (
+        (1, 2, 4),
+        "llama",
+        "odd",
+        {"vocab": "edge", "sequence_parallel": True},
+    ),
     "vocabulary-on-edges-tied": (
         (2, 1, 4),
         "gpt2",
         "odd",
         {"vocab": "edge", "zero_stage": 3, "layer_split": (0, 3, 1, 1)},
     ),
-    "tied-llama": ((2, 2, 2), "llama", "other head", {"zero_stage": 3, "zero_hold": True, "sequence_parallel": True}),
+    "tied-llama": (
+        (2, 2, 2),
+        "llama",
+        "other head",
+        {"zero_stage": 3, "zero_hold": True, "sequence_parallel": True},
+    ),
     "untied-gpt2": ((2, 1, 4), "gpt2", "other head", {"microbatches": 2}),  # fewer than stages
-    "options": ((2, 2, 2), "llama", "options", {"zero_stage": 3, "sequence_parallel": True, "remat": "selective"}),
+    "options": (
+        (2, 2, 2),
+        "llama",
+        "options",
+        {"zero_stage": 3, "sequence_parallel": True, "remat": "selective"},
+    ),
     "options-gpt2": ((2, 2, 2), "gpt2", "options", {"remat": "dots", "zero_stage": 3}),
-    "gemma": ((2, 2, 2), "gemma3", "gemma", {"zero_stage": 3, "schedule": "zb_h1", "layer_split": (3, 2)}),
+    "gemma": (
+        (2, 2, 2),
+        "gemma3",
+        "gemma",
+        {"zero_stage": 3, "schedule": "zb_h1", "layer_split": (3, 2)},
+    ),
     "gemma-sequence-parallel": (
         (1, 2, 4),
         "gemma2",
@@ -397,28 +509,138 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
         {"remat": "selective", "schedule": "interleaved", "virtual_stages": 2},
     ),
     "gemma-accumulating": ((4, 2, 1), "gemma2", "gemma", {"remat": "dots", "zero_stage": 2}),
-    "remat-names": ((4, 2, 1), "llama", "odd", {"remat": "names", "remat_keep": ("qkv", "mlp_out"), "zero_stage": 3}),
+    "remat-names": (
+        (4, 2, 1),
+        "llama",
+        "odd",
+        {"remat": "names", "remat_keep": ("qkv", "mlp_out"), "zero_stage": 3},
+    ),
 }
 
 
 # context, strategy, mesh, keys, and what else is run. Rows of 40 tokens: chunks of 10, 5 and, of 32, 2.
-ON_CONTEXT: dict[str, tuple[int, str, tuple[int, int, int], str, str, dict[str, Any], dict[str, Any]]] = {
-    "ring": (4, "ring", (2, 1, 1), "llama", "odd", {"zero_stage": 3}, {"packed": True, "dropout": 0.2}),
-    "gather-windows": (2, "all_gather", (1, 2, 2), "gemma3", "gemma", {"sequence_parallel": True, "zero_stage": 1}, {}),
-    "heads": (2, "ulysses", (2, 1, 2), "llama", "odd", {"zero_stage": 2}, {"packed": True, "dropout": 0.2}),
-    "ring-of-8": (8, "ring", (1, 1, 1), "llama", "round", {"remat": "names", "remat_offload": ("attention",)}, {"offload": True}),
-    "ring-stages": (2, "ring", (1, 2, 2), "gpt2", "odd", {"sequence_parallel": True, "zero_stage": 3}, {"dropout": 0.2}),
-    "ring-interleaved": (2, "ring", (1, 1, 4), "gpt2", "round", {"schedule": "interleaved", "virtual_stages": 2, "remat": "selective"}, {}),
-    "ring-float16": (2, "ring", (2, 2, 1), "llama", "odd", {"zero_stage": 1, "remat": "selective"}, {"compute": "float16", "packed": True}),
-    "gather-split-backward": (4, "all_gather", (1, 1, 2), "llama", "odd", {"schedule": "zb_h1", "zero_stage": 2}, {"packed": True}),
-    "gather-accumulating": (8, "all_gather", (1, 1, 1), "gpt2", "round", {"microbatches": 4, "zero_stage": 0}, {"dropout": 0.2}),
-    "heads-that-share-keys": (4, "ulysses", (2, 1, 1), "llama", "round", {"remat": "names", "remat_keep": ("qkv", "attention")}, {}),
-    "heads-windows": (2, "ulysses", (2, 1, 2), "gemma2", "gemma", {"zero_stage": 3, "remat": "full"}, {"dropout": 0.2}),
-    "ring-whole-keys": (2, "ring", (1, 4, 1), "llama", "round", {"zero_stage": 0, "sequence_parallel": True}, {"packed": True}),
-}  # fmt: skip
+ON_CONTEXT: dict[
+    str, tuple[int, str, tuple[int, int, int], str, str, dict[str, Any], dict[str, Any]]
+] = {
+    "ring": (
+        4,
+        "ring",
+        (2, 1, 1),
+        "llama",
+        "odd",
+        {"zero_stage": 3},
+        {"packed": True, "dropout": 0.2},
+    ),
+    "gather-windows": (
+        2,
+        "all_gather",
+        (1, 2, 2),
+        "gemma3",
+        "gemma",
+        {"sequence_parallel": True, "zero_stage": 1},
+        {},
+    ),
+    "heads": (
+        2,
+        "ulysses",
+        (2, 1, 2),
+        "llama",
+        "odd",
+        {"zero_stage": 2},
+        {"packed": True, "dropout": 0.2},
+    ),
+    "ring-of-8": (
+        8,
+        "ring",
+        (1, 1, 1),
+        "llama",
+        "round",
+        {"remat": "names", "remat_offload": ("attention",)},
+        {"offload": True},
+    ),
+    "ring-stages": (
+        2,
+        "ring",
+        (1, 2, 2),
+        "gpt2",
+        "odd",
+        {"sequence_parallel": True, "zero_stage": 3},
+        {"dropout": 0.2},
+    ),
+    "ring-interleaved": (
+        2,
+        "ring",
+        (1, 1, 4),
+        "gpt2",
+        "round",
+        {"schedule": "interleaved", "virtual_stages": 2, "remat": "selective"},
+        {},
+    ),
+    "ring-float16": (
+        2,
+        "ring",
+        (2, 2, 1),
+        "llama",
+        "odd",
+        {"zero_stage": 1, "remat": "selective"},
+        {"compute": "float16", "packed": True},
+    ),
+    "gather-split-backward": (
+        4,
+        "all_gather",
+        (1, 1, 2),
+        "llama",
+        "odd",
+        {"schedule": "zb_h1", "zero_stage": 2},
+        {"packed": True},
+    ),
+    "gather-accumulating": (
+        8,
+        "all_gather",
+        (1, 1, 1),
+        "gpt2",
+        "round",
+        {"microbatches": 4, "zero_stage": 0},
+        {"dropout": 0.2},
+    ),
+    "heads-that-share-keys": (
+        4,
+        "ulysses",
+        (2, 1, 1),
+        "llama",
+        "round",
+        {"remat": "names", "remat_keep": ("qkv", "attention")},
+        {},
+    ),
+    "heads-windows": (
+        2,
+        "ulysses",
+        (2, 1, 2),
+        "gemma2",
+        "gemma",
+        {"zero_stage": 3, "remat": "full"},
+        {"dropout": 0.2},
+    ),
+    "ring-whole-keys": (
+        2,
+        "ring",
+        (1, 4, 1),
+        "llama",
+        "round",
+        {"zero_stage": 0, "sequence_parallel": True},
+        {"packed": True},
+    ),
+}
 
 
-OFTEN_ON_CONTEXT = ("ring", "gather-windows", "heads", "ring-stages", "ring-interleaved", "heads-windows")
+OFTEN_ON_CONTEXT = (
+    "ring",
+    "gather-windows",
+    "heads",
+    "ring-stages",
+    "ring-interleaved",
+    "heads-windows",
+)
 
 
 @pytest.mark.thorough
@@ -426,7 +648,9 @@ OFTEN_ON_CONTEXT = ("ring", "gather-windows", "heads", "ring-stages", "ring-inte
 def test_rows_split_over_context_compute_the_reference_run_too(case):
     context, strategy, mesh, family, size, parallel, run = ON_CONTEXT[case]
     cell = Cell(mesh, 1, False, "none", "1f1b", family, size)._replace(**run)
-    config = replaced(configuration(cell, context_strategy=strategy, **parallel), mesh={"context": context})
+    config = replaced(
+        configuration(cell, context_strategy=strategy, **parallel), mesh={"context": context}
+    )
     check(config)
     assert_equal(config, cell)
 

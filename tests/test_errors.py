@@ -13,11 +13,17 @@ def test_what_is_readable_is_repeated_as_it_is(text):
 
 def test_of_a_huge_text_the_ends_stay():
     shown = short("begin" + "9" * 5000 + "end")
-    assert len(shown) == LONGEST + 1 and shown.startswith("begin999") and "9…9" in shown and shown.endswith("999end")
+    assert (
+        len(shown) == LONGEST + 1
+        and shown.startswith("begin999")
+        and "9…9" in shown
+        and shown.endswith("999end")
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("a\nb", r"a\nb"), ("a\0b", r"a\x00b"), ("\udcff", r"\udcff"), ("\u2028", r"\u2028")]
+    ("text", "shown"),
+    [("a\nb", r"a\nb"), ("a\0b", r"a\x00b"), ("\udcff", r"\udcff"), ("\u2028", r"\u2028")],
 )
 def test_a_sentence_stays_one_line_that_every_terminal_takes(text, shown):
     assert short(text) == shown

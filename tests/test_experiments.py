@@ -9,7 +9,8 @@ import pytest
 from documented import GUIDE, ROOT
 
 NAMED = re.compile(r"python (-m experiments\.[\w.]+|experiments/\w+\.py)")
-# What an experiment imports that not every environment of the tests has, and experiments that take words instead of options.
+# What an experiment imports that not every environment of the tests has, and experiments that take words instead of
+# options.
 NEEDS = {
     "experiments.adopt.parity": "torch",
     "experiments.adopt.golden": "peft",
@@ -18,7 +19,11 @@ NEEDS = {
 NEEDS |= {"experiments.evaluate.harness": "lm_eval", "experiments.mutations": "pytest"}
 WORDS = {"experiments.plan.timed", "experiments.api_reference"}
 COMMANDS = sorted(
-    {found for text in (GUIDE, (ROOT / "experiments/README.md").read_text()) for found in NAMED.findall(text)}
+    {
+        found
+        for text in (GUIDE, (ROOT / "experiments/README.md").read_text())
+        for found in NAMED.findall(text)
+    }
 )
 
 
@@ -29,7 +34,9 @@ def test_an_experiment_starts(command):
     if module in NEEDS and not find_spec(NEEDS[module]):
         pytest.skip(f"needs {NEEDS[module]}")
     words = ["-c", f"import {module}"] if module in WORDS else [*command.split(), "--help"]
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert module in WORDS or ended.stdout.startswith("usage:")
 

@@ -1,4 +1,6 @@
-"""Families with experts on meshes: gradients are those of one device, where norms and sinks of heads are shared, and experts too."""
+"""Families with experts on meshes: gradients are those of one device, where norms and sinks of heads are shared, and
+experts too.
+"""
 
 from functools import cache
 
@@ -20,8 +22,16 @@ from meshtrain.step import Program
 
 CASES = {
     "olmoe, fewer key heads than ranks": ("olmoe", {"tensor": 4}, {}),
-    "olmoe, experts spread": ("olmoe", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2}, {"microbatches": 2}),
-    "gpt_oss, experts spread": ("gpt_oss", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 3}),
+    "olmoe, experts spread": (
+        "olmoe",
+        {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+        {"microbatches": 2},
+    ),
+    "gpt_oss, experts spread": (
+        "gpt_oss",
+        {"data": 2, "expert": 2, "tensor": 2},
+        {"zero_stage": 3},
+    ),
     "gpt_oss, ulysses": ("gpt_oss", {"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}),
     "gpt_oss, keys gathered": (
         "gpt_oss",
@@ -61,7 +71,9 @@ def test_gradients_are_those_of_one_device(case):
     loss, found = gradients(family, *layout)
     right_loss, right = on_one_device(family)
     np.testing.assert_allclose(loss, right_loss, atol=2e-6)
-    for (path, mine), wanted in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True):
+    for (path, mine), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True
+    ):
         # what a router counts is equal; a key's bias has no gradient but noise
         least = 0.1 if "k_bias" in str(path[-1]) else 0
         bound = 3e-5 * max(np.abs(wanted).max(), least)

@@ -1,4 +1,6 @@
-"""What docs/extending.md says one touches to add something: each added here from outside the package, trained on 2 x 2 x 2 and planned."""
+"""What docs/extending.md says one touches to add something: each added here from outside the package, trained on 2 x 2
+x 2 and planned.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -27,11 +29,20 @@ ON_EIGHT = {"data": 2, "tensor": 2, "pipeline": 2}
 
 def config(mesh: dict[str, int], **sections) -> Config:
     train = {"global_batch_size": 8, "sequence_length": 16, "steps": 3}
-    parallel = {"microbatches": 4, "zero_stage": 2 if len(mesh) == 3 else 0} | sections.pop("parallel", {})
+    parallel = {"microbatches": 4, "zero_stage": 2 if len(mesh) == 3 else 0} | sections.pop(
+        "parallel", {}
+    )
     model = MODEL | sections.pop("model", {})
     optimizer = {"warmup_steps": 0, "learning_rate": 0.01} | sections.pop("optimizer", {})
     return load(
-        {"mesh": mesh, "model": model, "train": train, "parallel": parallel, "optimizer": optimizer, **sections}
+        {
+            "mesh": mesh,
+            "model": model,
+            "train": train,
+            "parallel": parallel,
+            "optimizer": optimizer,
+            **sections,
+        }
     )
 
 
@@ -86,10 +97,20 @@ def register():
     ],
 )
 def test_a_family_is_one_entry(register, block):
-    register(FAMILIES, Family(
-        name="toy", centred_norms=False, positions="learned", gated=True, activation="relu", biases=True, tied_head=True,
-        d_ff=lambda d_model: 3 * d_model + 2, block=block,
-    ))  # fmt: skip
+    register(
+        FAMILIES,
+        Family(
+            name="toy",
+            centred_norms=False,
+            positions="learned",
+            gated=True,
+            activation="relu",
+            biases=True,
+            tied_head=True,
+            d_ff=lambda d_model: 3 * d_model + 2,
+            block=block,
+        ),
+    )
     check(model={"family": "toy"})
     resolved = config({}, model={"family": "toy"}).model
     assert (resolved.d_ff, resolved.tied_head) == (74, True)
@@ -98,8 +119,18 @@ def test_a_family_is_one_entry(register, block):
 @pytest.mark.thorough
 def test_a_family_of_images_is_one_entry(register):
     """With what ViT has not: rotary positions, RMSNorm, a gated MLP, and no bias anywhere."""
-    register(FAMILIES, replace(FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"))
-    model = {"family": "toy", "image_size": 9, "patch_size": 3, "channels": 1, "pool": "mean", "vocab_size": 7}
+    register(
+        FAMILIES,
+        replace(FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"),
+    )
+    model = {
+        "family": "toy",
+        "image_size": 9,
+        "patch_size": 3,
+        "channels": 1,
+        "pool": "mean",
+        "vocab_size": 7,
+    }
 
     def of(mesh: dict[str, int]) -> Config:
         given = {
@@ -108,9 +139,17 @@ def test_a_family_of_images_is_one_entry(register):
             "data": {"source": "synthetic"},
             "train": {"global_batch_size": 8},
         }
-        return load(given | {"parallel": {"microbatches": 2}, "optimizer": {"warmup_steps": 0, "learning_rate": 0.01}})
+        return load(
+            given
+            | {
+                "parallel": {"microbatches": 2},
+                "optimizer": {"warmup_steps": 0, "learning_rate": 0.01},
+            }
+        )
 
-    there, alone = (train_on([image_batch(c, i) for i in range(3)], c)[0] for c in (of(ON_EIGHT), of({})))
+    there, alone = (
+        train_on([image_batch(c, i) for i in range(3)], c)[0] for c in (of(ON_EIGHT), of({}))
+    )
     np.testing.assert_allclose([m["loss"] for m in there], [m["loss"] for m in alone], rtol=2e-5)
     assert alone[-1]["loss"] != alone[0]["loss"]
     planned = mt.plan(of(ON_EIGHT))
@@ -123,7 +162,9 @@ def test_a_schedule_is_one_entry(register):
     def late_backward(stages, microbatches, chunks):
         """All forwards, a clock in which nothing happens, all backwards in the order of the forwards."""
         forward = np.arange(stages)[:, None] + np.arange(microbatches)
-        backward = forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
+        backward = (
+            forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
+        )
         return forward, backward
 
     register(SCHEDULES, Schedule("late", late_backward))
@@ -136,16 +177,21 @@ def test_a_schedule_is_one_entry(register):
 
 @pytest.mark.thorough
 def test_an_optimizer_is_one_entry(register):
-    register(OPTIMIZERS, Optimizer(
-        "toy", make=lambda o, rate, mask, weights: optax.sgd(rate, momentum=o.beta1, nesterov=True),
-        moments=lambda o, weight: [range(weight.stacked, len(weight.axes))],
-    ))  # fmt: skip
+    register(
+        OPTIMIZERS,
+        Optimizer(
+            "toy",
+            make=lambda o, rate, mask, weights: optax.sgd(rate, momentum=o.beta1, nesterov=True),
+            moments=lambda o, weight: [range(weight.stacked, len(weight.axes))],
+        ),
+    )
     check(optimizer={"name": "toy"})
 
 
 def data_parallel(**reduce: str) -> Config:
     return config(
-        {"data": 2}, parallel={"microbatches": 1, "zero_stage": int("compression" in reduce), "reduce": reduce}
+        {"data": 2},
+        parallel={"microbatches": 1, "zero_stage": int("compression" in reduce), "reduce": reduce},
     )
 
 
@@ -176,20 +222,35 @@ def test_an_all_reduce_algorithm_is_one_entry(register):
     def all_reduce(x, axes):
         return jax.lax.all_gather(x, axes).sum(0)
 
-    register(ALGORITHMS, Algorithm(
-        "gathered", programs=lambda: Programs(all_reduce), seconds=lambda links, nbytes: 1.0 * links.size,
-        no_scatter=lambda devices: "which sums all at once",
-    ))  # fmt: skip
+    register(
+        ALGORITHMS,
+        Algorithm(
+            "gathered",
+            programs=lambda: Programs(all_reduce),
+            seconds=lambda links, nbytes: 1.0 * links.size,
+            no_scatter=lambda devices: "which sums all at once",
+        ),
+    )
     there = data_parallel(algorithm="gathered")
     np.testing.assert_allclose(losses(there), plain(), rtol=2e-5)
     assert mt.plan(there).seconds > 2
-    with pytest.raises(mt.ConfigError, match=r"gathered, which sums all at once, but parallel\.zero_stage is 1"):
-        config({"data": 2}, parallel={"microbatches": 1, "zero_stage": 1, "reduce": {"algorithm": "gathered"}})
+    with pytest.raises(
+        mt.ConfigError, match=r"gathered, which sums all at once, but parallel\.zero_stage is 1"
+    ):
+        config(
+            {"data": 2},
+            parallel={"microbatches": 1, "zero_stage": 1, "reduce": {"algorithm": "gathered"}},
+        )
 
 
 def test_what_is_registered_is_named_where_a_word_is_wrong(register):
-    register(FAMILIES, Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model))
+    register(
+        FAMILIES,
+        Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model),
+    )
     with pytest.raises(mt.ConfigError, match="vit, gemini; did you mean gemini"):
         config({}, model={"family": "gemin1"})
     with pytest.raises(ValueError, match="gemini is registered already"):
-        FAMILIES.register(Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model))
+        FAMILIES.register(
+            Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model)
+        )

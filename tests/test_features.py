@@ -1,9 +1,10 @@
 """Features meet features: a few runs in which every two features that may meet do meet, in every way that they act.
 
-`test_equivalence.py` crosses layouts with each other; here they are crossed with what else a config turns on, since the worst hole so
-far stood where three features met that were each tested alone (compression, DiLoCo, and a weight that is whole on several ranks). Each
-run must show that its features took place, keep all copies of every array of its state the same bits, go on from a checkpoint with the
-same bits, and have the losses of the same features on the smallest mesh that has its islands.
+`test_equivalence.py` crosses layouts with each other; here they are crossed with what else a config turns on, since the
+worst hole so far stood where three features met that were each tested alone (compression, DiLoCo, and a weight that is
+whole on several ranks). Each run must show that its features took place, keep all copies of every array of its state
+the same bits, go on from a checkpoint with the same bits, and have the losses of the same features on the smallest mesh
+that has its islands.
 """
 
 import os
@@ -64,13 +65,29 @@ MESHES: dict[str, dict[str, int]] = {
     "d2c2t2": {"data": 2, "context": 2, "tensor": 2},
     "i2c2": {**ISLANDS, "context": 2},
 }
-ALL_AT_ONCE = {"i2c2t2": {**ISLANDS, "context": 2, "tensor": 2}}  # of the cells that are named below alone
+ALL_AT_ONCE = {
+    "i2c2t2": {**ISLANDS, "context": 2, "tensor": 2}
+}  # of the cells that are named below alone
 SMALL = {"layers": 5, "d_model": 24, "heads": 4, "d_ff": 34, "vocab_size": 61}
 MODELS: dict[str, dict[str, Any]] = {
     "kv1": {**SMALL, "family": "llama", "kv_heads": 1},  # k and v are whole on all tensor ranks
     "gpt2": {**SMALL, "family": "gpt2"},  # as positions are on all tensor and pipeline ranks
-    "gemma3": {**SMALL, "family": "gemma3", "kv_heads": 2, "window": 5, "global_every": 2, "rope_theta_local": 100.0},
-    "vit": {**SMALL, "family": "vit", "image_size": 6, "patch_size": 2, "channels": 1, "vocab_size": 7},
+    "gemma3": {
+        **SMALL,
+        "family": "gemma3",
+        "kv_heads": 2,
+        "window": 5,
+        "global_every": 2,
+        "rope_theta_local": 100.0,
+    },
+    "vit": {
+        **SMALL,
+        "family": "vit",
+        "image_size": 6,
+        "patch_size": 2,
+        "channels": 1,
+        "vocab_size": 7,
+    },
 }
 SYNCS: dict[str, dict[str, int]] = {
     "diloco": {"every": 2},
@@ -109,14 +126,26 @@ LEVELS: dict[str, list[Any]] = {
 
 
 def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
-    """The checked config of a cell, with `sections` in place of its own; ConfigError where its features may not meet."""
+    """The checked config of a cell, with `sections` in place of its own; ConfigError where its features may not
+    meet.
+    """
     parallel = {
-        "zero_stage": cell.zero, "schedule": cell.schedule, "remat": cell.remat, "sequence_parallel": cell.sequence_parallel,
-        "virtual_stages": 2 if cell.schedule == "interleaved" else None, "context_strategy": cell.strategy,
-    }  # fmt: skip
+        "zero_stage": cell.zero,
+        "schedule": cell.schedule,
+        "remat": cell.remat,
+        "sequence_parallel": cell.sequence_parallel,
+        "virtual_stages": 2 if cell.schedule == "interleaved" else None,
+        "context_strategy": cell.strategy,
+    }
     reduce: dict[str, Any] = {"algorithm": "ring"} if cell.gradients == "ring" else {}
     if cell.over:
-        reduce = {"compression": cell.gradients, "over": cell.over, "block": 16, "ratio": 0.1, "rank": 1}
+        reduce = {
+            "compression": cell.gradients,
+            "over": cell.over,
+            "block": 16,
+            "ratio": 0.1,
+            "rank": 1,
+        }
     values: dict[str, dict[str, Any]] = {
         "model": {**MODELS[cell.model], "dropout": cell.dropout},
         "data": {"source": "synthetic" if cell.model == "vit" else "stdlib"},
@@ -175,34 +204,52 @@ def legal() -> list[Features]:
 
 
 def batch(config: Config, kind: str, step: int) -> dict[str, np.ndarray]:
-    """The global batch of a step, int32 [B, T] and what else its kind has; rows that fill an uneven one up weigh nothing."""
+    """The global batch of a step, int32 [B, T] and what else its kind has; rows that fill an uneven one up weigh
+    nothing.
+    """
     if config.model.family == "vit":
         example = image_batch(config, step)
     else:
-        text = np.random.default_rng(step).integers(0, config.model.vocab_size, (ROWS, LENGTH + 1), np.int32)
+        text = np.random.default_rng(step).integers(
+            0, config.model.vocab_size, (ROWS, LENGTH + 1), np.int32
+        )
         example = {"tokens": text[:, :-1], "labels": text[:, 1:]}
     if kind == "packed":
         return packed_batch(**example)
     if kind == "pairs":  # of 5 and 6 tokens, whose answers are the last 3 of them, then padding
         at = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
         segments = np.select([at < 5, at < 11], [1, 2], 0).astype(np.int32)
-        weights = np.select([(at > 1) & (at < 5), (at > 7) & (at < 11)], [1.0, -1.0], 0.0).astype(np.float32)
+        weights = np.select([(at > 1) & (at < 5), (at > 7) & (at < 11)], [1.0, -1.0], 0.0).astype(
+            np.float32
+        )
         positions = np.where(segments == 2, at - 5, np.where(segments == 1, at, 0)).astype(np.int32)
         return example | {
-            "segments": segments, "pairs": (segments > 0).astype(np.int32), "positions": positions, "weights": weights
-        }  # fmt: skip
+            "segments": segments,
+            "pairs": (segments > 0).astype(np.int32),
+            "positions": positions,
+            "weights": weights,
+        }
     if kind == "uneven":
-        rows, filling = config.train.global_batch_size, padded_batch_size(config) - config.train.global_batch_size
+        rows, filling = (
+            config.train.global_batch_size,
+            padded_batch_size(config) - config.train.global_batch_size,
+        )
         example = {name: x[:rows] for name, x in example.items()}
         example["weights"] = np.ones(example["labels"].shape, np.float32)
-        return {name: np.pad(x, [(0, filling)] + [(0, 0)] * (x.ndim - 1)) for name, x in example.items()}
+        return {
+            name: np.pad(x, [(0, filling)] + [(0, 0)] * (x.ndim - 1)) for name, x in example.items()
+        }
     return example
 
 
-def take(program: Program, cell: Features, state: State, steps: range) -> tuple[State, list[dict[str, float]]]:
+def take(
+    program: Program, cell: Features, state: State, steps: range
+) -> tuple[State, list[dict[str, float]]]:
     rows = []
     for step in steps:
-        state, metrics = program.train_step(state, program.place(batch(program.config, cell.batch, step)))
+        state, metrics = program.train_step(
+            state, program.place(batch(program.config, cell.batch, step))
+        )
         rows.append({name: float(np.mean(value)) for name, value in metrics.items()})
     return state, rows
 
@@ -216,7 +263,9 @@ def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
     """What the cell turns on was at work: the scale of float16, bytes saved, exchanges of islands."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     assert all(("loss_scale" in row) == (cell.compute == "float16") for row in rows)
-    if cell.over and not cell.sync and cell.zero not in (2, 3):  # there a gradient is compressed where it is made
+    if (
+        cell.over and not cell.sync and cell.zero not in (2, 3)
+    ):  # there a gradient is compressed where it is made
         assert all(row["reduce_error"] > 0 for row in rows)
     if cell.sync:
         met = [row["sync_drift"] for row in rows if "sync_drift" in row]
@@ -227,8 +276,13 @@ def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
 def losses_on_islands(cell: Features) -> list[float]:
     """Of the same features where each island is one device, which holds all of the state."""
     islands = (MESHES | ALL_AT_ONCE)[cell.mesh].get("islands", 1)
-    small = cell._replace(zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False, strategy=None)
-    program = Program(config := configuration(small, mesh={"data": islands, "islands": islands}), make_mesh(config))
+    small = cell._replace(
+        zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False, strategy=None
+    )
+    program = Program(
+        config := configuration(small, mesh={"data": islands, "islands": islands}),
+        make_mesh(config),
+    )
     return [row["loss"] for row in take(program, cell, program.init(), range(STEPS))[1]]
 
 
@@ -250,19 +304,47 @@ def assert_features_hold(cell: Features, directory: Path) -> None:
     assert [name for name in straight if straight[name].tobytes() != after[name].tobytes()] == []
     if not cell.over:
         tolerance = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}[cell.compute]
-        np.testing.assert_allclose([row["loss"] for row in rows + more], losses_on_islands(cell), rtol=tolerance)
+        np.testing.assert_allclose(
+            [row["loss"] for row in rows + more], losses_on_islands(cell), rtol=tolerance
+        )
 
 
 HOLE = Features(
-    "i3t2", "kv1", None, None, "none", True, "float32", "int8", "islands", "diloco", "adamw", "all", "even", 0.0, False
+    "i3t2",
+    "kv1",
+    None,
+    None,
+    "none",
+    True,
+    "float32",
+    "int8",
+    "islands",
+    "diloco",
+    "adamw",
+    "all",
+    "even",
+    0.0,
+    False,
 )
 
 
 HOLES = {
     "tensor": HOLE,
-    "context-and-tensor": HOLE._replace(mesh="i2c2t2", zero=1, strategy="ring", batch="uneven", dropout=0.1),
-    "adapters": HOLE._replace(mesh="i2c2t2", zero=3, strategy="ring", trained="lora", batch="pairs", gradients=None, over=None, offload=True, compute="float16"),
-}  # fmt: skip
+    "context-and-tensor": HOLE._replace(
+        mesh="i2c2t2", zero=1, strategy="ring", batch="uneven", dropout=0.1
+    ),
+    "adapters": HOLE._replace(
+        mesh="i2c2t2",
+        zero=3,
+        strategy="ring",
+        trained="lora",
+        batch="pairs",
+        gradients=None,
+        over=None,
+        offload=True,
+        compute="float16",
+    ),
+}
 
 
 @pytest.mark.thorough
@@ -271,8 +353,19 @@ def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole
     assert_features_hold(HOLES[hole], tmp_path)
 
 
-# What a run keeps from one step to the next, or sends. Each of these meets all there is; the others meet each other in test_equivalence.py.
-OF_STATE = {"mesh", "context", "zero", "compute", "gradients", "over", "sync", "optimizer", "trained"}
+# What a run keeps from one step to the next, or sends. Each of these meets all there is; the others meet each other in
+# test_equivalence.py.
+OF_STATE = {
+    "mesh",
+    "context",
+    "zero",
+    "compute",
+    "gradients",
+    "over",
+    "sync",
+    "optimizer",
+    "trained",
+}
 
 
 def met(cell: Features) -> set[Any]:
@@ -287,50 +380,683 @@ def met(cell: Features) -> set[Any]:
     )
     cut = ("t2" in cell.mesh, "p2" in cell.mesh, "c2" in cell.mesh)
     names = (*Features._fields, "tensor", "pipeline", "context")
-    meet = {pair for pair in pairs((*acts, *cut)) if None not in pair and OF_STATE & {names[pair[0]], names[pair[2]]}}
+    meet = {
+        pair
+        for pair in pairs((*acts, *cut))
+        if None not in pair and OF_STATE & {names[pair[0]], names[pair[2]]}
+    }
     return meet | set(enumerate(cell))
 
 
 # A pairwise covering of `legal()`, what meets most first; of `covering(legal(), of=met)`, which takes a while to find.
 LEVELS_OF_CELLS = [
-    ("i2c2", "kv1", 2, None, "selective", None, "float16", "float8", "islands", "streaming", "adafactor", "lora", "pairs", 0.1, False, "all_gather"),
-    ("d2t2p2", "vit", 1, "interleaved", "none", True, "bfloat16", "float8", "data", None, "sgd", "some", "even", 0.0, True, None),
-    ("d2t2p2", "gpt2", 1, "1f1b", "selective", False, "float16", "powersgd", "data", None, "muon", "all", "packed", 0.0, False, None),
-    ("i2c2", "gpt2", 2, None, "none", None, "float32", "int4", "islands", "diloco", "sgd", "all", "packed", 0.1, True, "ulysses"),
-    ("i2c2", "kv1", 0, None, "full", None, "bfloat16", "ring", None, "diloco", "adamw", "some", "uneven", 0.0, False, "ring"),
-    ("d2t2p2", "gemma3", 1, "zb_paired", "none", False, "float32", "int8", "data", None, "adafactor", "lora", "uneven", 0.0, False, None),
-    ("d2c2t2", "gpt2", 3, None, "none", False, "float16", "ring", None, None, "muon", "some", "even", 0.1, True, "all_gather"),
-    ("i2p2", "gemma3", None, "interleaved", "selective", None, "float32", "ring", None, "streaming", "muon", "all", "even", 0.0, True, None),
-    ("i2", "vit", 2, None, "none", None, "bfloat16", "powersgd", "islands", None, "muon", "lora", "even", 0.1, False, None),
-    ("d2c2t2", "gemma3", 1, None, "selective", True, "float32", "topk", "data", None, "adamw", "some", "packed", 0.1, True, "ulysses"),
-    ("i3t2", "kv1", None, None, "none", True, "float16", "float8", "islands", "diloco", "adafactor", "lora", "uneven", 0.0, True, None),
-    ("i2", "kv1", 3, None, "none", None, "bfloat16", "int8", "data", "streaming", "muon", "all", "uneven", 0.0, True, None),
-    ("i2p2", "gpt2", None, "1f1b", "selective", None, "bfloat16", "ring", None, "diloco", "sgd", "lora", "packed", 0.1, False, None),
-    ("i2p2", "gemma3", None, "zb_paired", "full", None, "float16", "int4", "islands", "streaming", "adamw", "some", "even", 0.0, False, None),
-    ("d2c2t2", "kv1", 2, None, "selective", False, "bfloat16", "float8", "data", None, "sgd", "lora", "pairs", 0.1, False, "ring"),
-    ("i2p2", "vit", None, "interleaved", "selective", None, "float32", "float8", "islands", "diloco", "adafactor", "all", "even", 0.1, False, None),
-    ("i2c2", "gpt2", 0, None, "selective", None, "float16", "int4", "islands", "streaming", "muon", "lora", "pairs", 0.0, False, "ring"),
-    ("d2t2p2", "gemma3", 2, "zb_paired", "selective", True, "bfloat16", None, None, None, "muon", "some", "even", 0.0, True, None),
-    ("d2c2t2", "gpt2", 1, None, "selective", True, "float16", "topk", "data", None, "adafactor", "all", "uneven", 0.1, False, "all_gather"),
-    ("i2p2", "kv1", None, "interleaved", "none", None, "float32", "powersgd", "islands", None, "adamw", "lora", "pairs", 0.0, True, None),
-    ("i2c2", "gemma3", 1, None, "selective", None, "bfloat16", "int4", "data", "streaming", "adafactor", "lora", "packed", 0.1, False, "ulysses"),
-    ("i3t2", "vit", None, None, "none", False, "float16", "float8", "islands", "streaming", "adamw", "some", "even", 0.0, True, None),
-    ("i2p2", "gemma3", None, "1f1b", "none", None, "float32", "float8", "islands", "streaming", "sgd", "some", "uneven", 0.1, True, None),
-    ("i2p2", "gemma3", None, "zb_paired", "none", None, "float16", "ring", None, "diloco", "adafactor", "all", "even", 0.0, True, None),
-    ("i2c2", "kv1", 2, None, "selective", None, "float32", "int8", "data", "diloco", "adafactor", "some", "even", 0.0, False, "ring"),
-    ("d2c2t2", "kv1", 2, None, "none", True, "float16", "ring", None, None, "sgd", "some", "packed", 0.0, True, "ulysses"),
-    ("i3t2", "gpt2", None, None, "selective", False, "bfloat16", None, None, "diloco", "muon", "lora", "pairs", 0.1, True, None),
-    ("d2t2p2", "vit", 3, "interleaved", "full", False, "float16", None, None, None, "muon", "some", "uneven", 0.0, False, None),
-    ("i2c2", "kv1", 3, None, "none", None, "float32", None, None, None, "sgd", "lora", "uneven", 0.1, False, "all_gather"),
-    ("i2c2", "kv1", 1, None, "full", None, "float32", "powersgd", "islands", None, "adamw", "all", "even", 0.0, False, "ring"),
-    ("d2c2t2", "kv1", 1, None, "none", True, "bfloat16", "ring", None, None, "muon", "lora", "pairs", 0.0, True, "all_gather"),
-    ("d2t2p2", "kv1", 2, "1f1b", "none", False, "float32", "float8", "data", None, "adafactor", "all", "packed", 0.0, False, None),
-    ("i2p2", "gpt2", None, "zb_paired", "none", None, "float16", "topk", "data", None, "adamw", "all", "uneven", 0.0, True, None),
-    ("i2", "vit", 3, None, "full", None, "bfloat16", "ring", None, "streaming", "muon", "lora", "uneven", 0.1, False, None),
-    ("i3t2", "vit", None, None, "selective", True, "bfloat16", "int4", "islands", "streaming", "adafactor", "all", "even", 0.0, False, None),
-    ("i2c2", "kv1", 3, None, "selective", None, "float32", "int8", "data", "streaming", "muon", "some", "packed", 0.0, False, "ulysses"),
-    ("i2c2", "gpt2", 2, None, "none", None, "float16", "float8", "data", "diloco", "adamw", "some", "even", 0.1, True, "all_gather"),
-]  # fmt: skip
+    (
+        "i2c2",
+        "kv1",
+        2,
+        None,
+        "selective",
+        None,
+        "float16",
+        "float8",
+        "islands",
+        "streaming",
+        "adafactor",
+        "lora",
+        "pairs",
+        0.1,
+        False,
+        "all_gather",
+    ),
+    (
+        "d2t2p2",
+        "vit",
+        1,
+        "interleaved",
+        "none",
+        True,
+        "bfloat16",
+        "float8",
+        "data",
+        None,
+        "sgd",
+        "some",
+        "even",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "d2t2p2",
+        "gpt2",
+        1,
+        "1f1b",
+        "selective",
+        False,
+        "float16",
+        "powersgd",
+        "data",
+        None,
+        "muon",
+        "all",
+        "packed",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "i2c2",
+        "gpt2",
+        2,
+        None,
+        "none",
+        None,
+        "float32",
+        "int4",
+        "islands",
+        "diloco",
+        "sgd",
+        "all",
+        "packed",
+        0.1,
+        True,
+        "ulysses",
+    ),
+    (
+        "i2c2",
+        "kv1",
+        0,
+        None,
+        "full",
+        None,
+        "bfloat16",
+        "ring",
+        None,
+        "diloco",
+        "adamw",
+        "some",
+        "uneven",
+        0.0,
+        False,
+        "ring",
+    ),
+    (
+        "d2t2p2",
+        "gemma3",
+        1,
+        "zb_paired",
+        "none",
+        False,
+        "float32",
+        "int8",
+        "data",
+        None,
+        "adafactor",
+        "lora",
+        "uneven",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "d2c2t2",
+        "gpt2",
+        3,
+        None,
+        "none",
+        False,
+        "float16",
+        "ring",
+        None,
+        None,
+        "muon",
+        "some",
+        "even",
+        0.1,
+        True,
+        "all_gather",
+    ),
+    (
+        "i2p2",
+        "gemma3",
+        None,
+        "interleaved",
+        "selective",
+        None,
+        "float32",
+        "ring",
+        None,
+        "streaming",
+        "muon",
+        "all",
+        "even",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2",
+        "vit",
+        2,
+        None,
+        "none",
+        None,
+        "bfloat16",
+        "powersgd",
+        "islands",
+        None,
+        "muon",
+        "lora",
+        "even",
+        0.1,
+        False,
+        None,
+    ),
+    (
+        "d2c2t2",
+        "gemma3",
+        1,
+        None,
+        "selective",
+        True,
+        "float32",
+        "topk",
+        "data",
+        None,
+        "adamw",
+        "some",
+        "packed",
+        0.1,
+        True,
+        "ulysses",
+    ),
+    (
+        "i3t2",
+        "kv1",
+        None,
+        None,
+        "none",
+        True,
+        "float16",
+        "float8",
+        "islands",
+        "diloco",
+        "adafactor",
+        "lora",
+        "uneven",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2",
+        "kv1",
+        3,
+        None,
+        "none",
+        None,
+        "bfloat16",
+        "int8",
+        "data",
+        "streaming",
+        "muon",
+        "all",
+        "uneven",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2p2",
+        "gpt2",
+        None,
+        "1f1b",
+        "selective",
+        None,
+        "bfloat16",
+        "ring",
+        None,
+        "diloco",
+        "sgd",
+        "lora",
+        "packed",
+        0.1,
+        False,
+        None,
+    ),
+    (
+        "i2p2",
+        "gemma3",
+        None,
+        "zb_paired",
+        "full",
+        None,
+        "float16",
+        "int4",
+        "islands",
+        "streaming",
+        "adamw",
+        "some",
+        "even",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "d2c2t2",
+        "kv1",
+        2,
+        None,
+        "selective",
+        False,
+        "bfloat16",
+        "float8",
+        "data",
+        None,
+        "sgd",
+        "lora",
+        "pairs",
+        0.1,
+        False,
+        "ring",
+    ),
+    (
+        "i2p2",
+        "vit",
+        None,
+        "interleaved",
+        "selective",
+        None,
+        "float32",
+        "float8",
+        "islands",
+        "diloco",
+        "adafactor",
+        "all",
+        "even",
+        0.1,
+        False,
+        None,
+    ),
+    (
+        "i2c2",
+        "gpt2",
+        0,
+        None,
+        "selective",
+        None,
+        "float16",
+        "int4",
+        "islands",
+        "streaming",
+        "muon",
+        "lora",
+        "pairs",
+        0.0,
+        False,
+        "ring",
+    ),
+    (
+        "d2t2p2",
+        "gemma3",
+        2,
+        "zb_paired",
+        "selective",
+        True,
+        "bfloat16",
+        None,
+        None,
+        None,
+        "muon",
+        "some",
+        "even",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "d2c2t2",
+        "gpt2",
+        1,
+        None,
+        "selective",
+        True,
+        "float16",
+        "topk",
+        "data",
+        None,
+        "adafactor",
+        "all",
+        "uneven",
+        0.1,
+        False,
+        "all_gather",
+    ),
+    (
+        "i2p2",
+        "kv1",
+        None,
+        "interleaved",
+        "none",
+        None,
+        "float32",
+        "powersgd",
+        "islands",
+        None,
+        "adamw",
+        "lora",
+        "pairs",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2c2",
+        "gemma3",
+        1,
+        None,
+        "selective",
+        None,
+        "bfloat16",
+        "int4",
+        "data",
+        "streaming",
+        "adafactor",
+        "lora",
+        "packed",
+        0.1,
+        False,
+        "ulysses",
+    ),
+    (
+        "i3t2",
+        "vit",
+        None,
+        None,
+        "none",
+        False,
+        "float16",
+        "float8",
+        "islands",
+        "streaming",
+        "adamw",
+        "some",
+        "even",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2p2",
+        "gemma3",
+        None,
+        "1f1b",
+        "none",
+        None,
+        "float32",
+        "float8",
+        "islands",
+        "streaming",
+        "sgd",
+        "some",
+        "uneven",
+        0.1,
+        True,
+        None,
+    ),
+    (
+        "i2p2",
+        "gemma3",
+        None,
+        "zb_paired",
+        "none",
+        None,
+        "float16",
+        "ring",
+        None,
+        "diloco",
+        "adafactor",
+        "all",
+        "even",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2c2",
+        "kv1",
+        2,
+        None,
+        "selective",
+        None,
+        "float32",
+        "int8",
+        "data",
+        "diloco",
+        "adafactor",
+        "some",
+        "even",
+        0.0,
+        False,
+        "ring",
+    ),
+    (
+        "d2c2t2",
+        "kv1",
+        2,
+        None,
+        "none",
+        True,
+        "float16",
+        "ring",
+        None,
+        None,
+        "sgd",
+        "some",
+        "packed",
+        0.0,
+        True,
+        "ulysses",
+    ),
+    (
+        "i3t2",
+        "gpt2",
+        None,
+        None,
+        "selective",
+        False,
+        "bfloat16",
+        None,
+        None,
+        "diloco",
+        "muon",
+        "lora",
+        "pairs",
+        0.1,
+        True,
+        None,
+    ),
+    (
+        "d2t2p2",
+        "vit",
+        3,
+        "interleaved",
+        "full",
+        False,
+        "float16",
+        None,
+        None,
+        None,
+        "muon",
+        "some",
+        "uneven",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "i2c2",
+        "kv1",
+        3,
+        None,
+        "none",
+        None,
+        "float32",
+        None,
+        None,
+        None,
+        "sgd",
+        "lora",
+        "uneven",
+        0.1,
+        False,
+        "all_gather",
+    ),
+    (
+        "i2c2",
+        "kv1",
+        1,
+        None,
+        "full",
+        None,
+        "float32",
+        "powersgd",
+        "islands",
+        None,
+        "adamw",
+        "all",
+        "even",
+        0.0,
+        False,
+        "ring",
+    ),
+    (
+        "d2c2t2",
+        "kv1",
+        1,
+        None,
+        "none",
+        True,
+        "bfloat16",
+        "ring",
+        None,
+        None,
+        "muon",
+        "lora",
+        "pairs",
+        0.0,
+        True,
+        "all_gather",
+    ),
+    (
+        "d2t2p2",
+        "kv1",
+        2,
+        "1f1b",
+        "none",
+        False,
+        "float32",
+        "float8",
+        "data",
+        None,
+        "adafactor",
+        "all",
+        "packed",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "i2p2",
+        "gpt2",
+        None,
+        "zb_paired",
+        "none",
+        None,
+        "float16",
+        "topk",
+        "data",
+        None,
+        "adamw",
+        "all",
+        "uneven",
+        0.0,
+        True,
+        None,
+    ),
+    (
+        "i2",
+        "vit",
+        3,
+        None,
+        "full",
+        None,
+        "bfloat16",
+        "ring",
+        None,
+        "streaming",
+        "muon",
+        "lora",
+        "uneven",
+        0.1,
+        False,
+        None,
+    ),
+    (
+        "i3t2",
+        "vit",
+        None,
+        None,
+        "selective",
+        True,
+        "bfloat16",
+        "int4",
+        "islands",
+        "streaming",
+        "adafactor",
+        "all",
+        "even",
+        0.0,
+        False,
+        None,
+    ),
+    (
+        "i2c2",
+        "kv1",
+        3,
+        None,
+        "selective",
+        None,
+        "float32",
+        "int8",
+        "data",
+        "streaming",
+        "muon",
+        "some",
+        "packed",
+        0.0,
+        False,
+        "ulysses",
+    ),
+    (
+        "i2c2",
+        "gpt2",
+        2,
+        None,
+        "none",
+        None,
+        "float16",
+        "float8",
+        "data",
+        "diloco",
+        "adamw",
+        "some",
+        "even",
+        0.1,
+        True,
+        "all_gather",
+    ),
+]
 CELLS = [Features(*levels) for levels in LEVELS_OF_CELLS]
 OFTEN = 9  # of them CI runs
 
@@ -369,14 +1095,18 @@ for levels in eval(sys.argv[1]):
 
 
 def lowered(seed: str, cells: list[Features]) -> str:
-    """A digest a line of each program that a process with this seed of its hashes (so of the order of its sets) traces."""
+    """A digest a line of each program that a process with this seed of its hashes (so of the order of its sets)
+    traces.
+    """
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent / "helpers")])
     environment = os.environ | {
         "PYTHONHASHSEED": seed,
         "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     words = [sys.executable, "-c", LOWERED, repr([tuple(cell) for cell in cells])]
-    return subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
+    return subprocess.run(
+        words, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=600
+    ).stdout
 
 
 @pytest.mark.thorough

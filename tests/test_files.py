@@ -1,4 +1,6 @@
-"""Files that the system does not let us read now: tried again while that may pass, and never taken for another finding."""
+"""Files that the system does not let us read now: tried again while that may pass, and never taken for another
+finding.
+"""
 
 import errno
 import pickle
@@ -48,14 +50,22 @@ def test_all_tries_together_take_less_than_ten_seconds():
 
 
 @pytest.mark.parametrize("call", ["open", "read", "stat"])
-def test_a_config_is_read_after_an_error_that_passes_and_is_no_bad_input_after_one_that_stays(call, tmp_path):
+def test_a_config_is_read_after_an_error_that_passes_and_is_no_bad_input_after_one_that_stays(
+    call, tmp_path
+):
     path = tmp_path / "config.yaml"
     path.write_text("train: {steps: 3}\n")
     with refusing(call, path, errno.EIO, times=2):
         assert load(path).train.steps == 3
-    with refusing(call, path, errno.EIO), pytest.raises(Unreadable, match=r"config\.yaml cannot be read now: input"):
+    with (
+        refusing(call, path, errno.EIO),
+        pytest.raises(Unreadable, match=r"config\.yaml cannot be read now: input"),
+    ):
         load(path)
-    with refusing(call, path, errno.EACCES), pytest.raises(ConfigError, match="cannot be read: permission denied"):
+    with (
+        refusing(call, path, errno.EACCES),
+        pytest.raises(ConfigError, match="cannot be read: permission denied"),
+    ):
         load(path)
 
 
@@ -66,7 +76,9 @@ def test_a_command_that_cannot_read_now_ends_with_1_and_one_sentence(capsys):
 
     assert main([]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("meshtrain: it cannot be read now: stale file handle; nothing is")
+    assert said.count("\n") == 1 and said.startswith(
+        "meshtrain: it cannot be read now: stale file handle; nothing is"
+    )
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Unreadable), (errno.ENOSPC, ConfigError)])

@@ -1,4 +1,6 @@
-"""Frozen weights in float8 (LoRA): half their bytes, the same numbers as when they are rounded where they are used, on every mesh and to disk."""
+"""Frozen weights in float8 (LoRA): half their bytes, the same numbers as when they are rounded where they are used, on
+every mesh and to disk.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +21,43 @@ from meshtrain.parallel.placement import all_placed
 from meshtrain.plan.estimate import estimate
 from meshtrain.step import Program
 
-MODEL = {"layers": 4, "d_model": 128, "heads": 4, "kv_heads": 4, "head_dim": 64, "d_ff": 256, "vocab_size": 260}
+MODEL = {
+    "layers": 4,
+    "d_model": 128,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "d_ff": 256,
+    "vocab_size": 260,
+}
 EXPERTS = {"experts": 4, "top_k": 2, "d_ff": 128}
-RECIPES = ("rowwise", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")])
+RECIPES = (
+    "rowwise",
+    *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")],
+)
 
 
-def config_of(recipe="rowwise", frozen=True, mesh=None, parallel=None, model=None, precision=None, **more):
-    precision = {"matmul": "float8", "float8_recipe": recipe, "float8_frozen": frozen, **(precision or {})}
+def config_of(
+    recipe="rowwise", frozen=True, mesh=None, parallel=None, model=None, precision=None, **more
+):
+    precision = {
+        "matmul": "float8",
+        "float8_recipe": recipe,
+        "float8_frozen": frozen,
+        **(precision or {}),
+    }
     size = MODEL | (model or {})
     if "moe" in size:
         del size["d_ff"]
     given = {"model": size, "mesh": mesh or {}, "parallel": parallel or {}, "precision": precision}
-    return load({"lora": {"rank": 4}, "train": {"global_batch_size": 8, "sequence_length": 16}, **given, **more})
+    return load(
+        {
+            "lora": {"rank": 4},
+            "train": {"global_batch_size": 8, "sequence_length": 16},
+            **given,
+            **more,
+        }
+    )
 
 
 def gradients(config):
@@ -40,7 +67,9 @@ def gradients(config):
     loss, grads = jax.jit(program.gradients)(
         params, program.place({"tokens": tokens, "labels": labels}), jnp.int32(0), jnp.float32(1)
     )
-    leaf = lambda w, x: None if x is None else np.asarray(program.layout.canonical_leaf(w, np.asarray(x)))  # noqa: E731
+    leaf = lambda w, x: (
+        None if x is None else np.asarray(program.layout.canonical_leaf(w, np.asarray(x)))
+    )
     return float(loss), jax.tree.leaves(program.layout.map(leaf, grads))
 
 
@@ -48,10 +77,15 @@ def gradients(config):
 @pytest.mark.parametrize("model", [{}, pytest.param({"moe": EXPERTS}, marks=pytest.mark.thorough)])
 def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recipe, model):
     every = {"float8_skip": [0, 0]}
-    held, at_use = (gradients(config_of(recipe, frozen, model=model, precision=every)) for frozen in (True, False))
+    held, at_use = (
+        gradients(config_of(recipe, frozen, model=model, precision=every))
+        for frozen in (True, False)
+    )
     assert held[0] == at_use[0]
     for mine, theirs in zip(held[1], at_use[1], strict=True):
-        if model:  # the loops of experts are compiled in another order of sums, of which some round to another number (`test_float8`)
+        # the loops of experts are compiled in another order of sums, of which some round to another number
+        # (`test_float8`)
+        if model:
             assert np.linalg.norm(mine - theirs) < 0.03 * np.linalg.norm(theirs)
         else:
             np.testing.assert_array_equal(mine, theirs)
@@ -63,7 +97,10 @@ def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recip
     [
         ({"data": 2, "tensor": 2, "pipeline": 2}, {"microbatches": 2, "schedule": "zb_h1"}),
         ({"data": 4}, {"zero_stage": 3}),
-        ({"data": 2, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3, "zero_hold": True, "remat": "selective"}),
+        (
+            {"data": 2, "pipeline": 2},
+            {"microbatches": 2, "zero_stage": 3, "zero_hold": True, "remat": "selective"},
+        ),
     ],
 )
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -82,45 +119,81 @@ def test_scales_of_frozen_weights_are_the_same_on_every_mesh(recipe, mesh, paral
         for parent in (*parents, name):
             here, there = here[parent], there[parent]
         live = split.layout.unstored(weight, here)
-        np.testing.assert_array_equal(split.layout.canonical_leaf(weight, live), one.layout.unstored(whole, there))
+        np.testing.assert_array_equal(
+            split.layout.canonical_leaf(weight, live), one.layout.unstored(whole, there)
+        )
 
 
 def test_a_state_has_half_the_bytes_and_the_plan_says_so():
     bytes_of, planned = {}, {}
     for frozen in (True, False):
         config = config_of(
-            "rowwise", frozen, {"data": 2, "tensor": 2}, {"zero_stage": 3}, precision={"compute": "bfloat16"}
+            "rowwise",
+            frozen,
+            {"data": 2, "tensor": 2},
+            {"zero_stage": 3},
+            precision={"compute": "bfloat16"},
         )
         program = Program(config, make_mesh(config))
         bytes_of[frozen] = program.lower().compile().memory_analysis().argument_size_in_bytes
-        (planned[frozen],) = (m.nbytes for m in estimate(config, named("cpu", 4)).memory if m.name == "frozen weights")
+        (planned[frozen],) = (
+            m.nbytes for m in estimate(config, named("cpu", 4)).memory if m.name == "frozen weights"
+        )
     frozen = [w for w in all_placed(config) if not w.trained]
     products = sum(2 * w.on_rank() for w in frozen if groups_of(w, "rowwise"))
     assert planned[False] == pytest.approx(sum(2 * w.on_rank() for w in frozen), rel=1e-6)
-    assert planned[False] - planned[True] == pytest.approx(products / 2, rel=0.06)  # less 4 bytes a column of 128
-    assert bytes_of[False] - bytes_of[True] == pytest.approx(planned[False] - planned[True], rel=0.01)
+    assert planned[False] - planned[True] == pytest.approx(
+        products / 2, rel=0.06
+    )  # less 4 bytes a column of 128
+    assert bytes_of[False] - bytes_of[True] == pytest.approx(
+        planned[False] - planned[True], rel=0.01
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("skip", [[1, 1], [0, 0]])
 def test_no_copy_of_a_frozen_weight_is_kept_for_the_backward(skip):
-    """Of a stage's layers, skipped ones too: weights in the compute dtype would be as large again as all that is frozen."""
+    """Of a stage's layers, skipped ones too: weights in the compute dtype would be as large again as all that is
+    frozen.
+    """
     temp = {}
     for frozen in (True, False):
         config = config_of(
-            "rowwise", frozen, {"pipeline": 2}, {"microbatches": 2}, {"layers": 8, "d_ff": 1024}, {"float8_skip": skip}
+            "rowwise",
+            frozen,
+            {"pipeline": 2},
+            {"microbatches": 2},
+            {"layers": 8, "d_ff": 1024},
+            {"float8_skip": skip},
         )
-        temp[frozen] = Program(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
-    layer = sum(4 * w.on_device() / (w.padded[0] // 2) for w in all_placed(config) if is_held(replaced(config, precision={"float8_frozen": True}), w))  # fmt: skip
+        temp[frozen] = (
+            Program(config, make_mesh(config))
+            .lower()
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+    layer = sum(
+        4 * w.on_device() / (w.padded[0] // 2)
+        for w in all_placed(config)
+        if is_held(replaced(config, precision={"float8_frozen": True}), w)
+    )
     assert temp[True] < temp[False] + 1.5 * layer
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mesh", "parallel"), [({"data": 2, "pipeline": 2}, {"microbatches": 2}), ({"data": 4}, {"zero_stage": 3})]
+    ("mesh", "parallel"),
+    [({"data": 2, "pipeline": 2}, {"microbatches": 2}), ({"data": 4}, {"zero_stage": 3})],
 )
-def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(mesh, parallel, tmp_path):
-    run = {"run": {"directory": str(tmp_path / "run")}, "data": {"source": "synthetic"}, "checkpoint": {"every": 2}}
+def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(
+    mesh, parallel, tmp_path
+):
+    run = {
+        "run": {"directory": str(tmp_path / "run")},
+        "data": {"source": "synthetic"},
+        "checkpoint": {"every": 2},
+    }
     steps = {"steps": 2, "global_batch_size": 8, "sequence_length": 16}
     first = config_of(mesh=mesh, parallel=parallel, **run, train=steps)
     mt.train(first)
@@ -145,14 +218,21 @@ def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(m
         if program.layout.in_float8(placed):
             groups = (1, *groups_of(placed, "rowwise"))
             np.testing.assert_array_equal(live, widened(rounded(live, groups), live.dtype))
-    assert adopt(["merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert (
+        adopt(["merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    )
     merged = mt.read_model(tmp_path / "merged").weights
     for a, b in zip(*[iter(adapters(config.model, config.lora))] * 2, strict=True):
         name = a.name.removesuffix("_lora_a")
         delta = np.einsum(
-            "lir,lro->lio", model.weights[a.name].reshape(4, -1, 4), model.weights[b.name].reshape(4, 4, -1)
+            "lir,lro->lio",
+            model.weights[a.name].reshape(4, -1, 4),
+            model.weights[b.name].reshape(4, 4, -1),
         )
         base = np.asarray(model.weights[name])
         np.testing.assert_allclose(
-            merged[name], base + config.lora.alpha / 4 * delta.reshape(base.shape), rtol=1e-5, atol=1e-6
+            merged[name],
+            base + config.lora.alpha / 4 * delta.reshape(base.shape),
+            rtol=1e-5,
+            atol=1e-6,
         )

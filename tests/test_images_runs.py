@@ -21,15 +21,23 @@ from meshtrain.train import main
 AUGMENTED = {"shift": 1, "flip": 0.5, "mixup": 0.8, "cutmix": 1.0}
 RUN: dict[str, Any] = {
     "model": {
-        "family": "vit", "layers": 2, "d_model": 16, "heads": 4, "d_ff": 32, "vocab_size": 10,
-        "image_size": 8, "patch_size": 4, "channels": 1, "dropout": 0.1,
+        "family": "vit",
+        "layers": 2,
+        "d_model": 16,
+        "heads": 4,
+        "d_ff": 32,
+        "vocab_size": 10,
+        "image_size": 8,
+        "patch_size": 4,
+        "channels": 1,
+        "dropout": 0.1,
     },
     "train": {"steps": 4, "global_batch_size": 8, "label_smoothing": 0.1},
     "data": {"source": "digits", "images": AUGMENTED},
     "optimizer": {"warmup_steps": 1},
     "eval": {"every": 2, "batches": 2},
     "checkpoint": {"every": 2, "keep": 9},
-}  # fmt: skip
+}
 ALL_AXES = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
 
 
@@ -45,12 +53,17 @@ def run(directory: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def told(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What must be the same bit by bit of the last two steps."""
-    return [tuple(row.get(name) for name in ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy")) for row in found][2:]  # fmt: skip
+    return [
+        tuple(row.get(name) for name in ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy"))
+        for row in found
+    ][2:]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,9 @@ def trained(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return directory, run(directory)
 
 
-def resumed_from_2(source: Path, directory: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
+def resumed_from_2(
+    source: Path, directory: Path, **sections: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The run after step 2 once more, in another directory."""
     shutil.copytree(source / "run", directory / "run")
     steps.remove(directory / "run" / "checkpoints" / "4")
@@ -94,7 +109,9 @@ def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(t
         losses.append(model.loss(batch))
     assert np.mean(hits) == pytest.approx(found[-1]["eval_accuracy"])
     assert np.mean(losses) == pytest.approx(found[-1]["eval_loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"patches are int64\[2, 5\]; they must be numbers \[B, 4, 16\]"):
+    with pytest.raises(
+        ConfigError, match=r"patches are int64\[2, 5\]; they must be numbers \[B, 4, 16\]"
+    ):
         model(np.zeros((2, 5), int))
 
 
@@ -108,9 +125,12 @@ def test_a_checkpoint_of_all_axes_goes_on_alike_on_another_mesh(tmp_path):
 
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
     "DiLoCo": {"mesh": {"data": 4, "islands": 2}, "parallel": {"sync": {"every": 2}}},
-    "offloaded, ring": {"mesh": {"data": 4}, "parallel": {"reduce": {"algorithm": "ring"}, "zero_stage": 2, "offload_optimizer": True}},
+    "offloaded, ring": {
+        "mesh": {"data": 4},
+        "parallel": {"reduce": {"algorithm": "ring"}, "zero_stage": 2, "offload_optimizer": True},
+    },
     "a batch filled up": {"mesh": {"data": 3}, "train": {"uneven_batch": "pad"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", thorough_but(OTHERS, lambda _: False, ["offloaded, ring"]))
@@ -128,4 +148,15 @@ def test_a_lora_of_images_adapts_the_projections_of_the_layers_alone():
     config = mt.load({**RUN, "lora": {"rank": 2}, "data": {"source": "synthetic"}})
     layout = mt.Program(config, make_mesh(config)).layout
     trained = {weight.name for weight in layout.flat if weight.trained}
-    assert trained == {f"blocks.{part}_lora_{which}" for part in ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.up", "mlp.down") for which in "ab"}  # fmt: skip
+    assert trained == {
+        f"blocks.{part}_lora_{which}"
+        for part in (
+            "attention.q",
+            "attention.k",
+            "attention.v",
+            "attention.out",
+            "mlp.up",
+            "mlp.down",
+        )
+        for which in "ab"
+    }

@@ -27,19 +27,35 @@ def batch(rows: int = 4, length: int = 16, **changed) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("given", ["configs/quickstart.yaml", {"mesh": {"data": 2}}, None])
-@pytest.mark.parametrize(("name", "taker"), [("mt.Program", mt.Program), ("mt.plan", mt.plan), ("mt.train", mt.train), ("mt.open_data", open_data)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "taker"),
+    [
+        ("mt.Program", mt.Program),
+        ("mt.plan", mt.plan),
+        ("mt.train", mt.train),
+        ("mt.open_data", open_data),
+    ],
+)
 def test_what_is_no_config_is_refused_with_the_way_to_one(name, taker, given):
-    with pytest.raises(mt.ConfigError, match=rf"{name} takes a config, and was given .*; make one with mt.load"):
+    with pytest.raises(
+        mt.ConfigError, match=rf"{name} takes a config, and was given .*; make one with mt.load"
+    ):
         taker(given)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (np.zeros((4, 16), int), "a batch has tokens, labels and perhaps .*; this one has a ndarray"),
+        (
+            np.zeros((4, 16), int),
+            "a batch has tokens, labels and perhaps .*; this one has a ndarray",
+        ),
         ({"tokens": np.zeros((4, 16), int)}, "this one has tokens"),
         (batch(mask=np.ones((4, 16))), "this one has tokens, labels, mask"),
-        (batch(tokens=np.zeros((4, 16))), r"tokens are float64\[4, 16\]; they must be whole numbers"),
+        (
+            batch(tokens=np.zeros((4, 16))),
+            r"tokens are float64\[4, 16\]; they must be whole numbers",
+        ),
         (batch(tokens=[[1, 2], [3]]), "tokens are rows of different lengths"),
         (
             batch(labels=np.full((4, 16), -100)),
@@ -71,14 +87,20 @@ def test_a_batch_that_cannot_be_cut_is_refused_as_it_is_traced(rows, length, say
 def test_a_state_that_was_used_up_is_refused(program):
     placed, before = program.place(batch()), program.init()
     after, _ = program.train_step(before, placed)
-    with pytest.raises(mt.ConfigError, match="used up by an earlier train_step; go on with the state that it returned"):
+    with pytest.raises(
+        mt.ConfigError,
+        match="used up by an earlier train_step; go on with the state that it returned",
+    ):
         program.train_step(before, placed)
     assert int(program.train_step(after, placed)[0].step) == 2
 
 
 def test_a_state_where_weights_are_wanted_is_refused(program):
     state, placed = program.init(), program.place(batch())
-    for wants in (lambda: program.eval_step(state, placed), lambda: program.logits(state, placed["tokens"])):
+    for wants in (
+        lambda: program.eval_step(state, placed),
+        lambda: program.logits(state, placed["tokens"]),
+    ):
         with pytest.raises(mt.ConfigError, match=r"give state\.params in place of the state"):
             wants()
 

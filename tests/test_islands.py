@@ -1,4 +1,5 @@
-"""Islands (HSDP, Zhao et al. 2023, section 3.2.2): ZeRO within each, and across them one sum of what a device has of the gradients.
+"""Islands (HSDP, Zhao et al. 2023, section 3.2.2): ZeRO within each, and across them one sum of what a device has of
+the gradients.
 
 Of S bytes of gradients on a device, N data ranks and R islands, read from the compiled step:
 
@@ -49,7 +50,9 @@ def configuration(*layout: Any, **parallel: Any) -> Config:
 ODD = {"layers": 3, "d_model": 60, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
 CASES = {
     "zero 1 in 2 islands of 4": configuration((8, 1, 1), 2, zero_stage=1),
-    "zero 3 in 2 islands of 2, all axes": configuration((4, 1, 2), 2, zero_stage=3, zero_hold=False),
+    "zero 3 in 2 islands of 2, all axes": configuration(
+        (4, 1, 2), 2, zero_stage=3, zero_hold=False
+    ),
 }
 MORE = {
     "zero 2 in 4 islands of 2": configuration((8, 1, 1), 4, zero_stage=2),
@@ -98,7 +101,10 @@ def test_across_islands_goes_one_sum_of_a_shard(case):
         2 * (islands - 1) / islands * shard, rel=WITHIN
     )
     # Of joined axes there is the count of tokens and the loss alone.
-    assert sum(c.sent * c.times for c in found if "island" in c.axes and len(c.axes) > 1) < WITHIN * shard
+    assert (
+        sum(c.sent * c.times for c in found if "island" in c.axes and len(c.axes) > 1)
+        < WITHIN * shard
+    )
 
 
 @pytest.mark.parametrize("case", RUN)
@@ -110,7 +116,10 @@ def test_the_planner_knows_what_islands_send(case):
     # An island by itself is a mesh without islands, with its share of the batch.
     inside = {"data": mesh.shards, "islands": 1}
     alone = replaced(config, mesh=inside, train={"global_batch_size": 16 // mesh.islands})
-    assert planned["data"] == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).transfers)["data"]
+    assert (
+        planned["data"]
+        == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).transfers)["data"]
+    )
 
 
 @pytest.mark.parametrize("case", RUN)
@@ -134,7 +143,9 @@ def test_without_zero_there_is_one_sum_over_all_of_data():
     program = Program(config, make_mesh(config))
     sent = program.collectives().traffic
     assert set(sent) == {"island+data"}
-    assert sent["island+data"] == pytest.approx(2 * 3 / 4 * 4 * program.layout.parameters, rel=WITHIN)
+    assert sent["island+data"] == pytest.approx(
+        2 * 3 / 4 * 4 * program.layout.parameters, rel=WITHIN
+    )
     planned = traffic.by_axis(plan(config, named("cpu", 4)).transfers)
     assert planned["island+data"] == pytest.approx(sent["island+data"], rel=WITHIN)
 
@@ -142,14 +153,21 @@ def test_without_zero_there_is_one_sum_over_all_of_data():
 def test_an_island_is_devices_that_follow_one_another():
     mesh = make_mesh(configuration((4, 1, 2), 2))
     assert mesh.axis_names == ("island", "data", "tensor", "pipeline")
-    assert [sorted(device.id for device in island.flat) for island in mesh.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [device.id for device in mesh.devices[0, :, 0, 0]] == [0, 1], "stages are apart, data ranks neighbours"
+    assert [sorted(device.id for device in island.flat) for island in mesh.devices] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert [device.id for device in mesh.devices[0, :, 0, 0]] == [0, 1], (
+        "stages are apart, data ranks neighbours"
+    )
 
 
 def test_each_island_holds_its_own_rows_of_a_batch():
     program = Program(configuration((4, 2, 1), 2))
     rows = {d.id: part[0] for d, part in program.batch_sharding.devices_indices_map((8,)).items()}
-    assert [rows[device].indices(8)[:2] for device in range(8)] == [(2 * (d // 2), 2 * (d // 2) + 2) for d in range(8)]
+    assert [rows[device].indices(8)[:2] for device in range(8)] == [
+        (2 * (d // 2), 2 * (d // 2) + 2) for d in range(8)
+    ]
     assert own_part(program.batch_sharding, (8, 4)) == (slice(0, 8),)
     batch = np.arange(32).reshape(8, 4)
     placed = of_own_part(program.batch_sharding, batch, batch.shape)
@@ -183,4 +201,6 @@ def test_a_bit_that_flips_on_one_island_is_found():
         part.reshape(-1).view(np.uint32)[-1] ^= np.uint32(1)
 
     with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of "):
-        health.check_copies(_changed_at(State(None, params, None, None), lambda leaf: True, flip).params)
+        health.check_copies(
+            _changed_at(State(None, params, None, None), lambda leaf: True, flip).params
+        )

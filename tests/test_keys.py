@@ -32,10 +32,16 @@ def said(capsys, *words):
 def test_one_key_is_told_with_bounds_default_and_resume(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     text = said(capsys, "parallel.microbatches")
-    assert "a whole number, at least 1\n" in text and "default   1\n" in text and "gradient accumulation" in text
+    assert (
+        "a whole number, at least 1\n" in text
+        and "default   1\n" in text
+        and "gradient accumulation" in text
+    )
     assert "it is refused, unless checkpoint.allow names the key" in said(capsys, "run.seed")
     assert "takes     a whole number, at least 1 or auto\n" in said(capsys, "train.loss_chunk")
-    assert "default   auto, from which it follows where it stands" in said(capsys, "parallel.schedule")
+    assert "default   auto, from which it follows where it stands" in said(
+        capsys, "parallel.schedule"
+    )
 
 
 def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys):
@@ -46,23 +52,38 @@ def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys)
     assert [entry["key"] for entry in json.loads(said(capsys, "lora", "--json"))] == [
         p for p in paths if p.startswith("lora.")
     ]
-    rows = [line.split(" | ") for line in said(capsys, "--markdown").splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")
+        for line in said(capsys, "--markdown").splitlines()
+        if line.startswith("| `")
+    ]
     assert len(rows) == len(paths) and {len(row) for row in rows} == {5}
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("mesh.dta", "there is no key mesh.dta; did you mean mesh.data?"), ("every", "there is parallel.sync.every, checkpoint.every, eval.every, log.every, telemetry.every."), ("zzz", "lists all.")],
-)  # fmt: skip
+    [
+        ("mesh.dta", "there is no key mesh.dta; did you mean mesh.data?"),
+        (
+            "every",
+            "there is parallel.sync.every, checkpoint.every, eval.every, log.every, telemetry.every.",
+        ),
+        ("zzz", "lists all."),
+    ],
+)
 def test_an_unknown_key_is_a_sentence(name, sentence, capsys):
     assert keys.main([name]) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_the_schema_is_that_of_now_and_every_config_names_it():
-    assert SCHEMA.read_text() == keys.json_schema(), "python -m meshtrain config --json-schema > configs/schema.json"
+    assert SCHEMA.read_text() == keys.json_schema(), (
+        "python -m meshtrain config --json-schema > configs/schema.json"
+    )
     assert CONFIGS
-    assert {path.read_text().splitlines()[0] for path in CONFIGS} == {f"# yaml-language-server: $schema={SCHEMA.name}"}
+    assert {path.read_text().splitlines()[0] for path in CONFIGS} == {
+        f"# yaml-language-server: $schema={SCHEMA.name}"
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`import meshtrain as mt`: every name there is, at once and in any order of imports, and nothing started by looking."""
+"""`import meshtrain as mt`: every name there is, at once and in any order of imports, and nothing started by
+looking.
+"""
 
 import ast
 import json
@@ -38,7 +40,9 @@ def python(script: str, **environment: str) -> str:
     bare = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     command = [sys.executable, "-c", script]
     env = {**bare, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -46,15 +50,26 @@ def python(script: str, **environment: str) -> str:
 def test_every_name_is_there_and_known_to_type_checkers():
     assert set(mt.__all__) == NAMES and set(dir(mt)) >= NAMES
     tree = ast.parse((ROOT / "meshtrain" / "__init__.py").read_text())
-    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    found = {alias.asname: (node.module, alias.name) for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    (typed,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    found = {
+        alias.asname: (node.module, alias.name)
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert set(found) == NAMES
     for name, (module, defined) in found.items():
         there = getattr(__import__(module, fromlist=[defined]), defined)
         assert there in (getattr(mt, name), getattr(getattr(mt, name), "function", None)), name
     with pytest.raises(AttributeError, match=r"has no attribute 'lode'$"):
         mt.lode  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no attribute 'read_csv'; it is mt\.schedule\.read_csv$"):
+    with pytest.raises(
+        AttributeError, match=r"has no attribute 'read_csv'; it is mt\.schedule\.read_csv$"
+    ):
         mt.read_csv  # noqa: B018
 
 
@@ -106,7 +121,9 @@ except mt.ConfigError as error:
 
 def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
     config = mt.load(None, ["mesh.data=8", "run.fake_devices=8"])
-    assert isinstance(mt.plan(config), Plan) and mt.plan(config).cluster.accelerator.platform == "cpu"
+    assert (
+        isinstance(mt.plan(config), Plan) and mt.plan(config).cluster.accelerator.platform == "cpu"
+    )
     assert mt.plan(config, "h200").cluster.accelerator.name == "h200"
     with pytest.raises(mt.ConfigError, match="needs 8 devices, but cluster"):
         mt.plan(config, mt.plan(mt.load(None), "h200").cluster)
@@ -120,7 +137,10 @@ def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tm
     settings = [small(tmp_path / "a"), small(tmp_path / "b", mesh={"tensor": 2})]
     for first_step in (0, 1):
         programs = [mt.Program(config) for config in settings]
-        opened = [mt.Checkpointer(config, program) for config, program in zip(settings, programs, strict=True)]
+        opened = [
+            mt.Checkpointer(config, program)
+            for config, program in zip(settings, programs, strict=True)
+        ]
         found = [checkpointer.restore_or_init() for checkpointer in opened]
         assert [step for _, step in found] == [first_step] * 2
         losses = []
@@ -128,14 +148,19 @@ def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tm
             state, loss = take(program, state, step + 1)
             checkpointer.save(step + 1, state, loss)
             losses.append(loss)
-        assert losses[0] == pytest.approx(losses[1], rel=2e-5), "the same run on one device and on two"
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5), (
+            "the same run on one device and on two"
+        )
         for checkpointer in opened:
             checkpointer.close()
 
 
 def test_a_mesh_of_another_shape_than_the_configs_is_refused():
     mesh = mt.make_mesh(mt.load(None, ["mesh.data=2"]))
-    says = r"given mesh is data 2 x tensor 1 x pipeline 1, but the config's is data 1 x tensor 2 x pipeline 1; make it with"
+    says = (
+        r"given mesh is data 2 x tensor 1 x pipeline 1, but the config's is data 1 x tensor 2 x pipeline 1; make "
+        r"it with"
+    )
     with pytest.raises(mt.ConfigError, match=says):
         mt.Program(mt.load(None, ["mesh.tensor=2"]), mesh)
 
@@ -170,20 +195,29 @@ def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
 
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     plain, twice = ([f"run.directory={tmp_path / name}"] for name in ("plain", "twice"))
-    constant = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-9"]
+    constant = [
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+        "optimizer.learning_rate=1e-9",
+    ]
     assert mt.train(mt.load(tmp_path / "tiny.yaml", [*plain, *constant])).exit_code == 0
     for steps in (1, 2):
         config = mt.load(tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"])
         assert mt.train(config, loss=doubled).exit_code == 0
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in ("plain", "twice")
     ]
     np.testing.assert_allclose(losses[1], 2 * np.array(losses[0]), rtol=1e-5)
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_built_in_one(tmp_path, capsys):
+def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_built_in_one(
+    tmp_path, capsys
+):
     def silent(block, x, sequence, collectives, dropout):
         return x
 
@@ -236,7 +270,9 @@ def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkey
     assert losses == [row["loss"] for row in rows] == list(result.losses)
     again = mt.train(mt.load(config, ["checkpoint.resume=auto", "train.steps=3"]))
     assert (again.steps, len(again.losses)) == (3, 1), "the losses of the steps that this call took"
-    with pytest.raises(mt.ConfigError, match=r"a callback is 'print'; it must be a RunHook .* or a function"):
+    with pytest.raises(
+        mt.ConfigError, match=r"a callback is 'print'; it must be a RunHook .* or a function"
+    ):
         mt.train(config, callbacks=["print"])
 
 
@@ -246,21 +282,35 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
     lines = [line.split("  #")[0].strip() for line in example.splitlines() if line.strip()]
     assert len(lines) == 10 and lines[0] == "import meshtrain as mt"
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump({**TINY, "mesh": {"pipeline": 2}}))
+    (tmp_path / "configs" / "quickstart.yaml").write_text(
+        yaml.safe_dump({**TINY, "mesh": {"pipeline": 2}})
+    )
     monkeypatch.chdir(tmp_path)
-    assert mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])).exit_code == 0
+    assert (
+        mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])).exit_code
+        == 0
+    )
     found: dict = {}
     exec("\n".join(lines), found)
     assert found["logits"].shape == (1, 2, 260) and float(found["metrics"]["loss"]) > 0
     looked_at = [line for line in lines if re.fullmatch(r"program\.[\w.()]+", line)]
-    assert [type(eval(line, found)).__name__ for line in looked_at] == ["Layout", "CompiledCollectives", "Table"]
-    assert all("<img" in html or "<table" in html for html in (eval(line, found)._repr_html_() for line in looked_at))
+    assert [type(eval(line, found)).__name__ for line in looked_at] == [
+        "Layout",
+        "CompiledCollectives",
+        "Table",
+    ]
+    assert all(
+        "<img" in html or "<table" in html
+        for html in (eval(line, found)._repr_html_() for line in looked_at)
+    )
 
 
 @pytest.mark.thorough
 def test_the_guides_example_runs(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(
-        r"## As a library\n\n```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+        r"## As a library\n\n```python\n(.*?)```",
+        (ROOT / "docs" / "library.md").read_text(),
+        re.DOTALL,
     )
     assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10
     (tmp_path / "configs").mkdir()

@@ -1,4 +1,6 @@
-"""LoRA and freezing: every layout trains what one device does, and what is frozen costs neither gradient, state nor stash."""
+"""LoRA and freezing: every layout trains what one device does, and what is frozen costs neither gradient, state nor
+stash.
+"""
 
 import math
 from functools import cache
@@ -25,9 +27,18 @@ TRAINABLE = ("blocks.*_norm.*", "head.*")
 #          mesh        section parallel
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "2x2x2-zero1": ((2, 2, 2), {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"}),
-    "2x2x2-zero3-zb": ((2, 2, 2), {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"}),
-    "2x1x4-zero3-held": ((2, 1, 4), {"zero_stage": 3, "zero_hold": True, "microbatches": 2, "schedule": "gpipe"}),
-    "4x2x1-zero2": ((4, 2, 1), {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"}),
+    "2x2x2-zero3-zb": (
+        (2, 2, 2),
+        {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"},
+    ),
+    "2x1x4-zero3-held": (
+        (2, 1, 4),
+        {"zero_stage": 3, "zero_hold": True, "microbatches": 2, "schedule": "gpipe"},
+    ),
+    "4x2x1-zero2": (
+        (4, 2, 1),
+        {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"},
+    ),
     "2x2x2-zero2-at-use": ((2, 2, 2), {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
     "8x1x1-zero0": ((8, 1, 1), {"zero_stage": 0}),
     "1x2x2-interleaved": ((1, 2, 2), {"microbatches": 4, "virtual_stages": 2}),
@@ -42,9 +53,19 @@ def one_device(family: str, trainable: tuple[str, ...] = ()) -> Config:
     return load(
         {
             "model": {**SIZE, "family": family},
-            "train": {"global_batch_size": 8, "steps": STEPS, "sequence_length": 24, "trainable": list(trainable)},
+            "train": {
+                "global_batch_size": 8,
+                "steps": STEPS,
+                "sequence_length": 24,
+                "trainable": list(trainable),
+            },
             "optimizer": {"learning_rate": RATE, "warmup_steps": WARMUP, "grad_clip": CLIP},
-            "lora": {"rank": 3, "alpha": 5.0, "targets": list(TARGETS[family]), "rslora": family == "gpt2"},
+            "lora": {
+                "rank": 3,
+                "alpha": 5.0,
+                "targets": list(TARGETS[family]),
+                "rslora": family == "gpt2",
+            },
         }
     )
 
@@ -63,7 +84,9 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
     @jax.jit
     def step(trained: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
         batch = {"tokens": tokens, "labels": labels}
-        of = lambda t: reference.loss(model, merged(config, layout.with_frozen(t, numbers)), **batch)  # noqa: E731
+        of = lambda t: reference.loss(
+            model, merged(config, layout.with_frozen(t, numbers)), **batch
+        )
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient
@@ -90,23 +113,31 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
         if number % 2 or name not in NOW
     ],
 )
-def test_every_layout_trains_as_one_device_does_what_the_merged_weights_would(layout, family, trainable):
+def test_every_layout_trains_as_one_device_does_what_the_merged_weights_would(
+    layout, family, trainable
+):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected(family, trainable)
     config = replaced(
-        one_device(family, trainable), mesh=dict(zip(AXES, mesh, strict=True)), parallel={"microbatches": 1, **parallel}
+        one_device(family, trainable),
+        mesh=dict(zip(AXES, mesh, strict=True)),
+        parallel={"microbatches": 1, **parallel},
     )
     metrics, program, (after_one, after) = train(config, STEPS, parameters)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=2e-5)
     assert losses[-1] != losses[0]
     clipping = min(1.0, CLIP / metrics[0]["grad_norm"])
     seen = jax.tree.map(lambda m: m / (0.1 * clipping), first_moment(after_one))
-    canonical = jax.tree.map(lambda g, w: program.layout.canonical_leaf(w, g), seen, program.layout.updated)
+    canonical = jax.tree.map(
+        lambda g, w: program.layout.canonical_leaf(w, g), seen, program.layout.updated
+    )
     for path, right in jax.tree_util.tree_leaves_with_path(gradient):
         found = canonical
         for key in path:
             found = found[key.key]
-        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right), jax.tree_util.keystr(path)
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right), jax.tree_util.keystr(
+            path
+        )
     whole = program.layout.canonical(after.params)
 
     def kept(weight: Any, now: jax.Array, before: np.ndarray) -> None:
@@ -138,7 +169,10 @@ def test_zero_3_alone_shards_what_is_frozen(stage):
 
 def test_adapters_begin_as_in_peft_and_leave_the_model_as_it_is_drawn_without_them():
     config = one_device("llama")
-    plain, tuned = (Program(c).init().params for c in (replaced(config, lora={"rank": 0, "targets": ()}), config))
+    plain, tuned = (
+        Program(c).init().params
+        for c in (replaced(config, lora={"rank": 0, "targets": ()}), config)
+    )
     for path, x in jax.tree_util.tree_leaves_with_path(plain):
         found = tuned
         for key in path:
@@ -151,13 +185,19 @@ def test_adapters_begin_as_in_peft_and_leave_the_model_as_it_is_drawn_without_th
             assert not drawn.any()
         else:
             inputs = drawn[0].size // config.lora.rank
-            assert np.abs(drawn).max() <= inputs**-0.5 and np.std(drawn) == pytest.approx((3 * inputs) ** -0.5, rel=0.2)
+            assert np.abs(drawn).max() <= inputs**-0.5 and np.std(drawn) == pytest.approx(
+                (3 * inputs) ** -0.5, rel=0.2
+            )
 
 
 @pytest.mark.slow
 def test_dropout_of_adapters_is_the_same_on_every_mesh_and_none_in_evaluation():
     config = replaced(one_device("llama"), lora={"dropout": 0.4})
-    split = replaced(config, mesh={"tensor": 2, "pipeline": 2}, parallel={"microbatches": 2, "sequence_parallel": True})
+    split = replaced(
+        config,
+        mesh={"tensor": 2, "pipeline": 2},
+        parallel={"microbatches": 2, "sequence_parallel": True},
+    )
     parameters, without, _ = expected("llama", ())
     alone, placed = (train(c, 2, parameters)[0] for c in (config, split))
     np.testing.assert_allclose([m["loss"] for m in placed], [m["loss"] for m in alone], rtol=2e-5)
@@ -186,7 +226,9 @@ def test_optimizers_of_whole_matrices_train_one_part_alone(optimizer):
         tokens, labels = token_batches(config, 1)[0]
         start = jax.tree.map(np.asarray, before.params)
         after, _ = program.train_step(before, program.place({"tokens": tokens, "labels": labels}))
-        moved = program.layout.map(lambda w, a, b: None if np.array_equal(a, b) else w.name, start, after.params)
+        moved = program.layout.map(
+            lambda w, a, b: None if np.array_equal(a, b) else w.name, start, after.params
+        )
         assert tuple(jax.tree.leaves(moved)) == trainable
 
 
@@ -198,7 +240,10 @@ def test_optimizers_of_whole_matrices_train_one_part_alone(optimizer):
             "lora.targets has 'q_proj'; projections of llama are q, k, v, out, gate, up, down; did you mean q?",
         ),
         ({"lora": {"targets": ["q"]}}, "lora.rank is 0"),
-        ({"model": {"family": "gpt2"}, "lora": {"rank": 4, "targets": ["gate"]}}, "projections of gpt2 are q, k, v"),
+        (
+            {"model": {"family": "gpt2"}, "lora": {"rank": 4, "targets": ["gate"]}},
+            "projections of gpt2 are q, k, v",
+        ),
         ({"train": {"objective": "dpo"}}, "give lora.rank"),
         ({"train": {"objective": "dpo"}, "lora": {"rank": 4}}, "data.format is text"),
     ],
@@ -237,11 +282,19 @@ def test_adapters_of_a_model_drawn_at_random_are_noted():
 
 @pytest.mark.thorough
 def test_over_data_only_adapters_travel_and_over_tensor_what_would_without_them():
-    config = replaced(one_device("llama"), mesh={"data": 2, "tensor": 2}, parallel={"zero_stage": 1, "microbatches": 2})
+    config = replaced(
+        one_device("llama"),
+        mesh={"data": 2, "tensor": 2},
+        parallel={"zero_stage": 1, "microbatches": 2},
+    )
     tuned, full = (Program(c) for c in (config, replaced(config, lora={"rank": 0, "targets": ()})))
 
     def sent(program: Program, axis: str, in_loops: bool) -> float:
-        return sum(c.sent * c.times for c in program.collectives() if c.axis == axis and bool(c.loops) == in_loops)
+        return sum(
+            c.sent * c.times
+            for c in program.collectives()
+            if c.axis == axis and bool(c.loops) == in_loops
+        )
 
     # gathered and scattered once, half of each to the other rank; besides a number or two a leaf
     trained = sum(math.prod(w.padded) / math.prod(w.ways) for w in tuned.layout.flat if w.trained)

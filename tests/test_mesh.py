@@ -1,4 +1,6 @@
-"""The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too few."""
+"""The mesh: three axes over the devices, ranks that talk most lie closest, and a plain sentence where devices are too
+few.
+"""
 
 import os
 import socket
@@ -43,14 +45,25 @@ def test_given_devices_are_used_in_their_order():
 @pytest.mark.parametrize(
     ("mesh", "flags", "says"),
     [
-        ({"data": 4, "tensor": 4}, "", "data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 (cpu); to fake them, set run.fake_devices=16."),
         (
-            {"data": 4, "tensor": 4}, "--xla_force_host_platform_device_count=8",
-            "needs 16 devices, but there are 8 (cpu); XLA_FLAGS asks for 8, which wins over run.fake_devices, so ask for 16 there.",
+            {"data": 4, "tensor": 4},
+            "",
+            "data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 (cpu); to fake them, set "
+            "run.fake_devices=16.",
         ),
-        ({"data": 2048}, "", "needs 2048 devices, but there are 8 (cpu); run.fake_devices fakes at most 1024."),
+        (
+            {"data": 4, "tensor": 4},
+            "--xla_force_host_platform_device_count=8",
+            "needs 16 devices, but there are 8 (cpu); XLA_FLAGS asks for 8, which wins over run.fake_devices, so ask "
+            "for 16 there.",
+        ),
+        (
+            {"data": 2048},
+            "",
+            "needs 2048 devices, but there are 8 (cpu); run.fake_devices fakes at most 1024.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_too_few_devices_are_told_with_the_way_out(mesh, flags, says, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
     batch = {"global_batch_size": mesh["data"]}
@@ -83,9 +96,11 @@ def torus(x: int, y: int, z: int) -> list[Chip]:
     return [Chip(n, at, n // 4) for n, at in enumerate(places)]
 
 
-# A ring of 4 where the axes are the torus's; else the squares of the hosts, whose rows of the batch would be torn apart.
+# A ring of 4 where the axes are the torus's; else the squares of the hosts, whose rows of the batch would be torn
+# apart.
 @pytest.mark.parametrize(
-    ("data", "tensor", "pipeline", "links"), [(4, 4, 4, 1), (2, 8, 4, 2), (8, 4, 2, 2), (16, 4, 1, 2)]
+    ("data", "tensor", "pipeline", "links"),
+    [(4, 4, 4, 1), (2, 8, 4, 2), (8, 4, 2, 2), (16, 4, 1, 2)],
 )
 def test_on_a_torus_tensor_ranks_are_neighbours(data, tensor, pipeline, links):
     chips = torus(4, 4, 4)
@@ -103,7 +118,9 @@ def test_a_process_has_neighbouring_rows_however_a_torus_is_cut():
     for data, tensor, pipeline in [(16, 1, 1), (4, 2, 2), (2, 2, 4), (8, 2, 1)]:
         grid = arranged(chips, MeshConfig(data, tensor, pipeline))
         for process in range(4):
-            rows = sorted({r for (r, _, _), chip in np.ndenumerate(grid) if chip.process_index == process})
+            rows = sorted(
+                {r for (r, _, _), chip in np.ndenumerate(grid) if chip.process_index == process}
+            )
             assert rows == list(range(rows[0], rows[-1] + 1))
 
 
@@ -120,17 +137,25 @@ print(jax.device_count(), os.environ.get("PJRT_NPROC"))
 @pytest.mark.parametrize(
     ("sections", "flags", "printed"),
     [
-        ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "3 12"),  # as many as the mesh needs, 4 threads each
+        # as many as the mesh needs, 4 threads each
+        ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "3 12"),
         ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "", "6 24"),
-        ({"mesh": {"data": 2}, "run": {"fake_devices": 6}}, "--xla_force_host_platform_device_count=5", "5 20"),
+        (
+            {"mesh": {"data": 2}, "run": {"fake_devices": 6}},
+            "--xla_force_host_platform_device_count=5",
+            "5 20",
+        ),
     ],
-)  # fmt: skip
+)
 def test_devices_are_faked_before_jax_starts_and_flags_win(sections, flags, printed):
     bare = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
     ended = subprocess.run(
         [sys.executable, "-c", DEVICES.format(sections=sections)],
-        env={**bare, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env={**bare, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ended.stdout.strip() == printed, ended.stderr
 
 
@@ -163,17 +188,28 @@ except mt.ConfigError as error:
     ],
 )
 def test_a_notebook_asks_for_fake_devices_once_and_first(before, count, flags, printed):
-    bare = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
+    bare = {
+        k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_PLATFORMS")
+    }
     command = [sys.executable, "-c", NOTEBOOK.format(before=before, count=count)]
-    ended = subprocess.run(command, env={**bare, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, env={**bare, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120
+    )
     assert ended.stdout.startswith(printed), ended.stdout + ended.stderr
 
 
-JOINS = "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), jax.process_count())"
+JOINS = (
+    "import jax; from meshtrain.mesh import join_cluster; join_cluster(); print(jax.process_index(), "
+    "jax.process_count())"
+)
 
 
 def joins(script: str = JOINS, **environment: str) -> subprocess.Popen:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "JOB_", "XLA_", "PJRT_"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JAX_", "SLURM_", "JOB_", "XLA_", "PJRT_"))
+    }
     command = [sys.executable, "-c", script]
     return subprocess.Popen(
         command,
@@ -188,7 +224,10 @@ def joins(script: str = JOINS, **environment: str) -> subprocess.Popen:
 def test_processes_named_by_the_environment_find_each_other():
     named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
-    assert [process.communicate(timeout=60)[0].split() for process in both] == [["0", "2"], ["1", "2"]]
+    assert [process.communicate(timeout=60)[0].split() for process in both] == [
+        ["0", "2"],
+        ["1", "2"],
+    ]
 
 
 SHARE = """
@@ -212,19 +251,39 @@ except ValueError as error:
         ({"mesh": {"data": 4}, "run": {"fake_devices": 6}}, "", "2 4"),  # all of them in the mesh
         ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "2 4"),
         ({"mesh": {"data": 4}}, "--xla_force_host_platform_device_count=3", "3 6"),
-        ({"mesh": {}}, "", "process 1 has no device of the mesh data 1 x tensor 1 x pipeline 1, whose 1 devices 1 processes have; "),
+        (
+            {"mesh": {}},
+            "",
+            "process 1 has no device of the mesh data 1 x tensor 1 x pipeline 1, whose 1 devices 1 processes have; ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_process_fakes_its_share_of_the_mesh(sections, flags, printed):
-    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2", "XLA_FLAGS": flags}
-    both = [joins(SHARE.format(sections=sections), **named, JAX_PROCESS_ID=str(rank)) for rank in (0, 1)]
+    named = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "XLA_FLAGS": flags,
+    }
+    both = [
+        joins(SHARE.format(sections=sections), **named, JAX_PROCESS_ID=str(rank)) for rank in (0, 1)
+    ]
     said = [process.communicate(timeout=60) for process in both]
     assert all(out.splitlines()[-1].startswith(printed) for out, _ in said), said
 
 
 def test_the_environment_of_jax_wins_over_that_of_slurm():
-    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
-    slurm = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "nowhere"}  # fmt: skip
+    named = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "1",
+        "JAX_PROCESS_ID": "0",
+    }
+    slurm = {
+        "SLURM_NTASKS": "4",
+        "SLURM_JOB_ID": "1",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "nowhere",
+    }
     assert joins(**named, **slurm).communicate(timeout=60)[0].split() == ["0", "1"]
 
 
@@ -232,25 +291,41 @@ def test_the_environment_of_jax_wins_over_that_of_slurm():
 def test_a_port_in_use_is_one_sentence(monkeypatch, bind):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-        for key, value in (named | ({"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=port)} if bind else {})).items():
+        named = {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": "0",
+        }
+        for key, value in (
+            named | ({"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=port)} if bind else {})
+        ).items():
             monkeypatch.setenv(key, value)
-        with pytest.raises(PortTaken, match=f"^the coordinator cannot listen at .*:{port}: address already in use; "):
+        with pytest.raises(
+            PortTaken,
+            match=f"^the coordinator cannot listen at .*:{port}: address already in use; ",
+        ):
             join_cluster()
 
 
 def test_a_job_of_slurm_without_srun_is_told_of_it(monkeypatch):
-    for key, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+    for key, value in {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     with pytest.raises(
-        ConfigError, match=r"^this is one process in a job of Slurm's for 2 tasks; start it with srun, "
+        ConfigError,
+        match=r"^this is one process in a job of Slurm's for 2 tasks; start it with srun, ",
     ):
         join_cluster()
 
 
 @pytest.mark.parametrize(
-    ("environment", "name"), [({}, "JAX_NUM_PROCESSES"), ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID")]
+    ("environment", "name"),
+    [({}, "JAX_NUM_PROCESSES"), ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID")],
 )
 def test_a_coordinator_without_the_numbers_is_refused_by_name(monkeypatch, environment, name):
     for key, value in {"JAX_COORDINATOR_ADDRESS": "localhost:1", **environment}.items():
@@ -269,8 +344,15 @@ def test_a_coordinator_without_the_numbers_is_refused_by_name(monkeypatch, envir
         ("JAX_PROCESS_ID", "²", "'²'; .* whole number"),
     ],
 )
-def test_numbers_that_no_process_can_have_are_refused_before_anybody_waits(monkeypatch, name, wrong, says):
-    named = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", name: wrong}
+def test_numbers_that_no_process_can_have_are_refused_before_anybody_waits(
+    monkeypatch, name, wrong, says
+):
+    named = {
+        "JAX_COORDINATOR_ADDRESS": "localhost:1",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+        name: wrong,
+    }
     for key, value in named.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"{name} is {says}"):
@@ -283,7 +365,8 @@ def test_a_backend_that_jax_does_not_have_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", refused)
     with pytest.raises(
-        ConfigError, match=r"^JAX finds no devices to run on: .*'moon': it is far away; JAX_PLATFORMS=cpu"
+        ConfigError,
+        match=r"^JAX finds no devices to run on: .*'moon': it is far away; JAX_PLATFORMS=cpu",
     ):
         make_mesh(load({"run": {"fake_devices": 8}}))
 
@@ -336,7 +419,9 @@ def test_the_order_of_axes_changes_which_devices_are_neighbours(repaired):
     order = ["island", "pipeline", "tensor", "data"]
     ids = np.vectorize(lambda device: device.id)(make_mesh(ordered(order=order)).devices)
     assert ids[:, :, 0].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    both = np.vectorize(lambda device: device.id)(make_mesh(ordered(order=order, cluster=repaired)).devices)
+    both = np.vectorize(lambda device: device.id)(
+        make_mesh(ordered(order=order, cluster=repaired)).devices
+    )
     assert both[:, :, 0].tolist() == [[0, 4, 1, 5], [2, 6, 3, 7]]
 
 
@@ -346,7 +431,8 @@ def losses(config):
     random, found = np.random.default_rng(0), []
     for _ in range(2):
         rows = {
-            name: random.integers(0, config.model.vocab_size, x.shape) for name, x in program.batch_shapes().items()
+            name: random.integers(0, config.model.vocab_size, x.shape)
+            for name, x in program.batch_shapes().items()
         }
         state, said = step(state, program.place(rows))
         found.append(float(said["loss"]))
@@ -356,7 +442,9 @@ def losses(config):
 @pytest.mark.thorough
 def test_losses_are_the_same_in_every_order_of_axes_and_devices(repaired):
     plain = losses(ordered())
-    assert losses(ordered(order=["island", "pipeline", "tensor", "data"], cluster=repaired)) == plain
+    assert (
+        losses(ordered(order=["island", "pipeline", "tensor", "data"], cluster=repaired)) == plain
+    )
     assert plain[0] != plain[1]
 
 
@@ -364,12 +452,18 @@ def test_losses_are_the_same_in_every_order_of_axes_and_devices(repaired):
     ("order", "says"),
     [
         ([], "has no device_order; let meshtrain probe write the file"),
-        ([f"elsewhere/{i}" for i in range(8)], f"says nothing of 8 of the 8 devices that are there, {HERE}/0 for one; probe them again"),
-        ([f"{HERE}/{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8)], f"says nothing of 1 of the 8 devices that are there, {HERE}/7 for one"),
+        (
+            [f"elsewhere/{i}" for i in range(8)],
+            f"says nothing of 8 of the 8 devices that are there, {HERE}/0 for one; probe them again",
+        ),
+        (
+            [f"{HERE}/{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8)],
+            f"says nothing of 1 of the 8 devices that are there, {HERE}/7 for one",
+        ),
         ([f"{HERE}/{i % 7}" for i in range(8)], f"device_order names {HERE}/0 twice"),
         ([f"{HERE}/{i}" for i in range(7)], "device_order names 7 devices, and the cluster has 8"),
     ],
-)  # fmt: skip
+)
 def test_an_order_that_does_not_fit_the_devices_there_is_refused(tmp_path, order, says):
     with pytest.raises(ConfigError, match=says) as refused:
         make_mesh(ordered(cluster=written(tmp_path / "cluster.yaml", order)))

@@ -1,4 +1,6 @@
-"""What `python -m experiments.notebooks` refuses, and what it lets pass, without a kernel; and the committed notebooks."""
+"""What `python -m experiments.notebooks` refuses, and what it lets pass, without a kernel; and the committed
+notebooks.
+"""
 
 import re
 from pathlib import Path
@@ -77,7 +79,11 @@ def test_a_source_that_jupytext_would_read_otherwise(old, new, said):
     [
         ("# # 3 The", "# # 4 The", "the first cell is no Markdown of a title `# 3 ...`"),
         ("# What it tells.\n", "", "the first cell is no Markdown of a title"),
-        ("## Things to try", "## The end", "the last cell is no Markdown with the heading `## Things to try`."),
+        (
+            "## Things to try",
+            "## The end",
+            "the last cell is no Markdown with the heading `## Things to try`.",
+        ),
         ("1.5", "1.5 +", "cell 3, line 1 is no Python"),
         ("1.5\n", "", "cell 3 is empty."),
     ],
@@ -118,7 +124,11 @@ SAME = [
 ]
 OTHER = [
     ([stream("loss 2.5")], [stream("lost 2.5")], "cell 2 printed «loss 2.5», prints «lost 2.5»."),
-    ([stream("8 devices")], [stream("9 devices")], "cell 2 printed «8 devices», prints «9 devices»."),
+    (
+        [stream("8 devices")],
+        [stream("9 devices")],
+        "cell 2 printed «8 devices», prints «9 devices».",
+    ),
     ([stream("a/tensor.py:42 leave")], [stream("a/zero.py:42 leave")], "cell 2 printed"),
     ([stream("a/tensor.py:42 4")], [stream("a/tensor.py:42 5")], "cell 2 printed"),
     ([stream("100,000")], [stream("100,001")], "cell 2 printed"),
@@ -133,12 +143,36 @@ OTHER = [
     ([stream("a\nb\n")], [stream("a\n")], "cell 2 printed «b», prints «»."),
     ([stream("a b")], [stream("ab")], "cell 2 printed"),
     ([shown(png="aaaa")], [], "cell 2 gave image/png, gives nothing."),
-    ([shown(plain="a")], [shown(plain="a"), shown(plain="a")], "cell 2 gave text/plain, gives text/plain, text/plain."),
-    ([shown(plain="a")], [shown(plain="a") | {"output_type": "execute_result"}], "cell 2 gave text/plain, gives"),
-    ([stream("a")], [stream("a"), stream("careful", "stderr")], "cell 2 gave stdout, gives stdout, stderr."),
-    ([shown(svg="<svg><rect/><rect/></svg>")], [shown(svg="<svg><rect/></svg>")], "cell 2 drew 2 × rect, draws 1."),
-    ([shown(html=DRAWN.format(8))], [shown(html=DRAWN.format(9))], "cell 2 printed «8», prints «9»."),
-    ([shown(html=DRAWN.format("%3Crect/%3E"))], [shown(html=DRAWN.format(""))], "cell 2 drew 1 × rect, draws 0."),
+    (
+        [shown(plain="a")],
+        [shown(plain="a"), shown(plain="a")],
+        "cell 2 gave text/plain, gives text/plain, text/plain.",
+    ),
+    (
+        [shown(plain="a")],
+        [shown(plain="a") | {"output_type": "execute_result"}],
+        "cell 2 gave text/plain, gives",
+    ),
+    (
+        [stream("a")],
+        [stream("a"), stream("careful", "stderr")],
+        "cell 2 gave stdout, gives stdout, stderr.",
+    ),
+    (
+        [shown(svg="<svg><rect/><rect/></svg>")],
+        [shown(svg="<svg><rect/></svg>")],
+        "cell 2 drew 2 × rect, draws 1.",
+    ),
+    (
+        [shown(html=DRAWN.format(8))],
+        [shown(html=DRAWN.format(9))],
+        "cell 2 printed «8», prints «9».",
+    ),
+    (
+        [shown(html=DRAWN.format("%3Crect/%3E"))],
+        [shown(html=DRAWN.format(""))],
+        "cell 2 drew 1 × rect, draws 0.",
+    ),
     ([shown(html="<p>8</p>")], [shown(html="<p>9</p>")], "cell 2 printed «8», prints «9»."),
 ]
 
@@ -165,8 +199,14 @@ def test_a_cell_that_varies_gives_outputs_of_the_same_kinds():
     [
         (stream("careful", "stderr"), "cell 2 writes to stderr: careful"),
         (stream("in /tmp/abc/run now"), "cell 2 shows a path of this machine: /tmp/abc/run"),
-        (shown(html="<a href='/home/me/x'>x</a>"), "cell 2 shows a path of this machine: /home/me/x"),
-        (stream("of site-packages/jax/x.py"), "cell 2 shows a path of this machine: site-packages/jax/x.py"),
+        (
+            shown(html="<a href='/home/me/x'>x</a>"),
+            "cell 2 shows a path of this machine: /home/me/x",
+        ),
+        (
+            stream("of site-packages/jax/x.py"),
+            "cell 2 shows a path of this machine: site-packages/jax/x.py",
+        ),
         (shown(plain="<object at 0x7f00aa>"), "cell 2 shows an address: at 0x7f00aa"),
         (shown(**{"application/javascript": "x"}), "cell 2 gives application/javascript"),
         (shown(png="a" * 1_000_000), "1,00"),
@@ -190,12 +230,18 @@ def test_a_path_in_a_source():
 
 
 def test_what_a_reader_may_find():
-    outputs = [stream("data/tmp, GPU/work, 2 / 3 <root></root>"), shown(png="/tmp/"), shown(html="<b>a</b>")]
+    outputs = [
+        stream("data/tmp, GPU/work, 2 / 3 <root></root>"),
+        shown(png="/tmp/"),
+        shown(html="<b>a</b>"),
+    ]
     assert notebook.unfit(CELLS, of_cell(*outputs, varies=[stream("compiling", "stderr")])) == []
 
 
 def test_a_notebook_is_read_as_it_was_made():
-    outputs = of_cell(stream("a\nb\n"), shown(png="aaaa", plain="x\ny"), varies=[shown(plain="1.5")])
+    outputs = of_cell(
+        stream("a\nb\n"), shown(png="aaaa", plain="x\ny"), varies=[shown(plain="1.5")]
+    )
     text = notebook.make(CELLS, outputs)
     assert notebook.read(text) == (CELLS, outputs)
     assert notebook.stale(text, CELLS) == []
@@ -204,22 +250,39 @@ def test_a_notebook_is_read_as_it_was_made():
 def test_stale_notebooks():
     text = notebook.make(CELLS, of_cell())
     for position, cell in enumerate(CELLS, 1):
-        changed = [*CELLS[: position - 1], Cell(cell.kind, cell.text + " ", cell.varies), *CELLS[position:]]
+        changed = [
+            *CELLS[: position - 1],
+            Cell(cell.kind, cell.text + " ", cell.varies),
+            *CELLS[position:],
+        ]
         assert notebook.stale(text, changed) == [
             f"stale: cell {position} is not the source's; write it again with --write."
         ]
-    assert notebook.stale(text[:-9], CELLS) == ["what is committed is no notebook; write it again with --write."]
-    assert notebook.stale(text, CELLS[:3]) == ["stale: 4 cells, the source has 3; write it again with --write."]
+    assert notebook.stale(text[:-9], CELLS) == [
+        "what is committed is no notebook; write it again with --write."
+    ]
+    assert notebook.stale(text, CELLS[:3]) == [
+        "stale: 4 cells, the source has 3; write it again with --write."
+    ]
     for old, new in [
         ("cell-2", "a1b2"),
         ('"execution_count": 1', '"execution_count": 7'),
         ('"name": "python3"', '"name": "x"'),
     ]:
-        assert notebook.stale(text.replace(old, new), CELLS)[0].startswith("its form is not what --write gives it")
+        assert notebook.stale(text.replace(old, new), CELLS)[0].startswith(
+            "its form is not what --write gives it"
+        )
 
 
 def test_streams_come_in_pieces():
-    pieces = [stream("a"), stream("b"), stream("c", "stderr"), stream("d"), shown(plain="x"), stream("e")]
+    pieces = [
+        stream("a"),
+        stream("b"),
+        stream("c", "stderr"),
+        stream("d"),
+        shown(plain="x"),
+        stream("e"),
+    ]
     merged = [stream("ab"), stream("c", "stderr"), stream("d"), shown(plain="x"), stream("e")]
     assert notebook.merged(pieces) == merged
 

@@ -1,4 +1,6 @@
-"""Optimizers give the same updates on every mesh, those of plain Optax on one layer's own matrices; the learning rate of every step."""
+"""Optimizers give the same updates on every mesh, those of plain Optax on one layer's own matrices; the learning rate
+of every step.
+"""
 
 import jax
 import numpy as np
@@ -22,8 +24,16 @@ PLACED = {  # layers, d_ff and vocabulary are padded there, layers out of order,
 
 def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     """Canonical parameters before and after two steps with made-up gradients."""
-    optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1}
-    config = load({"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout})
+    optimizer = {
+        "name": name,
+        "learning_rate": 0.01,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.1,
+    }
+    config = load(
+        {"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout}
+    )
     program = Program(config, make_mesh(config))
     before = canonical_numbers(program.layout, 0)
     params = place(program.layout, before)
@@ -35,7 +45,9 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
         return optax.apply_updates(params, updates), state
 
     for seed in (1, 2):
-        params, state = step(params, state, place(program.layout, canonical_numbers(program.layout, seed)))
+        params, state = step(
+            params, state, place(program.layout, canonical_numbers(program.layout, seed))
+        )
         assert int(updates_made(state)) == seed
     return before, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(params))
 
@@ -67,13 +79,22 @@ def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
     for step, seed in enumerate((1, 2)):
         whole = canonical_numbers(layout, seed)
         norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(whole)))
-        gradients = jax.tree.map(lambda x: x[1].reshape(_matrix(x.shape)) / max(norm, 1.0), whole["blocks"])  # noqa: B023
+        gradients = jax.tree.map(
+            lambda x, norm=norm: x[1].reshape(_matrix(x.shape)) / max(norm, 1.0), whole["blocks"]
+        )
         state = theirs.init(layer) if step == 0 else state  # noqa: F821
         updates, state = theirs.update(gradients, state, layer)
-        layer = jax.tree.map(lambda w, u, d: w + u - (0.01 * 0.1 * w if d else 0), layer, updates, decayed)
-    for part in ("mlp", "attention_norm"):  # matrices that Optax's own rules see as we do, and vectors
+        layer = jax.tree.map(
+            lambda w, u, d: w + u - (0.01 * 0.1 * w if d else 0), layer, updates, decayed
+        )
+    for part in (
+        "mlp",
+        "attention_norm",
+    ):  # matrices that Optax's own rules see as we do, and vectors
         for leaf, mine in after["blocks"][part].items():
-            np.testing.assert_allclose(mine[1], layer[part][leaf], rtol=1e-4, atol=1e-6, err_msg=leaf)
+            np.testing.assert_allclose(
+                mine[1], layer[part][leaf], rtol=1e-4, atol=1e-6, err_msg=leaf
+            )
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,7 +124,8 @@ def rates(steps: int, **optimizer: object) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
+    ("schedule", "middle", "last"),
+    [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)],
 )
 def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_asked_at_the_last_step(
     schedule, middle, last
@@ -117,34 +139,57 @@ def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_ask
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(schedule):
-    assert rates(5, schedule=schedule, warmup_steps=0) == rates(5, schedule=schedule, warmup_steps=1)
+    assert rates(5, schedule=schedule, warmup_steps=0) == rates(
+        5, schedule=schedule, warmup_steps=1
+    )
     for steps in (2, 3, 20):
         found = rates(steps, schedule=schedule, warmup_steps=0, final_ratio=0.0)
         assert (found[0], found[-1]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("schedule", LEARNING_RATES)
-@pytest.mark.parametrize(("steps", "warmup", "expected"), [
-    (1, 0, [1.0]), (1, 1, [1.0]), (1, 4, [0.25]), (4, 4, [0.25, 0.5, 0.75, 1.0]), (2, 4, [0.25, 0.5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "warmup", "expected"),
+    [
+        (1, 0, [1.0]),
+        (1, 1, [1.0]),
+        (1, 4, [0.25]),
+        (4, 4, [0.25, 0.5, 0.75, 1.0]),
+        (2, 4, [0.25, 0.5]),
+    ],
+)
 def test_a_run_no_longer_than_its_warm_up_never_decays(schedule, steps, warmup, expected):
     assert rates(steps, schedule=schedule, warmup_steps=warmup) == expected
 
 
 def test_warmup_stable_decay_falls_in_a_line_over_the_last_share_of_the_steps():
     found = rates(20, schedule="wsd", warmup_steps=4, decay_ratio=0.25, final_ratio=0.0)
-    np.testing.assert_allclose(found, [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        found, [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0], rtol=1e-6, atol=1e-7
+    )
     longer = rates(40, schedule="wsd", warmup_steps=4, decay_ratio=0.125, final_ratio=0.0)
-    assert longer[:15] == found[:15], "a run that is made longer has the same rates until the shorter one falls"
-    assert rates(5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0) == [0.25, 0.5, 0.75, 1.0, 0.0]
+    assert longer[:15] == found[:15], (
+        "a run that is made longer has the same rates until the shorter one falls"
+    )
+    assert rates(5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0) == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_learning_rate_from_outside_is_one_entry():
-    mine = LearningRate("mine", lambda o, rest, steps: lambda k: o.learning_rate * (1 - k / rest) ** 2)
+    mine = LearningRate(
+        "mine", lambda o, rest, steps: lambda k: o.learning_rate * (1 - k / rest) ** 2
+    )
     LEARNING_RATES.register(mine)
     try:
         assert rates(5, schedule="mine", warmup_steps=1) == [1.0, 0.5625, 0.25, 0.0625, 0.0]
-        with pytest.raises(ConfigError, match="one of cosine, linear, constant, wsd, mine; did you mean mine"):
+        with pytest.raises(
+            ConfigError, match="one of cosine, linear, constant, wsd, mine; did you mean mine"
+        ):
             rates(5, schedule="mime")
     finally:
         LEARNING_RATES.forget("mine")
@@ -162,9 +207,12 @@ def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
     program = Program(config, make_mesh(config))
     state = program.init()
     state = state._replace(
-        step=state.step + 5, optimizer=jax.tree.map(lambda x: x + 3 if x.ndim == 0 else x, state.optimizer)
+        step=state.step + 5,
+        optimizer=jax.tree.map(lambda x: x + 3 if x.ndim == 0 else x, state.optimizer),
     )
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
     _, metrics = program.train_step(state, batch)
-    assert float(metrics["learning_rate"]) == pytest.approx(float(learning_rate(config)(3)), rel=1e-6)
+    assert float(metrics["learning_rate"]) == pytest.approx(
+        float(learning_rate(config)(3)), rel=1e-6
+    )

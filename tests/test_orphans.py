@@ -20,7 +20,9 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_killed_process_leaves_no_orphan(frozen):
-    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = Path("/proc") / parent.stdout.readline().strip()
         if frozen:

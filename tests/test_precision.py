@@ -1,6 +1,8 @@
-"""bfloat16 and float16 compute over float32 masters: near the float32 run, with gradients summed in the dtype asked for.
+"""bfloat16 and float16 compute over float32 masters: near the float32 run, with gradients summed in the dtype asked
+for.
 
-And numbers that are none: a loss scale that stays one, steps that are skipped, states that are not saved, runs that end.
+And numbers that are none: a loss scale that stays one, steps that are skipped, states that are not saved, runs that
+end.
 """
 
 import math
@@ -24,7 +26,14 @@ STEPS = 10
 def configuration(mesh: tuple[int, int, int] = (2, 2, 2), **sections: dict[str, Any]) -> Config:
     return load(
         {
-            "model": {"layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64, "vocab_size": 64},
+            "model": {
+                "layers": 4,
+                "d_model": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 64,
+                "vocab_size": 64,
+            },
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "parallel": {"microbatches": 2, "zero_stage": 2, "sequence_parallel": True},
             "train": {"global_batch_size": 8, "sequence_length": 16, "steps": STEPS},
@@ -41,10 +50,13 @@ def float32_losses() -> list[float]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("compute", "reduce", "near"), [("bfloat16", "float32", 5e-3), ("bfloat16", "bfloat16", 5e-3), ("float16", "float32", 1e-3)]
-)  # fmt: skip
+    ("compute", "reduce", "near"),
+    [("bfloat16", "float32", 5e-3), ("bfloat16", "bfloat16", 5e-3), ("float16", "float32", 1e-3)],
+)
 def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses):
-    metrics, _, states = train(configuration(precision={"compute": compute, "reduce": reduce}), STEPS)
+    metrics, _, states = train(
+        configuration(precision={"compute": compute, "reduce": reduce}), STEPS
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(states[-1].params)} == {np.dtype(np.float32)}
     losses = [m["loss"] for m in metrics]
     assert losses != float32_losses, "another precision cannot give the very same numbers"
@@ -55,13 +67,19 @@ def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage):
     config = configuration(
-        (8, 1, 1), precision={"compute": "bfloat16", "reduce": reduce}, parallel={"zero_stage": stage}
+        (8, 1, 1),
+        precision={"compute": "bfloat16", "reduce": reduce},
+        parallel={"zero_stage": stage},
     )
-    text = Program(config, make_mesh(config)).lower().as_text()  # before a CPU's compiler widens what it cannot add
+    text = (
+        Program(config, make_mesh(config)).lower().as_text()
+    )  # before a CPU's compiler widens what it cannot add
     kinds = {line.split("->")[-1].strip() for line in operations(text, "reduce_scatter")}
     assert kinds and all(("bf16" in kind) == (reduce == "bfloat16") for kind in kinds), kinds
     gathered = {line.split("->")[-1].strip() for line in operations(text, "all_gather")}
-    assert gathered and all("bf16" in kind for kind in gathered), "weights travel in the compute dtype"
+    assert gathered and all("bf16" in kind for kind in gathered), (
+        "weights travel in the compute dtype"
+    )
 
 
 @pytest.mark.thorough
@@ -70,7 +88,9 @@ def test_no_product_takes_float32_of_which_a_gpu_does_half_as_many_a_second(comp
     config = configuration(precision={"compute": compute})
     lines = operations(Program(config, make_mesh(config)).lower().as_text(), "dot_general")
     kind = "bf16" if compute == "bfloat16" else "f16"
-    operands = [re.findall(r"x(b?f\d+)>", line.rpartition(" : ")[2].partition("->")[0]) for line in lines]
+    operands = [
+        re.findall(r"x(b?f\d+)>", line.rpartition(" : ")[2].partition("->")[0]) for line in lines
+    ]
     assert len(operands) > 10 and all(taken == [kind, kind] for taken in operands), operands
 
 
@@ -82,14 +102,20 @@ def operations(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2, "pipeline": 2}, {"context": 4, "data": 2}])
-def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(mesh, float32_losses):
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "tensor": 2, "pipeline": 2}, {"context": 4, "data": 2}]
+)
+def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(
+    mesh, float32_losses
+):
     precision = {"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
     config = replaced(configuration((1, 1, 1), precision=precision), mesh=mesh)
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout))
     names = ("tokens", "labels", "weights")
-    compiled = program.train_step.lower(program.state_shapes, program.batch_shapes(dict.fromkeys(names))).compile()
+    compiled = program.train_step.lower(
+        program.state_shapes, program.batch_shapes(dict.fromkeys(names))
+    ).compile()
     history = []
     for step, (tokens, labels) in enumerate(token_batches(config, STEPS), start=1):
         weights = np.ones(tokens.shape, np.float32)
@@ -104,8 +130,17 @@ def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(m
             for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
             for shard in new.addressable_shards
         ]
-        history.append((all(same), float(metrics["loss_scale"]), int(metrics["skipped"]), float(metrics["loss"])))
-    assert [h[0] for h in history] == [step == 5 for step in range(1, 11)], "only step 5 changes nothing, anywhere"
+        history.append(
+            (
+                all(same),
+                float(metrics["loss_scale"]),
+                int(metrics["skipped"]),
+                float(metrics["loss"]),
+            )
+        )
+    assert [h[0] for h in history] == [step == 5 for step in range(1, 11)], (
+        "only step 5 changes nothing, anywhere"
+    )
     assert [h[1] for h in history] == [1024.0] * 4 + [512.0] * 6
     assert [h[2] for h in history] == [0] * 4 + [1] * 6
     assert int(state.step) == STEPS
@@ -144,7 +179,12 @@ def test_loss_scale_doubles_after_a_window_of_good_steps_and_halves_from_the_sec
 
 def test_overflows_need_not_be_in_a_row_to_halve_the_loss_scale():
     """As Megatron-LM counts, and DeepSpeed by default: only a doubling forgives."""
-    seen, _ = scales([False, True, False, True, False], loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    seen, _ = scales(
+        [False, True, False, True, False],
+        loss_scale=8.0,
+        loss_scale_window=3,
+        loss_scale_hysteresis=2,
+    )
     assert seen == [8, 8, 4, 4, 2]
 
 
@@ -155,7 +195,9 @@ def test_loss_scale_never_falls_below_one():
 def test_loss_scale_never_grows_beyond_the_largest():
     seen, _ = scales([True] * 4, loss_scale=2.0**30, loss_scale_window=1)
     assert seen == [2.0**31, 2.0**32, 2.0**32, 2.0**32]
-    assert float(initial_scale(PrecisionConfig(compute="float16", loss_scale=1e40)).value) == 2.0**32
+    assert (
+        float(initial_scale(PrecisionConfig(compute="float16", loss_scale=1e40)).value) == 2.0**32
+    )
     with pytest.raises(ConfigError, match=r"precision.loss_scale is 1e\+40"):
         load({"precision": {"loss_scale": 1e40}})
 
@@ -173,7 +215,9 @@ SOUND = {  # of one number among the weights, then the optimizer state: whether 
 @pytest.mark.thorough
 @pytest.mark.parametrize("compute", SOUND)
 def test_one_number_makes_a_state_unsound(compute):
-    """Weights must be finite in the dtype that computes, and their squares in float32; moments have only to be finite."""
+    """Weights must be finite in the dtype that computes, and their squares in float32; moments have only to be
+    finite.
+    """
     precision, parallel = {"compute": compute}, {"offload_optimizer": compute == "float16"}
     config = configuration((2, 1, 1), precision=precision, parallel=parallel)
     program = Program(config, make_mesh(config))
@@ -187,7 +231,9 @@ def test_one_number_makes_a_state_unsound(compute):
             spoilt = whole.copy()
             spoilt[-1, -1] = value
             leaves[at] = jax.device_put(spoilt, sharding)
-            assert bool(program.is_finite(state._replace(**{part: tree.unflatten(leaves)}))) == right, (part, value)
+            assert (
+                bool(program.is_finite(state._replace(**{part: tree.unflatten(leaves)}))) == right
+            ), (part, value)
 
 
 # --- runs that end
@@ -198,8 +244,12 @@ def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "says"), [(math.nan, math.nan, "the loss of step 3 is nan"), (1.0, math.inf, "the gradient norm of step 3 is inf")]
-)  # fmt: skip
+    ("loss", "norm", "says"),
+    [
+        (math.nan, math.nan, "the loss of step 3 is nan"),
+        (1.0, math.inf, "the gradient norm of step 3 is inf"),
+    ],
+)
 def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(loss, norm, says):
     watch = NumbersCheck(configuration(), start=0)
     watch.after_metrics({"step": 2, **metrics()}, due=True)
@@ -213,19 +263,25 @@ def skips(scale: float, skipped: int) -> dict[str, float]:
 
 def test_float16_gives_up_after_ten_skipped_steps_at_the_smallest_scale_and_not_before():
     watch = NumbersCheck(
-        configuration(train={"global_batch_size": 8, "steps": 100}, precision={"compute": "float16"}), start=5
+        configuration(
+            train={"global_batch_size": 8, "steps": 100}, precision={"compute": "float16"}
+        ),
+        start=5,
     )
     watch.after_metrics({"step": 6, **metrics(loss_scale=4.0, skipped=0)}, due=True)
     watch.after_metrics({"step": 7, **skips(2.0, 1)}, due=True)
     for step in range(8, 18):
-        watch.after_metrics({"step": step, **skips(1.0, step - 6)}, due=True)  # the first of these still ran at scale 2
+        watch.after_metrics(
+            {"step": step, **skips(1.0, step - 6)}, due=True
+        )  # the first of these still ran at scale 2
     watch.after_metrics(
         {"step": 18, **metrics(loss_scale=1.0, skipped=11)}, due=True
     )  # one good step, and all is forgiven
     for step in range(19, 29):
         watch.after_metrics({"step": step, **skips(1.0, step - 7)}, due=True)
     with pytest.raises(
-        FloatingPointError, match=r"^no step after step 18 could be taken in float16, even at a loss scale of 1;"
+        FloatingPointError,
+        match=r"^no step after step 18 could be taken in float16, even at a loss scale of 1;",
     ):
         watch.after_metrics({"step": 29, **skips(1.0, 22)}, due=True)
 
@@ -235,7 +291,8 @@ def test_a_float16_run_whose_steps_were_all_skipped_does_not_end_well():
     for step in range(1, STEPS):
         watch.after_metrics({"step": step, **skips(64.0, step)}, due=True)
     with pytest.raises(
-        FloatingPointError, match=f"^none of the {STEPS} steps could be taken in float16, down to a loss scale of 64"
+        FloatingPointError,
+        match=f"^none of the {STEPS} steps could be taken in float16, down to a loss scale of 64",
     ):
         watch.after_metrics({"step": STEPS, **skips(64.0, STEPS)}, due=True)
     others = NumbersCheck(configuration(precision={"compute": "float16"}), start=0)

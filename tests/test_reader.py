@@ -1,4 +1,6 @@
-"""From a run directory to logits: the right numbers on any mesh, nothing written, nothing waited for, and no step that is going away."""
+"""From a run directory to logits: the right numbers on any mesh, nothing written, nothing waited for, and no step that
+is going away.
+"""
 
 import dataclasses
 import os
@@ -30,9 +32,13 @@ TOKENS = np.random.default_rng(7).integers(0, 257, (3, 12))
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on 2 x 2 x 2, interleaved, that holds its directory's lock: its program, its state after 3 steps, its checkpointer."""
+    """A run on 2 x 2 x 2, interleaved, that holds its directory's lock: its program, its state after 3 steps, its
+    checkpointer.
+    """
     settings = config(
-        tmp_path_factory.mktemp("run"), mesh={"data": 2, "tensor": 2, "pipeline": 2}, parallel=INTERLEAVED
+        tmp_path_factory.mktemp("run"),
+        mesh={"data": 2, "tensor": 2, "pipeline": 2},
+        parallel=INTERLEAVED,
     )
     program = mt.Program(settings)
     checkpointer = mt.Checkpointer(settings, program)
@@ -63,7 +69,9 @@ def snapshot(directory: Path) -> dict[str, tuple]:
 
 
 def reference_logits(program: mt.Program, state: mt.State) -> np.ndarray:
-    weights = jax.tree.map(np.asarray, program.layout.canonical(jax.tree.map(np.asarray, state.params)))
+    weights = jax.tree.map(
+        np.asarray, program.layout.canonical(jax.tree.map(np.asarray, state.params))
+    )
     each = jax.vmap(lambda w, t: reference.logits(reference.Model("llama"), w, t), (None, 0))
     return np.asarray(jax.jit(each)(weights, TOKENS))
 
@@ -78,7 +86,9 @@ SHAPES = [None, "data=3", "data=2 tensor=2", "tensor=2 pipeline=2", "data=2 cont
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shape", slow_but(SHAPES, [None, "tensor=2 pipeline=2", "data=2 context=2 tensor=2"]))
+@pytest.mark.parametrize(
+    "shape", slow_but(SHAPES, [None, "tensor=2 pipeline=2", "data=2 context=2 tensor=2"])
+)
 def test_logits_are_the_references_on_any_mesh(run, directory, shape):
     model = mt.read_model(directory, mesh=None if shape is None else mesh_of(shape))
     out = model(TOKENS)
@@ -99,7 +109,10 @@ def test_logits_and_loss_are_those_of_the_training_program(run, directory):
 
 
 def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
-    two = mt.read_model(directory, mesh=mt.make_mesh(mt.load(None, ["mesh.data=2", "mesh.context=2", "mesh.tensor=2"])))
+    two = mt.read_model(
+        directory,
+        mesh=mt.make_mesh(mt.load(None, ["mesh.data=2", "mesh.context=2", "mesh.tensor=2"])),
+    )
     one = mt.read_model(directory)
     odd = {"tokens": TOKENS, "labels": np.roll(TOKENS, -1, axis=1)}
     np.testing.assert_allclose(two.loss(odd), one.loss(odd), rtol=1e-6)
@@ -109,8 +122,13 @@ def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory
     manifest = StepManifest.read(steps.directories(directory / "checkpoints")[0])
     data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
     manifest = dataclasses.replace(manifest, config={**manifest.config, "data": data})
-    config = reader._config(directory / "checkpoints" / "1", manifest, mesh_of("data=3").shape, None)
-    assert (config.mesh.data, config.train.global_batch_size) == (3, manifest.config["train"]["global_batch_size"])
+    config = reader._config(
+        directory / "checkpoints" / "1", manifest, mesh_of("data=3").shape, None
+    )
+    assert (config.mesh.data, config.train.global_batch_size) == (
+        3,
+        manifest.config["train"]["global_batch_size"],
+    )
 
 
 def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):
@@ -163,7 +181,9 @@ def test_a_step_may_be_chosen_and_one_that_is_not_there_is_answered_with_those_t
 
 
 def flip(step: Path) -> None:
-    file = max((p for p in (step / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    file = max(
+        (p for p in (step / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -185,7 +205,9 @@ def test_the_best_step_is_read_and_where_it_is_damaged_the_next_best(copied):
     with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged"):
         assert mt.read_model(copied, step="best").step == 1
     flip(copied / "checkpoints" / "1")
-    with pytest.raises(ConfigError, match=r"every checkpoint in .* that has an eval loss is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"every checkpoint in .* that has an eval loss is damaged"
+    ):
         mt.read_model(copied, step="best")
 
 
@@ -201,9 +223,12 @@ def test_any_number_of_damaged_steps_is_passed_over(copied, monkeypatch):
 def test_a_run_that_removes_steps_faster_than_they_are_read_is_left(copied, monkeypatch):
     monkeypatch.setattr(reader, "TRIES", 2)
     original = arrays.read
-    monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
+    monkeypatch.setattr(
+        arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0]
+    )
     with pytest.raises(
-        ConfigError, match=r"2 checkpoints in .* were removed while they were read, one after the other"
+        ConfigError,
+        match=r"2 checkpoints in .* were removed while they were read, one after the other",
     ):
         mt.read_model(copied)
 
@@ -215,8 +240,12 @@ def test_nothing_is_read_when_all_is_damaged(copied):
         mt.read_model(copied)
 
 
-@pytest.mark.parametrize("when", ["before it is verified", "before it is read", "after it was read"])
-def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(copied, monkeypatch, when):
+@pytest.mark.parametrize(
+    "when", ["before it is verified", "before it is read", "after it was read"]
+)
+def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(
+    copied, monkeypatch, when
+):
     module, name = (reader, "problems") if when == "before it is verified" else (arrays, "read")
     original, root = getattr(module, name), copied / "checkpoints"
 
@@ -237,8 +266,12 @@ def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(copi
 
 def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_reported(copied, monkeypatch):
     original = arrays.read
-    monkeypatch.setattr(arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0])
-    with pytest.raises(ConfigError, match=r"the run has removed, while it was read, step 2 in .*; it has 1, 3\.$"):
+    monkeypatch.setattr(
+        arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0]
+    )
+    with pytest.raises(
+        ConfigError, match=r"the run has removed, while it was read, step 2 in .*; it has 1, 3\.$"
+    ):
         mt.read_model(copied, step=2)
 
 
@@ -267,8 +300,14 @@ def test_what_are_no_ids_is_refused_rather_than_computed_with(directory, tokens,
             {"tokens": TOKENS},
             "a batch has tokens, labels and perhaps positions, segments, weights, pairs; this one has tokens.",
         ),
-        ({"tokens": TOKENS, "labels": TOKENS, "weight": TOKENS}, "this one has tokens, labels, weight."),
-        ({"tokens": TOKENS, "labels": TOKENS[:, 1:]}, "labels has shape [3, 11], but tokens [3, 12]."),
+        (
+            {"tokens": TOKENS, "labels": TOKENS, "weight": TOKENS},
+            "this one has tokens, labels, weight.",
+        ),
+        (
+            {"tokens": TOKENS, "labels": TOKENS[:, 1:]},
+            "labels has shape [3, 11], but tokens [3, 12].",
+        ),
     ],
 )
 def test_what_is_no_batch_is_refused(directory, batch, says):
@@ -285,7 +324,9 @@ def test_positions_that_were_never_learned_are_refused(tmp_path):
     checkpointer.close()
     model = mt.read_model(tmp_path)
     assert model(np.zeros((1, 16), int)).shape == (1, 16, 257)
-    with pytest.raises(ConfigError, match="17 positions are asked for, but the model has learned 16"):
+    with pytest.raises(
+        ConfigError, match="17 positions are asked for, but the model has learned 16"
+    ):
         model(np.zeros((1, 17), int))
 
 
@@ -301,7 +342,10 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(directory):
         mt.read_model(directory, mesh=mt.make_mesh(mt.load(None, ["mesh.tensor=4"])))
     with pytest.raises(ConfigError, match=r"mesh\.tensor 5 does not divide model\.heads"):
         mt.read_model(
-            GOLDEN / "llama3", mesh=mt.make_mesh(mt.load({"mesh": {"tensor": 5}, "model": {"heads": 5, "d_model": 40}}))
+            GOLDEN / "llama3",
+            mesh=mt.make_mesh(
+                mt.load({"mesh": {"tensor": 5}, "model": {"heads": 5, "d_model": 40}})
+            ),
         )
     with pytest.raises(ConfigError, match=r"make one with mt\.make_mesh"):
         mt.read_model(directory, mesh=jax.make_mesh((1,), ("x",)))

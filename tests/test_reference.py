@@ -44,10 +44,14 @@ def test_docstrings_are_shown_as_they_are_written():
     for path, name, text in docstrings():
         shown = to_html(text)
         code = text_of("\n".join(re.findall(r"<pre>.*?</pre>", shown, re.DOTALL)))
-        loose = [line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code]
+        loose = [
+            line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code
+        ]
         if loose or MEANS.findall(text) != MEANS.findall(text_of(shown)):
             wrong[f"{relative(path)} {name}".strip()] = loose or "not all of it is shown"
-    assert not wrong, "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
+    assert not wrong, (
+        "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
+    )
 
 
 # --- the pages
@@ -76,16 +80,24 @@ def pages(tmp_path_factory):
     directory = tmp_path_factory.mktemp("reference")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BUILDING, str(directory)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return {path.resolve(): path.read_text() for path in directory.rglob("*.html")}
 
 
 @pytest.mark.thorough
 def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
-    shown = {match[1] for page in pages.values() if (match := re.search(r"<title>(meshtrain\S*) API", page))}
+    shown = {
+        match[1]
+        for page in pages.values()
+        if (match := re.search(r"<title>(meshtrain\S*) API", page))
+    }
     public = (path for path in map(relative, MODULES) if not path.endswith("__main__.py"))
-    assert shown == {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public}
+    assert shown == {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public
+    }
 
     lost, followed = broken(pages, "data:", "https://pdoc.dev")
     assert not lost and followed > 10 * len(pages)

@@ -32,29 +32,48 @@ def site(tmp_path_factory):
     directory = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-c", BUILDING, str(directory)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return directory
 
 
 @pytest.mark.thorough
 def test_every_page_is_built_and_every_link_leads_somewhere(site):
-    pages = {path.resolve(): path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+    pages = {
+        path.resolve(): path.read_text() for path in site.rglob("*.html") if path.name != "404.html"
+    }
     for name in GUIDES:
-        page = site / ("." if name == "README.md" else name.removeprefix("docs/").removesuffix(".md")) / "index.html"
+        page = (
+            site
+            / ("." if name == "README.md" else name.removeprefix("docs/").removesuffix(".md"))
+            / "index.html"
+        )
         assert page.resolve() in pages, name
     lost, followed = broken(pages, "data:", "https://")
     assert not lost and followed > 1000
     # Nothing that a reader's browser would fetch from elsewhere.
-    assert not [link for page in pages.values() for link in HtmlPage(page).found["src"] if link.startswith("http")]
+    assert not [
+        link
+        for page in pages.values()
+        for link in HtmlPage(page).found["src"]
+        if link.startswith("http")
+    ]
 
 
 @pytest.mark.thorough
 def test_the_references_have_every_key_and_command(site):
-    configuration, commands = ((site / name / "index.html").read_text() for name in ("configuration", "commands"))
+    configuration, commands = (
+        (site / name / "index.html").read_text() for name in ("configuration", "commands")
+    )
     assert set(re.findall(r"<td><code>(\w+)</code></td>", configuration)) >= {
         path.rpartition(".")[2] for path in keys(Config)
     }
-    twice = [anchor for anchor in HtmlPage(configuration).found["id"] if re.fullmatch(r"[a-z].*_1", anchor)]
+    twice = [
+        anchor
+        for anchor in HtmlPage(configuration).found["id"]
+        if re.fullmatch(r"[a-z].*_1", anchor)
+    ]
     assert not twice, "a section stands in two tables"
     assert set(HtmlPage(commands).found["id"]) >= {f"meshtrain-{name}" for name in COMMANDS}

@@ -1,4 +1,6 @@
-"""The compiled step: the same run on three axes as on one device, and memory that does not grow with the microbatches."""
+"""The compiled step: the same run on three axes as on one device, and memory that does not grow with the
+microbatches.
+"""
 
 import sys
 import traceback
@@ -19,7 +21,9 @@ STEPS = 20
 MOST_FRAMES = 15  # may only fall, but for the one that layers with products of two kinds take
 
 
-def configuration(family: str, mesh: tuple[int, int, int], microbatches: int, batch: int = 8) -> Config:
+def configuration(
+    family: str, mesh: tuple[int, int, int], microbatches: int, batch: int = 8
+) -> Config:
     return load(
         {
             "model": {
@@ -52,7 +56,13 @@ def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
 def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
     def temporary(microbatches: int) -> int:
         config = configuration("llama", (1, 1, 2), microbatches, batch=microbatches)
-        return Program(config, make_mesh(config)).lower().compile().memory_analysis().temp_size_in_bytes
+        return (
+            Program(config, make_mesh(config))
+            .lower()
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert temporary(32) == pytest.approx(temporary(8), rel=0.05)
 
@@ -95,7 +105,9 @@ def test_a_mean_is_one_however_little_the_labels_weigh():
 
     def of(weight: float):
         weights = np.full((8, 16), weight, np.float32)
-        loss, gradients = step(program.place({"tokens": tokens, "labels": labels, "weights": weights}))
+        loss, gradients = step(
+            program.place({"tokens": tokens, "labels": labels, "weights": weights})
+        )
         return [float(loss), *map(np.asarray, jax.tree.leaves(gradients))]
 
     expected = of(1.0)

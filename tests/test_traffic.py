@@ -1,13 +1,14 @@
 """The compiled step sends what the papers say, and every byte beyond that has a name.
 
-Read from the HLO of whole train steps, in bytes that one device sends in a step by a ring. Ψ counts the parameters on a device, b·s·h
-a microbatch's activations (its sequence split over tensor between the blocks, with sequence parallelism).
+Read from the HLO of whole train steps, in bytes that one device sends in a step by a ring. Ψ counts the parameters on a
+device, b·s·h a microbatch's activations (its sequence split over tensor between the blocks, with sequence parallelism).
 
     data      ZeRO 0, 1, 2: 2Ψ; ZeRO 3: 3Ψ (Rajbhandari et al. 2020, section 7), but for embedding and head: their weights are gathered
               once, since the one's backward pass needs none and the other's follows at once
     tensor    4 all-reduces of b·s·h a layer (Shoeybi et al. 2019) or as many gather-scatter pairs, and 2 gathers of what the products
               were given, which the backward pass gathers again (Korthikanti et al. 2022, section 4.2.2)
-    pipeline  2 messages of b·s·h a boundary and microbatch; and as many in each clock in which a stage has nothing to send
+    pipeline  2 messages of b·s·h a boundary and microbatch; and as many in each clock in which a stage has nothing to
+    send
 """
 
 import math
@@ -28,7 +29,15 @@ WITHIN = 0.03
 
 
 def configuration(mesh: tuple[int, int, int], family: str = "llama", **parallel: Any) -> Config:
-    model = {"layers": 8, "d_model": 32, "heads": 8, "kv_heads": 8, "d_ff": 128, "vocab_size": 128, "max_positions": 64}
+    model = {
+        "layers": 8,
+        "d_model": 32,
+        "heads": 8,
+        "kv_heads": 8,
+        "d_ff": 128,
+        "vocab_size": 128,
+        "max_positions": 64,
+    }
     return load(
         {
             "model": {**model, "family": family},
@@ -71,7 +80,9 @@ def theory(program: Program) -> dict[str, float]:
         "embedding and head": edges * microbatches,
         "loss": 3 * reduced(vocabulary) * 4 * tokens * microbatches,
         "messages": 2 * stream * microbatches if stages > 1 else 0,
-        "messages in idle clocks": 2 * stream * (clocks(program) - microbatches) if stages > 1 else 0,
+        "messages in idle clocks": 2 * stream * (clocks(program) - microbatches)
+        if stages > 1
+        else 0,
         **on_data(program),
     }
     return {name: sent for name, sent in expected.items() if sent}
@@ -81,7 +92,9 @@ def on_data(program: Program) -> dict[str, float]:
     """What ZeRO sends: each part of the weights so many times."""
     mesh, parallel = program.config.mesh, program.config.parallel
     blocks = sum(held(leaf, mesh.tensor, mesh.pipeline) for leaf in leaves(program) if leaf.stacked)
-    edges = sum(held(leaf, mesh.tensor, mesh.pipeline) for leaf in leaves(program) if not leaf.stacked)
+    edges = sum(
+        held(leaf, mesh.tensor, mesh.pipeline) for leaf in leaves(program) if not leaf.stacked
+    )
     psi, sent = 4 * (blocks + edges), passed(mesh.data)
     again = parallel.microbatches if parallel.zero_hold is False or parallel.zero_stage == 3 else 1
     if parallel.zero_hold is True or parallel.zero_stage < 2:
@@ -93,7 +106,10 @@ def on_data(program: Program) -> dict[str, float]:
 
 def replicated(program: Program) -> float:
     """Weights that are whole on an axis of the model: their partial gradients are summed over it once a step."""
-    sizes, total = {"tensor": program.config.mesh.tensor, "pipeline": program.config.mesh.pipeline}, 0.0
+    sizes, total = (
+        {"tensor": program.config.mesh.tensor, "pipeline": program.config.mesh.pipeline},
+        0.0,
+    )
     for leaf in leaves(program):
         ranks = math.prod(sizes[axis] for axis in leaf.replicated)
         shard = program.config.mesh.data if leaf.zero_dim is not None else 1
@@ -108,7 +124,11 @@ def microbatch_tokens(config: Config) -> int:
 
 def clocks(program: Program) -> int:
     """Clocks of the pipeline's table; a stage has work in as many of them as there are microbatches."""
-    return program.layout.table.clocks if program.layout.table else program.config.parallel.microbatches
+    return (
+        program.layout.table.clocks
+        if program.layout.table
+        else program.config.parallel.microbatches
+    )
 
 
 def leaves(program: Program) -> list[Placed]:
@@ -117,7 +137,9 @@ def leaves(program: Program) -> list[Placed]:
 
 def held(leaf: Placed, tensor: int, stages: int) -> float:
     """Elements of a whole weight on one device."""
-    ways = math.prod({"tensor": tensor, "pipeline": stages}[axis] for over in leaf.over for axis in over)
+    ways = math.prod(
+        {"tensor": tensor, "pipeline": stages}[axis] for over in leaf.over for axis in over
+    )
     return math.prod(leaf.shape) / ways
 
 
@@ -160,9 +182,18 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "zero2-data8": ((8, 1, 1), {"zero_stage": 2}),
     "zero3-data8": ((8, 1, 1), {"zero_stage": 3}),
     "zero3-data4-remat": ((4, 1, 1), {"zero_stage": 3, "remat": "full"}),
-    "zero2-data2-accumulating-held": ((2, 1, 1), {"zero_stage": 2, "zero_hold": True, "microbatches": 4}),
-    "zero2-data2-accumulating": ((2, 1, 1), {"zero_stage": 2, "zero_hold": False, "microbatches": 4}),
-    "zero3-data2-accumulating-held": ((2, 1, 1), {"zero_stage": 3, "zero_hold": True, "microbatches": 4}),
+    "zero2-data2-accumulating-held": (
+        (2, 1, 1),
+        {"zero_stage": 2, "zero_hold": True, "microbatches": 4},
+    ),
+    "zero2-data2-accumulating": (
+        (2, 1, 1),
+        {"zero_stage": 2, "zero_hold": False, "microbatches": 4},
+    ),
+    "zero3-data2-accumulating-held": (
+        (2, 1, 1),
+        {"zero_stage": 3, "zero_hold": True, "microbatches": 4},
+    ),
     "zero3-data2-accumulating": ((2, 1, 1), {"zero_stage": 3, "microbatches": 4}),
     "tensor8": ((1, 8, 1), {"microbatches": 2}),
     "tensor8-sequence": ((1, 8, 1), {"microbatches": 2, "sequence_parallel": True}),
@@ -172,7 +203,10 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pipeline8-gpipe": ((1, 1, 8), {"microbatches": 8, "schedule": "gpipe"}),
     "pipeline4-zero3": ((2, 1, 4), {"microbatches": 4, "zero_stage": 3}),
     "all-three": ((2, 2, 2), {"microbatches": 4}),
-    "all-three-sequence-zero3": ((2, 2, 2), {"microbatches": 4, "sequence_parallel": True, "zero_stage": 3}),
+    "all-three-sequence-zero3": (
+        (2, 2, 2),
+        {"microbatches": 4, "sequence_parallel": True, "zero_stage": 3},
+    ),
 }
 
 

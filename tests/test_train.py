@@ -40,16 +40,28 @@ def write(directory: Path, **sections: dict) -> list[str]:
 
 
 def rows(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path, capsys):
     mesh = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
-    assert main(write(tmp_path, **mesh, eval={"every": 2, "batches": 1}, checkpoint={"every": 2})) == 0
+    assert (
+        main(write(tmp_path, **mesh, eval={"every": 2, "batches": 1}, checkpoint={"every": 2})) == 0
+    )
     assert load(tmp_path / "run" / "config.yaml").mesh.pipeline == 2
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
-    needed = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
+    needed = {
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+    }
     assert all(needed <= row.keys() for row in found)
     assert [row["step"] for row in found if "eval_loss" in row] == [2, 4]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {"2", "4"}
@@ -65,7 +77,9 @@ def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, ca
     assert main([*arguments, "--set", "train.steps=1"]) == 0
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
-    assert line.startswith(f"meshtrain: preparing 1 files (0.0 MB) of {tmp_path}/text.txt in {tmp_path}/cache/")
+    assert line.startswith(
+        f"meshtrain: preparing 1 files (0.0 MB) of {tmp_path}/text.txt in {tmp_path}/cache/"
+    )
     assert f"{tmp_path}/text.txt: 93 batches an epoch of 64 tokens\n" in said.out
 
 
@@ -86,7 +100,9 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path):
     once = tmp_path / "once"
     once.mkdir()
     assert main(write(once, **constant)) == 0
-    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(row["step"], row["loss"]) for row in rows(once)]
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [
+        (row["step"], row["loss"]) for row in rows(once)
+    ]
 
 
 def test_metrics_are_logged_every_so_many_steps_and_at_the_last(tmp_path):
@@ -95,11 +111,18 @@ def test_metrics_are_logged_every_so_many_steps_and_at_the_last(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_at_which_step(tmp_path, capsys):
-    wild = {"optimizer": {"name": "sgd", "learning_rate": 1e30, "grad_clip": 0.0, "warmup_steps": 0}}
+def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_at_which_step(
+    tmp_path, capsys
+):
+    wild = {
+        "optimizer": {"name": "sgd", "learning_rate": 1e30, "grad_clip": 0.0, "warmup_steps": 0}
+    }
     assert main(write(tmp_path, **wild)) == 1
     error = capsys.readouterr().err
-    assert error.startswith("meshtrain: the gradient norm of step 2 is nan; ") and len(error.splitlines()) == 1
+    assert (
+        error.startswith("meshtrain: the gradient norm of step 2 is nan; ")
+        and len(error.splitlines()) == 1
+    )
 
 
 @pytest.mark.thorough
@@ -109,12 +132,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_a
 )
 def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, steps, optimizer):
     """At a checkpoint step, at the last one, and when the run is started again."""
-    wild = {"optimizer": {**optimizer, "learning_rate": 1e30, "warmup_steps": 0}, "checkpoint": {"every": 1}}
+    wild = {
+        "optimizer": {**optimizer, "learning_rate": 1e30, "warmup_steps": 0},
+        "checkpoint": {"every": 1},
+    }
     for before in ([], ["no checkpoint was written before the run ended: it starts anew"]):
         assert main([*write(tmp_path, **wild), "--set", f"train.steps={steps}"]) == 1
         said = capsys.readouterr().err.splitlines()
         says = [*before, "step 1 left weights or optimizer state that are not finite, or too large"]
-        assert len(said) == len(says) and all(map(str.startswith, said, (f"meshtrain: {s}" for s in says)))
+        assert len(said) == len(says) and all(
+            map(str.startswith, said, (f"meshtrain: {s}" for s in says))
+        )
         assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
         assert [row["step"] for row in rows(tmp_path)] == [1]
 
@@ -124,14 +152,19 @@ def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, mo
     def flip(self, moment, step=None, given=(None, None)):
         state, batch = given
         return (
-            (_changed_at(state, lambda leaf: True, lambda part: part.fill(1)), batch) if step == 2 and state else given
+            (_changed_at(state, lambda leaf: True, lambda part: part.fill(1)), batch)
+            if step == 2 and state
+            else given
         )
 
     monkeypatch.setattr(Supervision, "at", flip)
     mesh = {"mesh": {"data": 2}, "parallel": {"zero_stage": 0}, "checkpoint": {"every": 2}}
     assert main(write(tmp_path, **mesh)) == 1
     said = capsys.readouterr().err
-    assert "meshtrain: rank 0 holds other bits of params." in said and "nothing of it is saved." in said
+    assert (
+        "meshtrain: rank 0 holds other bits of params." in said
+        and "nothing of it is saved." in said
+    )
     assert steps.committed_in(tmp_path / "run" / "checkpoints") == [2]
 
 
@@ -152,7 +185,9 @@ def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(t
         steps.remove(tmp_path / "run" / "checkpoints" / str(step))
     assert main(arguments) == 0
     names = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped")
-    assert [[row[name] for name in names] for row in rows(tmp_path)] == [[row[name] for name in names] for row in whole]
+    assert [[row[name] for name in names] for row in rows(tmp_path)] == [
+        [row[name] for name in names] for row in whole
+    ]
 
 
 @pytest.mark.thorough
@@ -175,8 +210,13 @@ def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys, b
 
 def test_a_signal_in_the_imports_is_one_sentence_and_code_75(tmp_path):
     hearing = "import meshtrain.run.early as early, os, sys; early.hear(); os.kill(os.getpid(), int(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", hearing, "15"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (75, "meshtrain: SIGTERM: stopped; nothing is lost, run again to go on.\n")
+    done = subprocess.run(
+        [sys.executable, "-c", hearing, "15"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        75,
+        "meshtrain: SIGTERM: stopped; nothing is lost, run again to go on.\n",
+    )
 
 
 @pytest.mark.thorough
@@ -188,9 +228,20 @@ def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number,
         "mesh": {"data": 2, "pipeline": 4},
         "parallel": {"microbatches": 2},
     }
-    command = [sys.executable, "-u", "-m", "meshtrain.train", *write(tmp_path, **deep), "--set", "train.steps=100000"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "meshtrain.train",
+        *write(tmp_path, **deep),
+        "--set",
+        "train.steps=100000",
+    ]
     # What was compiled before would be there at once.
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -202,9 +253,13 @@ def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number,
         process.send_signal(number)
         printed, said = process.communicate()
     assert process.returncode == 75
-    # A signal that comes in a callback of the garbage collector is swallowed, and Python tells of it: compiling may then end first.
+    # A signal that comes in a callback of the garbage collector is swallowed, and Python tells of it: compiling may
+    # then end first.
     met = f"meshtrain: {number.name}: stopped before the first step; nothing is lost, run again to go on.\n"
-    assert said.endswith(met) or "stopped on request before the first step, run again to go on." in printed
+    assert (
+        said.endswith(met)
+        or "stopped on request before the first step, run again to go on." in printed
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or rows(tmp_path) == []
 
 
@@ -246,7 +301,9 @@ def test_a_signal_before_the_first_step_gives_up_at_once_and_loses_nothing(
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the_run(tmp_path, monkeypatch, capsys):
+def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the_run(
+    tmp_path, monkeypatch, capsys
+):
     def swallowing(*arguments, **hooks):
         with contextlib.suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -255,11 +312,15 @@ def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the
     program = train.Program
     monkeypatch.setattr(train, "Program", swallowing)
     assert main(write(tmp_path)) == 75
-    assert "stopped on request before the first step, run again to go on." in capsys.readouterr().out
+    assert (
+        "stopped on request before the first step, run again to go on." in capsys.readouterr().out
+    )
     assert rows(tmp_path) == []
 
 
-def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(tmp_path, monkeypatch):
+def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(
+    tmp_path, monkeypatch
+):
     arguments = write(tmp_path, eval={"every": 2, "batches": 1})
     with monkeypatch.context() as patch:
         interrupted(patch, train.Loop, "evaluate")
@@ -287,7 +348,9 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """python -m meshtrain.train in a process of its own, which finds its devices itself."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     line = [sys.executable, "-m", "meshtrain.train", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, env=kept | environment, timeout=120, check=False)
+    return subprocess.run(
+        line, capture_output=True, text=True, env=kept | environment, timeout=120, check=False
+    )
 
 
 @pytest.mark.thorough

@@ -1,4 +1,6 @@
-"""A batch that the mesh does not divide is filled up with rows that weigh nothing: all else is as on one device without them."""
+"""A batch that the mesh does not divide is filled up with rows that weigh nothing: all else is as on one device without
+them.
+"""
 
 import json
 from functools import cache
@@ -29,12 +31,25 @@ LOSS, GRADIENT = 2e-5, 1e-5  # relative, as in test_equivalence
 
 def one_device(rows: int, **others: dict[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {
-        "model": {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257, "dropout": 0.1},
+        "model": {
+            "layers": 5,
+            "d_model": 24,
+            "heads": 6,
+            "kv_heads": 2,
+            "d_ff": 50,
+            "vocab_size": 257,
+            "dropout": 0.1,
+        },
         "data": {"source": "synthetic"},
         "train": {"global_batch_size": rows, "sequence_length": 16, "steps": STEPS},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "grad_clip": 0.0},
     }
-    return load({name: {**sections.get(name, {}), **others.get(name, {})} for name in {**sections, **others}})
+    return load(
+        {
+            name: {**sections.get(name, {}), **others.get(name, {})}
+            for name in {**sections, **others}
+        }
+    )
 
 
 def run(config: Config) -> tuple[list[float], list[np.ndarray], float]:
@@ -47,7 +62,11 @@ def run(config: Config) -> tuple[list[float], list[np.ndarray], float]:
         if gradient is None:
             gradient = jax.tree.map(np.asarray, program.layout.canonical(first_moment(state)))
     assert held_out is not None
-    return losses, jax.tree.leaves(gradient), float(program.eval_step(state.params, program.place(held_out.batch(0))))
+    return (
+        losses,
+        jax.tree.leaves(gradient),
+        float(program.eval_step(state.params, program.place(held_out.batch(0)))),
+    )
 
 
 @cache
@@ -59,18 +78,54 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
 @pytest.mark.parametrize(
     ("rows", "filled", "mesh", "parallel", "compute"),
     [
-        pytest.param(7, 8, {"data": 4}, {"microbatches": 2, "zero_stage": 0}, "float32", marks=pytest.mark.slow),
+        pytest.param(
+            7,
+            8,
+            {"data": 4},
+            {"microbatches": 2, "zero_stage": 0},
+            "float32",
+            marks=pytest.mark.slow,
+        ),
         # the last rank has empty rows alone
         (10, 16, {"data": 4}, {"microbatches": 2, "zero_stage": 2}, "float32"),
-        pytest.param(10, 12, {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 3}, "float32", marks=pytest.mark.slow),
-        (7, 8, {"data": 2, "context": 4}, {"microbatches": 2, "zero_stage": 3, "context_strategy": "ring"}, "float32"),
-        (7, 12, {"data": 2, "pipeline": 2, "tensor": 2}, {"microbatches": 3, "schedule": "zb_h1", "sequence_parallel": True}, "float32"),
-        pytest.param(10, 12, {"data": 3}, {"microbatches": 4, "remat": "full"}, "float16", marks=pytest.mark.slow),
+        pytest.param(
+            10,
+            12,
+            {"data": 3, "pipeline": 2},
+            {"microbatches": 2, "zero_stage": 3},
+            "float32",
+            marks=pytest.mark.slow,
+        ),
+        (
+            7,
+            8,
+            {"data": 2, "context": 4},
+            {"microbatches": 2, "zero_stage": 3, "context_strategy": "ring"},
+            "float32",
+        ),
+        (
+            7,
+            12,
+            {"data": 2, "pipeline": 2, "tensor": 2},
+            {"microbatches": 3, "schedule": "zb_h1", "sequence_parallel": True},
+            "float32",
+        ),
+        pytest.param(
+            10,
+            12,
+            {"data": 3},
+            {"microbatches": 4, "remat": "full"},
+            "float16",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, parallel, compute):
     config = replaced(
-        one_device(rows, precision={"compute": compute}), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"}
+        one_device(rows, precision={"compute": compute}),
+        mesh=mesh,
+        parallel=parallel,
+        train={"uneven_batch": "pad"},
     )
     assert padded_batch_size(config) == filled
     losses, gradient, held_out = run(config)
@@ -102,7 +157,9 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
     if batching == "mixture":
         options |= {"batching": "packed", "mixture": [str(text), str(text)], "weights": [0.5, 0.5]}
     given = text_config("mixture" if batching == "mixture" else text, batch=7, **options)
-    config = replaced(given, mesh={"data": 5}, parallel={"microbatches": 3}, train={"uneven_batch": "pad"})
+    config = replaced(
+        given, mesh={"data": 5}, parallel={"microbatches": 3}, train={"uneven_batch": "pad"}
+    )
     (plain, _), (data, _) = open_data(given), open_data(config)
     assert set(data.shapes) == {(-(-rows // 15) * 15, length) for rows, length in plain.shapes}
     for k in range(6):
@@ -118,7 +175,9 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
             np.testing.assert_array_equal(array[:real], before[name])
             assert not array[real:].any()
             # Of five processes the last holds no real row.
-            shares = [data.batch(k, slice(n * rows // 5, (n + 1) * rows // 5))[name] for n in range(5)]
+            shares = [
+                data.batch(k, slice(n * rows // 5, (n + 1) * rows // 5))[name] for n in range(5)
+            ]
             np.testing.assert_array_equal(np.concatenate(shares), array)
 
 
@@ -126,7 +185,11 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
 def test_a_run_counts_its_own_tokens_alone(tmp_path):
     training = {"global_batch_size": 7, "uneven_batch": "pad", "steps": 2}
     config = one_device(
-        7, mesh={"data": 4}, train=training, run={"directory": str(tmp_path)}, eval={"every": 2, "batches": 1}
+        7,
+        mesh={"data": 4},
+        train=training,
+        run={"directory": str(tmp_path)},
+        eval={"every": 2, "batches": 1},
     )
     assert train(config).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -151,7 +214,10 @@ def test_the_program_sends_what_the_planner_says():
     program, planned = Program(config), plan(config, "cpu")
     found = collectives(program.lower().compile(), program.mesh, program.busy)
     counted = [c for c in found if not before_or_after_the_clocks(c.source)]
-    sent = {axis: sum(c.sent * c.times for c in counted if c.axis == axis) for axis in {c.axis for c in counted}}
+    sent = {
+        axis: sum(c.sent * c.times for c in counted if c.axis == axis)
+        for axis in {c.axis for c in counted}
+    }
     for axis, nbytes in by_axis(planned.transfers).items():
         assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), (
             axis
@@ -161,16 +227,22 @@ def test_the_program_sends_what_the_planner_says():
 @pytest.mark.thorough
 def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     config = replaced(one_device(10), train={"uneven_batch": "pad"})
-    found = {(c.config.mesh.data, c.config.parallel.microbatches) for c in candidates(config, named("h100", 6), 6)}
+    found = {
+        (c.config.mesh.data, c.config.parallel.microbatches)
+        for c in candidates(config, named("h100", 6), 6)
+    }
     assert {(6, 1), (6, 2), (3, 1), (3, 2), (3, 4)} <= found and (3, 3) not in found
     assert all(
-        padded_batch_size(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20 for d, m in found
+        padded_batch_size(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20
+        for d, m in found
     )
 
 
 @pytest.mark.slow
 def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path):
-    """Data 3 x pipeline 2 on two devices each: the second process ends the first stage and begins the second, without the rows between."""
+    """Data 3 x pipeline 2 on two devices each: the second process ends the first stage and begins the second, without
+    the rows between.
+    """
     config = replaced(
         one_device(7, eval={"every": STEPS, "batches": 1}),
         mesh={"data": 3, "pipeline": 2},
@@ -180,11 +252,15 @@ def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path
     )
     train_in_processes(config, 3, tmp_path / "config.yaml")
     seen = _rows(tmp_path / "run")
-    alone = one_device(7, eval={"every": STEPS, "batches": 1}, run={"directory": str(tmp_path / "alone")})
+    alone = one_device(
+        7, eval={"every": STEPS, "batches": 1}, run={"directory": str(tmp_path / "alone")}
+    )
     assert train(alone).exit_code == 0
     right = _rows(tmp_path / "alone")
     for name in ("loss", "grad_norm", "tokens"):
-        np.testing.assert_allclose([row[name] for row in seen], [row[name] for row in right], rtol=LOSS)
+        np.testing.assert_allclose(
+            [row[name] for row in seen], [row[name] for row in right], rtol=LOSS
+        )
     np.testing.assert_allclose(seen[-1]["eval_loss"], right[-1]["eval_loss"], rtol=LOSS)
 
 

@@ -1,6 +1,8 @@
-"""Writes what transformers makes of conversations, ids and masks, which the tests hold ours against: tests/data/golden/chats/.
+"""Writes what transformers makes of conversations, ids and masks, which the tests hold ours against:
+tests/data/golden/chats/.
 
-The tokenizer is trained here on a few words; like Llama's it puts the beginning of text before whatever it is given, unless told not to.
+The tokenizer is trained here on a few words; like Llama's it puts the beginning of text before whatever it is given,
+unless told not to.
 
 pip install -e '.[parity]' && python -m experiments.adopt.chats
 """
@@ -18,10 +20,16 @@ WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "cha
 SPECIAL = ["<s>", "<|turn|>", "<|end|>"]
 CONVERSATIONS = [
     [("user", "2 + 2?"), ("assistant", "4")],
-    [("system", "Be brief."), ("user", "the mesh\n\nof shards"), ("assistant", " a token \n"), ("user", "é?"), ("assistant", "漢字 😀")],
+    [
+        ("system", "Be brief."),
+        ("user", "the mesh\n\nof shards"),
+        ("assistant", " a token \n"),
+        ("user", "é?"),
+        ("assistant", "漢字 😀"),
+    ],
     [("assistant", "the first word"), ("user", "x"), ("assistant", "\tif y:\n\t\treturn 1")],
     [("user", "end<|end|> it"), ("assistant", "the"), ("tool", "{}"), ("assistant", "the the")],
-]  # fmt: skip
+]
 
 
 def main() -> None:
@@ -35,8 +43,12 @@ def main() -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["user assistant system the mesh of shards a token of the mesh"] * 3, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.train_from_iterator(
+        ["user assistant system the mesh of shards a token of the mesh"] * 3, trainer
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.save(str(WHERE / "tokenizer.json"), pretty=False)
     (WHERE / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}) + "\n"
@@ -48,7 +60,9 @@ def main() -> None:
         made = theirs.apply_chat_template(
             messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
-        found.append({"messages": messages, "ids": made["input_ids"], "learned": made["assistant_masks"]})
+        found.append(
+            {"messages": messages, "ids": made["input_ids"], "learned": made["assistant_masks"]}
+        )
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
     (WHERE / "conversations.json").write_text(f"[\n{lines}\n]\n")
 

@@ -2,8 +2,9 @@
 
     python -m experiments.adopt.dpo
 
-The reference is a forward more: of frozen weights a step multiplies twice (forward, and the cotangents of activations), so 3/2 of it
-is what FLOPs alone would give, but for the adapters. Steps of both are taken in turns; processor time is that of all fake devices.
+The reference is a forward more: of frozen weights a step multiplies twice (forward, and the cotangents of activations),
+so 3/2 of it is what FLOPs alone would give, but for the adapters. Steps of both are taken in turns; processor time is
+that of all fake devices.
 """
 
 from typing import Any
@@ -26,7 +27,10 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "data 8, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
     "tensor 4, sequence parallel": ((1, 4, 1), {"sequence_parallel": True, "microbatches": 2}),
     "2 x 2 x 2, 1F1B": ((2, 2, 2), {"microbatches": 4, "schedule": "1f1b"}),
-    "pipeline 4, zero bubble, remat full": ((1, 1, 4), {"microbatches": 8, "schedule": "zb_h1", "remat": "full"}),
+    "pipeline 4, zero bubble, remat full": (
+        (1, 1, 4),
+        {"microbatches": 8, "schedule": "zb_h1", "remat": "full"},
+    ),
 }
 
 
@@ -62,7 +66,10 @@ def main() -> None:
     heads = ("wall over next_token's", "processor           ", "by FLOPs", "temporary MB of both")
     table = Table("layout                              ", *heads)
     for name, (mesh, parallel) in LAYOUTS.items():
-        placed = {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": {"microbatches": 1, **parallel}}
+        placed = {
+            "mesh": dict(zip(AXES, mesh, strict=True)),
+            "parallel": {"microbatches": 1, **parallel},
+        }
         preferring = replaced(base, **placed)
         tuned = replaced(preferring, train={"objective": "next_token"}, data={"format": "text"})
         runs, held = {}, []
@@ -76,7 +83,9 @@ def main() -> None:
         times = bench.turns(runs, ROUNDS)
         ratios = Compared(times["dpo"], times["next_token"])
         flops = model_flops(preferring) / model_flops(tuned)
-        table.row(name, spread(ratios.walls), spread(ratios.processors), f"{flops:.2f}", ", ".join(held))
+        table.row(
+            name, spread(ratios.walls), spread(ratios.processors), f"{flops:.2f}", ", ".join(held)
+        )
 
 
 if __name__ == "__main__":

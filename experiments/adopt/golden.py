@@ -22,18 +22,33 @@ LENGTH = 48
 LABELS = ("cat", "dog", "bird", "fish", "fly", "frog", "newt")
 PROMPT, SAID = 16, 12  # tokens that a text begins with, and of the likeliest text after them
 SIZES = dict(
-    hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24, vocab_size=45,
-    max_position_embeddings=64, initializer_range=0.3, attn_implementation="eager", bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    vocab_size=45,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    attn_implementation="eager",
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 def models() -> Iterator[tuple[str, Any]]:
     """By name; one after the other, so that a model added behind the others leaves their numbers as they are."""
     llama3 = dict(
-        rope_type="llama3", rope_theta=500000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
         original_max_position_embeddings=16,
-    )  # fmt: skip
-    gpt2 = dict(n_embd=16, n_layer=3, n_head=4, vocab_size=45, n_positions=64, initializer_range=0.3)
+    )
+    gpt2 = dict(
+        n_embd=16, n_layer=3, n_head=4, vocab_size=45, n_positions=64, initializer_range=0.3
+    )
     gpt2 |= dict(bos_token_id=1, eos_token_id=2)
     yield from {
         "llama3": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=llama3)),
@@ -49,16 +64,48 @@ def models() -> Iterator[tuple[str, Any]]:
     )
     caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
     yield "gemma2", hf.Gemma2ForCausalLM(hf.Gemma2Config(**gemma, **caps))
-    yield "gemma3", hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**gemma, sliding_window_pattern=2, rope_parameters=ropes))
+    yield (
+        "gemma3",
+        hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**gemma, sliding_window_pattern=2, rope_parameters=ropes)
+        ),
+    )
     yield "mixtral", hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
-    qwen3 = dict(head_dim=8, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    qwen3 = dict(
+        head_dim=8,
+        moe_intermediate_size=12,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    )
     yield "qwen3_moe", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **qwen3))
-    oss = dict(SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=10, pad_token_id=None)
+    oss = dict(
+        SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+        sliding_window=10,
+        pad_token_id=None,
+    )
     yarn = dict(
-        rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False,
-    )  # fmt: skip
-    yield "olmoe", hf.OlmoeForCausalLM(hf.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None))
-    yield "gpt_oss", with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn)))
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    )
+    yield (
+        "olmoe",
+        hf.OlmoeForCausalLM(
+            hf.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None)
+        ),
+    )
+    yield (
+        "gpt_oss",
+        with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn))),
+    )
 
 
 def main() -> None:
@@ -74,7 +121,12 @@ def main() -> None:
         tokens = np.random.default_rng(0).integers(0, 45, (2, LENGTH))
         with torch.no_grad():
             np.save(WHERE / name / "logits.npy", model(torch.tensor(tokens)).logits.numpy())
-        said = model.generate(torch.tensor(tokens[:, :PROMPT]), max_new_tokens=SAID, do_sample=False, eos_token_id=None)
+        said = model.generate(
+            torch.tensor(tokens[:, :PROMPT]),
+            max_new_tokens=SAID,
+            do_sample=False,
+            eos_token_id=None,
+        )
         np.save(WHERE / name / "generated.npy", said[:, PROMPT:].numpy().astype(np.int32))
         print(name, sum(file.stat().st_size for file in (WHERE / name).iterdir()), "bytes")
     write_vit(WHERE / "vit")
@@ -91,25 +143,39 @@ def write_vit(to: Path) -> None:
     """
     torch.manual_seed(0)
     config = hf.ViTConfig(
-        hidden_size=20, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24, image_size=15, patch_size=5, initializer_range=0.3,
-        id2label=dict(enumerate(LABELS)), label2id={label: i for i, label in enumerate(LABELS)}, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=24,
+        image_size=15,
+        patch_size=5,
+        initializer_range=0.3,
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: i for i, label in enumerate(LABELS)},
+        attn_implementation="eager",
+    )
     model = hf.ViTForImageClassification(config)
     model.vit.pooler = ViTPooler(config)
     randomise(model)
     model.eval().save_pretrained(to, max_shard_size="8KB")
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    processor = ViTImageProcessorPil(size={"height": 15, "width": 15}, image_mean=mean, image_std=std)
+    processor = ViTImageProcessorPil(
+        size={"height": 15, "width": 15}, image_mean=mean, image_std=std
+    )
     processor.save_pretrained(to)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 15, 15, 3), np.uint8)
-    read = processor(list(pixels), input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+    read = processor(list(pixels), input_data_format="channels_last", return_tensors="pt")[
+        "pixel_values"
+    ]
     np.save(to / "pixels.npy", pixels)
     with torch.no_grad():
         np.save(to / "logits.npy", model(read).logits.numpy())
 
 
 ADAPTERS = {
-    "qwen3": dict(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
+    "qwen3": dict(
+        r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]
+    ),
     "gpt2": dict(r=4, lora_alpha=6, target_modules=["c_attn", "c_proj"]),
 }
 
@@ -131,9 +197,15 @@ def adapt(model: Any, to: Path, **settings: Any) -> None:
 
 
 def tune(model: Any, to: Path) -> None:
-    """Five steps of PEFT's LoRA: the adapter before and after them, and their losses, on tokens that the test draws likewise."""
+    """Five steps of PEFT's LoRA: the adapter before and after them, and their losses, on tokens that the test draws
+    likewise.
+    """
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path="llama3"
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path="llama3",
     )
     tuned = peft.get_peft_model(model, config)
     # what is at zero would hide a mistake in A for a step
@@ -141,7 +213,9 @@ def tune(model: Any, to: Path) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     tuned.save_pretrained(to / "before")
-    optimizer = torch.optim.AdamW(tuned.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        tuned.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
     losses = []
     for step in range(5):
         tokens = torch.tensor(np.random.default_rng(step).integers(0, 45, (4, LENGTH + 1)))

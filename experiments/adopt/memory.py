@@ -2,9 +2,11 @@
 
     python -m experiments.adopt.memory            a Llama of 268 M parameters, 1.07 GB in float32, on 1 and on 8 fake devices
 
-The files are written by one process and read by another, so that nothing of the writing counts. `RssAnon` of /proc/self/status is sampled
-all the while: RSS would count the mapped files too, which the system takes back when it likes. The arrays of CPU devices are host memory
-themselves, so that the result is taken off; what is left must be at most twice the largest shard of one layer and 50 MB.
+The files are written by one process and read by another, so that nothing of the writing counts. `RssAnon` of
+/proc/self/status is sampled
+all the while: RSS would count the mapped files too, which the system takes back when it likes. The arrays of CPU
+devices are host memory themselves, so that the result is taken off; what is left must be at most twice the largest
+shard of one layer and 50 MB.
 """
 
 import argparse
@@ -86,12 +88,15 @@ def read(directory: Path, devices: int) -> dict[str, float]:
     from meshtrain.mesh import part_bytes
     from meshtrain.step import Program
 
-    config = replaced(config_of(directory), mesh=MESHES[devices], parallel={"zero_stage": 1, "microbatches": 2})
+    config = replaced(
+        config_of(directory), mesh=MESHES[devices], parallel={"zero_stage": 1, "microbatches": 2}
+    )
     program = Program(config)
     layout = program.layout
     # of a stacked weight one layer
     shards = [
-        part_bytes(master) // (master.sharding.shard_shape(master.shape)[0] if placed.stacked else 1)
+        part_bytes(master)
+        // (master.sharding.shard_shape(master.shape)[0] if placed.stacked else 1)
         for placed, master in zip(layout.flat, jax.tree.leaves(layout.masters), strict=True)
     ]
     jax.block_until_ready(jax.numpy.zeros(1))
@@ -100,9 +105,17 @@ def read(directory: Path, devices: int) -> dict[str, float]:
     with freed_blocks_returned():
         params = jax.block_until_ready(loading.read(layout, directory))
     seconds, over = time.perf_counter() - began, peak.stop()
-    result = sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards)
+    result = sum(
+        shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
+    )
     of_layers = [s for s, placed in zip(shards, layout.flat, strict=True) if placed.stacked]
-    return {"result": result, "over": over - result, "layer": max(of_layers), "leaf": max(shards), "seconds": seconds}
+    return {
+        "result": result,
+        "over": over - result,
+        "layer": max(of_layers),
+        "leaf": max(shards),
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
@@ -119,9 +132,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             in_process("experiments.adopt.memory", "--write", directory, dtype, JAX_PLATFORMS="cpu")
             for devices in MESHES:
-                found = in_process("experiments.adopt.memory", "--read", directory, devices, JAX_PLATFORMS="cpu")
+                found = in_process(
+                    "experiments.adopt.memory", "--read", directory, devices, JAX_PLATFORMS="cpu"
+                )
                 sizes = (found["result"], found["over"], 2 * found["layer"] + ALLOWED)
-                table.row(dtype, devices, *(f"{size / 1e6:.0f}" for size in sizes), f"{found['seconds']:.1f}")
+                table.row(
+                    dtype,
+                    devices,
+                    *(f"{size / 1e6:.0f}" for size in sizes),
+                    f"{found['seconds']:.1f}",
+                )
 
 
 if __name__ == "__main__":

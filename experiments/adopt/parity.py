@@ -1,9 +1,10 @@
-"""Our logits, loss and gradients beside those of transformers, float32, on random tiny models of every family, of images too.
+"""Our logits, loss and gradients beside those of transformers, float32, on random tiny models of every family, of
+images too.
 
     pip install -e '.[parity]' && python -m experiments.adopt.parity
 
-Norms and biases are random too: at ones and zeros a mapping that drops them would pass. Goal: logits within 1e-4, gradients within 1e-3 of
-each weight's largest.
+Norms and biases are random too: at ones and zeros a mapping that drops them would pass. Goal: logits within 1e-4,
+gradients within 1e-3 of each weight's largest.
 """
 
 import sys
@@ -34,26 +35,54 @@ LENGTH = 96
 LOGITS, GRADIENTS = 1e-4, 1e-3  # goals
 ON_MESH = ("ViT", "Mixtral", "Qwen3-MoE", "OLMoE", "gpt-oss")  # compared on 2 x 2 x 2 devices too
 COMMON: dict[str, Any] = dict(
-    hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS, intermediate_size=HIDDEN,
-    vocab_size=WORDS, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
-)  # fmt: skip
+    hidden_size=WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    intermediate_size=HIDDEN,
+    vocab_size=WORDS,
+    max_position_embeddings=4096,
+    attn_implementation="eager",
+    initializer_range=0.2,
+)
 
 
 def models() -> Iterator[tuple[str, Any]]:
     """Tiny models of transformers, by name."""
     llama3 = dict(
-        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
         original_max_position_embeddings=32,
-    )  # fmt: skip
-    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+    )
+    yarn = dict(
+        rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32
+    )
     yield "Llama 2", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON))
-    yield "Llama 3.1, 3 x its length", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=llama3))
-    yield "Llama, YaRN, 3 x its length", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=yarn))
-    yield "Mistral, window 20 of 96", hf.MistralForCausalLM(hf.MistralConfig(**COMMON, sliding_window=20))
+    yield (
+        "Llama 3.1, 3 x its length",
+        hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=llama3)),
+    )
+    yield (
+        "Llama, YaRN, 3 x its length",
+        hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, rope_parameters=yarn)),
+    )
+    yield (
+        "Mistral, window 20 of 96",
+        hf.MistralForCausalLM(hf.MistralConfig(**COMMON, sliding_window=20)),
+    )
     yield "Qwen2.5, tied", hf.Qwen2ForCausalLM(hf.Qwen2Config(**COMMON, tie_word_embeddings=True))
     yield "Qwen3, heads of 32", hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON, head_dim=32))
     # its own padding token would have an embedding of zeros, and no gradient
-    gemma = dict(head_dim=24, num_hidden_layers=7, sliding_window=20, query_pre_attn_scalar=40, pad_token_id=None)
+    gemma = dict(
+        head_dim=24,
+        num_hidden_layers=7,
+        sliding_window=20,
+        query_pre_attn_scalar=40,
+        pad_token_id=None,
+    )
     linear = dict(
         full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
         sliding_attention=dict(rope_type="default", rope_theta=10000.0),
@@ -70,19 +99,45 @@ def models() -> Iterator[tuple[str, Any]]:
     qwen3 = dict(head_dim=32, moe_intermediate_size=48, norm_topk_prob=True)
     yield "Qwen3-MoE", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**COMMON, **experts, **qwen3))
     yield "OLMoE", hf.OlmoeForCausalLM(hf.OlmoeConfig(**COMMON, **experts, pad_token_id=None))
-    oss = dict(num_local_experts=8, num_experts_per_tok=3, head_dim=32, sliding_window=20, pad_token_id=None)
-    yield "gpt-oss, window 20 of 96", with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**COMMON | oss)))
-    gpt2 = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=WORDS, n_positions=128, initializer_range=0.2)
+    oss = dict(
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        head_dim=32,
+        sliding_window=20,
+        pad_token_id=None,
+    )
+    yield (
+        "gpt-oss, window 20 of 96",
+        with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**COMMON | oss))),
+    )
+    gpt2 = dict(
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        vocab_size=WORDS,
+        n_positions=128,
+        initializer_range=0.2,
+    )
     none = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager"))
     vit = dict(
-        hidden_size=60, num_hidden_layers=LAYERS, num_attention_heads=6, intermediate_size=95, initializer_range=0.2, num_labels=11,
+        hidden_size=60,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        intermediate_size=95,
+        initializer_range=0.2,
+        num_labels=11,
         attn_implementation="eager",
-    )  # fmt: skip
-    yield "ViT, 9 patches of 5 x 5", hf.ViTForImageClassification(hf.ViTConfig(**vit, image_size=15, patch_size=5))
+    )
+    yield (
+        "ViT, 9 patches of 5 x 5",
+        hf.ViTForImageClassification(hf.ViTConfig(**vit, image_size=15, patch_size=5)),
+    )
     yield (
         "ViT, grey, no bias of q, k, v",
-        hf.ViTForImageClassification(hf.ViTConfig(**vit, image_size=21, patch_size=3, num_channels=1, qkv_bias=False)),
+        hf.ViTForImageClassification(
+            hf.ViTConfig(**vit, image_size=21, patch_size=3, num_channels=1, qkv_bias=False)
+        ),
     )
 
 
@@ -123,7 +178,11 @@ def ours(model: ModelConfig, theirs: dict[str, np.ndarray]) -> dict[str, np.ndar
         for layer in layers(weight):
             for name in mapping.tensors(layer):
                 used.add(name)
-                assert theirs[name].shape == mapping.shape(), (name, theirs[name].shape, mapping.shape())
+                assert theirs[name].shape == mapping.shape(), (
+                    name,
+                    theirs[name].shape,
+                    mapping.shape(),
+                )
             each.append(mapping.read(files, layer, box))
         found[weight.name] = np.stack(each) if weight.stacked else each[0]
     left = set(theirs) - used - ({"lm_head.weight"} if model.tied_head else set())
@@ -163,9 +222,13 @@ def of_text(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
 
 def of_images(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """Likewise of pixels, which theirs reads as [B, C, H, W]."""
-    side, patch, channels = (getattr(theirs.config, name) for name in ("image_size", "patch_size", "num_channels"))
+    side, patch, channels = (
+        getattr(theirs.config, name) for name in ("image_size", "patch_size", "num_channels")
+    )
     random = np.random.default_rng(0)
-    pixels = random.standard_normal((4, side // patch, patch, side // patch, patch, channels), np.float32)
+    pixels = random.standard_normal(
+        (4, side // patch, patch, side // patch, patch, channels), np.float32
+    )
     labels = random.integers(0, theirs.config.num_labels, (4, 1))
     patches = pixels.transpose(0, 1, 3, 2, 4, 5).reshape(4, (side // patch) ** 2, -1)
     image = pixels.reshape(4, side, side, channels).transpose(0, 3, 1, 2)
@@ -174,8 +237,14 @@ def of_images(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
 
 def compared(theirs: Any, meshed: bool) -> tuple[float, float, float, str]:
     """Largest difference of logits, difference of losses, worst relative gradient and its weight."""
-    section = model_section(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}, "config.json")
-    of_it = {"data": {"source": "synthetic"}} if section["family"] == "vit" else {"train": {"sequence_length": LENGTH}}
+    section = model_section(
+        theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}, "config.json"
+    )
+    of_it = (
+        {"data": {"source": "synthetic"}}
+        if section["family"] == "vit"
+        else {"train": {"sequence_length": LENGTH}}
+    )
     config = load({"model": section, **of_it})
     given, labels, result = (of_images if positions_of(config.model) else of_text)(theirs)
     theirs.zero_grad()
@@ -184,16 +253,22 @@ def compared(theirs: Any, meshed: bool) -> tuple[float, float, float, str]:
     value, logits, found = (on_mesh if meshed else on_one_device)(config, params, given, labels)
     right = tree(ours(config.model, numbers(theirs, gradients=True)))
     worst, where = 0.0, ""
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True
+    ):
         off = float(jnp.abs(a - b).max() / jnp.abs(b).max())
         # a key's bias has no gradient in theory: noise over noise; a router's load counts
         if off > worst and path[-1].key not in ("k_bias", "load"):
             worst, where = off, ".".join(p.key for p in path)
-    off = np.abs(np.asarray(logits).reshape(result.logits.shape) - result.logits.detach().numpy()).max()
+    off = np.abs(
+        np.asarray(logits).reshape(result.logits.shape) - result.logits.detach().numpy()
+    ).max()
     return float(off), abs(float(value) - result.loss.item()), worst, where
 
 
-def on_one_device(config: Config, params: Any, given: np.ndarray, labels: np.ndarray) -> tuple[Any, Any, Any]:
+def on_one_device(
+    config: Config, params: Any, given: np.ndarray, labels: np.ndarray
+) -> tuple[Any, Any, Any]:
     """Loss, logits and gradients of our decoder by itself."""
     decoder = nnx.eval_shape(lambda: Decoder(config.model, nnx.Rngs(0)))
     graph, _ = nnx.split(decoder)
@@ -209,7 +284,9 @@ def on_one_device(config: Config, params: Any, given: np.ndarray, labels: np.nda
     return value, logits, found
 
 
-def on_mesh(config: Config, params: Any, given: np.ndarray, labels: np.ndarray) -> tuple[Any, Any, Any]:
+def on_mesh(
+    config: Config, params: Any, given: np.ndarray, labels: np.ndarray
+) -> tuple[Any, Any, Any]:
     """The same by the train step's own gradients, on 2 x 2 x 2 devices."""
     sizes = {"data": 2, "tensor": 2, "pipeline": 2}
     # rows for two microbatches on two data ranks; twice the same have the same mean
@@ -221,10 +298,16 @@ def on_mesh(config: Config, params: Any, given: np.ndarray, labels: np.ndarray) 
     if name == TOKENS:
         weights = np.ones(given.shape, np.float32)
         weights[:, -1] = 0  # nothing follows the last one
-        batch = {TOKENS: given.astype(np.int32), LABELS: np.pad(labels, ((0, 0), (0, 1))), WEIGHTS: weights}
+        batch = {
+            TOKENS: given.astype(np.int32),
+            LABELS: np.pad(labels, ((0, 0), (0, 1))),
+            WEIGHTS: weights,
+        }
     batch = program.place({name: np.concatenate([x] * repeats) for name, x in batch.items()})
     live = jax.jit(program.layout.live, out_shardings=program.state_shardings.params)(params)
-    loss, gradients = jax.jit(program.gradients)(live, batch, jnp.zeros((), jnp.int32), jnp.ones(()))
+    loss, gradients = jax.jit(program.gradients)(
+        live, batch, jnp.zeros((), jnp.int32), jnp.ones(())
+    )
     logits = program.logits(live, batch[name])[: len(given)]
     return loss, logits, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(gradients))
 
@@ -236,7 +319,9 @@ def main() -> int:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     good = True
-    print(f"{'transformers ' + hf.__version__:30}{'logits':>10}{'loss':>10}{'gradients':>11}  worst at")
+    print(
+        f"{'transformers ' + hf.__version__:30}{'logits':>10}{'loss':>10}{'gradients':>11}  worst at"
+    )
     for name, model in models():
         randomise(model)
         for meshed in (False, True) if name.startswith(ON_MESH) else (False,):

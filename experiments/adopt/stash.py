@@ -1,4 +1,5 @@
-"""What a layer of Llama-3 8B leaves for its backward, in full fine-tuning and with LoRA: bytes a microbatch in the pipeline's stash.
+"""What a layer of Llama-3 8B leaves for its backward, in full fine-tuning and with LoRA: bytes a microbatch in the
+pipeline's stash.
 
     python -m experiments.adopt.stash
 
@@ -20,7 +21,14 @@ from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.step import Program
 
 GOAL = 1.05
-MODEL = {"layers": 8, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+MODEL = {
+    "layers": 8,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 CASES: dict[str, dict[str, Any]] = {
     "full fine-tuning": {},
     "LoRA, rank 16, all projections": {"lora": {"rank": 16}},
@@ -36,7 +44,12 @@ def config(case: dict[str, Any], remat: str = "none") -> Config:
         {
             "model": MODEL,
             "mesh": {"tensor": 2, "pipeline": 2},
-            "parallel": {"microbatches": 4, "schedule": "1f1b", "sequence_parallel": True, "remat": remat},
+            "parallel": {
+                "microbatches": 4,
+                "schedule": "1f1b",
+                "sequence_parallel": True,
+                "remat": remat,
+            },
             "precision": {"compute": "bfloat16"},
             "lora": case.get("lora", {}),
             "train": {"global_batch_size": 4, "sequence_length": 4096, **case.get("train", {})},
@@ -51,7 +64,9 @@ def stashed(chosen: Config) -> int:
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
+        stage = Stage(
+            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
+        )
         kept, _ = stage.stash_shapes(split=False)
         found.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)))
         return jnp.zeros(())
@@ -65,7 +80,13 @@ def stashed(chosen: Config) -> int:
 def main() -> int:
     bench.parser(__doc__).parse_args()
     worst = 0.0
-    table = Table("tuned                         ", "remat none, MiB", "over full", "selective, MiB", "over full")
+    table = Table(
+        "tuned                         ",
+        "remat none, MiB",
+        "over full",
+        "selective, MiB",
+        "over full",
+    )
     whole = {remat: stashed(config({}, remat)) for remat in ("none", "selective")}
     for name, case in CASES.items():
         cells = []

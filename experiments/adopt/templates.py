@@ -1,9 +1,10 @@
-"""Writes what transformers makes of conversations with the templates of tests/data/golden/templates, which the tests hold ours against.
+"""Writes what transformers makes of conversations with the templates of tests/data/golden/templates, which the tests
+hold ours against.
 
-The templates there are ours, each written to behave as one that a public model came with: what roles it knows, which form of calls and contents
-it wants, what it drops, what it refuses. {% generation %} marks what is to be learned, so that transformers itself says where that stands; the
-tests take the marks away, too, and ask for the same. A record's form is turned here into the one that the template wants, by the table
-WANTS; ours has to find it.
+The templates there are ours, each written to behave as one that a public model came with: what roles it knows, which
+form of calls and contents it wants, what it drops, what it refuses. {% generation %} marks what is to be learned, so
+that transformers itself says where that stands; the tests take the marks away, too, and ask for the same. A record's
+form is turned here into the one that the template wants, by the table WANTS; ours has to find it.
 
 pip install transformers jinja2 && python -m experiments.adopt.templates     (no torch is needed; it prints what it compared)
 """
@@ -18,11 +19,22 @@ WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "tem
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 # Templates that write calls: the form of a call's arguments, and of a content beside calls.
 WANTS = {
-    "command_r7b": ("object", None), "deepseek_r1": ("text", None), "deepseek_r1_distill": ("text", None), "deepseek_v3": ("text", None),
-    "deepseek_v31": ("text", None), "glm4": ("object", None), "granite": ("object", ""), "harmony": ("object", None), "hermes": ("object", None),
-    "kimi_k2": ("object", None), "llama31": ("object", None), "mistral_v3": ("object", None), "qwen25": ("object", None), "qwen3": ("object", None),
+    "command_r7b": ("object", None),
+    "deepseek_r1": ("text", None),
+    "deepseek_r1_distill": ("text", None),
+    "deepseek_v3": ("text", None),
+    "deepseek_v31": ("text", None),
+    "glm4": ("object", None),
+    "granite": ("object", ""),
+    "harmony": ("object", None),
+    "hermes": ("object", None),
+    "kimi_k2": ("object", None),
+    "llama31": ("object", None),
+    "mistral_v3": ("object", None),
+    "qwen25": ("object", None),
+    "qwen3": ("object", None),
     "qwq": ("object", None),
-}  # fmt: skip
+}
 # The same template reads a text as well as an object: what the record has is written.
 EITHER = ("qwen3", "kimi_k2")
 
@@ -32,23 +44,82 @@ def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
-    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
-WEATHER = {"name": "weather", "description": "The weather there.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}  # fmt: skip
+WEATHER = {
+    "name": "weather",
+    "description": "The weather there.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TOOLS = [{"type": "function", "function": WEATHER}]
 ULM = {"city": "Ulm", "days": [1, 2]}
 CONVERSATIONS: dict[str, dict[str, Any]] = {
     "one question": {"messages": [say("user", "2+2?"), say("assistant", "4")]},
-    "a system, two questions": {"messages": [say("system", "Be brief."), say("user", "Füße?\n\n  Ja 😀"), say("assistant", "Zwei – 漢字"), say("user", "And <b>?"), say("assistant", "6 < 7")]},
-    "three turns": {"messages": [turn for n in "abc" for turn in (say("user", f"{n}?"), say("assistant", f"{n}!"))]},
-    "thoughts": {"messages": [say("user", "1?"), say("assistant", "<think>\nhm\n</think>\n\none"), say("user", "2?"), say("assistant", "<think>\noh\n</think>\n\ntwo")]},
-    "a call, object": {"messages": [say("user", "Rain?"), say("assistant", None, tool_calls=[call(ULM)]), say("tool", '{"wet": false}'), say("assistant", "No")], "tools": TOOLS},
-    "a call, text": {"messages": [say("user", "Rain?"), say("assistant", None, tool_calls=[call(json.dumps(ULM))]), say("tool", '{"wet": false}'), say("assistant", "No")], "tools": TOOLS},
-    "two calls, nothing": {"messages": [say("user", "Rain?"), say("assistant", "", tool_calls=[call(ULM), call({"city": "Köln"})]), say("tool", "dry"), say("tool", "wet"), say("assistant", "No")], "tools": TOOLS},
-    "parts": {"messages": [say("user", [{"type": "text", "text": "Rain?"}]), say("assistant", [{"type": "text", "text": "No"}])]},
-    "two answers in turn": {"messages": [say("user", "a?"), say("assistant", "b"), say("assistant", "c")]},
-}  # fmt: skip
+    "a system, two questions": {
+        "messages": [
+            say("system", "Be brief."),
+            say("user", "Füße?\n\n  Ja 😀"),
+            say("assistant", "Zwei – 漢字"),
+            say("user", "And <b>?"),
+            say("assistant", "6 < 7"),
+        ]
+    },
+    "three turns": {
+        "messages": [
+            turn for n in "abc" for turn in (say("user", f"{n}?"), say("assistant", f"{n}!"))
+        ]
+    },
+    "thoughts": {
+        "messages": [
+            say("user", "1?"),
+            say("assistant", "<think>\nhm\n</think>\n\none"),
+            say("user", "2?"),
+            say("assistant", "<think>\noh\n</think>\n\ntwo"),
+        ]
+    },
+    "a call, object": {
+        "messages": [
+            say("user", "Rain?"),
+            say("assistant", None, tool_calls=[call(ULM)]),
+            say("tool", '{"wet": false}'),
+            say("assistant", "No"),
+        ],
+        "tools": TOOLS,
+    },
+    "a call, text": {
+        "messages": [
+            say("user", "Rain?"),
+            say("assistant", None, tool_calls=[call(json.dumps(ULM))]),
+            say("tool", '{"wet": false}'),
+            say("assistant", "No"),
+        ],
+        "tools": TOOLS,
+    },
+    "two calls, nothing": {
+        "messages": [
+            say("user", "Rain?"),
+            say("assistant", "", tool_calls=[call(ULM), call({"city": "Köln"})]),
+            say("tool", "dry"),
+            say("tool", "wet"),
+            say("assistant", "No"),
+        ],
+        "tools": TOOLS,
+    },
+    "parts": {
+        "messages": [
+            say("user", [{"type": "text", "text": "Rain?"}]),
+            say("assistant", [{"type": "text", "text": "No"}]),
+        ]
+    },
+    "two answers in turn": {
+        "messages": [say("user", "a?"), say("assistant", "b"), say("assistant", "c")]
+    },
+}
 
 
 def wanted(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -75,16 +146,24 @@ def _called(each: dict[str, Any], form: str | None, name: str) -> dict[str, Any]
     return {**each, "function": {**each["function"], "arguments": arguments}}
 
 
-def theirs(template: str, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[list[int]]]:
+def theirs(
+    template: str, messages: list[dict[str, Any]], tools: Any
+) -> tuple[str, list[list[int]]]:
     """Returns the text, and the characters of it that are marked."""
     (text,), (spans,) = render_jinja_template(
-        [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **SPECIAL
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **SPECIAL,
     )
     return text, [list(span) for span in spans]
 
 
 def expected(name: str, template: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text of a record, and the examples that are learned of it where those are not that text and its marks; or its refusal."""
+    """Returns the text of a record, and the examples that are learned of it where those are not that text and its
+    marks; or its refusal.
+    """
     messages = wanted(record["messages"], name)
     calls = any("tool_calls" in message for message in messages)
     tools = record.get("tools")
@@ -108,7 +187,10 @@ def expected(name: str, template: str, record: dict[str, Any]) -> dict[str, Any]
 
 def main() -> None:
     table = {
-        path.stem: {title: expected(path.stem, path.read_text(), record) for title, record in CONVERSATIONS.items()}
+        path.stem: {
+            title: expected(path.stem, path.read_text(), record)
+            for title, record in CONVERSATIONS.items()
+        }
         for path in sorted(WHERE.glob("*.jinja"))
     }
     written = {"special": SPECIAL, "conversations": CONVERSATIONS, "expected": table}

@@ -3,8 +3,8 @@
     python -m experiments.adopt.texts --python VENV/bin/python      a Python that has transformers, tokenizers and jinja2
     python -m experiments.adopt.texts --write                       what it says, into tests/data/golden/texts.json
 
-The files of the tokenizers are written by `tests/helpers/tokenizer_families.py`; `tests/data/test_tokenizer_families.py` holds what
-transformers said of them without it.
+The files of the tokenizers are written by `tests/helpers/tokenizer_families.py`;
+`tests/data/test_tokenizer_families.py` holds what transformers said of them without it.
 """
 
 import argparse
@@ -45,12 +45,16 @@ def theirs(python: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         folders = {name: str(write(name, Path(folder) / name).parent) for name in FAMILIES}
         asked = json.dumps([folders, TEXTS])
-        result = subprocess.run([python, "-c", ASK], input=asked, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [python, "-c", ASK], input=asked, capture_output=True, text=True, check=True
+        )
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()

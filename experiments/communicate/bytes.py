@@ -1,11 +1,13 @@
-"""What a device sends for gradients in a step with each compression: in the compiled step, by the planner, and how much less than float32.
+"""What a device sends for gradients in a step with each compression: in the compiled step, by the planner, and how much
+less than float32.
 
     python -m experiments.communicate.bytes              ten compiled steps, some two minutes
     python -m experiments.communicate.bytes --seconds    what the planner says of Llama-3 8B's gradients on 512 H100
 
-Read from the collectives in the HLO of whole train steps on 8 fake devices, ZeRO-1; nothing is run. Over data what gathers weights is
-left out. `matrices` is the ratio of what is compressed alone; `all` has norms, which go as they are. The planner's milliseconds are of
-all sums of gradients one after the other; in brackets those of encoding and decoding among them.
+Read from the collectives in the HLO of whole train steps on 8 fake devices, ZeRO-1; nothing is run. Over data what
+gathers weights is left out. `matrices` is the ratio of what is compressed alone; `all` has norms, which go as they are.
+The planner's milliseconds are of all sums of gradients one after the other; in brackets those of encoding and decoding
+among them.
 """
 
 from collections import defaultdict
@@ -18,9 +20,19 @@ from meshtrain.plan import gradient_traffic, named, pipeline
 from meshtrain.step import Program
 
 MODEL = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 4, "d_ff": 1408, "vocab_size": 2048}
-LLAMA_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LLAMA_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 CASES = [
-    *((name, "data", 1) for name in ("none", "bfloat16", "float8", "int8", "int4", "topk", "powersgd")),
+    *(
+        (name, "data", 1)
+        for name in ("none", "bfloat16", "float8", "int8", "int4", "topk", "powersgd")
+    ),
     *((name, over, 2) for name, over in (("none", "data"), ("int8", "data"), ("int8", "islands"))),
 ]
 
@@ -39,7 +51,10 @@ def config_of(compression: str, over: str, islands: int) -> Config:
 def sent(config: Config) -> dict[tuple[str, bool], float]:
     """Bytes of gradients that a device sends in the compiled step, by axis, and whether they are compressed."""
     found: dict[tuple[str, bool], float] = defaultdict(float)
-    axes = {flow.axis for flow in gradient_traffic.gradient_transfers(config, pipeline.iterations(config))}
+    axes = {
+        flow.axis
+        for flow in gradient_traffic.gradient_transfers(config, pipeline.iterations(config))
+    }
     least = 1024  # numbers for the norm and the loss are no gradients
     for c in Program(config, make_mesh(config)).collectives():
         if c.axis in axes and (c.axis, c.kind) != ("data", "all-gather") and c.bytes >= least:
@@ -73,7 +88,11 @@ def seconds() -> None:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--seconds", action="store_true", help="the planner's milliseconds, without compiling anything")
+    parser.add_argument(
+        "--seconds",
+        action="store_true",
+        help="the planner's milliseconds, without compiling anything",
+    )
     if parser.parse_args().seconds:
         seconds()
     else:
@@ -94,7 +113,12 @@ def compiled() -> None:
         whole = plain.setdefault(islands, total)
         planned, _ = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
         of_matrices = f"{(whole - total + packed) / packed:.2f} x" if packed else ""
-        cells = [f"{total - across:,.0f}", f"{across:,.0f}", f"{planned / total - 1:+.3%}", f"{whole / total:.2f} x"]
+        cells = [
+            f"{total - across:,.0f}",
+            f"{across:,.0f}",
+            f"{planned / total - 1:+.3%}",
+            f"{whole / total:.2f} x",
+        ]
         table.row(compression, over if packed else "", islands, *cells, of_matrices)
 
 

@@ -1,10 +1,12 @@
-"""When it pays to know of slow links: the planner's step of three trainings on 512 H100s in 4 islands, with ever less between them.
+"""When it pays to know of slow links: the planner's step of three trainings on 512 H100s in 4 islands, with ever less
+between them.
 
     python -m experiments.communicate.crossing
 
-The cluster is `islands.yaml` beside this file; what a GPU can send out of its island goes from 400 Gbit/s down to 0.125, which is 1
-Gbit/s a machine. Prints the seconds of a step by method and bandwidth, and two crossing points of each: below which bandwidth it
-is ahead of the same mesh without islands, and down to which it keeps nine tenths of the best speed there is.
+The cluster is `islands.yaml` beside this file; what a GPU can send out of its island goes from 400 Gbit/s down to
+0.125, which is 1 Gbit/s a machine. Prints the seconds of a step by method and bandwidth, and two crossing points of
+each: below which bandwidth it is ahead of the same mesh without islands, and down to which it keeps nine tenths of the
+best speed there is.
 """
 
 import math
@@ -30,7 +32,13 @@ KEPT = 0.9  # of the best speed
 STEPS = 12  # between which crossings are looked for
 
 ONE_STAGE = (
-    *("mesh.data=512", "mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=gpipe", "parallel.virtual_stages=1"),
+    *(
+        "mesh.data=512",
+        "mesh.tensor=1",
+        "mesh.pipeline=1",
+        "parallel.schedule=gpipe",
+        "parallel.virtual_stages=1",
+    ),
     *("parallel.microbatches=1", "parallel.sequence_parallel=false", "parallel.remat=selective"),
     "train.global_batch_size=512",
 )
@@ -51,11 +59,15 @@ def across(planned: Plan) -> float:
     """Seconds of a step for what travels across islands."""
     mesh = planned.config.mesh
     flows = [flow for flow in planned.transfers if flow.axis == ISLAND]
-    return sum(f.count * best(f.kind, planned.cluster.axis(f.axis, mesh), f.nbytes).seconds for f in flows)
+    return sum(
+        f.count * best(f.kind, planned.cluster.axis(f.axis, mesh), f.nbytes).seconds for f in flows
+    )
 
 
 def overlapped(planned: Plan) -> float:
-    """With all across islands hidden that can be: behind the last microbatch's backward, since no gradient is complete before it."""
+    """With all across islands hidden that can be: behind the last microbatch's backward, since no gradient is complete
+    before it.
+    """
     backward = stages(planned.config).chunks * planned.costs.chunk_backward
     return planned.seconds - min(across(planned), backward)
 
@@ -68,7 +80,11 @@ class Method:
 
 
 def sent_as(compression: str) -> tuple[str, ...]:
-    return ("mesh.islands=4", f"parallel.reduce.compression={compression}", "parallel.reduce.over=islands")
+    return (
+        "mesh.islands=4",
+        f"parallel.reduce.compression={compression}",
+        "parallel.reduce.over=islands",
+    )
 
 
 def alone(steps: int) -> tuple[str, ...]:
@@ -127,8 +143,9 @@ def curves(model: str) -> list[Curve]:
 
 
 def edge(holds: Callable[[float], bool], start: float, end: float) -> float | None:
-    """The bandwidth on the way from `start` to `end` at which something ends to hold, `end` if it holds all the way; None if it does
-    not even hold at the start. Between two lines that cross more than once it is the first crossing."""
+    """The bandwidth on the way from `start` to `end` at which something ends to hold, `end` if it holds all the way;
+    None if it does not even hold at the start. Between two lines that cross more than once it is the first crossing.
+    """
     if not holds(start):
         return None
     points = [start * (end / start) ** (k / STEPS) for k in range(STEPS + 1)]
@@ -147,10 +164,16 @@ def report(model: str) -> None:
     full = min(curve(MOST) for curve in found)
     bandwidths = [f"{gigabits:g}".rjust(6) for gigabits in TOLD]
     title = f"{model}: seconds of a step; Gbit/s of a GPU across islands"
-    table = Table("method                   ", *bandwidths, "ahead below", "90% down to", title=title)
+    table = Table(
+        "method                   ", *bandwidths, "ahead below", "90% down to", title=title
+    )
     for curve in found:
         spent = [f"{curve(gigabits):.2f}" for gigabits in TOLD]
-        beats = "" if curve is flat else said(edge(lambda g, c=curve: c(g) < flat(g), LEAST, MOST), MOST)
+        beats = (
+            ""
+            if curve is flat
+            else said(edge(lambda g, c=curve: c(g) < flat(g), LEAST, MOST), MOST)
+        )
         kept = said(edge(lambda g, c=curve: c(g) <= full / KEPT, MOST, LEAST), LEAST)
         table.row(curve.method.name, *spent, beats, kept)
 

@@ -1,9 +1,11 @@
-"""How much of what is sent over data travels under compute, in the program that XLA's CUDA compiler makes for described H100s.
+"""How much of what is sent over data travels under compute, in the program that XLA's CUDA compiler makes for described
+H100s.
 
     python -m experiments.communicate.overlap                           all layouts, up to a minute each
     python -m experiments.communicate.overlap 8b --set parallel.zero_stage=2
 
-Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the order in which the program is issued (`experiments.plan.timed`):
+Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the order in which the program is issued
+(`experiments.plan.timed`):
 
     GB           of the arrays that a device gathers, scatters or sums over data (and islands) in a step
     under        share of these bytes with a matrix product between start and done
@@ -32,18 +34,35 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[st
     "8b one microbatch": (SMALL, (8, 8, 1), 1, 8, {}),
     "8b islands": (SMALL, (16, 4, 1), 2, 32, {"microbatches": 2, "remat": "selective"}),
     "8b ZeRO-0": (SMALL, (8, 8, 1), 1, 16, {"microbatches": 2, "zero_stage": 0}),
-    "8b ZeRO-3": (SMALL, (64, 1, 1), 1, 64, {"zero_stage": 3, "sequence_parallel": False, "remat": "selective"}),
+    "8b ZeRO-3": (
+        SMALL,
+        (64, 1, 1),
+        1,
+        64,
+        {"zero_stage": 3, "sequence_parallel": False, "remat": "selective"},
+    ),
     # the best that searches found
     "70b": (
-        MIDDLE, (32, 4, 4), 1, 512,
+        MIDDLE,
+        (32, 4, 4),
+        1,
+        512,
         {"microbatches": 16, "schedule": "interleaved", "virtual_stages": 5, "remat": "selective"},
     ),
     "405b": (
-        {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248}, (128, 8, 16), 1, 2048,
-        {"microbatches": 16, "schedule": "interleaved", "virtual_stages": 8, "remat": "selective",
-         "layer_split": [0, *[1] * 126, 0]},
+        {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
+        (128, 8, 16),
+        1,
+        2048,
+        {
+            "microbatches": 16,
+            "schedule": "interleaved",
+            "virtual_stages": 8,
+            "remat": "selective",
+            "layer_split": [0, *[1] * 126, 0],
+        },
     ),
-}  # fmt: skip
+}
 
 
 def config_of(layout: str, changes: list[str]) -> Config:
@@ -58,7 +77,9 @@ def config_of(layout: str, changes: list[str]) -> Config:
     return load(given, changes)
 
 
-def sent_over(axis: str, config: Config, compiled: Compiled) -> tuple[dict[str, CollectiveTime], float]:
+def sent_over(
+    axis: str, config: Config, compiled: Compiled
+) -> tuple[dict[str, CollectiveTime], float]:
     """Returns what is sent over an axis (over data: and islands), by kind, and the seconds of the whole program."""
     found = timed(compiled.module, compiled.mesh, config, named("h100", config.mesh.devices))
     wanted = {DATA, ISLAND} if axis == DATA else {axis}
@@ -72,13 +93,39 @@ def sent_over(axis: str, config: Config, compiled: Compiled) -> tuple[dict[str, 
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}; all, if none is given")
-    parser.add_argument("--over", choices=(DATA, TENSOR), default=DATA, help="the axis whose messages are looked at")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of each config")
+    parser.add_argument(
+        "layouts",
+        nargs="*",
+        metavar="LAYOUT",
+        help=f"of {', '.join(LAYOUTS)}; all, if none is given",
+    )
+    parser.add_argument(
+        "--over", choices=(DATA, TENSOR), default=DATA, help="the axis whose messages are looked at"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="changes a key of each config",
+    )
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):
-        parser.error(f"there is no layout {', '.join(sorted(unknown))}; legal are {', '.join(LAYOUTS)}.")
-    heads = ("    GB", "under", "hidden", "waits, s", "planned", "step, s", "planned", "  MFU", "planned", "temp GiB")
+        parser.error(
+            f"there is no layout {', '.join(sorted(unknown))}; legal are {', '.join(LAYOUTS)}."
+        )
+    heads = (
+        "    GB",
+        "under",
+        "hidden",
+        "waits, s",
+        "planned",
+        "step, s",
+        "planned",
+        "  MFU",
+        "planned",
+        "temp GiB",
+    )
     table = Table("layout           ", "kind              ", *heads)
     for layout in options.layouts or LAYOUTS:
         config = config_of(layout, options.set)
@@ -87,12 +134,25 @@ def main() -> None:
         planned = plan(config, named("h100", config.mesh.devices))
         for kind, sent in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
             hidden = 1 - sent.waited / sent.seconds
-            cells = [f"{sent.bytes / 1e9:.2f}", f"{sent.under / sent.bytes:.0%}", f"{hidden:.0%}", f"{sent.waited:.4f}"]
+            cells = [
+                f"{sent.bytes / 1e9:.2f}",
+                f"{sent.under / sent.bytes:.0%}",
+                f"{hidden:.0%}",
+                f"{sent.waited:.4f}",
+            ]
             whole = [""] * 6
             if kind == "all":
                 reached = planned.mfu * planned.seconds / seconds
-                whole = [f"{getattr(planned.time, options.over):.4f}", f"{seconds:.4f}", f"{planned.seconds:.4f}"]
-                whole += [f"{reached:.1%}", f"{planned.mfu:.1%}", f"{compiled.temp_bytes / 2**30:.2f}"]
+                whole = [
+                    f"{getattr(planned.time, options.over):.4f}",
+                    f"{seconds:.4f}",
+                    f"{planned.seconds:.4f}",
+                ]
+                whole += [
+                    f"{reached:.1%}",
+                    f"{planned.mfu:.1%}",
+                    f"{compiled.temp_bytes / 2**30:.2f}",
+                ]
             table.row(layout, kind, *cells, *whole)
 
 

@@ -2,8 +2,8 @@
 
     python -m experiments.communicate.parameter_server
 
-First losses: in step a server computes what an all-reduce does; out of step staleness costs, unless the rate is divided. Then
-seconds, of `server_time`.
+First losses: in step a server computes what an all-reduce does; out of step staleness costs, unless the rate is
+divided. Then seconds, of `server_time`.
 """
 
 from experiments import bench
@@ -34,13 +34,22 @@ def losses() -> None:
     in_step = servers.synchronous(task, STEPS, RATE, EVEN)
     apart = max(abs(a - b) for a, b in zip(summed.losses, in_step.losses, strict=True))
     title = f"{STEPS} steps of {WORKERS} workers: losses of server and all-reduce differ by {apart:.1e} at most"
-    table = Table("run                              ", "seconds", "staleness         ", "held-out loss", title=title)
+    table = Table(
+        "run                              ",
+        "seconds",
+        "staleness         ",
+        "held-out loss",
+        title=title,
+    )
     runs = [
         ("all-reduce", summed),
         ("server in step", in_step),
         ("the same, a worker 4 times slower", servers.synchronous(task, STEPS, RATE, STRAGGLING)),
         ("out of step, rate / 4", servers.asynchronous(task, gradients, RATE / WORKERS, EVEN)),
-        ("the same, a worker 4 times slower", servers.asynchronous(task, gradients, RATE / WORKERS, STRAGGLING)),
+        (
+            "the same, a worker 4 times slower",
+            servers.asynchronous(task, gradients, RATE / WORKERS, STRAGGLING),
+        ),
         ("out of step, rate not divided", servers.asynchronous(task, gradients, RATE, EVEN)),
     ]
     for name, run in runs:
@@ -51,12 +60,18 @@ def losses() -> None:
 
 def seconds() -> None:
     title = f"ms to sum {GRADIENTS / 1e6:.0f} MB over 16 workers, and from which number of servers they win"
-    table = Table("network           ", "all-reduce", "1 server", "     4", "    16", "wins from", title=title)
+    table = Table(
+        "network           ", "all-reduce", "1 server", "     4", "    16", "wins from", title=title
+    )
     for name, network in (("10 Gbit/s, 50 µs", TEN), ("400 Gbit/s, 10 µs", FOUR_HUNDRED)):
         summed = server_time.all_reduce(16, GRADIENTS, network)
         served = {s: server_time.server(16, GRADIENTS, s, network) for s in range(1, 17)}
         first = next((str(s) for s, spent in served.items() if spent < summed), "none")
-        table.row(name, *(f"{1e3 * spent:.1f}" for spent in (summed, served[1], served[4], served[16])), first)
+        table.row(
+            name,
+            *(f"{1e3 * spent:.1f}" for spent in (summed, served[1], served[4], served[16])),
+            first,
+        )
 
 
 if __name__ == "__main__":

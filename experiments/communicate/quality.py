@@ -1,13 +1,15 @@
-"""What a model loses by each way of sending gradients: the quickstart, 150 steps, 3 seeds, against float32 of the same seed.
+"""What a model loses by each way of sending gradients: the quickstart, 150 steps, 3 seeds, against float32 of the same
+seed.
 
     python -m experiments.communicate.quality                       all methods, about 40 s a run on 2 cores
     python -m experiments.communicate.quality --only int8 int4      some
     python -m experiments.communicate.quality --seeds 12            more seeds, for what 3 cannot tell apart
     python -m experiments.communicate.quality --table               the table of what has run
 
-Every run stands in a directory of its own, so a stop loses nothing: what has ended is read, what was stopped goes on. Exit code 1
-if a method's mean misses its goal. All run data parallel on 4 fake devices, in one island or two, since how gradients are sent over
-data is all that differs; the two rows of plain float32 on islands say how far rounding alone moves the loss in 150 steps.
+Every run stands in a directory of its own, so a stop loses nothing: what has ended is read, what was stopped goes on.
+Exit code 1 if a method's mean misses its goal. All run data parallel on 4 fake devices, in one island or two, since how
+gradients are sent over data is all that differs; the two rows of plain float32 on islands say how far rounding alone
+moves the loss in 150 steps.
 """
 
 import argparse
@@ -31,7 +33,9 @@ BASE = (
 
 @dataclass(frozen=True)
 class Method:
-    """A way to send gradients, and by how much its evaluation loss may be above float32's (None: it is only reported)."""
+    """A way to send gradients, and by how much its evaluation loss may be above float32's (None: it is only
+    reported).
+    """
 
     name: str
     settings: tuple[str, ...] = ()
@@ -43,7 +47,10 @@ class Method:
 
 
 def compressed(name: str, *settings: str) -> tuple[str, ...]:
-    return (f"parallel.reduce.compression={name}", *(f"parallel.reduce.{setting}" for setting in settings))
+    return (
+        f"parallel.reduce.compression={name}",
+        *(f"parallel.reduce.{setting}" for setting in settings),
+    )
 
 
 def alone(*settings: str) -> tuple[str, ...]:
@@ -130,12 +137,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.communicate.quality", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "quality", help="directory of the runs, kept")
-    parser.add_argument("--only", nargs="+", metavar="WORD", default=[], help="methods whose name has one of these")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of each method; default {SEEDS}")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "quality", help="directory of the runs, kept"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", default=[], help="methods whose name has one of these"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=SEEDS, help=f"runs of each method; default {SEEDS}"
+    )
     parser.add_argument("--table", action="store_true", help="runs nothing")
     options = parser.parse_args()
-    chosen = [m for m in METHODS if not options.only or m.name == PLAIN or any(w in m.name for w in options.only)]
+    chosen = [
+        m
+        for m in METHODS
+        if not options.only or m.name == PLAIN or any(w in m.name for w in options.only)
+    ]
     if not options.table:
         run(chosen, options.work, options.seeds)
     lines, missed = table(options.work)

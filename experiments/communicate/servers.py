@@ -1,4 +1,5 @@
-"""Data parallelism three ways on the same model, data and devices: all-reduce, and a parameter server, in step and out of step.
+"""Data parallelism three ways on the same model, data and devices: all-reduce, and a parameter server, in step and out
+of step.
 
     all-reduce          worker ──gradients summed over all workers──► every worker updates its own copy
 
@@ -9,8 +10,9 @@
     server              worker 1 ──┤pull                            push├                          pushes was computed on weights
                         version    0       1            2           3                              that are 2 updates old: its staleness
 
-Li et al. 2014 (OSDI, section 3.1) and Dean et al. 2012 (DistBelief, section 4.1) have the servers. The arrivals of the asynchronous
-one are those of workers with given seconds a gradient, the earliest first, of equal ones the lower number: so a run repeats.
+Li et al. 2014 (OSDI, section 3.1) and Dean et al. 2012 (DistBelief, section 4.1) have the servers. The arrivals of the
+asynchronous one are those of workers with given seconds a gradient, the earliest first, of equal ones the lower number:
+so a run repeats.
 """
 
 import heapq
@@ -41,8 +43,10 @@ UNSEEN = 16  # batches held out
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run did: the loss of each step or gradient on its own rows, how many updates older than the server's the weights were that
-    it was computed on, and by (gradients so far, simulated seconds so far, loss) how the weights did on rows held out."""
+    """What a run did: the loss of each step or gradient on its own rows, how many updates older than the server's the
+    weights were that it was computed on, and by (gradients so far, simulated seconds so far, loss) how the weights did
+    on rows held out.
+    """
 
     losses: list[float]
     staleness: list[int]
@@ -50,14 +54,20 @@ class Trained:
 
 
 class Task:
-    """A loss, weights to begin with, and `rows` of (step, worker), for so many workers of a device each and a server on one more.
+    """A loss, weights to begin with, and `rows` of (step, worker), for so many workers of a device each and a server on
+    one more.
 
-    Descent by gradients alone, at a rate that falls to 0: momentum would hide what staleness does, which acts like it (Mitliagkas et
-    al. 2016).
+    Descent by gradients alone, at a rate that falls to 0: momentum would hide what staleness does, which acts like it
+    (Mitliagkas et al. 2016).
     """
 
     def __init__(
-        self, loss: Callable, weights: Tree, rows: Callable[[int, int], Rows], unseen: Rows, workers: int
+        self,
+        loss: Callable,
+        weights: Tree,
+        rows: Callable[[int, int], Rows],
+        unseen: Rows,
+        workers: int,
     ) -> None:
         self.rows, self.unseen, self.of = rows, unseen, loss
         self.devices, self.server = jax.devices()[:workers], jax.devices()[workers]
@@ -82,7 +92,9 @@ def transformer(workers: int) -> Task:
         return batch["tokens"], batch["labels"]
 
     batches = [held_out.batch(k) for k in range(UNSEEN)]
-    unseen = tuple(np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "labels"))
+    unseen = tuple(
+        np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "labels")
+    )
     return Task(plain_jax.loss, plain_jax.init(config, jax.random.key(0)), rows, unseen, workers)
 
 
@@ -95,7 +107,11 @@ def updated(weights: Tree, rate: float, *gradients: Tree) -> Tree:
 def all_reduce(task: Task, steps: int, rate: float) -> Trained:
     """Every worker has the weights, sums gradients with all others, and makes the same update as they."""
     workers = len(task.devices)
-    mesh, split, whole = Mesh(np.array(task.devices), (WORKER,)), PartitionSpec(WORKER), PartitionSpec()
+    mesh, split, whole = (
+        Mesh(np.array(task.devices), (WORKER,)),
+        PartitionSpec(WORKER),
+        PartitionSpec(),
+    )
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(whole, whole, split), out_specs=(whole, split))
@@ -115,7 +131,8 @@ def all_reduce(task: Task, steps: int, rate: float) -> Trained:
 
 
 def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float]) -> Trained:
-    """The server waits for a gradient of every worker, which take `seconds` [workers], and makes one update of their mean.
+    """The server waits for a gradient of every worker, which take `seconds` [workers], and makes one update of their
+    mean.
 
     Held-out loss at the start and at the end.
     """
@@ -124,7 +141,9 @@ def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float]) -
         found = []
         for worker, device in enumerate(task.devices):
             found.append(task.gradient(jax.device_put(weights, device), *task.rows(k, worker)))
-        weights = updated(weights, rate * (1 - k / steps), *(jax.device_put(own, task.server) for _, own in found))
+        weights = updated(
+            weights, rate * (1 - k / steps), *(jax.device_put(own, task.server) for _, own in found)
+        )
         losses.append(sum(float(loss) for loss, _ in found) / len(found))
     held_out.append((steps * len(task.devices), steps * max(seconds), task.loss(weights)))
     return Trained(losses, [0] * steps, held_out)
@@ -144,7 +163,9 @@ def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[floa
     for version in range(gradients):
         now, worker, seen, rows = heapq.heappop(working)
         loss, own = task.gradient(pulled[worker], *task.rows(*divmod(rows, workers)))
-        weights = updated(weights, rate * (1 - version / gradients), jax.device_put(own, task.server))
+        weights = updated(
+            weights, rate * (1 - version / gradients), jax.device_put(own, task.server)
+        )
         losses.append(float(loss))
         staleness.append(version - seen)
         pulled[worker] = jax.device_put(weights, task.devices[worker])

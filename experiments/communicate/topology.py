@@ -1,4 +1,6 @@
-"""Levels found in shuffled matrices, wrong orders repaired, and what an order of the axes is worth: python -m experiments.communicate.topology"""
+"""Levels found in shuffled matrices, wrong orders repaired, and what an order of the axes is worth: python -m
+experiments.communicate.topology
+"""
 
 import time
 
@@ -11,14 +13,27 @@ from meshtrain.config import Config, MeshConfig, load
 from meshtrain.plan import Cluster, axes, named, plan
 
 SIZES = (2**12, 2**25)  # bytes of a message
-LINKS = ((3e-6, 450e9), (8e-6, 50e9), (3e-5, 12.5e9))  # seconds, bytes/s: NVLink, a rail, an oversubscribed spine
-SHAPES = ((8, 16), (8, 64), (4, 36), (8, 256), (8, 32, 64), (8, 64, 512))  # devices in blocks of each level
+LINKS = (
+    (3e-6, 450e9),
+    (8e-6, 50e9),
+    (3e-5, 12.5e9),
+)  # seconds, bytes/s: NVLink, a rail, an oversubscribed spine
+SHAPES = (
+    (8, 16),
+    (8, 64),
+    (4, 36),
+    (8, 256),
+    (8, 32, 64),
+    (8, 64, 512),
+)  # devices in blocks of each level
 SEEDS = 10
 MESH = MeshConfig(data=8, tensor=4, pipeline=2)
 WEIGHTS = {"data": 1.0, "tensor": 8.0, "pipeline": 0.3}  # bytes of a step
 
 
-def matrix(sizes: tuple[int, ...], place: np.ndarray, noise: float, random: np.random.Generator) -> np.ndarray:
+def matrix(
+    sizes: tuple[int, ...], place: np.ndarray, noise: float, random: np.random.Generator
+) -> np.ndarray:
     """Seconds [sizes, from, to] of devices that stand at `place`, each up to `noise` off."""
     seconds = np.full((len(SIZES), sizes[-1], sizes[-1]), np.nan)
     for size, (latency, bandwidth) in reversed(list(zip(sizes, LINKS, strict=False))):
@@ -36,13 +51,18 @@ def recovered(sizes: tuple[int, ...], noise: float) -> tuple[int, float]:
         random = np.random.default_rng(seed)
         place = random.permutation(sizes[-1])
         levels = clustered(SIZES, matrix(sizes, place, noise, random)).levels
-        true = [{frozenset(np.flatnonzero(place // s == b).tolist()) for b in range(sizes[-1] // s)} for s in sizes]
+        true = [
+            {frozenset(np.flatnonzero(place // s == b).tolist()) for b in range(sizes[-1] // s)}
+            for s in sizes
+        ]
         found += [set(map(frozenset, level.blocks)) for level in levels] == true
     return found, (time.perf_counter() - begun) / SEEDS
 
 
 def repaired(sizes: tuple[int, ...], noise: float) -> tuple[float, float]:
-    """Cost of a shuffled order and of the repaired one, the worst of `SEEDS`, over that of the best: links without noise."""
+    """Cost of a shuffled order and of the repaired one, the worst of `SEEDS`, over that of the best: links without
+    noise.
+    """
     wrong, right = 0.0, 0.0
     for seed in range(SEEDS):
         random = np.random.default_rng(seed)
@@ -75,9 +95,18 @@ def main() -> None:
         wrong, right = repaired(sizes, 0.2)
         table.row("/".join(map(str, sizes)), f"{wrong:.2f}", f"{right:.4f}")
     title = "what the best order of the axes saves of a step"
-    table = Table("model     ", "mesh                           ", "cluster", "usual order", "the reverse", title=title)
+    table = Table(
+        "model     ",
+        "mesh                           ",
+        "cluster",
+        "usual order",
+        "the reverse",
+        title=title,
+    )
     for name, mesh in (("llama3_8b", (8, 4, 2)), ("llama3_70b", (8, 8, 8))):
-        sizes = [f"mesh.{axis}={n}" for axis, n in zip(("data", "tensor", "pipeline"), mesh, strict=True)]
+        sizes = [
+            f"mesh.{axis}={n}" for axis, n in zip(("data", "tensor", "pipeline"), mesh, strict=True)
+        ]
         config = load(f"configs/{name}.yaml", [*sizes, "train.global_batch_size=128"])
         for cluster in ("h100", "a100-80", "gb200"):
             usual, reverse = order_of_axes(config, named(cluster, config.mesh.devices))

@@ -2,8 +2,10 @@
 
     pip install -e '.[evaluate]' && python -m experiments.evaluate.harness       with torch and transformers (extra parity) `hf` too
 
-Tiny models with random weights, one of them with a BOS, on the tasks in `tasks/`, from the root of the repository and without a download.
-By hand: the text tokenized by the tokenizers library, the whole logits of one row at a time, a sum in float64; generated without a cache.
+Tiny models with random weights, one of them with a BOS, on the tasks in `tasks/`, from the root of the repository and
+without a download.
+By hand: the text tokenized by the tokenizers library, the whole logits of one row at a time, a sum in float64;
+generated without a cache.
 Goal: the same accuracy, log-likelihoods within 1e-4, the same text.
 """
 
@@ -44,7 +46,9 @@ class ByHand:
         self.prefix = begun[0] if begun else self.end
 
     def log_p(self, tokens: Sequence[int]) -> np.ndarray:
-        """log p of every token of the vocabulary behind each of these, float64 [T, V]; rows padded to one length, which is compiled once."""
+        """log p of every token of the vocabulary behind each of these, float64 [T, V]; rows padded to one length, which
+        is compiled once.
+        """
         padded = np.zeros((1, LENGTH), np.int64)
         padded[0, : len(tokens)] = tokens
         logits = np.asarray(self.model(padded)[0, : len(tokens)], np.float64)
@@ -52,10 +56,15 @@ class ByHand:
         return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        whole, before = self.tokenizer.encode(context + continuation).ids, self.tokenizer.encode(context).ids
+        whole, before = (
+            self.tokenizer.encode(context + continuation).ids,
+            self.tokenizer.encode(context).ids,
+        )
         answer = whole[len(before) :]
         log_p = self.log_p(whole[:-1])[-len(answer) :]
-        return float(log_p[np.arange(len(answer)), answer].sum()), bool((log_p.argmax(-1) == answer).all())
+        return float(log_p[np.arange(len(answer)), answer].sum()), bool(
+            (log_p.argmax(-1) == answer).all()
+        )
 
     def rolling(self, text: str) -> float:
         tokens, total = [self.prefix, *self.tokenizer.encode(text).ids], 0.0
@@ -86,7 +95,9 @@ def evaluated(model: Any) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
-    return simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0, log_samples=True)
+    return simple_evaluate(
+        model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0, log_samples=True
+    )
 
 
 def answers(results: dict[str, Any], task: str) -> list[Any]:
@@ -102,7 +113,9 @@ def accuracy(task: str, said: Sequence[Any], results: dict[str, Any]) -> float:
     """By hand, of answers in the order of the requests."""
     samples = results["samples"][task]
     if task == "meshtrain_again":
-        return float(np.mean([text == sample["target"] for text, sample in zip(said, samples, strict=True)]))
+        return float(
+            np.mean([text == sample["target"] for text, sample in zip(said, samples, strict=True)])
+        )
     sums = np.array([total for total, _ in said]).reshape(len(samples), -1)
     return float(np.mean(sums.argmax(1) == [int(sample["target"]) for sample in samples]))
 
@@ -110,7 +123,9 @@ def accuracy(task: str, said: Sequence[Any], results: dict[str, Any]) -> float:
 def main() -> int:
     bench.parser(__doc__).parse_args()
     model = model_class()
-    print(f"{'model':7} {'against':8} {'task':17} {'ours':>7} {'theirs':>7} {'largest difference':>19}")
+    print(
+        f"{'model':7} {'against':8} {'task':17} {'ours':>7} {'theirs':>7} {'largest difference':>19}"
+    )
     missed = 0
     with tempfile.TemporaryDirectory() as made:
         for family in FAMILIES:
@@ -119,28 +134,53 @@ def main() -> int:
             results = evaluated(ours)
 
             def row(
-                against: str, task: str, mine: float, theirs: float, difference: float, family: str = family
+                against: str,
+                task: str,
+                mine: float,
+                theirs: float,
+                difference: float,
+                family: str = family,
             ) -> None:
                 nonlocal missed
                 missed += mine != theirs or not difference <= GOAL
-                print(f"{family:7} {against:8} {task:17} {mine:7.4f} {theirs:7.4f} {difference:19.1e}", flush=True)
+                print(
+                    f"{family:7} {against:8} {task:17} {mine:7.4f} {theirs:7.4f} {difference:19.1e}",
+                    flush=True,
+                )
 
             for task, metric in NAMES.items():
                 asked = answers(results, task)
                 said = [by_hand(hand, arguments) for arguments, _ in asked]
                 score = results["results"][task][metric]
-                row("by hand", task, score, accuracy(task, said, results), apart([mine for _, mine in asked], said))
+                row(
+                    "by hand",
+                    task,
+                    score,
+                    accuracy(task, said, results),
+                    apart([mine for _, mine in asked], said),
+                )
             texts = [_Request((text,)) for text in ROLLING]
             rolled = ours.loglikelihood_rolling(texts, disable_tqdm=True)
             row("by hand", "rolling", 1, 1, apart(rolled, [hand.rolling(text) for text in ROLLING]))
             if (hf := theirs(directory)) is not None:
                 other = evaluated(hf)
                 for task, metric in NAMES.items():
-                    mine, their = ([response for _, response in answers(each, task)] for each in (results, other))
+                    mine, their = (
+                        [response for _, response in answers(each, task)]
+                        for each in (results, other)
+                    )
                     scores = [each["results"][task][metric] for each in (results, other)]
                     row("hf", task, *scores, apart(mine, their))
-                row("hf", "rolling", 1, 1, apart(rolled, hf.loglikelihood_rolling(texts, disable_tqdm=True)))
-    print(f"goal: the same score, differences within {GOAL:.0e}, the same text: {'missed' if missed else 'met'}")
+                row(
+                    "hf",
+                    "rolling",
+                    1,
+                    1,
+                    apart(rolled, hf.loglikelihood_rolling(texts, disable_tqdm=True)),
+                )
+    print(
+        f"goal: the same score, differences within {GOAL:.0e}, the same text: {'missed' if missed else 'met'}"
+    )
     return min(missed, 1)
 
 
@@ -178,7 +218,9 @@ def theirs(directory: Path) -> Any:
         return None
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=str(directory), dtype="float32", device="cpu", batch_size=4, max_length=LENGTH)
+    return HFLM(
+        pretrained=str(directory), dtype="float32", device="cpu", batch_size=4, max_length=LENGTH
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A tiny model as a Hugging Face directory, with a tokenizer and a chat template: random weights, but far from uniform in what they say."""
+"""A tiny model as a Hugging Face directory, with a tokenizer and a chat template: random weights, but far from uniform
+in what they say.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,10 @@ import jax
 import meshtrain as mt
 from meshtrain.adopt.exporting import export, live_source
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}"
+)
 BEGIN, END, TURN = "<|begin|>", "</s>", "<|end|>"
 LENGTH = 64  # positions
 SIZES: dict[str, Any] = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 48, "vocab_size": 320}
@@ -17,14 +22,19 @@ FAMILIES = {"llama": {"kv_heads": 2}, "gpt2": {"max_positions": LENGTH}}
 
 
 def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
-    """Writes one to `directory` / `family`: llama with a BOS that its tokenizer puts before each text, gpt2 without. `text` trains the tokenizer."""
+    """Writes one to `directory` / `family`: llama with a BOS that its tokenizer puts before each text, gpt2 without.
+
+    `text` trains the tokenizer.
+    """
     beside = directory / f"{family}-tokenizer"
     beside.mkdir(parents=True)
     begins = family == "llama"
     tokenizer = _tokenizer(text or Path(__file__).read_text(), begins)
     tokenizer.save(str(beside / "tokenizer.json"))
     named = {"bos_token": BEGIN if begins else END, "eos_token": END, "chat_template": TEMPLATE}
-    (beside / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named))
+    (beside / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named)
+    )
     config = mt.load(
         {
             "model": {"family": family, **SIZES, **FAMILIES[family]},
@@ -35,7 +45,10 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
     program = mt.Program(config)
     # at its initial scale a model finds all tokens about as likely
     params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, program.init().params)
-    ids = {"bos_token_id": tokenizer.token_to_id(named["bos_token"]), "eos_token_id": tokenizer.token_to_id(END)}
+    ids = {
+        "bos_token_id": tokenizer.token_to_id(named["bos_token"]),
+        "eos_token_id": tokenizer.token_to_id(END),
+    }
     files = {path.name: path for path in beside.iterdir()}
     export(config, live_source(program.layout, params), directory / family, "float32", files, ids)
     return directory / family
@@ -53,10 +66,14 @@ def _tokenizer(text: str, begins: bool) -> Any:
     special = [BEGIN, END, TURN]
     made.train_from_iterator(
         [text],
-        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     if begins:
         made.post_processor = processors.TemplateProcessing(
-            single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, made.token_to_id(BEGIN))]
+            single=f"{BEGIN} $A",
+            pair=f"{BEGIN} $A {BEGIN} $B",
+            special_tokens=[(BEGIN, made.token_to_id(BEGIN))],
         )
     return made

@@ -1,10 +1,12 @@
 """Injects faults of each kind that no test covers, and prints what became of each: python -m experiments.faults
 
-Of each kind the first and the last of a room, and all controls; CI runs that. `--all`: every fault that was found or thought of, those of
-the kinds that `tests/` covers too; which test covers which kind stands where the kind does. Prints per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each that was
-not named with its reason. Exit code 0 if none is silent, a traceback or a hang, and every control was judged rightly. Full disks and read-only
-ones are mounts that the fault's processes alone see, another user is nobody: both need root, and are counted as not tried without.
-`--long`: the faults that take minutes, of runs under supervisors (`nodes.py`).
+Of each kind the first and the last of a room, and all controls; CI runs that. `--all`: every fault that was found or
+thought of, those of the kinds that `tests/` covers too; which test covers which kind stands where the kind does. Prints
+per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each
+that was not named with its reason. Exit code 0 if none is silent, a traceback or a hang, and every control was judged
+rightly. Full disks and read-only ones are mounts that the fault's processes alone see, another user is nobody: both
+need root, and are counted as not tried without. `--long`: the faults that take minutes, of runs under supervisors
+(`nodes.py`).
 """
 
 import argparse
@@ -33,25 +35,47 @@ ENVIRONMENT = {  # of every process, so that it starts and compiles fast and say
 }
 # Each a module that registers its faults when it is imported.
 ROOMS = (
-    "controls", "checkpoints", "run", "sources", "prepare", "config", "library", "planning", "adopting", "requests", "serving", "starved",
-    "surroundings", "numbers", "features", "nodes",
-)  # fmt: skip
+    "controls",
+    "checkpoints",
+    "run",
+    "sources",
+    "prepare",
+    "config",
+    "library",
+    "planning",
+    "adopting",
+    "requests",
+    "serving",
+    "starved",
+    "surroundings",
+    "numbers",
+    "features",
+    "nodes",
+)
 VERDICTS = ("named", "unclear", "silent", "traceback", "hang", "not tried")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.faults", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.faults", description=__doc__.splitlines()[0]
+    )
     parser.add_argument(
         "--only",
         metavar="PATTERN",
         help="faults whose 'room: name', room, kind or point matches, such as 'data*', '*FIFO*', clock or '#9'",
     )
     parser.add_argument(
-        "--all", action="store_true", help="every fault of each kind, and those of the kinds that tests/ covers, too"
+        "--all",
+        action="store_true",
+        help="every fault of each kind, and those of the kinds that tests/ covers, too",
     )
-    parser.add_argument("--long", action="store_true", help="the faults that take minutes, in place of the others")
+    parser.add_argument(
+        "--long", action="store_true", help="the faults that take minutes, in place of the others"
+    )
     parser.add_argument("--list", action="store_true", help="lists the faults and injects none")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout in place of the table"
+    )
     parser.add_argument(
         "--jobs",
         type=int,
@@ -84,7 +108,9 @@ def main() -> int:
     try:
         if options.list:
             for fault in chosen:
-                print(f"{fault.room:<12} {fault.kind:<22} {'#' + fault.point if fault.point else '':<4} {fault.name}")
+                print(
+                    f"{fault.room:<12} {fault.kind:<22} {'#' + fault.point if fault.point else '':<4} {fault.name}"
+                )
             return 0
         return _run(chosen, work, options)
     finally:
@@ -141,7 +167,8 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
             print(f"{room:<14}" + "".join(f"{counts[column]:>10}" for column in columns))
         every = sums["all"]
         print(
-            f"tried {every['tried']} cases of {every['kinds']} kinds in {seconds:.0f} s ({processor:.0f} of processor), {options.jobs} at a time"
+            f"tried {every['tried']} cases of {every['kinds']} kinds in {seconds:.0f} s ({processor:.0f} of "
+            f"processor), {options.jobs} at a time"
         )
     controls = sums.get("controls", Counter())
     wrong = any(sums["all"][verdict] for verdict in ("silent", "traceback", "hang"))
@@ -155,9 +182,11 @@ def _sums(found: list[dict]) -> dict[str, dict[str, int]]:
         counts = Counter(f["verdict"] for f in of)
         kinds = {f["kind"] for f in of if f["verdict"] != "not tried"}
         sums[room] = {
-            "tried": len(of) - counts["not tried"], "kinds": len(kinds), **{v: counts[v] for v in VERDICTS},
+            "tried": len(of) - counts["not tried"],
+            "kinds": len(kinds),
+            **{v: counts[v] for v in VERDICTS},
             "seconds": round(sum(f["seconds"] for f in of)),
-        }  # fmt: skip
+        }
     return sums
 
 

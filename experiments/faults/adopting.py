@@ -1,4 +1,6 @@
-"""python -m meshtrain.adopt: Hugging Face directories whose weights, config.json, index or tokenizer are damaged, wrong or another's."""
+"""python -m meshtrain.adopt: Hugging Face directories whose weights, config.json, index or tokenizer are damaged, wrong
+or another's.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ GOLDEN = REPOSITORY / "tests/adopt/golden"  # small models that transformers wro
 Tensors = dict[str, np.ndarray]
 
 
-def theirs(p: Place, model: str = "llama3", change: Callable[[Tensors], object] = lambda tensors: None) -> Path:
+def theirs(
+    p: Place, model: str = "llama3", change: Callable[[Tensors], object] = lambda tensors: None
+) -> Path:
     """A directory of theirs as `hf`, its weights in one file, which `change` may alter."""
     from safetensors.numpy import load_file, save_file
 
@@ -41,7 +45,9 @@ def theirs(p: Place, model: str = "llama3", change: Callable[[Tensors], object] 
     for path in sorted((GOLDEN / model).glob("*.safetensors")):
         tensors |= load_file(path)
     change(tensors)
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, place / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in tensors.items()}, place / "model.safetensors"
+    )
     return place
 
 
@@ -90,7 +96,9 @@ def header(size: int | None = None, text: bytes | None = None) -> Callable[[Path
         content = path.read_bytes()
         length = struct.unpack("<Q", content[:8])[0]
         told = content[8 : 8 + length] if text is None else text
-        path.write_bytes(struct.pack("<Q", len(told) if size is None else size) + told + content[8 + length :])
+        path.write_bytes(
+            struct.pack("<Q", len(told) if size is None else size) + told + content[8 + length :]
+        )
 
     return act
 
@@ -104,7 +112,16 @@ def replaced(old: bytes, new: bytes) -> Callable[[Path], None]:
     return act
 
 
-for way in ("truncated", "emptied", "removed", "become a directory", "become a dangling link", "become a link to itself", "become a FIFO", "become zeros"):  # fmt: skip
+for way in (
+    "truncated",
+    "emptied",
+    "removed",
+    "become a directory",
+    "become a dangling link",
+    "become a link to itself",
+    "become a FIFO",
+    "become zeros",
+):
     file(way, DAMAGE[way])
 file("with a header of no bytes", header(0))
 file("with a header longer than the file", header(2**40))
@@ -115,9 +132,16 @@ file("with a header nested 100,000 deep", header(text=b"[" * 100_000))
 file("without a tensor", header(text=b"{}"))
 file("with a dtype that there is not", replaced(b'"F32"', b'"F99"'))
 file("with offsets beyond its end", lambda path: os.truncate(path, path.stat().st_size - 64))
-file("that is a pickle under this name", lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(200)))
+file(
+    "that is a pickle under this name", lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(200))
+)
 file("that is a page of an error", lambda path: path.write_text("<html>404</html>"))
-file("that is a pointer of Git LFS", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"))  # fmt: skip
+file(
+    "that is a pointer of Git LFS",
+    lambda path: path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    ),
+)
 
 kind(
     "weights-wrong",
@@ -128,7 +152,9 @@ kind(
 )
 
 
-def weights(name: str, change: Callable[[Tensors], object], *words: str, model: str = "llama3") -> None:
+def weights(
+    name: str, change: Callable[[Tensors], object], *words: str, model: str = "llama3"
+) -> None:
     @fault(ROOM, f"weights {name}")
     def _(p: Place) -> None:
         theirs(p, model, change)
@@ -143,24 +169,60 @@ def with_number(value: float) -> Callable[[Tensors], object]:
 
 
 weights("with one missing", lambda t: t.pop(Q), Q)
-weights("with one more than the config has", lambda t: t.update({"model.layers.7.mlp.up_proj.weight": np.zeros((24, 16), np.float32)}), "model.layers.7")  # fmt: skip
+weights(
+    "with one more than the config has",
+    lambda t: t.update({"model.layers.7.mlp.up_proj.weight": np.zeros((24, 16), np.float32)}),
+    "model.layers.7",
+)
 weights("with one of another shape", lambda t: t.update({Q: t[Q][:8]}), Q)
-weights("with one transposed", lambda t: t.update({"model.layers.1.mlp.up_proj.weight": t["model.layers.1.mlp.up_proj.weight"].T}), "up_proj")  # fmt: skip
+weights(
+    "with one transposed",
+    lambda t: t.update(
+        {"model.layers.1.mlp.up_proj.weight": t["model.layers.1.mlp.up_proj.weight"].T}
+    ),
+    "up_proj",
+)
 weights("with one of one dimension more", lambda t: t.update({Q: t[Q][None]}), Q)
 weights("with one that is a number", lambda t: t.update({Q: np.float32(1.0).reshape(())}), Q)
 weights("with one that is empty", lambda t: t.update({Q: t[Q][:0]}), Q)
 weights("with one in int8", lambda t: t.update({Q: t[Q].astype(np.int8)}), Q, "I8|int8")
 weights("with one in int32", lambda t: t.update({Q: t[Q].astype(np.int32)}), Q)
-weights("all in int8, as a quantized model has them", lambda t: t.update({n: x.astype(np.int8) for n, x in t.items()}))
+weights(
+    "all in int8, as a quantized model has them",
+    lambda t: t.update({n: x.astype(np.int8) for n, x in t.items()}),
+)
 weights("with a NaN", with_number(float("nan")), "NaN|finite")
 weights("with an infinity", with_number(float("inf")), "inf|finite")
 weights("all NaN", lambda t: [x.fill(float("nan")) for x in t.values()], "NaN|finite")
 weights("under other names", lambda t: [t.update({f"x.{n}": t.pop(n)}) for n in list(t)])
-weights("with the embedding of another vocabulary", lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:40]}), "embed_tokens")  # fmt: skip
-weights("of two layers, where the config has three", lambda t: [t.pop(n) for n in list(t) if ".2." in n], "layers.2")
-weights("of a gpt2 with one missing", lambda t: t.pop(next(n for n in t if "c_fc.weight" in n)), "c_fc", model="gpt2")
-weights("of a gpt2 with a NaN", lambda t: next(x for n, x in t.items() if "c_fc.bias" in n).fill(float("nan")), "NaN|finite", model="gpt2")  # fmt: skip
-weights("of a vit with one of another shape", lambda t: t.update({n: x[:3] for n, x in t.items() if "classifier.weight" in n}), "classifier", model="vit")  # fmt: skip
+weights(
+    "with the embedding of another vocabulary",
+    lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:40]}),
+    "embed_tokens",
+)
+weights(
+    "of two layers, where the config has three",
+    lambda t: [t.pop(n) for n in list(t) if ".2." in n],
+    "layers.2",
+)
+weights(
+    "of a gpt2 with one missing",
+    lambda t: t.pop(next(n for n in t if "c_fc.weight" in n)),
+    "c_fc",
+    model="gpt2",
+)
+weights(
+    "of a gpt2 with a NaN",
+    lambda t: next(x for n, x in t.items() if "c_fc.bias" in n).fill(float("nan")),
+    "NaN|finite",
+    model="gpt2",
+)
+weights(
+    "of a vit with one of another shape",
+    lambda t: t.update({n: x[:3] for n, x in t.items() if "classifier.weight" in n}),
+    "classifier",
+    model="vit",
+)
 
 kind("weights-index")
 
@@ -197,7 +259,9 @@ index("with a file that is a directory", points("."))
 kind("theirs-config")
 
 
-def config(name: str, change: Callable[[dict[str, Any]], object], *words: str, model: str = "llama3") -> None:
+def config(
+    name: str, change: Callable[[dict[str, Any]], object], *words: str, model: str = "llama3"
+) -> None:
     @fault(ROOM, f"config.json {name}")
     def _(p: Place) -> None:
         theirs(p, model)
@@ -223,7 +287,13 @@ kind(
 )
 config("without a model_type", lambda v: v.pop("model_type") and None, "model_type")
 config("with a model_type that is a list", says(model_type=["llama"]), "model_type")
-for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
+for key in (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+):
     config(f"without {key}", lambda v, key=key: v.pop(key) and None, key)
     for shown, value in (
         ("zero", 0),
@@ -235,15 +305,41 @@ for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermed
     ):
         config(f"with {key} that is {shown}", says(**{key: value}), f"{key}|model.")
 for key, value in (
-    ("num_key_value_heads", 0), ("num_key_value_heads", "2"), ("num_key_value_heads", 3), ("head_dim", -4), ("head_dim", "4"), ("head_dim", 3), ("rms_norm_eps", "small"),
-    ("rms_norm_eps", -1.0), ("hidden_act", "swosh"), ("hidden_act", 3), ("tie_word_embeddings", "yes"), ("attention_bias", True), ("mlp_bias", True),
-    ("rope_parameters", []), ("rope_parameters", {"rope_theta": "big", "rope_type": "default"}), ("rope_parameters", {"rope_theta": 1e4, "rope_type": "longrope"}),
-    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "llama3"}), ("quantization_config", {"quant_method": "gptq"}), ("vocab_size", 40), ("num_hidden_layers", 4),
-    ("hidden_size", 32), ("intermediate_size", 48),
-):  # fmt: skip
+    ("num_key_value_heads", 0),
+    ("num_key_value_heads", "2"),
+    ("num_key_value_heads", 3),
+    ("head_dim", -4),
+    ("head_dim", "4"),
+    ("head_dim", 3),
+    ("rms_norm_eps", "small"),
+    ("rms_norm_eps", -1.0),
+    ("hidden_act", "swosh"),
+    ("hidden_act", 3),
+    ("tie_word_embeddings", "yes"),
+    ("attention_bias", True),
+    ("mlp_bias", True),
+    ("rope_parameters", []),
+    ("rope_parameters", {"rope_theta": "big", "rope_type": "default"}),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "longrope"}),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "llama3"}),
+    ("quantization_config", {"quant_method": "gptq"}),
+    ("vocab_size", 40),
+    ("num_hidden_layers", 4),
+    ("hidden_size", 32),
+    ("intermediate_size", 48),
+):
     if not (key == "num_key_value_heads" and value == 0):  # which stands for none said
         config(f"with {key} {json.dumps(value)}", says(**{key: value}))
-for stranger in ("smollm3", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "deepseek_v3", "phi3", "bert"):
+for stranger in (
+    "smollm3",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "phi3",
+    "bert",
+):
 
     @fault(ROOM, f"config.json of model_type {stranger}: no other family is advised")
     def _(p: Place, stranger: str = stranger) -> None:
@@ -277,7 +373,10 @@ for stated in ({"max_window_layers": 3}, {}, {"max_window_layers": 28}, {"max_wi
 
 # --- what lies beside the weights
 
-kind("tokenizer-beside", "adopt/test_adopt_command.py::test_what_is_not_whole_is_neither_called_so_nor_imported")
+kind(
+    "tokenizer-beside",
+    "adopt/test_adopt_command.py::test_what_is_not_whole_is_neither_called_so_nor_imported",
+)
 
 
 def beside(name: str, content: str, file: str = "tokenizer.json") -> None:
@@ -316,8 +415,16 @@ def adapter_says(**values: Any) -> Callable[[Path], None]:
 
 
 adapters("that are not there", shutil.rmtree, "lora")
-adapters("without adapter_config.json", lambda path: (path / "adapter_config.json").unlink(), "adapter_config")
-adapters("without their weights", lambda path: (path / "adapter_model.safetensors").unlink(), "adapter_model")
+adapters(
+    "without adapter_config.json",
+    lambda path: (path / "adapter_config.json").unlink(),
+    "adapter_config",
+)
+adapters(
+    "without their weights",
+    lambda path: (path / "adapter_model.safetensors").unlink(),
+    "adapter_model",
+)
 adapters("truncated", lambda path: DAMAGE["truncated"](path / "adapter_model.safetensors"))
 adapters("whose config is a list", lambda path: (path / "adapter_config.json").write_text("[]"))
 adapters("of another rank", adapter_says(r=8))
@@ -328,7 +435,8 @@ adapters("of another method", adapter_says(peft_type="IA3"), "IA3")
 adapters("with biases", adapter_says(bias="all"), "bias")
 adapters("with ranks of their own", adapter_says(rank_pattern={"q_proj": 8}), "rank_pattern")
 adapters(
-    "with a module that is not here", lambda path: replaced(b"q_proj", b"z_proj")(path / "adapter_model.safetensors")
+    "with a module that is not here",
+    lambda path: replaced(b"q_proj", b"z_proj")(path / "adapter_model.safetensors"),
 )
 adapters("with layers of their own", adapter_says(layers_to_transform=[0]), "layers_to_transform")
 
@@ -363,13 +471,17 @@ def same_bytes(p: Place) -> None:
     import ml_dtypes
     from safetensors.numpy import load_file
 
-    place = theirs(p, "llama3", lambda t: t.update({n: x.astype(ml_dtypes.bfloat16) for n, x in t.items()}))
+    place = theirs(
+        p, "llama3", lambda t: t.update({n: x.astype(ml_dtypes.bfloat16) for n, x in t.items()})
+    )
     rewritten(place / "config.json", lambda v: v.update(dtype="bfloat16", torch_dtype="bfloat16"))
     done(adopt(p, *IMPORT))
     done(adopt(p, "export", "out", "back"))
     before, after = (load_file(path / "model.safetensors") for path in (place, p.dir / "back"))
     wrong = [
-        n for n, x in before.items() if n not in after or after[n].dtype != x.dtype or after[n].tobytes() != x.tobytes()
+        n
+        for n, x in before.items()
+        if n not in after or after[n].dtype != x.dtype or after[n].tobytes() != x.tobytes()
     ]
     if wrong:
         raise Silent(f"{len(wrong)} of {len(before)} tensors are other bytes, such as {wrong[0]}")
@@ -385,7 +497,10 @@ kind(
     "adopt/configs/test_deepspeed.py::test_what_changes_what_is_learned_is_said_at_once",
     "adopt/configs/test_deepspeed.py::test_a_key_becomes_ours",
 )
-FACTORY = "model_name_or_path: hf\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset: mine\noutput_dir: run\nmax_steps: 10\n"
+FACTORY = (
+    "model_name_or_path: hf\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset: mine\noutput_dir: "
+    "run\nmax_steps: 10\n"
+)
 DEEPSPEED = '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}'
 
 
@@ -403,7 +518,8 @@ def learned(name: str, more: str, key: str) -> None:
     def _(p: Place) -> None:
         of_deepspeed = more.startswith(",")
         path = p.file(
-            "theirs.json" if of_deepspeed else "theirs.yaml", f"{DEEPSPEED}{more}}}" if of_deepspeed else FACTORY + more
+            "theirs.json" if of_deepspeed else "theirs.yaml",
+            f"{DEEPSPEED}{more}}}" if of_deepspeed else FACTORY + more,
         )
         ended = adopt(p, "config", path.name)
         if ended.code == 0:
@@ -436,23 +552,57 @@ other("nested 3,000 deep", "stage: " + "[" * 3000)
 other("a stage that is not here", FACTORY.replace("sft", "ppo"), "stage")
 other("a learning rate that is a word", FACTORY + "learning_rate: fast\n", "learning_rate")
 other("a cutoff below zero", FACTORY + "cutoff_len: -1\n", "cutoff_len|sequence_length")
-other("steps that are a list", FACTORY + "gradient_accumulation_steps: [2]\n", "gradient_accumulation_steps")
+other(
+    "steps that are a list",
+    FACTORY + "gradient_accumulation_steps: [2]\n",
+    "gradient_accumulation_steps",
+)
 other("a file to predict alone", FACTORY.replace("do_train: true\n", "do_predict: true\n"), "train")
 for key, value in (
-    ("adapter_name_or_path", "saves/sft"), ("rope_scaling", "linear"), ("resize_vocab", "true"), ("add_tokens", "x"), ("fp8", "true"), ("use_asft_loss", "true"),
-    ("use_eaft_loss", "true"), ("neftune_noise_alpha", "5"), ("max_samples", "100"), ("quantization_bit", "4"), ("shift_attn", "true"), ("use_dora", "true"),
-    ("use_galore", "true"), ("loraplus_lr_ratio", "16.0"), ("train_on_prompt", "true"), ("pissa_init", "true"), ("mixture_of_depths", "convert"), ("use_badam", "true"),
-):  # fmt: skip
+    ("adapter_name_or_path", "saves/sft"),
+    ("rope_scaling", "linear"),
+    ("resize_vocab", "true"),
+    ("add_tokens", "x"),
+    ("fp8", "true"),
+    ("use_asft_loss", "true"),
+    ("use_eaft_loss", "true"),
+    ("neftune_noise_alpha", "5"),
+    ("max_samples", "100"),
+    ("quantization_bit", "4"),
+    ("shift_attn", "true"),
+    ("use_dora", "true"),
+    ("use_galore", "true"),
+    ("loraplus_lr_ratio", "16.0"),
+    ("train_on_prompt", "true"),
+    ("pissa_init", "true"),
+    ("mixture_of_depths", "convert"),
+    ("use_badam", "true"),
+):
     learned(f"LLaMA-Factory's {key}", f"{key}: {value}\n", key)
 for key, more in (
-    ("curriculum_learning", ', "curriculum_learning": {"enabled": true}'), ("data_efficiency", ', "data_efficiency": {"enabled": true}'),
-    ("progressive_layer_drop", ', "progressive_layer_drop": {"enabled": true}'), ("loss_scale", ', "fp16": {"enabled": true, "loss_scale": 128}'),
-    ("compression_training", ', "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": true}}}'),
-):  # fmt: skip
+    ("curriculum_learning", ', "curriculum_learning": {"enabled": true}'),
+    ("data_efficiency", ', "data_efficiency": {"enabled": true}'),
+    ("progressive_layer_drop", ', "progressive_layer_drop": {"enabled": true}'),
+    ("loss_scale", ', "fp16": {"enabled": true, "loss_scale": 128}'),
+    (
+        "compression_training",
+        ', "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": true}}}',
+    ),
+):
     learned(f"DeepSpeed's {key}", more, key)
 becomes("LLaMA-Factory's sgd has no momentum", FACTORY + "optim: sgd\n", "beta1: 0.0")
-becomes("DeepSpeed's SGD has no momentum", DEEPSPEED.replace("AdamW", "SGD") + "}", "beta1: 0.0", file="theirs.json")
-becomes("DeepSpeed without a scheduler has a constant rate", DEEPSPEED + "}", "schedule: constant", file="theirs.json")
+becomes(
+    "DeepSpeed's SGD has no momentum",
+    DEEPSPEED.replace("AdamW", "SGD") + "}",
+    "beta1: 0.0",
+    file="theirs.json",
+)
+becomes(
+    "DeepSpeed without a scheduler has a constant rate",
+    DEEPSPEED + "}",
+    "schedule: constant",
+    file="theirs.json",
+)
 learned(
     "DeepSpeed's logarithmic warm-up",
     ', "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',

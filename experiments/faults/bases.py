@@ -67,8 +67,16 @@ def import_all(directory: Path) -> None:
 
     ended = place.start("", call=run).end()
     assert ended.code == 0, ended.said
-    others = [f"meshtrain.{name}" for name in ("train", "plan.__main__", "data.__main__", "checkpoint.__main__")]
-    for name in [*others, "multiprocessing.spawn", "tokenizers", *(place.dir / "modules").read_text().split("\n")]:
+    others = [
+        f"meshtrain.{name}"
+        for name in ("train", "plan.__main__", "data.__main__", "checkpoint.__main__")
+    ]
+    for name in [
+        *others,
+        "multiprocessing.spawn",
+        "tokenizers",
+        *(place.dir / "modules").read_text().split("\n"),
+    ]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 
@@ -86,7 +94,9 @@ def _text(place: Place, **data: object) -> None:
 
 def _shards(place: Place) -> None:
     folder(place)
-    ended = place.command("data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1")
+    ended = place.command(
+        "data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"
+    )
     assert ended.code == 0, ended.said
     _trained(place, data={"source": "shards"})
 

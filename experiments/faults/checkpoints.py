@@ -50,7 +50,9 @@ kind(
 )
 
 
-def step_names(name: str, arrange: Callable[[Place], None], after: int, point: str, told: bool = True) -> None:
+def step_names(
+    name: str, arrange: Callable[[Place], None], after: int, point: str, told: bool = True
+) -> None:
     @fault(ROOM, name, point)
     def _(p: Place) -> None:
         p.base()
@@ -172,7 +174,11 @@ litter("a plain file 40.removing", lambda root: (root / "40.removing").write_tex
 litter("a link 40.writing to an intact step", lambda root: (root / "40.writing").symlink_to("2"))
 litter("a dangling link 40.removing", lambda root: (root / "40.removing").symlink_to("nowhere"))
 litter("a directory 030", lambda root: (root / "030").mkdir(), "10")
-litter("a directory 030 that is a copy of a step", lambda root: shutil.copytree(root / "2", root / "030"), "10")
+litter(
+    "a directory 030 that is a copy of a step",
+    lambda root: shutil.copytree(root / "2", root / "030"),
+    "10",
+)
 litter("a directory 006 beside 6", lambda root: shutil.copytree(root / "6", root / "006"))
 litter("an empty directory 99", lambda root: (root / "99").mkdir())
 litter("a directory of 400 digits", lambda root: (root / ("9" * 200)).mkdir())
@@ -212,7 +218,9 @@ def array_file(p: Place, name: str) -> Path:
     step = p.checkpoints / str(LAST)
     if name != "an array file":
         return step / name
-    return max((f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    return max(
+        (f for f in (step / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
+    )
 
 
 kind(
@@ -223,7 +231,11 @@ kind(
 )
 for file in ("COMMIT", "digests.json", "manifest.json"):
     for way in DAMAGE:
-        damaged(file, way, "10" if file in ("COMMIT", "digests.json") and way == "become a directory" else "")
+        damaged(
+            file,
+            way,
+            "10" if file in ("COMMIT", "digests.json") and way == "become a directory" else "",
+        )
 
 
 for way in (way for way in DAMAGE if way not in NO_FILE):
@@ -233,7 +245,9 @@ for way in NO_FILE:
     damaged("an array file", way)
 
 
-def with_manifest(name: str, change: Callable[[dict], object], *words: str, point: str = "") -> None:
+def with_manifest(
+    name: str, change: Callable[[dict], object], *words: str, point: str = ""
+) -> None:
     """A manifest that is wrong under digests that are right: of another program, or of a disk that lied."""
 
     def arrange(p: Place) -> None:
@@ -390,7 +404,9 @@ other_run(
 other_run("names a path of 5,000 characters", "x" * 5000, lambda p: None, "checkpoint.resume")
 
 
-@fault(ROOM, "another run's newest step damaged: the one before is taken, and nothing of it is renamed")
+@fault(
+    ROOM, "another run's newest step damaged: the one before is taken, and nothing of it is renamed"
+)
 def of_another_run(p: Place) -> None:
     p.base()
     os.rename(p.run, p.dir / "other")
@@ -423,7 +439,12 @@ def commanded(
 
 commanded("ls of nothing", "nowhere", arguments=("ls", "nowhere"))
 commanded("ls of a file", "config.yaml", arguments=("ls", "config.yaml"))
-commanded("ls of an empty directory", "void", arguments=("ls", "void"), arrange=lambda p: (p.dir / "void").mkdir())
+commanded(
+    "ls of an empty directory",
+    "void",
+    arguments=("ls", "void"),
+    arrange=lambda p: (p.dir / "void").mkdir(),
+)
 commanded(
     "show of a link to itself",
     "loop",

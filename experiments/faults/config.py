@@ -1,9 +1,21 @@
-"""Configs: YAML that is none, values that are none, files that are none, numbers beyond bounds, combinations that cannot run."""
+"""Configs: YAML that is none, values that are none, files that are none, numbers beyond bounds, combinations that
+cannot run.
+"""
 
 import os
 from collections.abc import Callable
 
-from experiments.faults.harness import Place, Silent, Unclear, done, fault, kind, last_line, refused, told_or_done
+from experiments.faults.harness import (
+    Place,
+    Silent,
+    Unclear,
+    done,
+    fault,
+    kind,
+    last_line,
+    refused,
+    told_or_done,
+)
 
 ROOM = "config"
 
@@ -17,7 +29,9 @@ def bad_file(name: str, text: str | bytes, *words: str, point: str = "") -> None
         refused(p.command("train", "--config", "config.yaml", "--print-config"), *words)
 
 
-def bad_path(name: str, arrange: Callable[[Place], object], path: str, *words: str, point: str = "") -> None:
+def bad_path(
+    name: str, arrange: Callable[[Place], object], path: str, *words: str, point: str = ""
+) -> None:
     @fault(ROOM, f"--config {name}", point)
     def _(p: Place) -> None:
         arrange(p)
@@ -36,7 +50,11 @@ kind(
 bad_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 bad_path("with a slip of the pen", lambda p: p.config(), "confg.yaml", "did you mean config.yaml")
 bad_path(
-    "that is a dangling link", lambda p: (p.dir / "link.yaml").symlink_to("gone"), "link.yaml", "link.yaml", point="13"
+    "that is a dangling link",
+    lambda p: (p.dir / "link.yaml").symlink_to("gone"),
+    "link.yaml",
+    "link.yaml",
+    point="13",
 )
 bad_path(
     "that is a link to itself",
@@ -68,12 +86,19 @@ bad_file("bytes that are not UTF-8", b"run: {directory: \xff}\n", "UTF-8|text")
 bad_file("UTF-16", "run: {seed: 1}\n".encode("utf-16"), "UTF-8|text")
 bad_file("a NUL", "run: {directory: a\0b}\n", "YAML|NUL|config.yaml", point="11")
 bad_file("a NUL by escape", 'run: {directory: "a\\0b"}\n', "run.directory", point="11")
-bad_file("a surrogate by escape", 'run: {directory: "a\\ud800"}\n', "run.directory|YAML", point="11")
+bad_file(
+    "a surrogate by escape", 'run: {directory: "a\\ud800"}\n', "run.directory|YAML", point="11"
+)
 bad_file("a tab", "run:\n\tseed: 1\n", "line 2")
 bad_file("a bracket left open", "run: {seed: 1\n", "YAML")
-bad_file("nested 3,000 deep in lists", "run: " + "[" * 3000 + "]" * 3000, "deep|nested|YAML", point="11")
 bad_file(
-    "nested 3,000 deep in mappings", "a: " + "{a: " * 3000 + "1" + "}" * 3000, "deep|nested|YAML|section", point="11"
+    "nested 3,000 deep in lists", "run: " + "[" * 3000 + "]" * 3000, "deep|nested|YAML", point="11"
+)
+bad_file(
+    "nested 3,000 deep in mappings",
+    "a: " + "{a: " * 3000 + "1" + "}" * 3000,
+    "deep|nested|YAML|section",
+    point="11",
 )
 bad_file("nested 100,000 deep", "[" * 100_000, "deep|nested|YAML", point="11")
 bad_file("a list as key", "? [run, model]\n: 1\n", "key|section", point="13")
@@ -91,7 +116,11 @@ bad_file("a section that there is not", "modle: {layers: 1}\n", "did you mean mo
 bad_file("a section that is a list", "run: [1]\n", "mapping")
 bad_file("a key that is no text", "run: {3: 1}\n", "3")
 bad_file("a key of 1,000 characters", f"run: {{{'x' * 1000}: 1}}\n", "run.", point="13")
-bad_file("a billion laughs", "a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\nd: [*c, *c, *c]\n", "section")
+bad_file(
+    "a billion laughs",
+    "a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\nd: [*c, *c, *c]\n",
+    "section",
+)
 
 
 def bad(value: str, *words: str, point: str = "", name: str = "") -> None:
@@ -100,7 +129,9 @@ def bad(value: str, *words: str, point: str = "", name: str = "") -> None:
     @fault(ROOM, f"--set {name or value}", point)
     def _(p: Place) -> None:
         p.config()
-        refused(p.command("train", "--config", "config.yaml", "--print-config", "--set", value), *words)
+        refused(
+            p.command("train", "--config", "config.yaml", "--print-config", "--set", value), *words
+        )
 
 
 kind(
@@ -145,7 +176,12 @@ bad(
     point="13",
     name="optimizer.learning_rate=1… (5,000 digits)",
 )
-bad("optimizer.name=" + "x" * 5000, "optimizer.name", point="13", name="optimizer.name=x… (5,000 characters)")
+bad(
+    "optimizer.name=" + "x" * 5000,
+    "optimizer.name",
+    point="13",
+    name="optimizer.name=x… (5,000 characters)",
+)
 bad("optimizer.name=adam", "did you mean adamw")
 bad("run.seed=" + "9" * 30, "run.seed", point="11", name="run.seed=9… (30 digits)")
 bad("run.seed=18446744073709551616", "run.seed", point="11")
@@ -178,7 +214,10 @@ def layer_split(p: Place) -> None:
 def divisors(p: Place) -> None:
     p.config()
     settings = ("--set", "train.global_batch_size=1000000000000000003", "--set", "mesh.data=2")
-    refused(p.command("train", "--config", "config.yaml", "--print-config", *settings), "global_batch_size")
+    refused(
+        p.command("train", "--config", "config.yaml", "--print-config", *settings),
+        "global_batch_size",
+    )
 
 
 @fault(ROOM, "checkpoint.allow names what is no key")
@@ -189,7 +228,10 @@ def allow(p: Place) -> None:
 @fault(ROOM, "a config through a pipe: --config <(cat FILE)")
 def through_a_pipe(p: Place) -> None:
     p.config()
-    done(p.python("-m", "meshtrain.train", "--print-config", "--config", shell="<(cat config.yaml)"), "d_model: 16")
+    done(
+        p.python("-m", "meshtrain.train", "--print-config", "--config", shell="<(cat config.yaml)"),
+        "d_model: 16",
+    )
 
 
 @fault(ROOM, "010 in a file: an octal number to YAML, ten to a reader", "13")
@@ -239,7 +281,11 @@ def windows(p: Place) -> None:
 
 @fault(ROOM, "the learning rate ends at its final ratio and begins above zero", "13")
 def rungs(p: Place) -> None:
-    done(p.train("optimizer.warmup_steps=4", "optimizer.learning_rate=0.01", "optimizer.final_ratio=0.1"))
+    done(
+        p.train(
+            "optimizer.warmup_steps=4", "optimizer.learning_rate=0.01", "optimizer.final_ratio=0.1"
+        )
+    )
     rates = [row["learning_rate"] for row in p.rows()]
     if not rates[0] > 0 or abs(rates[-1] - 0.001) > 1e-6 or max(rates) > 0.01 * (1 + 1e-6):
         raise Silent(f"learning rates {rates}")

@@ -87,7 +87,13 @@ def other_rows(p: Place) -> None:
         found_out(Silent, p.undisturbed)
     row = json.loads(whole[2])
     p.metrics.write_bytes(
-        b"".join([*whole[:2], json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n", *whole[3:]])
+        b"".join(
+            [
+                *whole[:2],
+                json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n",
+                *whole[3:],
+            ]
+        )
     )
     found_out(Silent, p.undisturbed)
 

@@ -1,4 +1,6 @@
-"""Features that meet: a resume under another precision, exchanges of islands, padding, evaluation, replicas; and data that change under a run."""
+"""Features that meet: a resume under another precision, exchanges of islands, padding, evaluation, replicas; and data
+that change under a run.
+"""
 
 import json
 import os
@@ -76,8 +78,12 @@ def same_bits(p: Place, *settings: str) -> None:
     for key in ("loss", "grad_norm", "sync_drift"):
         found, expected = ([row.get(key) for row in rows] for rows in (p.rows(), whole))
         if found != expected:
-            step = next(k for k, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b) + 1
-            raise Silent(f"{key} differs from step {step} on: {found[step - 1]}, {expected[step - 1]}")
+            step = (
+                next(k for k, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b) + 1
+            )
+            raise Silent(
+                f"{key} differs from step {step} on: {found[step - 1]}, {expected[step - 1]}"
+            )
 
 
 def islands(name: str, *settings: str) -> None:
@@ -95,8 +101,18 @@ def islands(name: str, *settings: str) -> None:
 
 
 for compression in ("int8", "float8", "int4"):
-    islands(f"{compression}, llama, tensor", f"parallel.reduce.compression={compression}", "mesh.tensor=2", *LLAMA)
-islands("int8, gpt2, pipeline", "parallel.reduce.compression=int8", "mesh.pipeline=2", "checkpoint.every=4")
+    islands(
+        f"{compression}, llama, tensor",
+        f"parallel.reduce.compression={compression}",
+        "mesh.tensor=2",
+        *LLAMA,
+    )
+islands(
+    "int8, gpt2, pipeline",
+    "parallel.reduce.compression=int8",
+    "mesh.pipeline=2",
+    "checkpoint.every=4",
+)
 
 kind("islands-padded")
 
@@ -151,7 +167,9 @@ def flipped(p: Place) -> None:
 
         real = supervision.Supervision.at
 
-        def at(self: Any, moment: Any, taken: int | None = None, inputs_of_step: Any = (None, None)) -> Any:
+        def at(
+            self: Any, moment: Any, taken: int | None = None, inputs_of_step: Any = (None, None)
+        ) -> Any:
             if moment == "dispatch" and taken == 3:
                 inputs_of_step = injector._flip(None, inputs_of_step)  # type: ignore[arg-type]
             return real(self, moment, taken, inputs_of_step)
@@ -195,13 +213,31 @@ def in_place(path: Path, content: bytes) -> None:
 
 
 def under(name: str, act: Callable[[Path], object], goes_on: bool = False) -> None:
-    """Its batches are those of the start, or it ends with a sentence that names the file; never others without a word."""
+    """Its batches are those of the start, or it ends with a sentence that names the file; never others without a
+    word.
+    """
 
     @fault(ROOM, f"the tokens of a shard, while running, are {name}")
     def _(p: Place) -> None:
         folder(p, files=64)
-        done(p.command("data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"))
-        settings = ("data.source=shards", "train.steps=200", "checkpoint.every=0", "optimizer.schedule=constant")
+        done(
+            p.command(
+                "data.__main__",
+                "prepare",
+                "--input",
+                "text",
+                "--output",
+                "shards",
+                "--workers",
+                "1",
+            )
+        )
+        settings = (
+            "data.source=shards",
+            "train.steps=200",
+            "checkpoint.every=0",
+            "optimizer.schedule=constant",
+        )
         tokens = (p.dir / "shards/train-00000.tokens").read_bytes()
         running = p.training(*settings)
         running.until(lambda: p.last_step() >= 20)
@@ -212,19 +248,30 @@ def under(name: str, act: Callable[[Path], object], goes_on: bool = False) -> No
             unaltered = p.dir / "shards/train-00000.tokens"
             unaltered.write_bytes(tokens)
             done(p.train(*settings, "run.directory=whole"))
-            expected = [json.loads(line)["loss"] for line in (p.dir / "whole/metrics.jsonl").read_text().splitlines()]
-            if differ := [row["step"] for row in p.rows() if row["loss"] != expected[row["step"] - 1]]:
-                raise Silent(f"{len(differ)} of {len(expected)} losses differ from step {differ[0]} on")
+            expected = [
+                json.loads(line)["loss"]
+                for line in (p.dir / "whole/metrics.jsonl").read_text().splitlines()
+            ]
+            if differ := [
+                row["step"] for row in p.rows() if row["loss"] != expected[row["step"] - 1]
+            ]:
+                raise Silent(
+                    f"{len(differ)} of {len(expected)} losses differ from step {differ[0]} on"
+                )
         if goes_on:
             done(ended)
         elif ended.code and (
-            any(not line.startswith("meshtrain: ") for line in ended.sentences) or "train-00000.tokens" not in ended.err
+            any(not line.startswith("meshtrain: ") for line in ended.sentences)
+            or "train-00000.tokens" not in ended.err
         ):
             raise Unclear(last_line(ended.err))
 
 
 under("overwritten with zeros", lambda path: in_place(path, bytes(path.stat().st_size)))
-under("overwritten with others", lambda path: in_place(path, random.Random(0).randbytes(path.stat().st_size // 2)))
+under(
+    "overwritten with others",
+    lambda path: in_place(path, random.Random(0).randbytes(path.stat().st_size // 2)),
+)
 under("overwritten in the last half", lambda path: in_place_from(path, path.stat().st_size // 2))
 under("truncated", lambda path: os.truncate(path, 0))
 under("removed", lambda path: path.unlink(), goes_on=True)
@@ -247,27 +294,55 @@ def copied(path: Path) -> Path:
 
 kind("features-crossed")
 FACTORS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "mesh": (("mesh.data=2",), ("mesh.tensor=2",), ("mesh.pipeline=2",), ("mesh.data=2", "mesh.tensor=2")),
+    "mesh": (
+        ("mesh.data=2",),
+        ("mesh.tensor=2",),
+        ("mesh.pipeline=2",),
+        ("mesh.data=2", "mesh.tensor=2"),
+    ),
     "zero": (("parallel.zero_stage=0",), ("parallel.zero_stage=1",), ("parallel.zero_stage=3",)),
-    "compression": ((), ("parallel.reduce.compression=int8",), ("parallel.reduce.compression=powersgd",), ("parallel.reduce.compression=topk",)),
-    "islands": ((), ("mesh.data=2", "mesh.islands=2", "parallel.sync.every=3", "parallel.reduce.over=islands")),
+    "compression": (
+        (),
+        ("parallel.reduce.compression=int8",),
+        ("parallel.reduce.compression=powersgd",),
+        ("parallel.reduce.compression=topk",),
+    ),
+    "islands": (
+        (),
+        ("mesh.data=2", "mesh.islands=2", "parallel.sync.every=3", "parallel.reduce.over=islands"),
+    ),
     "precision": ((), ("precision.compute=bfloat16",), ("precision.compute=float16",)),
-    "optimizer": ((), ("optimizer.name=muon",), ("optimizer.name=adafactor",), ("optimizer.name=sgd",)),
+    "optimizer": (
+        (),
+        ("optimizer.name=muon",),
+        ("optimizer.name=adafactor",),
+        ("optimizer.name=sgd",),
+    ),
     "model": ((), LLAMA[:-1], ("model.dropout=0.1",)),
-    "batch": ((), ("parallel.microbatches=2",), ("train.uneven_batch=pad", "train.global_batch_size=5")),
+    "batch": (
+        (),
+        ("parallel.microbatches=2",),
+        ("train.uneven_batch=pad", "train.global_batch_size=5"),
+    ),
     "memory": ((), ("parallel.remat=full",), ("parallel.offload_optimizer=true",)),
     "tuned": ((), ("lora.rank=2",)),
-}  # fmt: skip
+}
 
 
 def crossed() -> list[tuple[int, ...]]:
     """Cells in which every two levels of every two factors meet."""
     levels = [range(len(level)) for level in FACTORS.values()]
-    missing = {(i, a, j, b) for i, j in combinations(range(len(levels)), 2) for a, b in product(levels[i], levels[j])}
+    missing = {
+        (i, a, j, b)
+        for i, j in combinations(range(len(levels)), 2)
+        for a, b in product(levels[i], levels[j])
+    }
     draw, chosen = random.Random(0), list[tuple[int, ...]]()
     while missing:
         tries = [tuple(draw.choice(level) for level in levels) for _ in range(300)]
-        met = [{(i, c[i], j, c[j]) for i, j in combinations(range(len(c)), 2)} & missing for c in tries]
+        met = [
+            {(i, c[i], j, c[j]) for i, j in combinations(range(len(c)), 2)} & missing for c in tries
+        ]
         best = max(range(len(tries)), key=lambda k: len(met[k]))
         missing -= met[best]
         if met[best]:
@@ -276,12 +351,16 @@ def crossed() -> list[tuple[int, ...]]:
 
 
 for cell in crossed():
-    settings = tuple(word for level, at in zip(FACTORS.values(), cell, strict=True) for word in level[at])
+    settings = tuple(
+        word for level, at in zip(FACTORS.values(), cell, strict=True) for word in level[at]
+    )
 
     @fault(ROOM, f"crossed: {' '.join(s.rpartition('.')[2] for s in settings)}", long=True)
     def _(p: Place, settings: tuple[str, ...] = settings) -> None:
         """It runs, and goes on with the same bits; or it is refused in one sentence."""
-        first = p.train("optimizer.schedule=constant", *settings, "train.steps=1", "run.directory=first")
+        first = p.train(
+            "optimizer.schedule=constant", *settings, "train.steps=1", "run.directory=first"
+        )
         if first.code:
             refused(first)
             return

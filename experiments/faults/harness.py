@@ -36,7 +36,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 PATIENCE = 120.0  # seconds that a process may take, on a machine with much else to do
 LONGEST = 1800.0  # of a fault that takes minutes
-STEPS, EVERY, LAST = 8, 2, 6  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
+STEPS, EVERY, LAST = (
+    8,
+    2,
+    6,
+)  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
 TINY: dict[str, dict[str, Any]] = {
     "run": {"directory": "run"},
     "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
@@ -45,8 +49,15 @@ TINY: dict[str, dict[str, Any]] = {
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": EVERY, "keep": 20},
 }
-PROGRESS = re.compile(r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ |meshtrain: (preparing|prepared) \d+ ")
-DEATHS = ("Traceback (most recent call last)", "Fatal Python error", "Exception ignored in", "Bus error")
+PROGRESS = re.compile(
+    r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ |meshtrain: (preparing|prepared) \d+ "
+)
+DEATHS = (
+    "Traceback (most recent call last)",
+    "Fatal Python error",
+    "Exception ignored in",
+    "Bus error",
+)
 
 
 class Verdict(Exception):
@@ -93,7 +104,8 @@ _kinds: list[tuple[str, tuple[str, ...]]] = [("", ())]
 def kind(word: str, *tests: str) -> None:
     """The kind of all faults that are registered from here on, until the next one is said.
 
-    `tests`, as `config/test_load.py::test_x` in `tests/`, cover it: its faults are injected with `--all` alone, or if they are asked for.
+    `tests`, as `config/test_load.py::test_x` in `tests/`, cover it: its faults are injected with `--all` alone, or if
+    they are asked for.
     """
     _kinds.append((word, tests))
 
@@ -195,7 +207,9 @@ class Running:
         return Ended(code, self.out, self.log.with_suffix(".err").read_text(errors="replace"))
 
 
-def _become(log: Path, directory: Path, before: Callable[[], None] | None, user: int | None) -> None:
+def _become(
+    log: Path, directory: Path, before: Callable[[], None] | None, user: int | None
+) -> None:
     """What a forked process does first."""
     for number, suffix in ((1, ".out"), (2, ".err")):
         opened = os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -240,7 +254,9 @@ class Place:
     # arranging
 
     def base(self, name: str = "synthetic", interrupted: bool = True) -> "Place":
-        """Copies a base run with its data and cache; an interrupted one as a kill -9 after step 7 would have left it."""
+        """Copies a base run with its data and cache; an interrupted one as a kill -9 after step 7 would have left
+        it.
+        """
         shutil.copytree(self.bases / name, self.dir, dirs_exist_ok=True, symlinks=True)
         if interrupted:
             shutil.rmtree(self.checkpoints / str(STEPS))
@@ -251,12 +267,15 @@ class Place:
         lines = self.metrics.read_bytes().splitlines(keepends=True)
         self.metrics.write_bytes(b"".join(lines[:count]))
 
-    def config(self, name: str = "config.yaml", text: str | bytes | None = None, **sections: dict[str, Any]) -> Path:
+    def config(
+        self, name: str = "config.yaml", text: str | bytes | None = None, **sections: dict[str, Any]
+    ) -> Path:
         """A config file: the tiny run with the given sections over it, or just a text."""
         path = self.dir / name
         if text is None:
             values = {
-                section: {**TINY.get(section, {}), **sections.get(section, {})} for section in {**TINY, **sections}
+                section: {**TINY.get(section, {}), **sections.get(section, {})}
+                for section in {**TINY, **sections}
             }
             text = json.dumps(values)
         path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -297,7 +316,9 @@ class Place:
         if self._mounts:
             return
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):  # private, all of them
+        if libc.unshare(0x20000) or libc.mount(
+            b"none", b"/", None, 0x4000 | 0x40000, None
+        ):  # private, all of them
             raise NotTried("a process may not have mounts of its own here")
         self._mounts = True
 
@@ -330,7 +351,13 @@ class Place:
         if not pid:
             code = 1
             try:
-                os.environ.update({"XDG_CACHE_HOME": str(self.dir / "cache"), "HOME": str(self.dir), **(env or {})})
+                os.environ.update(
+                    {
+                        "XDG_CACHE_HOME": str(self.dir / "cache"),
+                        "HOME": str(self.dir),
+                        **(env or {}),
+                    }
+                )
                 _become(log, self.dir, before, user)
                 main = call or (lambda: importlib.import_module(module).main(list(arguments)))
                 code = _as_python_ends(main)
@@ -355,23 +382,37 @@ class Place:
         return self.training(*settings, **how).end().checked()
 
     def python(
-        self, *arguments: str, env: dict[str, str | None] | None = None, shell: str = "", patience: float = PATIENCE
+        self,
+        *arguments: str,
+        env: dict[str, str | None] | None = None,
+        shell: str = "",
+        patience: float = PATIENCE,
     ) -> Ended:
         """A new Python process, for what decides before anything is imported; `shell` stands behind the command."""
         command = " ".join([sys.executable, *(f"'{a}'" for a in arguments), shell])
-        merged = {**os.environ, "XDG_CACHE_HOME": str(self.dir / "cache"), "PYTHONPATH": str(REPOSITORY)}
+        merged = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self.dir / "cache"),
+            "PYTHONPATH": str(REPOSITORY),
+        }
         for name, value in (env or {}).items():
             merged.pop(name, None)
             if value is not None:
                 merged[name] = value
         try:
             done = subprocess.run(
-                ["bash", "-c", command], cwd=self.dir, env=merged, capture_output=True, timeout=patience
+                ["bash", "-c", command],
+                cwd=self.dir,
+                env=merged,
+                capture_output=True,
+                timeout=patience,
             )
         except subprocess.TimeoutExpired:
             return Ended(None, "", "").checked()
         code = done.returncode if done.returncode < 128 else 128 - done.returncode
-        return Ended(code, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")).checked()
+        return Ended(
+            code, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        ).checked()
 
     # judging
 
@@ -392,18 +433,29 @@ class Place:
         expected = losses(self.bases / base / "run" / "metrics.jsonl")
         found = [(row["step"], row["loss"]) for row in self.rows()]
         if found != [(step, expected[step]) for step in range(1, upto + 1)]:
-            raise Silent(f"metrics.jsonl has steps {[s for s, _ in found]}, or other losses than the undisturbed run")
+            raise Silent(
+                f"metrics.jsonl has steps {[s for s, _ in found]}, or other losses than the undisturbed run"
+            )
 
     def intact(self, *expected: int) -> None:
         """These steps are there, each under its own name and without damage."""
         for step in expected:
             directory = self.checkpoints / str(step)
-            if not directory.is_dir() or steps.commit_problem(directory) or digests.problems(directory):
+            if (
+                not directory.is_dir()
+                or steps.commit_problem(directory)
+                or digests.problems(directory)
+            ):
                 raise Silent(f"checkpoint {step} is gone or damaged")
 
     def digests(self, *paths: Path) -> dict[str, str]:
         """Digest and name of every file under the paths."""
-        return {digest_of(file): str(file) for path in paths for file in files_of(path) if file.name != ".lock"}
+        return {
+            digest_of(file): str(file)
+            for path in paths
+            for file in files_of(path)
+            if file.name != ".lock"
+        }
 
     def survive(self, before: dict[str, str]) -> None:
         """Every file of `before` is still somewhere, byte for byte."""
@@ -429,7 +481,9 @@ def refused(ended: Ended, *words: str, code: int = 2, sentences: int = 1) -> Non
         contains(last, *words)
 
 
-def failed(ended: Ended, *words: str, codes: Sequence[int] = (), silent: str = "exit code 0") -> None:
+def failed(
+    ended: Ended, *words: str, codes: Sequence[int] = (), silent: str = "exit code 0"
+) -> None:
     """Ended badly, with one of these codes if any is given, in plain sentences alone, which have these words."""
     if ended.code == 0:
         raise Silent(silent)
@@ -466,7 +520,9 @@ def resumed(ended: Ended, after: int) -> None:
 
 
 def went_on(p: Place, ended: Ended, *words: str, quiet: bool = False) -> None:
-    """It went on after the newest checkpoint, having said these words, and the run is as if nothing had disturbed it."""
+    """It went on after the newest checkpoint, having said these words, and the run is as if nothing had disturbed
+    it.
+    """
     done(ended, *words, quiet=quiet)
     resumed(ended, LAST)
     p.undisturbed()
@@ -577,11 +633,20 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "become zeros": zeros,
 }
 # The ways in which a path is no plain file any more; the others change what is in it.
-NO_FILE = ("become a directory", "become a dangling link", "become a link to itself", "become a FIFO")
+NO_FILE = (
+    "become a directory",
+    "become a dangling link",
+    "become a link to itself",
+    "become a FIFO",
+)
 
 
 def meet(
-    found: Sequence[Fault], work: Path, bases: Path, jobs: int, tell: Callable[[Fault, str, str, float], None]
+    found: Sequence[Fault],
+    work: Path,
+    bases: Path,
+    jobs: int,
+    tell: Callable[[Fault, str, str, float], None],
 ) -> None:
     """Meets each fault in a process of its own, `jobs` at a time; tells verdict and reason."""
     waiting, running = list(reversed(found)), {}
@@ -596,10 +661,14 @@ def meet(
                 _meet(fault, place, bases, result)
             running[pid] = fault, place, result, time.monotonic()
         for pid, (fault, place, result, began) in list(running.items()):
-            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > (LONGEST if fault.long else 4 * PATIENCE):
+            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > (
+                LONGEST if fault.long else 4 * PATIENCE
+            ):
                 with contextlib.suppress(OSError):  # and whatever it left running
                     os.killpg(pid, signal.SIGKILL)
-                verdict, reason = json.loads(result.read_text()) if result.exists() else ("hang", "no end")
+                verdict, reason = (
+                    json.loads(result.read_text()) if result.exists() else ("hang", "no end")
+                )
                 tell(fault, verdict, reason, time.monotonic() - began)
                 del running[pid]
                 os.system(f"chmod -R u+rwX {place} 2>/dev/null; rm -rf {place}")

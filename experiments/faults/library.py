@@ -1,4 +1,6 @@
-"""`import meshtrain as mt`: values that no YAML file can hold, in every section; overrides, paths and other objects in their place."""
+"""`import meshtrain as mt`: values that no YAML file can hold, in every section; overrides, paths and other objects in
+their place.
+"""
 
 import contextlib
 import dataclasses
@@ -55,7 +57,10 @@ def sections(declared: type, prefix: str = "") -> dict[str, list[tuple[str, Any]
 
 def is_text(hint: Any) -> bool:
     """Whether a key takes any text, and so that of a number."""
-    return str in (hint, *typing.get_args(hint)) or tuple[str, ...] in (hint, *typing.get_args(hint))
+    return str in (hint, *typing.get_args(hint)) or tuple[str, ...] in (
+        hint,
+        *typing.get_args(hint),
+    )
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -229,7 +234,17 @@ def tokens(p: Place) -> None:
 
     p.base()
     found = mt.read_model(p.run)
-    for given in ([[257]], [[-1]], [[2**40]], [["a"]], [[1.5]], [[[1]]], None, [[1, 2], [3]], [[None]]):
+    for given in (
+        [[257]],
+        [[-1]],
+        [[2**40]],
+        [["a"]],
+        [[1.5]],
+        [[[1]]],
+        None,
+        [[1, 2], [3]],
+        [[None]],
+    ):
         refusal(lambda given=given: found(given))
 
 
@@ -248,7 +263,10 @@ def small_weights(p: Place) -> None:
     found = [
         float(
             program.eval_step(
-                state.params, program.place({**batch, "weights": np.full(batch["labels"].shape, weight, np.float32)})
+                state.params,
+                program.place(
+                    {**batch, "weights": np.full(batch["labels"].shape, weight, np.float32)}
+                ),
             )
         )
         for weight in (1.0, 0.1, 0.01)

@@ -1,6 +1,8 @@
-"""Runs under supervisors, two nodes each: the network between them, phases in which a rank stands still, memory, disks, versions, clocks.
+"""Runs under supervisors, two nodes each: the network between them, phases in which a rank stands still, memory, disks,
+versions, clocks.
 
-Each takes minutes (`--long`). All are held against one undisturbed run: each step once, each loss the same bits on the same mesh.
+Each takes minutes (`--long`). All are held against one undisturbed run: each step once, each loss the same bits on the
+same mesh.
 """
 
 import contextlib
@@ -16,7 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.faults.harness import REPOSITORY, Hang, NotTried, Place, Silent, Unclear, done, fault, kind, last_line
+from experiments.faults.harness import (
+    REPOSITORY,
+    Hang,
+    NotTried,
+    Place,
+    Silent,
+    Unclear,
+    done,
+    fault,
+    kind,
+    last_line,
+)
 from experiments.survive.cluster import Cluster, Start, TooLate, rows_of, settings
 from experiments.survive.network import NoNetwork, Wire
 from meshtrain.survive.child import LEFT
@@ -40,7 +53,11 @@ def values(run: Path, steps: int = 100_000, **sections: dict[str, Any]) -> dict[
 
 @contextlib.contextmanager
 def supervised(
-    p: Place, place: Path | None = None, steps: int = 100_000, judged: bool = True, **sections: dict[str, Any]
+    p: Place,
+    place: Path | None = None,
+    steps: int = 100_000,
+    judged: bool = True,
+    **sections: dict[str, Any],
 ) -> Iterator[Cluster]:
     """A run that is not yet started; what it has trained is judged when the context ends well."""
     directory = place or p.dir / "cluster"
@@ -76,7 +93,9 @@ def reference(shared: Path) -> dict[int, float]:
 def trained(cluster: Cluster, expected: dict[int, float]) -> None:
     rows = rows_of(cluster.run)
     if [row["step"] for row in rows] != list(range(1, len(rows) + 1)) or not rows:
-        raise Silent(f"metrics.jsonl has steps {[row['step'] for row in rows][-5:]}, {len(rows)} rows")
+        raise Silent(
+            f"metrics.jsonl has steps {[row['step'] for row in rows][-5:]}, {len(rows)} rows"
+        )
     whole = all(len(e["members"]) == len(NODES) for e in cluster.of("formed"))
     for row in rows:
         right = expected.get(row["step"], row["loss"])
@@ -86,8 +105,13 @@ def trained(cluster: Cluster, expected: dict[int, float]) -> None:
 
 def words(cluster: Cluster) -> str:
     """What was decided, and what was said last."""
-    decided = [f"{e['kind']} {','.join(e['blamed']) or '-'}: {e['reason']}" for e in cluster.of("verdict", "over")]
-    logs = [last_line((cluster.directory / f"{node}.log").read_text(errors="replace")) for node in NODES]
+    decided = [
+        f"{e['kind']} {','.join(e['blamed']) or '-'}: {e['reason']}"
+        for e in cluster.of("verdict", "over")
+    ]
+    logs = [
+        last_line((cluster.directory / f"{node}.log").read_text(errors="replace")) for node in NODES
+    ]
     return " | ".join([*decided[-3:], *logs])[:500]
 
 
@@ -141,7 +165,10 @@ def networked(p: Place, **sections: dict[str, Any]) -> Iterator[tuple[Cluster, W
         raise NotTried(str(reason)) from None
     try:
         with supervised(p, **sections) as cluster:
-            cluster.starts = {node: Start(before=wire.inside(node), address=wire.addresses[node]) for node in NODES}
+            cluster.starts = {
+                node: Start(before=wire.inside(node), address=wire.addresses[node])
+                for node in NODES
+            }
             yield cluster, wire
     finally:
         wire.close()
@@ -149,7 +176,9 @@ def networked(p: Place, **sections: dict[str, Any]) -> Iterator[tuple[Cluster, W
 
 def cut(seconds: float, told: str) -> None:
     @fault(
-        ROOM, f"no word passes between the nodes for {seconds:.0f} s, though both reach the run directory", long=True
+        ROOM,
+        f"no word passes between the nodes for {seconds:.0f} s, though both reach the run directory",
+        long=True,
     )
     def _(p: Place) -> None:
         with networked(p) as (cluster, wire):
@@ -217,11 +246,20 @@ def site(p: Place, **variables: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{path.parent}:{REPOSITORY}", **variables}
 
 
-def frozen(phase: str, step: int, steps: int = 100_000, number: int = 1, **sections: dict[str, Any]) -> None:
-    @fault(ROOM, f"a rank is stopped (SIGSTOP) in {phase}{' of the last step' if steps < 100 else ''}", long=True)
+def frozen(
+    phase: str, step: int, steps: int = 100_000, number: int = 1, **sections: dict[str, Any]
+) -> None:
+    @fault(
+        ROOM,
+        f"a rank is stopped (SIGSTOP) in {phase}{' of the last step' if steps < 100 else ''}",
+        long=True,
+    )
     def _(p: Place) -> None:
         with supervised(p, steps=steps, **sections) as cluster:
-            cluster.starts = {node: Start(environment=site(p, FREEZE=f"{phase}:1:{step}:{number}")) for node in NODES}
+            cluster.starts = {
+                node: Start(environment=site(p, FREEZE=f"{phase}:1:{step}:{number}"))
+                for node in NODES
+            }
             cluster.start()
             if number == 2:  # there must be a checkpoint to restore
                 cluster.until_going(0, PATIENCE)
@@ -231,7 +269,9 @@ def frozen(phase: str, step: int, steps: int = 100_000, number: int = 1, **secti
             said = verdicts(cluster)[number - 1]
             node = cluster.members(number)[1]
             if said["kind"] != "frozen" or said["blamed"] != [node]:
-                raise Unclear(f"{said['kind']} {said['blamed']}, where {node} is frozen: {said['reason'][:300]}")
+                raise Unclear(
+                    f"{said['kind']} {said['blamed']}, where {node} is frozen: {said['reason'][:300]}"
+                )
             cluster.until_going(number, PATIENCE)
             if steps < 100:
                 if set(codes := cluster.end(PATIENCE).values()) != {0}:
@@ -251,11 +291,18 @@ frozen("end", 40, steps=40)
 kind("node-paused")
 
 
-@fault(ROOM, "a node is paused whole, as a virtual machine: the other goes on soon, and no restart is spent", long=True)
+@fault(
+    ROOM,
+    "a node is paused whole, as a virtual machine: the other goes on soon, and no restart is spent",
+    long=True,
+)
 def paused(p: Place) -> None:
     with supervised(p, survive={"restarts": 3}) as cluster:
         going(cluster)
-        victims = [cluster.supervisors["n0"].pid, *(e["pid"] for e in cluster.of("started") if e["node_of"] == "n0")]
+        victims = [
+            cluster.supervisors["n0"].pid,
+            *(e["pid"] for e in cluster.of("started") if e["node_of"] == "n0"),
+        ]
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -274,10 +321,14 @@ kind("node-throttled")
 
 
 @fault(
-    ROOM, "a rank is stopped for 0.4 of each 0.5 s, as by a throttled neighbour: it is named, and not ended", long=True
+    ROOM,
+    "a rank is stopped for 0.4 of each 0.5 s, as by a throttled neighbour: it is named, and not ended",
+    long=True,
 )
 def throttled(p: Place) -> None:
-    with supervised(p, survive={"step_timeout": SIXTY}, train={"sequence_length": 128}, judged=False) as cluster:
+    with supervised(
+        p, survive={"step_timeout": SIXTY}, train={"sequence_length": 128}, judged=False
+    ) as cluster:
         going(cluster)
         pid = next(e["pid"] for e in cluster.of("started") if e["node_of"] == "n1")
         stop = threading.Event()
@@ -292,7 +343,11 @@ def throttled(p: Place) -> None:
         thread = threading.Thread(target=throttle)
         thread.start()
         try:
-            cluster.until(lambda: cluster.of("straggler") or verdicts(cluster), "a slow rank to be found", 240.0)
+            cluster.until(
+                lambda: cluster.of("straggler") or verdicts(cluster),
+                "a slow rank to be found",
+                240.0,
+            )
         except TooLate:
             raise Silent("nobody is called slow in 240 s") from None
         finally:
@@ -398,7 +453,14 @@ def differs(name: str, arrange: Callable[[Place], Start], *said: str) -> None:
         with supervised(p, judged=False) as cluster:
             cluster.starts = {"n1": arrange(p)}
             cluster.start()
-            cluster.until(lambda: cluster.step() >= 12 or any(s.poll() is not None for s in cluster.supervisors.values()), "steps, or an end", PATIENCE)  # fmt: skip
+            cluster.until(
+                lambda: (
+                    cluster.step() >= 12
+                    or any(s.poll() is not None for s in cluster.supervisors.values())
+                ),
+                "steps, or an end",
+                PATIENCE,
+            )
             if cluster.step() >= 12:
                 raise Silent(f"{cluster.step()} steps are taken without a word: {words(cluster)}")
             codes = cluster.end(60.0)
@@ -410,19 +472,32 @@ def differs(name: str, arrange: Callable[[Place], Start], *said: str) -> None:
 
 
 def other_code(p: Place) -> Start:
-    shutil.copytree(REPOSITORY / "meshtrain", p.dir / "other/meshtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "meshtrain",
+        p.dir / "other/meshtrain",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     path = p.dir / "other/meshtrain/optim.py"
     path.write_text(path.read_text() + "\nNEWER = True\n")
-    return Start(environment={"PYTHONPATH": str(p.dir / "other")}, before=("env", f"--chdir={p.dir}"))
+    return Start(
+        environment={"PYTHONPATH": str(p.dir / "other")}, before=("env", f"--chdir={p.dir}")
+    )
 
 
-differs("another learning rate", lambda p: Start(set=("optimizer.learning_rate=0.02",)), "config", "learning_rate")
+differs(
+    "another learning rate",
+    lambda p: Start(set=("optimizer.learning_rate=0.02",)),
+    "config",
+    "learning_rate",
+)
 differs("another seed", lambda p: Start(set=("run.seed=7",)), "config", "seed")
 differs("another version of the code", other_code, "code", "version")
 kind("clock-of-a-node")
 
 
-@fault(ROOM, "the clock of one node is an hour ahead: nothing is said, and nothing is lost", long=True)
+@fault(
+    ROOM, "the clock of one node is an hour ahead: nothing is said, and nothing is lost", long=True
+)
 def ahead(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="3600"))}
@@ -431,7 +506,9 @@ def ahead(p: Place) -> None:
         quietly(cluster)
 
 
-@fault(ROOM, "the clock of one node is an hour behind, and its rank is killed: both go on", long=True)
+@fault(
+    ROOM, "the clock of one node is an hour behind, and its rank is killed: both go on", long=True
+)
 def behind(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="-3600"))}
@@ -448,14 +525,24 @@ def behind(p: Place) -> None:
 kind("launch-killed")
 
 
-@fault(ROOM, "launch is killed: no process is left, and after the next run no file in /dev/shm", long=True)
+@fault(
+    ROOM,
+    "launch is killed: no process is left, and after the next run no file in /dev/shm",
+    long=True,
+)
 def launched(p: Place) -> None:
     before = set(Path("/dev/shm").glob("meshtrain-*"))
-    p.config(mesh={"data": 2}, train={"steps": 100_000, "global_batch_size": 4, "sequence_length": 16})
+    p.config(
+        mesh={"data": 2}, train={"steps": 100_000, "global_batch_size": 4, "sequence_length": 16}
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshtrain.launch", "local", "2", "--config", "config.yaml"], cwd=p.dir, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "meshtrain.launch", "local", "2", "--config", "config.yaml"],
+        cwd=p.dir,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + PATIENCE
     while p.last_step() < 5 and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -463,7 +550,11 @@ def launched(p: Place) -> None:
     process.wait()
     time.sleep(LEFT + 10.0)
     # What is left in memory goes with the next run of the machine.
-    p.config("next.yaml", run={"directory": "next"}, train={"steps": 2, "global_batch_size": 4, "sequence_length": 16})
+    p.config(
+        "next.yaml",
+        run={"directory": "next"},
+        train={"steps": 2, "global_batch_size": 4, "sequence_length": 16},
+    )
     done(p.python("-m", "meshtrain.survive", "--config", "next.yaml"))
     left = [
         path
@@ -471,10 +562,14 @@ def launched(p: Place) -> None:
         if path not in before and path.stat().st_uid == os.getuid()
     ]
     # Others' runs are here too: only what names this run, or nobody, counts.
-    running = [e.name for e in Path("/proc").iterdir() if e.name.isdecimal() and names(e, str(p.run))]
+    running = [
+        e.name for e in Path("/proc").iterdir() if e.name.isdecimal() and names(e, str(p.run))
+    ]
     if running:
         raise Silent(f"processes {running} go on")
-    if left and not any(names(e, str(path)) for path in left for e in Path("/proc").iterdir() if e.name.isdecimal()):
+    if left and not any(
+        names(e, str(path)) for path in left for e in Path("/proc").iterdir() if e.name.isdecimal()
+    ):
         raise Silent(f"{len(left)} directories are left, such as {left[0]}")
 
 
@@ -487,8 +582,23 @@ def names(entry: Path, word: str) -> bool:
 kind("quiet-under-load")
 
 
-@fault(ROOM, "nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm", long=True)
+@fault(
+    ROOM, "nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm", long=True
+)
 def quiet(p: Place) -> None:
-    ended = p.python("-m", "experiments.survive", "alarms", "--minutes", "10", "--load", "15", "--processes", "2", "--work", str(p.dir / "alarms"), patience=1700.0)  # fmt: skip
+    ended = p.python(
+        "-m",
+        "experiments.survive",
+        "alarms",
+        "--minutes",
+        "10",
+        "--load",
+        "15",
+        "--processes",
+        "2",
+        "--work",
+        str(p.dir / "alarms"),
+        patience=1700.0,
+    )
     if ended.code or not ended.out.startswith("0 false alarms, 0 ranks called slow"):
         raise Silent(ended.out.strip()[:500])

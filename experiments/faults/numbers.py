@@ -1,8 +1,20 @@
-"""Numbers: losses and weights that are not finite, loss scales, offloaded state; no second set of weights is saved as sound."""
+"""Numbers: losses and weights that are not finite, loss scales, offloaded state; no second set of weights is saved as
+sound.
+"""
 
 import math
 
-from experiments.faults.harness import Place, Silent, Unclear, done, failed, fault, kind, last_line, refused
+from experiments.faults.harness import (
+    Place,
+    Silent,
+    Unclear,
+    done,
+    failed,
+    fault,
+    kind,
+    last_line,
+    refused,
+)
 
 ROOM = "numbers"
 HALF = ("precision.compute=float16",)
@@ -23,10 +35,14 @@ def sound(p: Place) -> None:
             directory = p.checkpoints / str(step)
             leaves = StepManifest.read(directory).leaves
             targets = {
-                n: jax.ShapeDtypeStruct(tuple(r["shape"]), r["dtype"], sharding=device) for n, r in leaves.items()
+                n: jax.ShapeDtypeStruct(tuple(r["shape"]), r["dtype"], sharding=device)
+                for n, r in leaves.items()
             }
             for name, array in arrays.read(directory / steps.ARRAYS, targets).items():
-                if np.issubdtype(array.dtype, np.floating) and not np.isfinite(np.asarray(array)).all():
+                if (
+                    np.issubdtype(array.dtype, np.floating)
+                    and not np.isfinite(np.asarray(array)).all()
+                ):
                     print(f"{name} of step {step} is not finite")
                     return 3
         return 0
@@ -55,13 +71,20 @@ def update(p: Place) -> None:
         "optimizer.name=sgd",
     )
     for _ in range(2):
-        failed(p.train(*settings), codes=(1,), silent="exit code 0 with weights that are not finite")
+        failed(
+            p.train(*settings), codes=(1,), silent="exit code 0 with weights that are not finite"
+        )
         sound(p)
 
 
 @fault(ROOM, "a learning rate of 1e30, a checkpoint a step, twice", "5")
 def rate(p: Place) -> None:
-    settings = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=1", "checkpoint.every=1", "train.steps=12")
+    settings = (
+        "optimizer.learning_rate=1e30",
+        "optimizer.warmup_steps=1",
+        "checkpoint.every=1",
+        "train.steps=12",
+    )
     for _ in range(2):
         ended = p.train(*settings)
         if ended.code not in (0, 1):
@@ -75,7 +98,10 @@ def rate(p: Place) -> None:
 def last_update(p: Place) -> None:
     done(p.train("train.steps=7", "optimizer.schedule=constant"))
     ended = p.train(
-        "train.steps=8", "optimizer.schedule=constant", "optimizer.learning_rate=1e38", "optimizer.grad_clip=0"
+        "train.steps=8",
+        "optimizer.schedule=constant",
+        "optimizer.learning_rate=1e38",
+        "optimizer.grad_clip=0",
     )
     if ended.code == 0:
         sound(p)
@@ -99,7 +125,13 @@ def never_finite(p: Place) -> None:
 
 @fault(ROOM, "float16: the scale does not grow without bound", "5")
 def grows(p: Place) -> None:
-    ended = p.train(*HALF, "precision.loss_scale_window=1", "train.steps=200", "checkpoint.every=0", "log.every=1")
+    ended = p.train(
+        *HALF,
+        "precision.loss_scale_window=1",
+        "train.steps=200",
+        "checkpoint.every=0",
+        "log.every=1",
+    )
     done(ended)
     scales = [row.get("loss_scale") for row in p.rows()]
     if any(scale is None or not math.isfinite(scale) for scale in scales):
@@ -152,7 +184,9 @@ def with_offload(name: str, *settings: str, point: str = "") -> None:
 
 kind("offload")
 with_offload("float16", *HALF, point="8")
-with_offload("float16 on two devices, ZeRO-3", *HALF, "mesh.data=2", "parallel.zero_stage=3", point="8")
+with_offload(
+    "float16 on two devices, ZeRO-3", *HALF, "mesh.data=2", "parallel.zero_stage=3", point="8"
+)
 with_offload("float16 with a pipeline", *HALF, "mesh.pipeline=2", point="8")
 with_offload("bfloat16", "precision.compute=bfloat16")
 with_offload("float16, muon", *HALF, "optimizer.name=muon", point="8")
@@ -185,4 +219,9 @@ extreme("eps of 1e-300", "optimizer.eps=1e-300")
 extreme("z_loss of 1e30", "train.z_loss=1e30")
 extreme("grad_clip of 1e-300", "optimizer.grad_clip=1e-300")
 extreme("learning rate of 1e-320, a subnormal", "optimizer.learning_rate=1e-320")
-extreme("eval of a model that is not finite", "optimizer.learning_rate=1e30", "eval.every=1", "eval.batches=1")
+extreme(
+    "eval of a model that is not finite",
+    "optimizer.learning_rate=1e30",
+    "eval.every=1",
+    "eval.batches=1",
+)

@@ -4,7 +4,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.faults.harness import Ended, Place, Silent, done, fault, kind, refused, told_or_done
+from experiments.faults.harness import (
+    Ended,
+    Place,
+    Silent,
+    done,
+    fault,
+    kind,
+    refused,
+    told_or_done,
+)
 
 ROOM = "planning"
 # A cluster whose every figure is given.
@@ -61,23 +70,41 @@ cluster("nested 3,000 deep", "a: " + "[" * 3000 + "]" * 3000, point="11")
 cluster("with a list as key", "? [a]\n: 1\n", point="13")
 cluster("with a key that there is not", altered("nodes: 1", "nods: 1"), "did you mean nodes")
 cluster("with no nodes", altered("nodes: 1", "nodes: 0"), "nodes", "at least 1")
-cluster("with nodes of 5,000 digits", altered("nodes: 1", "nodes: " + "9" * 5000), "nodes", point="13")
-cluster("with .nan as bandwidth", altered("bandwidth: 33", "bandwidth: .nan"), "bandwidth", point="13")
+cluster(
+    "with nodes of 5,000 digits", altered("nodes: 1", "nodes: " + "9" * 5000), "nodes", point="13"
+)
+cluster(
+    "with .nan as bandwidth", altered("bandwidth: 33", "bandwidth: .nan"), "bandwidth", point="13"
+)
 cluster("with .inf as memory", altered("memory: 16", "memory: .inf"), "memory", point="13")
 cluster("with memory below zero", altered("memory: 16", "memory: -1"), "memory")
 cluster("with a link of no bandwidth", altered("bandwidth: 21", "bandwidth: 0"), "bandwidth")
-cluster("with an accelerator that there is not", "accelerator: {name: h1000}\n", "did you mean h100|accelerator.name")
+cluster(
+    "with an accelerator that there is not",
+    "accelerator: {name: h1000}\n",
+    "did you mean h100|accelerator.name",
+)
 cluster(
     "with links that shrink",
     "accelerator: {name: h100}\nlinks:\n  node: {devices: 8, bandwidth: 1}\n  rail: {devices: 4, bandwidth: 1}\n",
     "grow|rail",
 )
-cluster("with a topology that there is not", altered("topology: flat", "topology: flt"), "did you mean flat")
-cluster("with shared that is neither true nor false", altered("shared: true", "shared: perhaps"), "shared")
+cluster(
+    "with a topology that there is not",
+    altered("topology: flat", "topology: flt"),
+    "did you mean flat",
+)
+cluster(
+    "with shared that is neither true nor false",
+    altered("shared: true", "shared: perhaps"),
+    "shared",
+)
 cluster("with a bracket left open", "accelerator: {name: h100\n", "YAML")
 
 
-def cluster_path(name: str, arrange: Callable[[Place], object], path: str, *words: str, point: str = "") -> None:
+def cluster_path(
+    name: str, arrange: Callable[[Place], object], path: str, *words: str, point: str = ""
+) -> None:
     @fault(ROOM, f"--cluster {name}", point)
     def _(p: Place) -> None:
         arrange(p)
@@ -90,9 +117,19 @@ cluster_path("that is not there", lambda p: None, "gone.yaml", "gone.yaml")
 cluster_path("that is empty: ''", lambda p: None, "", "--cluster|argument")
 cluster_path("that is a directory", lambda p: (p.dir / "d.yaml").mkdir(), "d.yaml", "directory")
 cluster_path(
-    "that is a link to itself", lambda p: (p.dir / "l.yaml").symlink_to("l.yaml"), "l.yaml", "l.yaml", point="13"
+    "that is a link to itself",
+    lambda p: (p.dir / "l.yaml").symlink_to("l.yaml"),
+    "l.yaml",
+    "l.yaml",
+    point="13",
 )
-cluster_path("that is a dangling link", lambda p: (p.dir / "l.yaml").symlink_to("gone"), "l.yaml", "l.yaml", point="13")
+cluster_path(
+    "that is a dangling link",
+    lambda p: (p.dir / "l.yaml").symlink_to("gone"),
+    "l.yaml",
+    "l.yaml",
+    point="13",
+)
 cluster_path("with a NUL", lambda p: None, "a\0.yaml", point="11")
 cluster_path("of 5,000 characters", lambda p: None, "x" * 5000, point="13")
 cluster_path("../../etc/passwd", lambda p: None, "../../../../etc/passwd", "passwd")
@@ -139,7 +176,10 @@ table("without its last row", lambda p: "\n".join(legal_table(p).splitlines()[:-
 table("with its first two rows swapped", lambda p: swapped(legal_table(p)))
 table("with every row twice", lambda p: legal_table(p) * 2)
 table("of one stage more", lambda p: legal_table(p) + legal_table(p).splitlines()[-1] + "\n")
-table("with a number of 5,000 digits", lambda p: legal_table(p).replace("stages=2", "stages=" + "9" * 5000))
+table(
+    "with a number of 5,000 digits",
+    lambda p: legal_table(p).replace("stages=2", "stages=" + "9" * 5000),
+)
 table("with a kind of work that there is not", lambda p: legal_table(p).replace("F", "X", 1))
 table("with a microbatch too many", lambda p: legal_table(p).replace("1", "7"))
 
@@ -219,12 +259,24 @@ def noted(name: str, key: str, *settings: str) -> None:
     @fault(ROOM, f"plan of what train refuses: {name}")
     def _(p: Place) -> None:
         refused(p.train(*settings))
-        done(plan(p, *(word for setting in settings for word in ("--set", setting))), f"note: {key}")
+        done(
+            plan(p, *(word for setting in settings for word in ("--set", setting))), f"note: {key}"
+        )
 
 
 noted("data.source that is not there", "data.source gone", "data.source=gone")
-noted("a tokenizer that is not there", "data.tokenizer gone.json", "data.source=synthetic", "data.tokenizer=gone.json")
-noted("fewer fake devices than the mesh has", "run.fake_devices 2", "mesh.data=4", "run.fake_devices=2")
+noted(
+    "a tokenizer that is not there",
+    "data.tokenizer gone.json",
+    "data.source=synthetic",
+    "data.tokenizer=gone.json",
+)
+noted(
+    "fewer fake devices than the mesh has",
+    "run.fake_devices 2",
+    "mesh.data=4",
+    "run.fake_devices=2",
+)
 
 
 @fault(ROOM, "plan of what train refuses: weights that are not there")
@@ -242,12 +294,20 @@ def jobs_elsewhere(p: Place) -> None:
         done(p.command("plan.__main__", "--jobs", path, "--cluster", "h100"))
 
 
-for shown in ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"):
+for shown in (
+    "NVIDIA H100 80GB HBM3",
+    "nvidia-h100-80gb-hbm3",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA H200",
+):
 
     @fault(ROOM, f"a cluster's accelerator is named {shown}, as its driver does")
     def _(p: Place, shown: str = shown) -> None:
         links = "links: {node: {devices: 2, bandwidth: 450}}\n"
-        p.file("c.yaml", f"name: mine\nnodes: 1\ndevices_per_node: 2\naccelerator: {{name: {shown}}}\n{links}")
+        p.file(
+            "c.yaml",
+            f"name: mine\nnodes: 1\ndevices_per_node: 2\naccelerator: {{name: {shown}}}\n{links}",
+        )
         done(plan(p, "--cluster", "c.yaml"))
 
 

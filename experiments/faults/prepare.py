@@ -69,23 +69,47 @@ PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\ntrailer\n<< /Root 1 0 R
 
 input_refused("that is not there", lambda p: None, "input")
 input_refused("that is an empty directory", lambda p: (p.dir / "input").mkdir(), "input")
-input_refused("that is a dangling link", lambda p: (p.dir / "input").symlink_to("gone"), "input", point="13")
-input_refused("that is a link to itself", lambda p: (p.dir / "input").symlink_to("input"), "input", point="13")
+input_refused(
+    "that is a dangling link", lambda p: (p.dir / "input").symlink_to("gone"), "input", point="13"
+)
+input_refused(
+    "that is a link to itself", lambda p: (p.dir / "input").symlink_to("input"), "input", point="13"
+)
 input_refused("that is a FIFO", lambda p: os.mkfifo(p.dir / "input"), "input")
 input_refused("that is /dev/null", lambda p: None, "/dev/null", path="/dev/null", point="13")
 input_refused("that is a .zip whose bytes are ASCII", zipped, "zip", path="input.zip", point="7")
 input_refused(
-    "that is a .pdf whose bytes are ASCII", lambda p: p.file("input.pdf", PDF), "pdf", path="input.pdf", point="7"
+    "that is a .pdf whose bytes are ASCII",
+    lambda p: p.file("input.pdf", PDF),
+    "pdf",
+    path="input.pdf",
+    point="7",
 )
-input_refused("that is a .docx", lambda p: zipped(p).rename(p.dir / "input.docx"), "docx|zip", path="input.docx")
+input_refused(
+    "that is a .docx",
+    lambda p: zipped(p).rename(p.dir / "input.docx"),
+    "docx|zip",
+    path="input.docx",
+)
 input_refused("that is a .tar.gz", lambda p: tarball(p), "tar", path="input.tar.gz")
 input_refused(
-    "that is an .xz", lambda p: p.file("input.txt.xz", lzma.compress(text(1).encode())), "xz", path="input.txt.xz"
+    "that is an .xz",
+    lambda p: p.file("input.txt.xz", lzma.compress(text(1).encode())),
+    "xz",
+    path="input.txt.xz",
 )
 input_refused(
-    "that is a .bz2", lambda p: p.file("input.txt.bz2", bz2.compress(text(1).encode())), "bz2", path="input.txt.bz2"
+    "that is a .bz2",
+    lambda p: p.file("input.txt.bz2", bz2.compress(text(1).encode())),
+    "bz2",
+    path="input.txt.bz2",
 )
-input_refused("that is a .gz and holds no gzip", lambda p: p.file("input.txt.gz", text(1)), "gz", path="input.txt.gz")
+input_refused(
+    "that is a .gz and holds no gzip",
+    lambda p: p.file("input.txt.gz", text(1)),
+    "gz",
+    path="input.txt.gz",
+)
 input_refused(
     "that is gzip cut in half",
     lambda p: truncate(p.file("input.txt.gz", gzip.compress(os.urandom(5000)))),
@@ -93,7 +117,10 @@ input_refused(
     path="input.txt.gz",
 )
 input_refused(
-    "of nothing but white space in JSON Lines", lambda p: p.file("input.jsonl", "\n \n"), "document", path="input.jsonl"
+    "of nothing but white space in JSON Lines",
+    lambda p: p.file("input.jsonl", "\n \n"),
+    "document",
+    path="input.jsonl",
 )
 input_refused(
     "whose lines have another text field",
@@ -195,10 +222,24 @@ partly(
     point="7",
 )
 partly(
-    "with gzipped text whose CRC fails", {"a.txt.gz": bad_crc(), "b.txt": text(9)}, 1, "unreadable|skipped", point="7"
+    "with gzipped text whose CRC fails",
+    {"a.txt.gz": bad_crc(), "b.txt": text(9)},
+    1,
+    "unreadable|skipped",
+    point="7",
 )
-partly("with .JSONL in capitals: a line is a document", {"a.JSONL": lines("one", "two", "three")}, 3, point="7")
-partly("with .Jsonl.GZ in capitals", {"a.Jsonl.GZ": gzip.compress(lines("one", "two", "three"))}, 3, point="7")
+partly(
+    "with .JSONL in capitals: a line is a document",
+    {"a.JSONL": lines("one", "two", "three")},
+    3,
+    point="7",
+)
+partly(
+    "with .Jsonl.GZ in capitals",
+    {"a.Jsonl.GZ": gzip.compress(lines("one", "two", "three"))},
+    3,
+    point="7",
+)
 partly("with .TXT and .Md in capitals", {"a.TXT": "one", "b.Md": "two"}, 2)
 partly(
     "with a line nested 100,000 deep",
@@ -223,7 +264,10 @@ partly(
 )
 partly("with NaN in a line", {"a.jsonl": lines("one") + b'{"text": "x", "n": NaN}\n'}, 2)
 partly(
-    "with a half surrogate in a line", {"a.jsonl": lines("one") + b'{"text": "\\ud800"}\n'}, 1, "not Unicode|skipped"
+    "with a half surrogate in a line",
+    {"a.jsonl": lines("one") + b'{"text": "\\ud800"}\n'},
+    1,
+    "not Unicode|skipped",
 )
 partly(
     "with a line that is not UTF-8",
@@ -231,11 +275,26 @@ partly(
     2,
     "not UTF-8|skipped",
 )
-partly("with a byte order mark before JSON Lines", {"a.jsonl": b"\xef\xbb\xbf" + lines("one", "two")}, 2)
-partly("with JSON Lines in UTF-16", {"a.jsonl": lines("one").decode().encode("utf-16"), "b.txt": "x"}, 1, "skipped")
+partly(
+    "with a byte order mark before JSON Lines",
+    {"a.jsonl": b"\xef\xbb\xbf" + lines("one", "two")},
+    2,
+)
+partly(
+    "with JSON Lines in UTF-16",
+    {"a.jsonl": lines("one").decode().encode("utf-16"), "b.txt": "x"},
+    1,
+    "skipped",
+)
 partly("with JSON Lines without a line end at the end", {"a.jsonl": lines("one", "two")[:-1]}, 2)
-partly("with JSON Lines ended by Windows", {"a.jsonl": lines("one", "two").replace(b"\n", b"\r\n")}, 2)
-partly("with a line end inside a text (U+2028)", {"a.jsonl": '{"text": "a\u2028b"}\n{"text": "c"}\n'.encode()}, 2)
+partly(
+    "with JSON Lines ended by Windows", {"a.jsonl": lines("one", "two").replace(b"\n", b"\r\n")}, 2
+)
+partly(
+    "with a line end inside a text (U+2028)",
+    {"a.jsonl": '{"text": "a\u2028b"}\n{"text": "c"}\n'.encode()},
+    2,
+)
 partly(
     "with a text that is null, a number, a list",
     {"a.jsonl": b'{"text": null}\n{"text": 3}\n{"text": []}\n{"text": "x"}\n'},
@@ -260,9 +319,15 @@ partly(
 )
 partly("with hidden files", {".hidden.txt": "x", "a.txt": "y"}, 1)
 partly(
-    "with two gzip members in one file", {"a.jsonl.gz": gzip.compress(lines("one")) + gzip.compress(lines("two"))}, 2
+    "with two gzip members in one file",
+    {"a.jsonl.gz": gzip.compress(lines("one")) + gzip.compress(lines("two"))},
+    2,
 )
-partly("with zeros behind a gzip member", {"a.jsonl.gz": gzip.compress(lines("one", "two")) + bytes(100)}, 2)
+partly(
+    "with zeros behind a gzip member",
+    {"a.jsonl.gz": gzip.compress(lines("one", "two")) + bytes(100)},
+    2,
+)
 partly(
     "with rubbish behind a gzip member",
     {"a.jsonl.gz": gzip.compress(lines("one")) + b"rubbish", "b.txt": "x"},
@@ -343,14 +408,43 @@ def output(
 
 
 output("that is a file", lambda p: p.file("shards", "x"), "shards")
-output("that holds files of another's", lambda p: p.file("shards/mine.txt", "x"), "shards", "mine.txt")
-output("that is a dangling link", lambda p: (p.dir / "shards").symlink_to("/nonexistent/place"), "shards", codes=(1, 2))
 output(
-    "that is a link to itself", lambda p: (p.dir / "shards").symlink_to("shards"), "shards", codes=(1, 2), point="13"
+    "that holds files of another's", lambda p: p.file("shards/mine.txt", "x"), "shards", "mine.txt"
 )
-output("under a file", lambda p: p.file("file", "x"), "file", more=("--output", "file/shards"), codes=(1, 2))
-output("with a NUL in its name", lambda p: None, "NUL|null|output|x00", more=("--output", "a\0b"), point="11")
-output("with a name of 300 characters", lambda p: None, "name", more=("--output", "x" * 300), codes=(1, 2))
+output(
+    "that is a dangling link",
+    lambda p: (p.dir / "shards").symlink_to("/nonexistent/place"),
+    "shards",
+    codes=(1, 2),
+)
+output(
+    "that is a link to itself",
+    lambda p: (p.dir / "shards").symlink_to("shards"),
+    "shards",
+    codes=(1, 2),
+    point="13",
+)
+output(
+    "under a file",
+    lambda p: p.file("file", "x"),
+    "file",
+    more=("--output", "file/shards"),
+    codes=(1, 2),
+)
+output(
+    "with a NUL in its name",
+    lambda p: None,
+    "NUL|null|output|x00",
+    more=("--output", "a\0b"),
+    point="11",
+)
+output(
+    "with a name of 300 characters",
+    lambda p: None,
+    "name",
+    more=("--output", "x" * 300),
+    codes=(1, 2),
+)
 output("whose plan is damaged", lambda p: p.file("shards/plan.json", "{"), "shards|plan")
 output("whose plan is a list", lambda p: p.file("shards/plan.json", "[]"), "shards|plan")
 output(
@@ -359,7 +453,14 @@ output(
     "shards",
     "different",
 )
-output("that is /dev/null", lambda p: None, "/dev/null", more=("--output", "/dev/null"), codes=(1, 2), point="13")
+output(
+    "that is /dev/null",
+    lambda p: None,
+    "/dev/null",
+    more=("--output", "/dev/null"),
+    codes=(1, 2),
+    point="13",
+)
 
 
 @fault(ROOM, "an output of one document, of which a share is to be held out")
@@ -386,7 +487,18 @@ def nothing_to_train_on(p: Place) -> None:
 def output_inside(p: Place) -> None:
     folder(p)
     for _ in range(2):
-        done(p.command("data.__main__", "prepare", "--input", "text", "--output", "text/shards", "--workers", "1"))
+        done(
+            p.command(
+                "data.__main__",
+                "prepare",
+                "--input",
+                "text",
+                "--output",
+                "text/shards",
+                "--workers",
+                "1",
+            )
+        )
     values = json.loads((p.dir / "text/shards/manifest.json").read_bytes())
     if sum(shard["documents"] for split in values["shards"].values() for shard in split) != 16:
         raise Silent("it read its own output")
@@ -396,7 +508,12 @@ def output_inside(p: Place) -> None:
 def output_is_input(p: Place) -> None:
     folder(p)
     before = p.digests(p.dir / "text")
-    refused(p.command("data.__main__", "prepare", "--input", "text", "--output", "text", "--workers", "1"), "text")
+    refused(
+        p.command(
+            "data.__main__", "prepare", "--input", "text", "--output", "text", "--workers", "1"
+        ),
+        "text",
+    )
     p.survive(before)
 
 
@@ -407,7 +524,9 @@ def again(what: str, pattern: str, way: str) -> None:
     def _(p: Place) -> None:
         folder(p)
         done(prepare(p, "text"))
-        whole = {path.name: path.read_bytes() for path in (p.dir / "shards").iterdir() if path.is_file()}
+        whole = {
+            path.name: path.read_bytes() for path in (p.dir / "shards").iterdir() if path.is_file()
+        }
         DAMAGE[way](max((p.dir / "shards").glob(pattern), key=lambda f: f.stat().st_size))
         ended = prepare(p, "text")
         if ended.code == 0:
@@ -472,8 +591,22 @@ option("--workers of 5,000 digits", "prepare", *COMMON, "--workers", "9" * 5000,
 option("--validation 0.9", "prepare", *COMMON, "--validation", "0.9", words=("validation",))
 option("--validation nan", "prepare", *COMMON, "--validation", "nan", words=("validation",))
 option("--vocab-size 10", "train-tokenizer", *COMMON, "--vocab-size", "10", words=("vocab-size",))
-option("--vocab-size in Arabic digits", "train-tokenizer", *COMMON, "--vocab-size", "٣", words=("vocab-size",))
-option("a tokenizer that is not there", "prepare", *COMMON, "--tokenizer", "gone.json", words=("gone.json",))
+option(
+    "--vocab-size in Arabic digits",
+    "train-tokenizer",
+    *COMMON,
+    "--vocab-size",
+    "٣",
+    words=("vocab-size",),
+)
+option(
+    "a tokenizer that is not there",
+    "prepare",
+    *COMMON,
+    "--tokenizer",
+    "gone.json",
+    words=("gone.json",),
+)
 option("verify of nothing", "verify", "nowhere", words=("nowhere",))
 option("verify of a file", "verify", "text/00.txt", words=("00.txt",))
 
@@ -486,7 +619,14 @@ def tokenizer_under_file(p: Place) -> None:
     folder(p)
     p.file("file", "x")
     ended = p.command(
-        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "file/t.json"
+        "data.__main__",
+        "train-tokenizer",
+        "--input",
+        "text",
+        "--vocab-size",
+        "300",
+        "--output",
+        "file/t.json",
     )
     refused(ended, "file", code=ended.code if ended.code in (1, 2) else 2)
 
@@ -496,6 +636,13 @@ def tokenizer_over_directory(p: Place) -> None:
     folder(p)
     (p.dir / "t.json").mkdir()
     ended = p.command(
-        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "300", "--output", "t.json"
+        "data.__main__",
+        "train-tokenizer",
+        "--input",
+        "text",
+        "--vocab-size",
+        "300",
+        "--output",
+        "t.json",
     )
     refused(ended, "t.json", code=ended.code if ended.code in (1, 2) else 2)

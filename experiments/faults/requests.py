@@ -33,9 +33,18 @@ MANY = 3000
 
 
 def new_process(p: Place, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(p.dir / "cache"), **(env or {})}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "XDG_CACHE_HOME": str(p.dir / "cache"),
+        **(env or {}),
+    }
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=p.dir, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *arguments],
+        cwd=p.dir,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -133,7 +142,13 @@ def slow(module: str, name: str, wait: float = 1.0) -> Callable[[], None]:
 
 
 def asked(
-    name: str, module: str, function: str, *settings: str, number: int = signal.SIGTERM, point: str = "", base: str = ""
+    name: str,
+    module: str,
+    function: str,
+    *settings: str,
+    number: int = signal.SIGTERM,
+    point: str = "",
+    base: str = "",
 ) -> None:
     """Asked to stop while in that function: 75, a checkpoint of the last step, and going on gives the same losses."""
 
@@ -158,7 +173,14 @@ asked("while the data is opened", "meshtrain.train", "open_data", point="12")
 asked("while the program is built", "meshtrain.train", "Program", point="12")
 asked("while restoring", "meshtrain.checkpoint.restoring", "_check", base="synthetic", point="12")
 asked("while verifying", "meshtrain.checkpoint.digests", "problems", base="synthetic", point="12")
-asked("in evaluation", "meshtrain.train", "Loop.evaluate", "eval.every=4", "eval.batches=2", point="12")
+asked(
+    "in evaluation",
+    "meshtrain.train",
+    "Loop.evaluate",
+    "eval.every=4",
+    "eval.batches=2",
+    point="12",
+)
 asked(
     "in evaluation",
     "meshtrain.train",
@@ -170,8 +192,19 @@ asked(
 )
 asked("while saving", "meshtrain.checkpoint.digests", "write")
 asked("while committing", "meshtrain.checkpoint.steps", "commit")
-asked("while removing old steps", "meshtrain.checkpoint.steps", "remove", "checkpoint.keep=1", "checkpoint.keep_best=0")
-asked("while metrics are trimmed", "meshtrain.run.record|meshtrain.train", "trim_metrics", base="synthetic")
+asked(
+    "while removing old steps",
+    "meshtrain.checkpoint.steps",
+    "remove",
+    "checkpoint.keep=1",
+    "checkpoint.keep_best=0",
+)
+asked(
+    "while metrics are trimmed",
+    "meshtrain.run.record|meshtrain.train",
+    "trim_metrics",
+    base="synthetic",
+)
 
 
 kind("stopped-compiling")
@@ -194,7 +227,12 @@ def in_a_compile(number: int, after: float) -> None:
 
             jax.stages.Lowered.compile = told  # type: ignore[assignment, method-assign]
 
-        settings = ("model.layers=8", "mesh.pipeline=4", "parallel.microbatches=4", "parallel.schedule=zb_h1")
+        settings = (
+            "model.layers=8",
+            "mesh.pipeline=4",
+            "parallel.microbatches=4",
+            "parallel.schedule=zb_h1",
+        )
         running = p.training(*settings, before=before)
         running.until(lambda: "<compiler>" in running.out)
         time.sleep(after)
@@ -230,7 +268,9 @@ def many_signals(p: Place) -> None:
         except ProcessLookupError:
             break
     result = running.end()
-    if result.code not in (75, -signal.SIGTERM) or "Traceback" in result.said:  # the second means at once
+    if (
+        result.code not in (75, -signal.SIGTERM) or "Traceback" in result.said
+    ):  # the second means at once
         raise Unclear(f"exit code {result.code}")
     done(p.train(f"train.steps={p.last_step() + 2}"))
 
@@ -265,7 +305,9 @@ def hang_up(p: Place) -> None:
     done(p.train(f"train.steps={max(8, p.last_step() + 1)}"))
 
 
-def killed(name: str, module: str, function: str, *settings: str, base: str = "", count: int = 1) -> None:
+def killed(
+    name: str, module: str, function: str, *settings: str, base: str = "", count: int = 1
+) -> None:
     @fault(ROOM, f"SIGKILL {name}")
     def _(p: Place) -> None:
         if base:
@@ -290,7 +332,12 @@ killed(
     "checkpoint.keep=1",
     "checkpoint.keep_best=0",
 )
-killed("before a damaged step is renamed", "meshtrain.run.record|meshtrain.train", "trim_metrics", base="synthetic")
+killed(
+    "before a damaged step is renamed",
+    "meshtrain.run.record|meshtrain.train",
+    "trim_metrics",
+    base="synthetic",
+)
 
 
 @fault(ROOM, "SIGKILL while the text of a run is prepared")
@@ -330,7 +377,11 @@ def goes_on_to_the_same_shards(p: Place) -> None:
 @fault(ROOM, "SIGTERM while preparing: run again, it goes on to the same shards")
 def prepare_stopped(p: Place) -> None:
     prepared_undisturbed(p)
-    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "read_record", 0.5))
+    running = p.start(
+        "meshtrain.data.__main__",
+        *PREPARE,
+        before=slow("meshtrain.data.prepare", "read_record", 0.5),
+    )
     running.until(lambda: "<read_record>" in running.out)
     running.send(signal.SIGTERM)
     result = running.end().checked()
@@ -342,7 +393,9 @@ def prepare_stopped(p: Place) -> None:
 @fault(ROOM, "SIGKILL while preparing: run again, it goes on to the same shards")
 def prepare_killed(p: Place) -> None:
     prepared_undisturbed(p)
-    running = p.start("meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "_finish", 5))
+    running = p.start(
+        "meshtrain.data.__main__", *PREPARE, before=slow("meshtrain.data.prepare", "_finish", 5)
+    )
     running.until(lambda: "<_finish>" in running.out)
     running.send(signal.SIGKILL)
     running.end()
@@ -441,9 +494,15 @@ environment(
     "JAX_NUM_PROCESSES",
 )
 environment(
-    "has a rank beyond the number", address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID"
+    "has a rank beyond the number",
+    address | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+    "JAX_PROCESS_ID",
 )
-environment("has 0 processes", address | {"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES")
+environment(
+    "has 0 processes",
+    address | {"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"},
+    "JAX_NUM_PROCESSES",
+)
 environment(
     "has an address without a port",
     {"JAX_COORDINATOR_ADDRESS": "localhost", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},

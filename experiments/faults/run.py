@@ -59,7 +59,10 @@ kind(
     "steps-missing",
     "checkpoint/test_finding.py::test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out",
 )
-no_way_on("checkpoints/ is missing, as a volume that is not mounted", lambda p: shutil.rmtree(p.checkpoints))
+no_way_on(
+    "checkpoints/ is missing, as a volume that is not mounted",
+    lambda p: shutil.rmtree(p.checkpoints),
+)
 no_way_on("checkpoints/ is empty, though metrics.jsonl has rows", empty_volume)
 no_way_on("no step has its COMMIT", without_commits)
 no_way_on("checkpoints/ was renamed", lambda p: os.rename(p.checkpoints, p.run / "checkpoints-old"))
@@ -133,12 +136,16 @@ def vanishes(name: str, act: Callable[[Place], object], *words: str, point: str 
         steps = [row["step"] for row in p.rows()]
         if ended.code == 0:
             if steps != list(range(1, 61)):
-                raise Silent(f"exit code 0, and metrics.jsonl has {len(steps)} of 60 rows (there were {seen})")
+                raise Silent(
+                    f"exit code 0, and metrics.jsonl has {len(steps)} of 60 rows (there were {seen})"
+                )
             p.intact(60)
             return
         if ended.code != 1:
             raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
-        if not ended.sentences or not all(line.startswith("meshtrain: ") for line in ended.sentences):
+        if not ended.sentences or not all(
+            line.startswith("meshtrain: ") for line in ended.sentences
+        ):
             raise Unclear(last_line(ended.err))
         if words and not any(word in ended.err.lower() for word in words):
             raise Unclear(last_line(ended.err))
@@ -150,8 +157,12 @@ def remake(path: Path) -> None:
 
 
 vanishes("the run directory is deleted", lambda p: shutil.rmtree(p.run), "run", point="6")
-vanishes("the run directory is deleted and made again, empty", lambda p: remake(p.run), "run", point="6")
-vanishes("the run directory is renamed", lambda p: os.rename(p.run, p.dir / "renamed"), "run", point="6")
+vanishes(
+    "the run directory is deleted and made again, empty", lambda p: remake(p.run), "run", point="6"
+)
+vanishes(
+    "the run directory is renamed", lambda p: os.rename(p.run, p.dir / "renamed"), "run", point="6"
+)
 vanishes("metrics.jsonl is deleted", lambda p: p.metrics.unlink(), "metrics", point="6")
 vanishes(
     "metrics.jsonl is renamed, as log rotation does",
@@ -221,7 +232,9 @@ def copied_and_truncated(p: Place) -> None:
 # --- metrics.jsonl, found damaged at a resume
 
 
-def metrics_file(name: str, act: Callable[[Place], object], refuses: bool = False, point: str = "") -> None:
+def metrics_file(
+    name: str, act: Callable[[Place], object], refuses: bool = False, point: str = ""
+) -> None:
     @fault(ROOM, f"metrics.jsonl {name}, at a resume", point)
     def _(p: Place) -> None:
         p.base()
@@ -240,7 +253,9 @@ def append(content: bytes) -> Callable[[Place], object]:
     return lambda p: p.metrics.write_bytes(p.metrics.read_bytes() + content)
 
 
-def instead(path: Callable[[Place], Path], make: Callable[[Path], object]) -> Callable[[Place], object]:
+def instead(
+    path: Callable[[Place], Path], make: Callable[[Path], object]
+) -> Callable[[Place], object]:
     def act(p: Place) -> None:
         path(p).unlink()
         make(path(p))
@@ -268,11 +283,20 @@ metrics_file("has a row whose step is null", append(b'{"step": null, "loss": 1}\
 metrics_file("has a row nested 100,000 deep", append(b"[" * 100_000 + b"\n"))
 metrics_file("is a directory", instead(lambda p: p.metrics, Path.mkdir), refuses=True)
 metrics_file("is a FIFO", instead(lambda p: p.metrics, os.mkfifo), refuses=True)
-metrics_file("is a link to itself", instead(lambda p: p.metrics, lambda path: path.symlink_to(path)), refuses=True)
+metrics_file(
+    "is a link to itself",
+    instead(lambda p: p.metrics, lambda path: path.symlink_to(path)),
+    refuses=True,
+)
 metrics_file("is a link to a file elsewhere", linked)
 kind("metrics-damaged")
-metrics_file("has a row with a number of 10,000 digits", append(b'{"step": ' + b"9" * 10_000 + b"}\n"))
-metrics_file("has Windows line ends", lambda p: p.metrics.write_bytes(p.metrics.read_bytes().replace(b"\n", b"\r\n")))
+metrics_file(
+    "has a row with a number of 10,000 digits", append(b'{"step": ' + b"9" * 10_000 + b"}\n")
+)
+metrics_file(
+    "has Windows line ends",
+    lambda p: p.metrics.write_bytes(p.metrics.read_bytes().replace(b"\n", b"\r\n")),
+)
 
 
 @fault(ROOM, "metrics.jsonl has every row twice, at a resume")
@@ -297,7 +321,17 @@ def rows_left(name: str, keep: Callable[[list[bytes]], list[bytes]], *steps: int
             raise Silent(f"steps {[row['step'] for row in p.rows()]}")
 
 
-rows_left("has lost rows in the middle, at a resume", lambda rows: rows[:2] + rows[3:], 1, 2, 4, 5, 6, 7, 8)
+rows_left(
+    "has lost rows in the middle, at a resume",
+    lambda rows: rows[:2] + rows[3:],
+    1,
+    2,
+    4,
+    5,
+    6,
+    7,
+    8,
+)
 rows_left("is missing, though checkpoints are there", lambda rows: [], 7, 8)
 
 
@@ -333,14 +367,28 @@ place_of_run("has a name of 300 characters", lambda p: None, setting="x" * 300)
 place_of_run("is a path of 5,000 characters", lambda p: None, setting="y/" * 2500, point="13")
 place_of_run("is /proc/nowhere", lambda p: None, setting="/proc/nowhere")
 place_of_run("has a NUL in it", lambda p: None, setting='"run\\0x"', point="11")
-place_of_run("has half of a surrogate pair in it", lambda p: None, setting='"run\\ud800"', point="11")
-place_of_run("has blanks, quotes and an emoji", lambda p: None, setting='"a b\'\\"😀"', refuses=False)
+place_of_run(
+    "has half of a surrogate pair in it", lambda p: None, setting='"run\\ud800"', point="11"
+)
+place_of_run(
+    "has blanks, quotes and an emoji", lambda p: None, setting='"a b\'\\"😀"', refuses=False
+)
 place_of_run("is the directory of the config file", lambda p: None, setting=".", refuses=False)
-place_of_run("has checkpoints that is a file", lambda p: p.file("run/checkpoints", "x"), refuses=True)
-place_of_run("has a .lock that is a directory", lambda p: (p.run / ".lock").mkdir(parents=True), refuses=True)
+place_of_run(
+    "has checkpoints that is a file", lambda p: p.file("run/checkpoints", "x"), refuses=True
+)
+place_of_run(
+    "has a .lock that is a directory", lambda p: (p.run / ".lock").mkdir(parents=True), refuses=True
+)
 
 
-for setting in ("run.directory", "data.source", "data.tokenizer", "checkpoint.resume", "model.weights"):
+for setting in (
+    "run.directory",
+    "data.source",
+    "data.tokenizer",
+    "checkpoint.resume",
+    "model.weights",
+):
 
     @fault(ROOM, f"{setting} has characters that turn the direction of a line")
     def _(p: Place, setting: str = setting) -> None:

@@ -1,4 +1,6 @@
-"""meshtrain.serve: bodies, fields and bytes that no client should send, to a real server over a model without a device (tests/helpers)."""
+"""meshtrain.serve: bodies, fields and bytes that no client should send, to a real server over a model without a device
+(tests/helpers).
+"""
 
 import contextlib
 import functools
@@ -63,7 +65,11 @@ def refused(answer: Any, *words: str) -> None:
 def posted(paths: tuple[str, ...], content: Callable[[str], bytes]) -> None:
     with serving() as server:
         for path in paths:
-            refused(server.client.post(path, content=content(path), headers={"content-type": "application/json"}))
+            refused(
+                server.client.post(
+                    path, content=content(path), headers={"content-type": "application/json"}
+                )
+            )
 
 
 kind(
@@ -73,24 +79,42 @@ kind(
     "serve/test_adversity.py::test_a_body_that_asks_for_nothing_is_refused_in_a_short_sentence",
 )
 for name, content in {
-    "nothing": b"", "a bracket": b"{", "a list": b"[1]", "null": b"null", "a number": b"3", "a text": b'"a"', "not UTF-8": b'{"prompt": "\xff\xfe"}',
-    "UTF-16": '{"prompt": "a"}'.encode("utf-16"), "zeros": bytes(64), "nested 60,000 deep": b"[" * 60_000, "nested 10,000 deep in objects": b'{"a":' * 10_000,
-    "with NaN": b'{"temperature": NaN}', "with a number of 5,000 digits": b'{"seed": ' + b"1" * 5000 + b"}", "70,000 blanks": b" " * 70_000,
-    "gzip": b"\x1f\x8b\x08\x00" + bytes(40), "a form": b"model=fake&prompt=a",
-}.items():  # fmt: skip
+    "nothing": b"",
+    "a bracket": b"{",
+    "a list": b"[1]",
+    "null": b"null",
+    "a number": b"3",
+    "a text": b'"a"',
+    "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "zeros": bytes(64),
+    "nested 60,000 deep": b"[" * 60_000,
+    "nested 10,000 deep in objects": b'{"a":' * 10_000,
+    "with NaN": b'{"temperature": NaN}',
+    "with a number of 5,000 digits": b'{"seed": ' + b"1" * 5000 + b"}",
+    "70,000 blanks": b" " * 70_000,
+    "gzip": b"\x1f\x8b\x08\x00" + bytes(40),
+    "a form": b"model=fake&prompt=a",
+}.items():
 
     @fault(ROOM, f"a body that is {name}")
     def _(p: Place, content: bytes = content) -> None:
         posted((COMPLETION, CHAT), lambda path: content)
 
 
-kind("request-field", "serve/test_malformed.py::test_a_malformed_request_gets_its_own_4xx_and_the_server_goes_on")
+kind(
+    "request-field",
+    "serve/test_malformed.py::test_a_malformed_request_gets_its_own_4xx_and_the_server_goes_on",
+)
 
 
 def field(key: str, shown: str, value: Any, *paths: str) -> None:
     @fault(ROOM, f"a field {key} that is {shown}")
     def _(p: Place) -> None:
-        posted(paths or (COMPLETION, CHAT), lambda path: json.dumps({**GOOD[path], key: value}).encode())
+        posted(
+            paths or (COMPLETION, CHAT),
+            lambda path: json.dumps({**GOOD[path], key: value}).encode(),
+        )
 
 
 WRONG: dict[str, Any] = {
@@ -102,18 +126,38 @@ WRONG: dict[str, Any] = {
     "beyond 64 bits": 2**70,
 }
 for key, legal in {
-    "max_tokens": (), "temperature": ("a fraction",), "top_p": (), "top_k": (), "n": (), "stop": (), "stream": (), "ignore_eos": (),
-    "frequency_penalty": (), "logit_bias": (), "stream_options": (), "no_such_field": (), "\u202efield": (),
-}.items():  # fmt: skip
+    "max_tokens": (),
+    "temperature": ("a fraction",),
+    "top_p": (),
+    "top_k": (),
+    "n": (),
+    "stop": (),
+    "stream": (),
+    "ignore_eos": (),
+    "frequency_penalty": (),
+    "logit_bias": (),
+    "stream_options": (),
+    "no_such_field": (),
+    "\u202efield": (),
+}.items():
     for shown, value in WRONG.items():
         if shown not in legal:
             field(key, shown, value)
 for shown, value in {
-    "no list": "hello", "empty": [], "of numbers": [1], "of a role that there is not": [{"role": "wizard", "content": "a"}], "without content": [{"role": "user"}],
-    "with content of numbers": [{"role": "user", "content": 3}], "with an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-    "with half of a surrogate pair": [{"role": "user", "content": "\ud800"}], "with a field more": [{"role": "user", "content": "a", "colour": 1}],
-    "that the template refuses": [{"role": "user", "content": "refuse me"}], "of 3,000 characters": [{"role": "user", "content": "x" * 3000}],
-}.items():  # fmt: skip
+    "no list": "hello",
+    "empty": [],
+    "of numbers": [1],
+    "of a role that there is not": [{"role": "wizard", "content": "a"}],
+    "without content": [{"role": "user"}],
+    "with content of numbers": [{"role": "user", "content": 3}],
+    "with an image": [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    ],
+    "with half of a surrogate pair": [{"role": "user", "content": "\ud800"}],
+    "with a field more": [{"role": "user", "content": "a", "colour": 1}],
+    "that the template refuses": [{"role": "user", "content": "refuse me"}],
+    "of 3,000 characters": [{"role": "user", "content": "x" * 3000}],
+}.items():
     field("messages", shown, value, CHAT)
 
 # --- bytes, past any client
@@ -127,12 +171,16 @@ def on_a_port() -> Iterator[Callable[..., bytes]]:
     with serving() as server:
         from fake_serving import on_a_port as opened
 
-        server.service.hosts = frozenset({"testserver"})  # as of a server without a key; the client's own
+        server.service.hosts = frozenset(
+            {"testserver"}
+        )  # as of a server without a key; the client's own
         with opened(server.service, stalled=STALLED) as (address, _):
             host, port = address.removeprefix("http://").split(":")
             yield functools.partial(sent, host, int(port))
             if not sent(
-                host, int(port), b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+                host,
+                int(port),
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
             ).startswith(b"HTTP/1.1 200"):
                 raise Crash("the next connection is not answered")
 
@@ -172,7 +220,9 @@ def raw(name: str, content: bytes, ends: bool = False) -> None:
             raise Crash(f"answered with {found}")
 
 
-def post(*headers: str, content: bytes = b"{}", path: str = COMPLETION, host: str = "localhost") -> bytes:
+def post(
+    *headers: str, content: bytes = b"{}", path: str = COMPLETION, host: str = "localhost"
+) -> bytes:
     lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
@@ -183,22 +233,34 @@ raw("nothing that is HTTP", b"hello\r\n\r\n")
 raw("a TLS hello", bytes.fromhex("160301020001000001fc0303") + bytes(500))
 raw("zeros", bytes(1000))
 raw("a request line of 100,000 characters", b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n")
-raw("a header of 1,000,000 characters", b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 1_000_000 + b"\r\n\r\n")
+raw(
+    "a header of 1,000,000 characters",
+    b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 1_000_000 + b"\r\n\r\n",
+)
 raw("100,000 headers", b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 100_000 + b"\r\n")
 raw("a header without a name", b"GET /health HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n")
 raw("a header with a NUL", b"GET /health HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n")
 raw("no host", b"GET /health HTTP/1.1\r\n\r\n")
 raw("two hosts", b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
 raw("HTTP/nine", b"GET /health HTTP/nine\r\nHost: a\r\n\r\n")
-raw("a method that there is not", b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-raw("a path that is not there", b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+raw(
+    "a method that there is not",
+    b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+)
+raw(
+    "a path that is not there",
+    b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+)
 raw("a path of bytes", b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
 raw("a length below zero", post("Content-Length: -5"))
 raw("a length that is a word", post("Content-Length: many"))
 raw("two lengths", post("Content-Length: 2", "Content-Length: 200"))
 raw("a length of 10^15", post("Content-Length: 1000000000000000", "Connection: close"))
 raw("half a body, then the end", post("Content-Length: 5000", content=WHOLE[:10]), ends=True)
-raw("a chunk of a size that is no number", post("Transfer-Encoding: chunked", content=b"zz\r\n{}\r\n0\r\n\r\n"))
+raw(
+    "a chunk of a size that is no number",
+    post("Transfer-Encoding: chunked", content=b"zz\r\n{}\r\n0\r\n\r\n"),
+)
 raw(
     "a chunk of a size of 5,000 digits",
     post("Transfer-Encoding: chunked", content=b"f" * 5000 + b"\r\n{}\r\n0\r\n\r\n"),
@@ -206,7 +268,9 @@ raw(
 raw("an encoding that there is not", post("Transfer-Encoding: gzip", content=WHOLE))
 raw(
     "a length beside chunks, with a second request behind",
-    post(f"Content-Length: {len(WHOLE)}", "Transfer-Encoding: chunked", content=b"0\r\n\r\n" + SECOND),
+    post(
+        f"Content-Length: {len(WHOLE)}", "Transfer-Encoding: chunked", content=b"0\r\n\r\n" + SECOND
+    ),
 )
 raw(
     "a length beside chunks",
@@ -238,13 +302,17 @@ def silent_clients(p: Place) -> None:
             host, port = address.removeprefix("http://").split(":")
             for _ in range(40):
                 held.enter_context(socket.create_connection((host, int(port))))
-            if 200 not in codes(sent(host, int(port), SECOND.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))):
+            if 200 not in codes(
+                sent(host, int(port), SECOND.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            ):
                 raise Silent("nobody is answered any more")
 
 
 for accept in ("*/*", "", "text/plain"):
 
-    @fault(ROOM, f"/metrics asked with Accept {accept!r}: the classic text, which every scraper parses")
+    @fault(
+        ROOM, f"/metrics asked with Accept {accept!r}: the classic text, which every scraper parses"
+    )
     def _(p: Place, accept: str = accept) -> None:
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -257,5 +325,6 @@ for accept in ("*/*", "", "text/plain"):
                 f.samples for f in families if f.type == "counter"
             ):
                 raise Silent(
-                    f"{[family.name for family in families if family.type == 'unknown'][:3]} have no type, or counters are empty"
+                    f"{[family.name for family in families if family.type == 'unknown'][:3]} have no type, or "
+                    "counters are empty"
                 )

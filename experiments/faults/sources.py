@@ -29,7 +29,9 @@ ROOM = "sources"
 # --- changed under an unchanged name (point 2)
 
 
-def changed(name: str, act: Callable[[Place], object], base: str = "text", point: str = "2") -> None:
+def changed(
+    name: str, act: Callable[[Place], object], base: str = "text", point: str = "2"
+) -> None:
     @fault(ROOM, f"between two runs: {name}", point)
     def _(p: Place) -> None:
         p.base(base)
@@ -62,7 +64,11 @@ def half(p: Place) -> None:
 def reprepare(p: Place) -> None:
     shutil.rmtree(p.dir / "shards")
     p.file("text/99.txt", text(99))
-    done(p.command("data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"))
+    done(
+        p.command(
+            "data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"
+        )
+    )
 
 
 kind(
@@ -74,7 +80,10 @@ kind(
 changed("half of the files deleted", half)
 changed("a file edited", lambda p: p.file("text/03.txt", text(77)))
 changed("a file added", lambda p: p.file("text/16.txt", text(16)))
-changed("a file renamed to the end of the order", lambda p: os.rename(p.dir / "text/00.txt", p.dir / "text/zz.txt"))
+changed(
+    "a file renamed to the end of the order",
+    lambda p: os.rename(p.dir / "text/00.txt", p.dir / "text/zz.txt"),
+)
 changed("the shards prepared again from other text", reprepare, base="shards")
 
 
@@ -137,7 +146,14 @@ def other_tokenizer(p: Place) -> None:
 
 def tokenizer(p: Place, size: int, name: str, source: str = "text") -> None:
     ended = p.command(
-        "data.__main__", "train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", name
+        "data.__main__",
+        "train-tokenizer",
+        "--input",
+        source,
+        "--vocab-size",
+        str(size),
+        "--output",
+        name,
     )
     if "tokenizers library" in ended.err:
         raise NotTried("the tokenizers library is not installed")
@@ -155,12 +171,19 @@ def cache_file(p: Place, pattern: str) -> Path:
 
 
 def lengths_file(p: Place) -> Path:
-    found = [f for f in (p.dir / "cache/meshtrain/lengths").rglob("*") if f.is_file() and "train" in str(f)]
+    found = [
+        f
+        for f in (p.dir / "cache/meshtrain/lengths").rglob("*")
+        if f.is_file() and "train" in str(f)
+    ]
     return max(found, key=lambda path: path.stat().st_size)
 
 
 def cached(what: str, base: str, find: Callable[[Place], Path], way: str, point: str = "") -> None:
-    """A cache is the program's own: it makes it again, or says in one sentence what to remove. Batches are never others."""
+    """A cache is the program's own: it makes it again, or says in one sentence what to remove.
+
+    Batches are never others.
+    """
 
     @fault(ROOM, f"{what} {way}", point)
     def _(p: Place) -> None:
@@ -198,7 +221,10 @@ def all_lengths(p: Place) -> None:
         p.undisturbed("packed")
 
 
-kind("cache-damaged", "data/test_cache.py::test_cached_shards_that_are_damaged_are_reported_and_made_again")
+kind(
+    "cache-damaged",
+    "data/test_cache.py::test_cached_shards_that_are_damaged_are_reported_and_made_again",
+)
 for way in ("with a bit flipped", "truncated", "removed", "emptied"):
     cached("the cached tokens", "text", lambda p: cache_file(p, "train-*.tokens"), way)
     cached("the cached offsets", "packed", lambda p: cache_file(p, "train-*.offsets"), way)
@@ -303,7 +329,10 @@ manifest("with more tokens", lambda v: v["shards"]["train"][0].update(tokens=10*
 manifest("with tokens that are a word", lambda v: v["shards"]["train"][0].update(tokens="many"))
 manifest("with tokens below zero", lambda v: v["shards"]["train"][0].update(tokens=-5))
 manifest("of a later format", lambda v: v.update(format=9))
-manifest("whose shard is named ../../etc/passwd", lambda v: v["shards"]["train"][0].update(name="../../../etc/passwd"))
+manifest(
+    "whose shard is named ../../etc/passwd",
+    lambda v: v["shards"]["train"][0].update(name="../../../etc/passwd"),
+)
 manifest("without shards for training", lambda v: v["shards"].update(train=[]))
 manifest("with a key more", lambda v: v.update(novelty=1))
 manifest("that is a list", lambda v: v.clear())
@@ -330,20 +359,36 @@ def source(
 
 
 source("names nothing", lambda p: None, "source")
-source("has a slip of the pen", lambda p: None, "did you mean synthetic", setting="data.source=synthetc")
+source(
+    "has a slip of the pen",
+    lambda p: None,
+    "did you mean synthetic",
+    setting="data.source=synthetc",
+)
 source("is an empty directory", lambda p: (p.dir / "source").mkdir(), "source")
 source("is an empty file", lambda p: p.file("source", ""), "source|document")
 source("holds files of other kinds alone", lambda p: p.file("source/a.exe", "x"), "source", ".exe")
 source("is a dangling link", lambda p: (p.dir / "source").symlink_to("gone"), "source", point="13")
-source("is a link to itself", lambda p: (p.dir / "source").symlink_to("source"), "source", point="13")
+source(
+    "is a link to itself", lambda p: (p.dir / "source").symlink_to("source"), "source", point="13"
+)
 source("is a FIFO", lambda p: os.mkfifo(p.dir / "source"), "source")
 source("is /dev/null", lambda p: None, "/dev/null", setting="data.source=/dev/null", point="13")
 source("is /dev/zero", lambda p: None, "/dev/zero", setting="data.source=/dev/zero")
 source("has a NUL in it", lambda p: None, "data.source", setting='data.source="a\\0b"', point="11")
 source(
-    "has half of a surrogate pair in it", lambda p: None, "data.source", setting='data.source="a\\ud800"', point="11"
+    "has half of a surrogate pair in it",
+    lambda p: None,
+    "data.source",
+    setting='data.source="a\\ud800"',
+    point="11",
 )
-source("is a name of 300 characters", lambda p: None, "data.source|source", setting="data.source=" + "x" * 300)
+source(
+    "is a name of 300 characters",
+    lambda p: None,
+    "data.source|source",
+    setting="data.source=" + "x" * 300,
+)
 source(
     "is a path of 5,000 characters",
     lambda p: None,
@@ -351,9 +396,16 @@ source(
     setting="data.source=" + "x/" * 2500,
     point="13",
 )
-source("is a file of bytes that are not UTF-8", lambda p: p.file("source", os.urandom(3000)), "source")
+source(
+    "is a file of bytes that are not UTF-8", lambda p: p.file("source", os.urandom(3000)), "source"
+)
 source("holds less than a sequence", lambda p: p.file("source/a.txt", "short"), "source")
-source("is text in UTF-16", lambda p: p.file("source/a.txt", text(1).encode("utf-16")), "source", "UTF-8")
+source(
+    "is text in UTF-16",
+    lambda p: p.file("source/a.txt", text(1).encode("utf-16")),
+    "source",
+    "UTF-8",
+)
 
 
 def half_prepared(p: Place) -> None:
@@ -440,12 +492,16 @@ tokenizer_file("that is a list", "[]")
 tokenizer_file("that is null", "null")
 tokenizer_file("without a model", "{}")
 tokenizer_file("nested 100,000 deep", "[" * 100_000)
-tokenizer_file("with an id below zero", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": -1}}}))
 tokenizer_file(
-    "with an id of 4 billion", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": 4294967295}}})
+    "with an id below zero", json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": -1}}})
 )
 tokenizer_file(
-    "with merges of what is not in it", json.dumps({"version": "1.0", "model": {**MODEL, "merges": ["x y"]}})
+    "with an id of 4 billion",
+    json.dumps({"version": "1.0", "model": {**MODEL, "vocab": {"a": 4294967295}}}),
+)
+tokenizer_file(
+    "with merges of what is not in it",
+    json.dumps({"version": "1.0", "model": {**MODEL, "merges": ["x y"]}}),
 )
 
 

@@ -82,7 +82,12 @@ def fills(p: Place) -> None:
     running.until(lambda: p.last_step() >= 5)
     with running.frozen():
         p.fill(p.run)
-    running.until(lambda: "could not be written" in running.log.with_suffix(".err").read_text() or not running.alive())
+    running.until(
+        lambda: (
+            "could not be written" in running.log.with_suffix(".err").read_text()
+            or not running.alive()
+        )
+    )
     with running.frozen():
         (p.run / ".filler").unlink()
     ended = running.end().checked()
@@ -205,7 +210,10 @@ def read_only_source(p: Place) -> None:
 
 
 def read_only_input(name: str, base: str, folder: str) -> None:
-    @fault(ROOM, f"{name} on a read-only disk{', that has what is needed' if folder == 'cache' else ''}")
+    @fault(
+        ROOM,
+        f"{name} on a read-only disk{', that has what is needed' if folder == 'cache' else ''}",
+    )
     def _(p: Place) -> None:
         p.base(base)
         p.remount_read_only(p.dir / folder)
@@ -252,7 +260,13 @@ def full_cache(name: str, base: str, leave: int, keep: str = "", point: str = ""
 full_cache("the cached shards, with no room at all", "text", 0)
 full_cache("the cached shards, with room for a part of them", "text", 16_384)
 full_cache("the table of lengths, packed", "packed", 0, keep="text", point="9")
-full_cache("the table of lengths, packed, with room for its first page", "packed", 4096, keep="text", point="9")
+full_cache(
+    "the table of lengths, packed, with room for its first page",
+    "packed",
+    4096,
+    keep="text",
+    point="9",
+)
 
 
 def full_output(name: str, leave: int, point: str = "") -> None:
@@ -283,7 +297,14 @@ def full_tokenizer(p: Place) -> None:
     p.mount(p.dir / "disk", "size=256k")
     p.fill(p.dir / "disk", 4096)
     ended = p.command(
-        "data.__main__", "train-tokenizer", "--input", "text", "--vocab-size", "400", "--output", "disk/t.json"
+        "data.__main__",
+        "train-tokenizer",
+        "--input",
+        "text",
+        "--vocab-size",
+        "400",
+        "--output",
+        "disk/t.json",
     )
     if ended.code == 0:
         raise Silent("exit code 0")
@@ -423,9 +444,16 @@ def forbidden(
     settings: tuple[str, ...] = (),
     goes_on: int | None = None,
 ) -> None:
-    """As nobody. Told with these words, nothing is lost; or the run goes on after step `goes_on` (6: it could), having said them."""
+    """As nobody.
 
-    @fault(ROOM, f"another user: {name}", "9" if "metrics.jsonl" in name else "10" if "COMMIT" in name else "")
+    Told with these words, nothing is lost; or the run goes on after step `goes_on` (6: it could), having said them.
+    """
+
+    @fault(
+        ROOM,
+        f"another user: {name}",
+        "9" if "metrics.jsonl" in name else "10" if "COMMIT" in name else "",
+    )
     def _(p: Place) -> None:
         p.base(base)
         user = p.give_to(NOBODY)
@@ -441,7 +469,9 @@ def forbidden(
             if any(not line.startswith("meshtrain: ") for line in ended.sentences):
                 raise Unclear(last_line(ended.err))
             contains(ended.err, *words)
-            if [row["step"] for row in p.rows()][:LAST] != list(range(1, LAST + 1)) and p.metrics.exists():
+            if [row["step"] for row in p.rows()][:LAST] != list(
+                range(1, LAST + 1)
+            ) and p.metrics.exists():
                 raise Silent("rows are lost")
         p.survive(before)
 
@@ -469,11 +499,23 @@ forbidden(
 )
 forbidden("checkpoints/ cannot be read", mode("run/checkpoints", 0), "checkpoints", "permission")
 forbidden("checkpoints/ cannot be written", mode("run/checkpoints", 0o555), "permission")
-forbidden("metrics.jsonl cannot be written", roots("run/metrics.jsonl", 0o444), "metrics.jsonl", "permission")
-forbidden("metrics.jsonl cannot be read", mode("run/metrics.jsonl", 0), "metrics.jsonl", "permission")
+forbidden(
+    "metrics.jsonl cannot be written",
+    roots("run/metrics.jsonl", 0o444),
+    "metrics.jsonl",
+    "permission",
+)
+forbidden(
+    "metrics.jsonl cannot be read", mode("run/metrics.jsonl", 0), "metrics.jsonl", "permission"
+)
 forbidden("config.yaml of the run cannot be written", roots("run/config.yaml", 0o444), goes_on=LAST)
 forbidden(".lock cannot be written", roots("run/.lock", 0o444), "lock|run", "permission")
-forbidden("COMMIT of the newest step cannot be read", mode("run/checkpoints/6/COMMIT", 0), "COMMIT", goes_on=4)
+forbidden(
+    "COMMIT of the newest step cannot be read",
+    mode("run/checkpoints/6/COMMIT", 0),
+    "COMMIT",
+    goes_on=4,
+)
 forbidden(
     "digests.json of the newest step cannot be read",
     mode("run/checkpoints/6/digests.json", 0),
@@ -486,11 +528,20 @@ forbidden(
     "manifest.json",
     goes_on=4,
 )
-forbidden("arrays/ of the newest step cannot be read", mode("run/checkpoints/6/arrays", 0), "arrays", goes_on=4)
+forbidden(
+    "arrays/ of the newest step cannot be read",
+    mode("run/checkpoints/6/arrays", 0),
+    "arrays",
+    goes_on=4,
+)
 forbidden("the newest step cannot be entered", mode("run/checkpoints/6", 0), "6", goes_on=4)
 forbidden("the text cannot be read", mode("text", 0), "text", "permission", base="text")
 forbidden(
-    "the shards' manifest cannot be read", mode("shards/manifest.json", 0), "manifest", "permission", base="shards"
+    "the shards' manifest cannot be read",
+    mode("shards/manifest.json", 0),
+    "manifest",
+    "permission",
+    base="shards",
 )
 forbidden(
     "the shards' tokens cannot be read",

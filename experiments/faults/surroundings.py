@@ -42,7 +42,11 @@ def environment(
     def _(p: Place) -> None:
         p.base(base)
         # Other flags would compile another program, with other roundings.
-        flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {env['XLA_FLAGS']}"} if env.get("XLA_FLAGS") else {}
+        flags = (
+            {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {env['XLA_FLAGS']}"}
+            if env.get("XLA_FLAGS")
+            else {}
+        )
         if early:
             ended = p.python(*TRAIN, env=env | flags)
         else:
@@ -73,7 +77,9 @@ environment("PYTHONWARNINGS=error", {"PYTHONWARNINGS": "error"}, point="11")
 environment("python -X dev: every warning is shown", {"PYTHONDEVMODE": "1"}, point="11")
 environment("PYTHONOPTIMIZE=2: no asserts, no docstrings", {"PYTHONOPTIMIZE": "2"})
 environment("PYTHONHASHSEED=0", {"PYTHONHASHSEED": "0"})
-environment("PYTHONUTF8=0 and LC_ALL=C", {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
+environment(
+    "PYTHONUTF8=0 and LC_ALL=C", {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+)
 environment("PYTHONIOENCODING=ascii", {"PYTHONIOENCODING": "ascii:strict"})
 environment("LANG of a language that is not installed", {"LANG": "xx_YY.UTF-16", "LC_ALL": "xx_YY"})
 environment("TERM=dumb, COLUMNS=1", {"TERM": "dumb", "COLUMNS": "1"}, early=False)
@@ -88,24 +94,43 @@ environment("JAX_DEBUG_NANS=1", {"JAX_DEBUG_NANS": "1"})
 environment("JAX_TRACEBACK_FILTERING=off", {"JAX_TRACEBACK_FILTERING": "off"})
 environment("JAX_DISABLE_JIT=1", {"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT", refuses=True)
 environment(
-    "JAX_PLATFORMS of an accelerator that is not there", {"JAX_PLATFORMS": "cuda"}, "cuda|JAX_PLATFORMS", refuses=True
+    "JAX_PLATFORMS of an accelerator that is not there",
+    {"JAX_PLATFORMS": "cuda"},
+    "cuda|JAX_PLATFORMS",
+    refuses=True,
 )
-environment("JAX_PLATFORMS that is a word", {"JAX_PLATFORMS": "toaster"}, "toaster|JAX_PLATFORMS", refuses=True)
-environment("JAX_COMPILATION_CACHE_DIR that cannot be written", {"JAX_COMPILATION_CACHE_DIR": "/proc/nowhere"})
-environment("XLA_FLAGS that are none", {"XLA_FLAGS": "--xla_no_such_flag=1"}, "XLA_FLAGS", refuses=True)
+environment(
+    "JAX_PLATFORMS that is a word",
+    {"JAX_PLATFORMS": "toaster"},
+    "toaster|JAX_PLATFORMS",
+    refuses=True,
+)
+environment(
+    "JAX_COMPILATION_CACHE_DIR that cannot be written",
+    {"JAX_COMPILATION_CACHE_DIR": "/proc/nowhere"},
+)
+environment(
+    "XLA_FLAGS that are none", {"XLA_FLAGS": "--xla_no_such_flag=1"}, "XLA_FLAGS", refuses=True
+)
 environment(
     "XLA_FLAGS that fakes 3 devices for a mesh of 1",
     {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"},
     early=False,
 )
-environment("XLA_FLAGS that fakes 0 devices", {"XLA_FLAGS": "--xla_force_host_platform_device_count=0"})
+environment(
+    "XLA_FLAGS that fakes 0 devices", {"XLA_FLAGS": "--xla_force_host_platform_device_count=0"}
+)
 environment("PJRT_NPROC that is a word", {"PJRT_NPROC": "many"}, early=False)
 environment("OMP_NUM_THREADS=1 and one core", {"OMP_NUM_THREADS": "1"}, early=False)
 environment(
-    "SLURM_NTASKS=1 left over from a job", {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, early=False
+    "SLURM_NTASKS=1 left over from a job",
+    {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"},
+    early=False,
 )
 environment(
-    "JAX_NUM_PROCESSES left over, without an address", {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, early=False
+    "JAX_NUM_PROCESSES left over, without an address",
+    {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+    early=False,
 )
 
 
@@ -238,7 +263,12 @@ def no_directory(p: Place) -> None:
 
     ended = (
         p.start(
-            "meshtrain.train", "--config", str(p.dir / "config.yaml"), "--set", f"run.directory={p.run}", before=before
+            "meshtrain.train",
+            "--config",
+            str(p.dir / "config.yaml"),
+            "--set",
+            f"run.directory={p.run}",
+            before=before,
         )
         .end()
         .checked()
@@ -256,7 +286,9 @@ def no_directory_relative(p: Place) -> None:
         os.rmdir("../here")
 
     refused(
-        p.start("meshtrain.train", "--config", str(p.dir / "config.yaml"), before=before).end().checked(),
+        p.start("meshtrain.train", "--config", str(p.dir / "config.yaml"), before=before)
+        .end()
+        .checked(),
         "run.directory|directory",
     )
 
@@ -276,7 +308,9 @@ def umask_none(p: Place) -> None:
     folder(p)
     p.config(data={"source": "text"})
     done(p.train(before=lambda: os.umask(0)))
-    everybodys = [path for path in p.run.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o002]
+    everybodys = [
+        path for path in p.run.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o002
+    ]
     if everybodys or p.run.stat().st_mode & 0o002:
         raise Silent(f"{len(everybodys)} of them can, such as {(everybodys or [p.run])[0].name}")
 
@@ -294,7 +328,9 @@ def umask_own(p: Place) -> None:
 kind("installation")
 
 
-@fault(ROOM, "a module of the user's in the working directory is called like one of ours or Python's")
+@fault(
+    ROOM, "a module of the user's in the working directory is called like one of ours or Python's"
+)
 def shadows(p: Place) -> None:
     """`python -m` puts the working directory first; ours must not be taken for it."""
     p.base()

@@ -33,7 +33,9 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("name", metavar="NAME", choices=MODULE_OF)
     parser.add_argument("--rounds", type=int, help="turns of each run, where runs take turns")
-    parser.add_argument("--seeds", type=int, help="runs of each kind, where runs differ by their seed")
+    parser.add_argument(
+        "--seeds", type=int, help="runs of each kind, where runs differ by their seed"
+    )
     parser.add_argument("--rate", type=float, help="learning rate of float8")
     parser.add_argument("--steps", type=int, help="steps of each training run")
     parser.add_argument("--epochs", type=int, help="epochs of digits")
@@ -46,7 +48,9 @@ def main() -> None:
     asked = {option: value for option, value in given.items() if value is not None}
     if unknown := asked.keys() - legal.keys():
         parser.error(f"{name} does not take --{', --'.join(sorted(unknown))}")
-    if missing := [option for option, default in legal.items() if default is None and option not in asked]:
+    if missing := [
+        option for option, default in legal.items() if default is None and option not in asked
+    ]:
         parser.error(f"{name} needs --{', --'.join(missing)}")
     figure(**asked)
 

@@ -1,4 +1,6 @@
-"""Mixtures of experts: what balance does to their load on a skewed corpus, what a step takes, and what crosses the mesh."""
+"""Mixtures of experts: what balance does to their load on a skewed corpus, what a step takes, and what crosses the
+mesh.
+"""
 
 import statistics
 from typing import Any
@@ -14,7 +16,9 @@ MESH = {"data": 4, "expert": 4, "pipeline": 2}
 DENSE = {"data": 4, "pipeline": 2}
 
 
-def configuration(moe: dict[str, Any], mesh: dict[str, int], length: int = 64, **model: Any) -> mt.Config:
+def configuration(
+    moe: dict[str, Any], mesh: dict[str, int], length: int = 64, **model: Any
+) -> mt.Config:
     """Returns a config of 4 layers on a mesh, or in one place without a mesh."""
     given = {
         "model": {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe} | model,
@@ -42,7 +46,10 @@ def balance(*, steps: int = 200) -> None:
     """Prints the load of the fullest expert over the mean, in the worst layer, by the rule that balances."""
     mt.fake_devices(8)
     table = Table("balance          ", "largest load", "mean of the last 20", " loss")
-    rules: list[dict[str, Any]] = [{"balance": "none"}, {"balance": "sequence", "balance_weight": 0.02}]
+    rules: list[dict[str, Any]] = [
+        {"balance": "none"},
+        {"balance": "sequence", "balance_weight": 0.02},
+    ]
     rules += [{"balance": "bias", "bias_rate": rate} for rate in (0.002, 0.005)]
     for rule in rules:
         # Scored as DeepSeek-V3 scores; in one place, since no mesh changes what comes out.
@@ -72,33 +79,51 @@ def experts(*, rounds: int = 12) -> None:
     runs = {}
     for name, (moe, mesh, words) in kinds.items():
         sizes = {"d_model": 256} | ({} if moe else {"d_ff": 2 * width})
-        config = mt.load(configuration(moe and moe | {"d_ff": width}, mesh, length=256, **sizes), words)
+        config = mt.load(
+            configuration(moe and moe | {"d_ff": width}, mesh, length=256, **sizes), words
+        )
         program = mt.Program(config)
         placed = program.place(batch(np.random.default_rng(0), config))
         runs[name] = Stepping(program.train_step, program.init(), placed)
-    found = {name: bench.typical(times) for name, times in bench.turns(runs, rounds, warm=2).items()}
+    found = {
+        name: bench.typical(times) for name, times in bench.turns(runs, rounds, warm=2).items()
+    }
     table = Table("kind                  ", "step s", "x dense", "processor s", "x dense")
     dense = found["dense"]
     for name, one in found.items():
         ratios = one.wall / dense.wall, one.processor / dense.processor
-        table.row(name, f"{one.wall:.3f}", f"{ratios[0]:.2f}", f"{one.processor:.3f}", f"{ratios[1]:.2f}")
+        table.row(
+            name, f"{one.wall:.3f}", f"{ratios[0]:.2f}", f"{one.processor:.3f}", f"{ratios[1]:.2f}"
+        )
 
 
 def expert_bytes() -> None:
-    """Prints kB that a device sends in a layer and step with sequence parallelism: 12 experts do not divide by 8 ranks, 16 do."""
+    """Prints kB that a device sends in a layer and step with sequence parallelism: 12 experts do not divide by 8 ranks,
+    16 do.
+    """
     mt.fake_devices(8)
     tokens = 1024
     title = (
-        f"{tokens} tokens of 64 numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and step"
+        f"{tokens} tokens of 64 numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and "
+        "step"
     )
     table = Table("dispatch  ", "experts over   ", "tensor", "expert", "together", title=title)
-    for dispatch, capacity, count in (("all_gather", None, 16), ("all_to_all", 1.25, 12), ("all_to_all", 1.25, 16)):
+    for dispatch, capacity, count in (
+        ("all_gather", None, 16),
+        ("all_to_all", 1.25, 12),
+        ("all_to_all", 1.25, 16),
+    ):
         placing = {"dispatch": dispatch, "capacity": capacity}
         moe = {"experts": count, "top_k": 4, "d_ff": 64}
         given = {
             "model": {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe},
             "mesh": {"data": 4, "expert": 4, "tensor": 2},
-            "parallel": {"sequence_parallel": True, "zero_stage": 0, "microbatches": 1, "experts": placing},
+            "parallel": {
+                "sequence_parallel": True,
+                "zero_stage": 0,
+                "microbatches": 1,
+                "experts": placing,
+            },
             "train": {"global_batch_size": 16, "sequence_length": tokens // 4},
         }
         program = mt.Program(mt.load(given))
@@ -109,4 +134,6 @@ def expert_bytes() -> None:
                 sent[c.axis] += c.sent * c.times / 2e3
         rows = sent["expert"] + sent["expert+tensor"]
         over = " x ".join(program.local.forward.collectives.expert_axes)
-        table.row(dispatch, over, f"{sent['tensor']:.0f}", f"{rows:.0f}", f"{sent['tensor'] + rows:.0f}")
+        table.row(
+            dispatch, over, f"{sent['tensor']:.0f}", f"{rows:.0f}", f"{sent['tensor'] + rows:.0f}"
+        )

@@ -29,7 +29,11 @@ SECONDS = 0.7  # of processor time in each turn
 PHOTOS, WIDTH, HEIGHT, SIZE = 64, 500, 375, 224
 CROPPED = {"crop": 0.08, "flip": 0.5}
 MIXED = {"mixup": 0.8, "cutmix": 1.0}
-OF_DIGITS: dict[str, dict[str, Any]] = {"as they are": {}, "shift": {"shift": 1}, "mixup, cutmix": MIXED}
+OF_DIGITS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "shift": {"shift": 1},
+    "mixup, cutmix": MIXED,
+}
 OF_PHOTOS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "crop, flip": CROPPED,
@@ -41,10 +45,15 @@ OF_PHOTOS: dict[str, dict[str, Any]] = {
 def images(*, rounds: int = 3) -> None:
     """Prints images a second of the fastest turn of ours and of the bare loop."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    table = Table("images", "changed by                              ", "  ours", "   bare", "ratio")
+    table = Table(
+        "images", "changed by                              ", "  ours", "   bare", "ratio"
+    )
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
-        cases = [("digits", name, _config("digits", 8, 2, 1, 120, changes)) for name, changes in OF_DIGITS.items()]
+        cases = [
+            ("digits", name, _config("digits", 8, 2, 1, 120, changes))
+            for name, changes in OF_DIGITS.items()
+        ]
         _write_photos(Path(directory, "photos"))
         for name, changes in OF_PHOTOS.items():
             cases.append(("photos", name, _config(f"{directory}/photos", SIZE, 16, 3, 32, changes)))
@@ -55,8 +64,16 @@ def images(*, rounds: int = 3) -> None:
             best = dict.fromkeys(sides, 0.0)
             for _ in range(rounds):
                 for side, batch in sides.items():
-                    best[side] = max(best[side], config.train.global_batch_size * _batches_a_second(batch))
-            table.row(kind, name, f"{best['ours']:,.0f}", f"{best['bare']:,.0f}", f"{best['ours'] / best['bare']:.2f}")
+                    best[side] = max(
+                        best[side], config.train.global_batch_size * _batches_a_second(batch)
+                    )
+            table.row(
+                kind,
+                name,
+                f"{best['ours']:,.0f}",
+                f"{best['bare']:,.0f}",
+                f"{best['ours'] / best['bare']:.2f}",
+            )
 
 
 def _batches_a_second(batch: Callable[[int], Any]) -> float:
@@ -69,8 +86,16 @@ def _batches_a_second(batch: Callable[[int], Any]) -> float:
     return k / (time.process_time() - began)
 
 
-def _config(source: str, size: int, patch: int, channels: int, batch: int, changes: dict[str, Any]) -> Config:
-    model = {"family": "vit", "image_size": size, "patch_size": patch, "channels": channels, "vocab_size": 10}
+def _config(
+    source: str, size: int, patch: int, channels: int, batch: int, changes: dict[str, Any]
+) -> Config:
+    model = {
+        "family": "vit",
+        "image_size": size,
+        "patch_size": patch,
+        "channels": channels,
+        "vocab_size": 10,
+    }
     data = {"source": source, "images": changes, "validation": 0.0}
     return load({"model": model, "data": data, "train": {"global_batch_size": batch}})
 
@@ -84,7 +109,9 @@ def _write_photos(folder: Path) -> None:
         coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8))
         smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
         pixels = smooth + draw.normal(0, 8, smooth.shape)
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place / f"{number}.jpg", quality=90)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+            place / f"{number}.jpg", quality=90
+        )
 
 
 def _normalised(pixels: np.ndarray, patch: int) -> np.ndarray:
@@ -121,20 +148,39 @@ def _bare_photos(train: SplitBatches, config: Config) -> Callable[[int], Any]:
         return np.asarray(image)
 
     def batch(k: int) -> Any:
-        return _normalised(np.stack([one(paths[(k * size + row) % len(paths)]) for row in range(size)]), 16)
+        return _normalised(
+            np.stack([one(paths[(k * size + row) % len(paths)]) for row in range(size)]), 16
+        )
 
     return batch
 
 
 def digits(*, seeds: int = 3, epochs: int = 120) -> None:
     """Prints what runs of configs/vit_digits.yaml tell of the held-out digits."""
-    table = Table("seed", "steps", "held out: right", "best on the way", "eval loss", "seconds", "of processor")
+    table = Table(
+        "seed",
+        "steps",
+        "held out: right",
+        "best on the way",
+        "eval loss",
+        "seconds",
+        "of processor",
+    )
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, "-m", "meshtrain.train", "--config", str(ROOT / "configs/vit_digits.yaml")]
+            command = [
+                sys.executable,
+                "-m",
+                "meshtrain.train",
+                "--config",
+                str(ROOT / "configs/vit_digits.yaml"),
+            ]
             asked = [f"run.directory={directory}/run", f"run.seed={seed}", f"train.epochs={epochs}"]
             command += [word for setting in asked for word in ("--set", setting)]
-            took = spent(lambda command=command: subprocess.run(command, check=True), resource.RUSAGE_CHILDREN)
+            took = spent(
+                lambda command=command: subprocess.run(command, check=True),
+                resource.RUSAGE_CHILDREN,
+            )
             lines = Path(directory, "run/metrics.jsonl").read_text().splitlines()
         evals = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
         last = evals[-1]

@@ -1,7 +1,7 @@
 """What a change of precision costs in loss, and what a model makes of long rows.
 
-Any rounding sets a trajectory on another course, however small it is. So each run has a rival of the same seed, from the same weights on
-the same batches, and float8 runs at a calm learning rate, where trajectories stay closer.
+Any rounding sets a trajectory on another course, however small it is. So each run has a rival of the same seed, from
+the same weights on the same batches, and float8 runs at a calm learning rate, where trajectories stay closer.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,13 @@ ALONE = [*ONE_DEVICE, "parallel.sequence_parallel=false", "parallel.schedule=aut
 
 def losses(settings: Sequence[str], seed: int, steps: int) -> np.ndarray:
     """Returns the loss of every step of the quickstart on one device, in bfloat16 unless `settings` say otherwise."""
-    asked = [*ALONE, f"run.seed={seed}", f"train.steps={steps}", "precision.compute=bfloat16", *settings]
+    asked = [
+        *ALONE,
+        f"run.seed={seed}",
+        f"train.steps={steps}",
+        "precision.compute=bfloat16",
+        *settings,
+    ]
     config = mt.load(QUICKSTART, asked)
     program = mt.Program(config)
     data, _ = mt.open_data(config)
@@ -35,19 +41,27 @@ def losses(settings: Sequence[str], seed: int, steps: int) -> np.ndarray:
 
 
 def float8(*, seeds: int = 2, rate: float = 3e-4, steps: int = 200) -> None:
-    """Prints the loss by recipe: all layers in float8, the gradients of weights too, which the config's defaults leave out."""
+    """Prints the loss by recipe: all layers in float8, the gradients of weights too, which the config's defaults leave
+    out.
+    """
     calm = ["parallel.microbatches=1", f"optimizer.learning_rate={rate}"]
     base = np.zeros(0)
     table = Table("products   ", " loss", "over bfloat16's", "by seed")
     for recipe in (None, *RECIPES):
-        narrow = ["precision.matmul=float8", f"precision.float8_recipe={recipe}", "precision.float8_wgrad=float8"]
+        narrow = [
+            "precision.matmul=float8",
+            f"precision.float8_recipe={recipe}",
+            "precision.float8_wgrad=float8",
+        ]
         asked = [*calm, *narrow, "precision.float8_skip=[0, 0]"] if recipe else calm
         ends = np.array([losses(asked, seed, steps)[-LAST:].mean() for seed in range(seeds)])
         base = base if recipe else ends
         apart = 100 * (ends / base - 1)
         error = apart.std(ddof=1) / np.sqrt(seeds) if seeds > 1 else np.nan
         each = " ".join(f"{x:+.3f}" for x in apart)
-        table.row(recipe or "bfloat16", f"{ends.mean():.4f}", f"{apart.mean():+.3f} ± {error:.3f}%", each)
+        table.row(
+            recipe or "bfloat16", f"{ends.mean():.4f}", f"{apart.mean():+.3f} ± {error:.3f}%", each
+        )
     print(f"bfloat16's seeds are {100 * np.ptp(base) / base.mean():.1f}% apart")
 
 
@@ -57,7 +71,9 @@ def gradient_sums(*, seeds: int = 2, steps: int = 300) -> None:
     ends = []
     for seed in range(seeds):
         asked = ["parallel.microbatches=8", "precision.gradient_sums="]
-        plain, rounded = (losses([asked[0], asked[1] + sums], seed, steps) for sums in ("float32", "bfloat16"))
+        plain, rounded = (
+            losses([asked[0], asked[1] + sums], seed, steps) for sums in ("float32", "bfloat16")
+        )
         first, second = (found[-LAST:].mean() for found in (plain, rounded))
         gap = np.abs(np.convolve(rounded - plain, np.full(20, 1 / 20), "valid")).max()
         table.row(seed, f"{first:.4f}", f"{second:.4f}", f"{second - first:+.4f}", f"{gap:.4f}")

@@ -21,12 +21,22 @@ from meshtrain.step import Program
 
 ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
 WHOLE = 2**31 - 1  # tokens of a chunk that is none
-LLAMA_8B = {"layers": 1, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LLAMA_8B = {
+    "layers": 1,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 SMALL = {"layers": 2, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 8192}
 
 
 def grouped(*, rounds: int = 30) -> None:
-    """Prints the least seconds of each product, forward and both gradients. Rows fall to the experts unevenly, in whole blocks."""
+    """Prints the least seconds of each product, forward and both gradients.
+
+    Rows fall to the experts unevenly, in whole blocks.
+    """
     random = np.random.default_rng(0)
 
     def numbers(*shape: int) -> jax.Array:
@@ -34,7 +44,9 @@ def grouped(*, rounds: int = 30) -> None:
 
     rows = numbers(ROWS, DEPTH)
     cotangent = numbers(ROWS, WIDTH)
-    products: dict[str, tuple[Callable, tuple[jax.Array, ...]]] = {"dense": (jnp.matmul, (numbers(DEPTH, WIDTH),))}
+    products: dict[str, tuple[Callable, tuple[jax.Array, ...]]] = {
+        "dense": (jnp.matmul, (numbers(DEPTH, WIDTH),))
+    }
     ours = partial(grouped_product, platform=jax.default_backend())
     for experts in (8, 16):
         weight = numbers(experts, DEPTH, WIDTH)
@@ -49,11 +61,25 @@ def grouped(*, rounds: int = 30) -> None:
         compiled = jax.jit(backward).lower(rows, cotangent, *arrays).compile()
         temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
         forward = jax.jit(product).lower(rows, *arrays).compile()
-        runs[f"{name} forward"] = lambda run=forward, arrays=arrays: jax.block_until_ready(run(rows, *arrays))
-        runs[name] = lambda run=compiled, arrays=arrays: jax.block_until_ready(run(rows, cotangent, *arrays))
-    quickest = {name: min(one.wall for one in found) for name, found in bench.turns(runs, rounds).items()}
+        runs[f"{name} forward"] = lambda run=forward, arrays=arrays: jax.block_until_ready(
+            run(rows, *arrays)
+        )
+        runs[name] = lambda run=compiled, arrays=arrays: jax.block_until_ready(
+            run(rows, cotangent, *arrays)
+        )
+    quickest = {
+        name: min(one.wall for one in found) for name, found in bench.turns(runs, rounds).items()
+    }
     title = f"{ROWS} rows, {DEPTH} to {WIDTH}, blocks of {BLOCK}, float32, {jax.default_backend()}"
-    table = Table("product               ", "forward ms", "x dense", "backward ms", "x dense", "temp MB", title=title)
+    table = Table(
+        "product               ",
+        "forward ms",
+        "x dense",
+        "backward ms",
+        "x dense",
+        "temp MB",
+        title=title,
+    )
     for name in products:
         cells: list[str] = []
         for way in (" forward", ""):
@@ -62,21 +88,29 @@ def grouped(*, rounds: int = 30) -> None:
         table.row(name, *cells, f"{temporaries[name] / 1e6:.1f}")
 
 
-def _gradients(product: Callable, rows: jax.Array, cotangent: jax.Array, weight: jax.Array, *others: jax.Array) -> Any:
+def _gradients(
+    product: Callable, rows: jax.Array, cotangent: jax.Array, weight: jax.Array, *others: jax.Array
+) -> Any:
     return jax.vjp(lambda rows, weight: product(rows, weight, *others), rows, weight)[1](cotangent)
 
 
 def chunk_bytes() -> None:
-    """Prints what head and loss of a row of 131,072 tokens on 8 tensor ranks need beside arguments and results, by chunk."""
+    """Prints what head and loss of a row of 131,072 tokens on 8 tensor ranks need beside arguments and results, by
+    chunk.
+    """
     devices = described_devices("h100", 8)
-    title = "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
+    title = (
+        "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
+    )
     table = Table("tokens a chunk", "sequence parallel", " not", title=title)
     for chunk in (WHOLE, 512, 2048, 8192, "auto"):
         cells = [temporaries(chunk, split, devices) / 1e9 for split in (True, False)]
         table.row("all" if chunk == WHOLE else chunk, *(f"{cell:.2f}" for cell in cells))
 
 
-def temporaries(chunk: int | str, sequence_parallel: bool, devices: Any, length: int = 131072) -> int:
+def temporaries(
+    chunk: int | str, sequence_parallel: bool, devices: Any, length: int = 131072
+) -> int:
     """Returns the temporaries of the compiled head and loss of a row on a device."""
     given = {
         "model": LLAMA_8B,
@@ -118,7 +152,9 @@ def head_and_loss(program: Program) -> jax.stages.Compiled:
 
     shape = (config.train.global_batch_size, config.train.sequence_length)
     x = shape_of((*shape, config.model.d_model), config.precision.compute, stream)
-    return jax.jit(mapped).lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows)).compile()
+    return (
+        jax.jit(mapped).lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows)).compile()
+    )
 
 
 def chunk_seconds(*, rounds: int = 5) -> None:
@@ -134,7 +170,10 @@ def chunk_seconds(*, rounds: int = 5) -> None:
         runs[chunk] = Stepping(program.train_step, program.init(), batch)
     found = {chunk: bench.typical(times).wall for chunk, times in bench.turns(runs, rounds).items()}
     table = Table(
-        "tokens a chunk", "seconds", "x all", title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU"
+        "tokens a chunk",
+        "seconds",
+        "x all",
+        title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU",
     )
     for chunk, seconds in found.items():
         table.row(chunk, f"{seconds:.3f}", f"{seconds / found['all']:.2f}")

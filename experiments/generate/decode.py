@@ -1,9 +1,11 @@
-"""A decode step beside a plain JAX decode of the same model: one jitted function, a dense cache, all sequences at one position.
+"""A decode step beside a plain JAX decode of the same model: one jitted function, a dense cache, all sequences at one
+position.
 
     python -m experiments.generate.decode [--precision bfloat16] [small deep wide long]
 
-Both take turns, and the medians are compared. Goal: no more than 1.1 times as long. What else is printed: copies as large as a layer's cache
-in the compiled step, of which there must be none, and what stays allocated from step to step, which must be the same.
+Both take turns, and the medians are compared. Goal: no more than 1.1 times as long. What else is printed: copies as
+large as a layer's cache in the compiled step, of which there must be none, and what stays allocated from step to step,
+which must be the same.
 """
 
 import sys
@@ -49,14 +51,22 @@ def model(size: tuple[int, ...], precision: str) -> Model:
         }
     )
     program = Program(config, masters=False)
-    params = jax.jit(program.layout.init, out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters))
+    params = jax.jit(
+        program.layout.init,
+        out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters),
+    )
     return Model(program, params(jax.random.key(0)), 0, None)  # type: ignore[arg-type]
 
 
 def plain(model: Model, slots: int, length: int) -> tuple[Callable[..., Any], Any]:
     """The function (state) -> state, and the state before: as short as it can be written, and no slower for that."""
     config = model.config.model
-    heads, groups, width, half = config.heads, config.kv_heads, config.head_dim, config.head_dim // 2
+    heads, groups, width, half = (
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.head_dim // 2,
+    )
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
     eps = config.norm_eps
     whole = model.params
@@ -86,14 +96,21 @@ def plain(model: Model, slots: int, length: int) -> tuple[Callable[..., Any], An
             keys = jax.lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, position, 0))
             values = jax.lax.dynamic_update_slice(values, v[:, :, None], (0, 0, position, 0))
             q = q.reshape(slots, groups, heads // groups, width)
-            scores = jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32) * width**-0.5
-            p = jax.nn.softmax(jnp.where(jnp.arange(length) <= position, scores, -1e30)).astype(dtype)
+            scores = (
+                jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
+                * width**-0.5
+            )
+            p = jax.nn.softmax(jnp.where(jnp.arange(length) <= position, scores, -1e30)).astype(
+                dtype
+            )
             y = jnp.einsum("sgrp,sgpk->sgrk", p, values).reshape(slots, heads, width)
             x = x + jnp.einsum("shk,hkd->sd", y, a["out"])
             h = norm(x, w["mlp_norm"]["scale"])
             x = x + (jax.nn.silu(h @ m["gate"]) * (h @ m["up"])) @ m["down"]
             after.append((keys, values))
-        logits = jnp.matmul(norm(x, head["norm"]["scale"]), head["weight"], preferred_element_type=jnp.float32)
+        logits = jnp.matmul(
+            norm(x, head["norm"]["scale"]), head["weight"], preferred_element_type=jnp.float32
+        )
         return jnp.argmax(logits, -1).astype(jnp.int32), position + 1, after
 
     shape = (slots, groups, length, width)
@@ -133,7 +150,12 @@ def measured(size: tuple[int, ...], precision: str, rounds: int, steps: int) -> 
     compare(reference, step, 1)
     before, compiled = live(), ours.compiled
     times = compare(reference, step, rounds)
-    return Turn(times, copies(ours.lower().compile().as_text() or "", kept), live() - before, ours.compiled - compiled)
+    return Turn(
+        times,
+        copies(ours.lower().compile().as_text() or "", kept),
+        live() - before,
+        ours.compiled - compiled,
+    )
 
 
 def live() -> int:
@@ -160,10 +182,26 @@ def main() -> int:
     given = parser.parse_args()
     good = True
     title = (
-        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} steps"
+        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} "
+        "steps"
     )
-    heads = ("weights", "slots", "positions", "ours, ms", "plain, ms", "ratio             ", "processor")
-    table = Table("size ", *heads, "copies of a layer's cache", "bytes grown", "programs compiled", title=title)
+    heads = (
+        "weights",
+        "slots",
+        "positions",
+        "ours, ms",
+        "plain, ms",
+        "ratio             ",
+        "processor",
+    )
+    table = Table(
+        "size ",
+        *heads,
+        "copies of a layer's cache",
+        "bytes grown",
+        "programs compiled",
+        title=title,
+    )
     for name in given.sizes:
         size = (SIZES | LARGE)[name]
         times, copied, grown, compiled = measured(size, given.precision, given.rounds, given.steps)

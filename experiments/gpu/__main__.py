@@ -5,8 +5,9 @@
     python -m experiments.gpu trace CASE          the kernels of one step, by what they are for
     python -m experiments.gpu rates               what the GPU itself gives: products of many shapes, and a copy
 
-Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes JSON; `--each SECONDS`
-ends a case, or the checks, that take longer; `--cpu FILE` has the losses of the CPU from where `losses --out FILE` wrote them.
+Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes
+JSON; `--each SECONDS` ends a case, or the checks, that take longer; `--cpu FILE` has the losses of the CPU from where
+`losses --out FILE` wrote them.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from meshtrain import xla
 
 STEPS, LOSSES = 12, 2
 PROCESSES = {"cuda": 6, "cpu": 2}  # of `check`
-# Of losses, and of the first gradient's norm: the second hangs on an update of Adam's, which goes by the sign of what is all but zero.
+# Of losses, and of the first gradient's norm: the second hangs on an update of Adam's, which goes by the sign of what
+# is all but zero.
 TOLERANCE = {"float32": (2e-5, 1e-4), "bfloat16": (1e-3, 5e-3), "float16": (1e-3, 5e-3)}
 # In the names of kernels: of cuBLASLt, of XLA's and our own in Triton; of cuDNN.
 WORDS = {
@@ -46,30 +48,47 @@ def losses(name: str) -> list[list[float]]:
     from meshtrain.config import load
     from meshtrain.step import Program
 
-    if CHECKS[name].config()["precision"]["compute"] == "float32":  # its products are else of 10 bits
+    if (
+        CHECKS[name].config()["precision"]["compute"] == "float32"
+    ):  # its products are else of 10 bits
         jax.config.update("jax_default_matmul_precision", "highest")
     program, found = Program(load(CHECKS[name].config())), []
     state = program.init()
     for step in range(LOSSES):
-        state, metrics = program.train_step(state, program.place(_batch(CHECKS[name], np.random.default_rng(step))))
+        state, metrics = program.train_step(
+            state, program.place(_batch(CHECKS[name], np.random.default_rng(step)))
+        )
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return found
 
 
 def _batch(case: Case, random: Any) -> dict[str, Any]:
-    tokens = random.integers(0, case.model["vocab_size"], (case.rows, case.tokens + 1)).astype("int32")
+    tokens = random.integers(0, case.model["vocab_size"], (case.rows, case.tokens + 1)).astype(
+        "int32"
+    )
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def check(names: Sequence[str], out: Path | None, limit: float, cpu: Path | None) -> int:
-    """Prints each check's relative differences; returns how many are beyond what they may be. `cpu`: what `losses` wrote there."""
+    """Prints each check's relative differences; returns how many are beyond what they may be.
+
+    `cpu`: what `losses` wrote there.
+    """
     with tempfile.TemporaryDirectory() as directory:
         running, shared = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         for platform in ("cuda",) if cpu else PROCESSES:
             for i in range(min(PROCESSES[platform], len(names))):
-                command = [sys.executable, "-m", "experiments.gpu", "losses", *names[i :: PROCESSES[platform]]]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "experiments.gpu",
+                    "losses",
+                    *names[i :: PROCESSES[platform]],
+                ]
                 command += ["--out", f"{directory}/{platform}-{i}.json"]
-                running.append(subprocess.Popen(command, env=os.environ | shared | {"JAX_PLATFORMS": platform}))
+                running.append(
+                    subprocess.Popen(command, env=os.environ | shared | {"JAX_PLATFORMS": platform})
+                )
         until = time.monotonic() + limit
         while any(process.poll() is None for process in running) and time.monotonic() < until:
             time.sleep(0.2)
@@ -108,7 +127,9 @@ def all_losses(names: Sequence[str], file: Path) -> None:
 
 
 class Run:
-    """A case, compiled on the GPU with its state: by the program, or by plain JAX with cuDNN's attention and whole logits."""
+    """A case, compiled on the GPU with its state: by the program, or by plain JAX with cuDNN's attention and whole
+    logits.
+    """
 
     def __init__(self, case: Case) -> None:
         import jax
@@ -126,7 +147,11 @@ class Run:
             self.batch: tuple[Any, ...] = tuple(map(jax.device_put, batch.values()))
         else:
             program = Program(self.config)
-            step, self.state, self.batch = program.train_step, program.init(), (program.place(batch),)
+            step, self.state, self.batch = (
+                program.train_step,
+                program.init(),
+                (program.place(batch),),
+            )
         began = time.perf_counter()
         self.step = step.lower(self.state, *self.batch).compile()
         self.compile_seconds = time.perf_counter() - began
@@ -142,26 +167,38 @@ class Run:
         return time.perf_counter() - began
 
     def kernels(self) -> list[tuple[str, str, int, float]]:
-        """Takes a step and returns its kernels by name, and that of their instruction or command buffer: how many, and milliseconds."""
+        """Takes a step and returns its kernels by name, and that of their instruction or command buffer: how many, and
+        milliseconds.
+        """
         import jax
 
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 self()
             [file] = Path(directory).rglob("*.xplane.pb")
-            data, found = jax.profiler.ProfileData.from_file(str(file)), defaultdict[tuple[str, str], list[float]](list)
+            data, found = (
+                jax.profiler.ProfileData.from_file(str(file)),
+                defaultdict[tuple[str, str], list[float]](list),
+            )
             for plane in data.planes:
                 for stream in plane.lines if plane.name.startswith("/device:GPU") else ():
                     for event in stream.events if stream.name.startswith("Stream") else ():
-                        found[event.name, str(dict(event.stats).get("hlo_op", ""))].append(event.duration_ns / 1e6)
-        return sorted(((*key, len(ms), sum(ms)) for key, ms in found.items()), key=lambda kernel: -kernel[-1])
+                        found[event.name, str(dict(event.stats).get("hlo_op", ""))].append(
+                            event.duration_ns / 1e6
+                        )
+        return sorted(
+            ((*key, len(ms), sum(ms)) for key, ms in found.items()), key=lambda kernel: -kernel[-1]
+        )
 
 
 def by_kind(kernels: Sequence[tuple[str, str, int, float]]) -> dict[str, float]:
     """Returns milliseconds in products, attention, copies, and passes over memory."""
     found = dict.fromkeys(WORDS, 0.0) | {"memory": 0.0}
     for name, _, _, ms in kernels:
-        kind = next((kind for kind, words in WORDS.items() if any(word in name.lower() for word in words)), "memory")
+        kind = next(
+            (kind for kind, words in WORDS.items() if any(word in name.lower() for word in words)),
+            "memory",
+        )
         found[kind] += ms
     return found
 
@@ -188,23 +225,31 @@ def speed(name: str) -> dict[str, Any]:
         "mfu": flops / median(seconds) / planned.cluster.accelerator.flops("bfloat16"),
         "planned_mfu": flops / planned.seconds / planned.cluster.accelerator.flops("bfloat16"),
         "tokens_per_second": SPEED[name].rows * SPEED[name].tokens / median(seconds),
-        "bytes": held.argument_size_in_bytes + held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes,
+        "bytes": held.argument_size_in_bytes
+        + held.temp_size_in_bytes
+        + held.output_size_in_bytes
+        - held.alias_size_in_bytes,
         "peak": run.device.memory_stats()["peak_bytes_in_use"],
         "planned_bytes": planned.bytes,
         "compile_seconds": run.compile_seconds,
         "loss": run.loss,
         "kernels": by_kind(run.kernels()),
-    }  # fmt: skip
+    }
 
 
-HEADER = f"{'case':22} {'step ms':>8} {'planned':>8} {'ratio':>6} {'MFU %':>6} {'tokens/s':>9} {'GiB':>6} {'peak':>6} {'planned':>8} {'compiled in s':>14}"
+HEADER = (
+    f"{'case':22} {'step ms':>8} {'planned':>8} {'ratio':>6} {'MFU %':>6} {'tokens/s':>9} {'GiB':>6} {'peak':>6} "
+    f"{'planned':>8} {'compiled in s':>14}"
+)
 
 
 def line(r: dict[str, Any]) -> str:
     gib = 2**30
     return (
-        f"{r['case']:22} {1e3 * r['seconds']:8.1f} {1e3 * r['planned']:8.1f} {r['planned'] / r['seconds']:6.3f} {100 * r['mfu']:6.1f}"
-        f" {r['tokens_per_second']:9.0f} {r['bytes'] / gib:6.1f} {r['peak'] / gib:6.1f} {r['planned_bytes'] / gib:8.1f} {r['compile_seconds']:14.1f}"
+        f"{r['case']:22} {1e3 * r['seconds']:8.1f} {1e3 * r['planned']:8.1f} {r['planned'] / r['seconds']:6.3f} "
+        f"{100 * r['mfu']:6.1f}"
+        f" {r['tokens_per_second']:9.0f} {r['bytes'] / gib:6.1f} {r['peak'] / gib:6.1f} "
+        f"{r['planned_bytes'] / gib:8.1f} {r['compile_seconds']:14.1f}"
     )
 
 
@@ -214,13 +259,22 @@ def each(names: Sequence[str], out: Path | None, limit: float) -> int:
     print(HEADER, flush=True)
     for name in names:
         try:
-            done = subprocess.run([sys.executable, "-m", "experiments.gpu", "one", name], capture_output=True, text=True, timeout=limit, check=False)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-m", "experiments.gpu", "one", name],
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
             said, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired:
             code, done = 1, None
         if code:
             failed += 1
-            print(f"{name:22} failed: {done.stderr[-1500:] if done else f'more than {limit:.0f} s'}", flush=True)
+            print(
+                f"{name:22} failed: {done.stderr[-1500:] if done else f'more than {limit:.0f} s'}",
+                flush=True,
+            )
             continue
         row = json.loads(said.splitlines()[-1])
         print(line(row), flush=True)
@@ -258,14 +312,35 @@ def rates(out: Path | None) -> None:
         return median(found)
 
     rows = []
-    for m, k, n in ((8192, 8192, 8192), (16384, 4096, 6144), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096), (4096, 16384, 14336), (16384, 2048, 2048), (16384, 768, 3072), (2048, 4096, 14336), (1024, 4096, 4096), (16384, 2048, 768)):  # fmt: skip
+    for m, k, n in (
+        (8192, 8192, 8192),
+        (16384, 4096, 6144),
+        (16384, 4096, 14336),
+        (16384, 14336, 4096),
+        (16384, 4096, 4096),
+        (4096, 16384, 14336),
+        (16384, 2048, 2048),
+        (16384, 768, 3072),
+        (2048, 4096, 14336),
+        (1024, 4096, 4096),
+        (16384, 2048, 768),
+    ):
         a = jax.random.normal(jax.random.key(0), (m, k), jnp.bfloat16)
         b = jax.random.normal(jax.random.key(1), (k, n), jnp.bfloat16)
         a8, b8 = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
         wide = timed(lambda a, b: a @ b, a, b)
-        narrow = timed(lambda a, b: jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16), a8, b8)  # fmt: skip
+        narrow = timed(
+            lambda a, b: jax.lax.dot_general(
+                a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16
+            ),
+            a8,
+            b8,
+        )
         rows.append((m, k, n, 2e-12 * m * k * n / wide, 2e-12 * m * k * n / narrow))
-        print(f"{m:6} {k:6} {n:6}  bfloat16 {rows[-1][3]:6.0f}  float8 {rows[-1][4]:6.0f} TFLOP/s", flush=True)
+        print(
+            f"{m:6} {k:6} {n:6}  bfloat16 {rows[-1][3]:6.0f}  float8 {rows[-1][4]:6.0f} TFLOP/s",
+            flush=True,
+        )
     x = jnp.ones(2**30, jnp.float32)
     moved = 2 * x.nbytes / timed(lambda x: x + 1, x)
     print(f"copy {moved / 1e12:.2f} TB/s")
@@ -274,7 +349,9 @@ def rates(out: Path | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("verb", choices=["check", "speed", "trace", "rates", "losses", "one"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,5 @@
-"""The runs that are tried on one GPU: small ones whose losses must be those of the CPU, and layers of real models, as many as fit.
+"""The runs that are tried on one GPU: small ones whose losses must be those of the CPU, and layers of real models, as
+many as fit.
 
 `h100.jsonl` has what `speed` found of some of them on an H100.
 """
@@ -23,7 +24,14 @@ LLAMA_1B = {
     "d_ff": 8192,
     "vocab_size": 128256,
 }
-GPT_2 = {"family": "gpt2", "layers": 12, "d_model": 768, "heads": 12, "d_ff": 3072, "vocab_size": 50304}
+GPT_2 = {
+    "family": "gpt2",
+    "layers": 12,
+    "d_model": 768,
+    "heads": 12,
+    "d_ff": 3072,
+    "vocab_size": 50304,
+}
 QWEN3_30B = {
     "family": "qwen3",
     "d_model": 2048,
@@ -33,7 +41,14 @@ QWEN3_30B = {
     "vocab_size": 151936,
     "rope_theta": 1.0e6,
 }
-MIXTRAL = {"family": "mistral", "d_model": 4096, "heads": 32, "kv_heads": 8, "vocab_size": 32000, "rope_theta": 1.0e6}
+MIXTRAL = {
+    "family": "mistral",
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab_size": 32000,
+    "rope_theta": 1.0e6,
+}
 NARROW = {"experts": 128, "top_k": 8, "d_ff": 768, "balance": "sequence", "balance_weight": 1.0e-3}
 WIDE = {"experts": 8, "top_k": 2, "d_ff": 14336, "balance": "sequence", "balance_weight": 1.0e-2}
 BFLOAT16 = {"compute": "bfloat16"}
@@ -50,7 +65,10 @@ class Case(NamedTuple):
     plain: bool = False
 
     def config(self) -> dict[str, Any]:
-        train = {"global_batch_size": self.rows, "sequence_length": self.tokens} | self.sections.get("train", {})
+        train = {
+            "global_batch_size": self.rows,
+            "sequence_length": self.tokens,
+        } | self.sections.get("train", {})
         return {
             "precision": BFLOAT16,
             "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},

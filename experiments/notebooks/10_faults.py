@@ -42,8 +42,21 @@ from meshtrain.survive.store import config_of
 
 # %%
 names = ["n0", "n1", "n2"]
-options = SupervisorOptions(used=lambda nodes: nodes, wanted=3, least=2, step_timeout=8, node_timeout=6)
-plan = RestartPlan(2, 1, "running", "n0", 900, "start", "the run begins", members=names, incarnations=names, age=100)
+options = SupervisorOptions(
+    used=lambda nodes: nodes, wanted=3, least=2, step_timeout=8, node_timeout=6
+)
+plan = RestartPlan(
+    2,
+    1,
+    "running",
+    "n0",
+    900,
+    "start",
+    "the run begins",
+    members=names,
+    incarnations=names,
+    age=100,
+)
 
 
 def node(number, end=None, age=0.5, since=2.0, **changed):
@@ -56,7 +69,9 @@ def node(number, end=None, age=0.5, since=2.0, **changed):
 
 def judged(*records, plan=plan, before=()):
     found = decide(1000, records, plan, before, options)
-    blamed = [f"({found.kind}), blamed: {', '.join(found.blamed) or 'nobody'}"] if found.kind else []
+    blamed = (
+        [f"({found.kind}), blamed: {', '.join(found.blamed) or 'nobody'}"] if found.kind else []
+    )
     print(found.verdict, *blamed, *found.members)
     for line in textwrap.wrap(found.reason, 96):
         print("   ", line)
@@ -112,8 +127,17 @@ scenes = {
 hangs = {}
 for what, evidence in scenes.items():
     print(f"{what}: ", end="")
-    hangs[what] = judged(*[node(i, phase_age=9.0) for i in (0, 1)], node(2, **{"phase_age": 9.0} | evidence))
-assert [h.kind for h in hangs.values()] == ["collective", "frozen", "uninterruptible", "stuck", "gil", "lost"]
+    hangs[what] = judged(
+        *[node(i, phase_age=9.0) for i in (0, 1)], node(2, **{"phase_age": 9.0} | evidence)
+    )
+assert [h.kind for h in hangs.values()] == [
+    "collective",
+    "frozen",
+    "uninterruptible",
+    "stuck",
+    "gil",
+    "lost",
+]
 assert [h.blamed for h in hangs.values()] == [()] + 5 * [("n2",)]
 
 # %% [markdown]
@@ -126,7 +150,9 @@ assert [h.blamed for h in hangs.values()] == [()] + 5 * [("n2",)]
 # %%
 nan = [node(i, ProcessEnd(70, "numbers", "found NaN in the loss", 10)) for i in range(3)]
 first = judged(*nan)
-forming = replace(plan, number=3, generation=2, state="forming", kind="numbers", reason=first.reason, step=10)
+forming = replace(
+    plan, number=3, generation=2, state="forming", kind="numbers", reason=first.reason, step=10
+)
 ready = [replace(node(i), state="idle", acked=2) for i in range(3)]
 turned = judged(*ready, plan=forming, before=[plan])
 assert first.verdict == "form" and turned.members == ("n1", "n2", "n0")
@@ -141,7 +167,9 @@ assert (again.verdict, again.code) == ("over", 3)
 
 # %%
 os.chdir(tempfile.mkdtemp())
-Path("text.txt").write_text("the mesh is a placement, the schedule is a table, the step is one program. " * 200)
+Path("text.txt").write_text(
+    "the mesh is a placement, the schedule is a table, the step is one program. " * 200
+)
 Path("tiny.yaml").write_text("""
 model:      {layers: 2, d_model: 48, heads: 4, d_ff: 96, vocab_size: 264}
 mesh:       {data: 3, tensor: 2, pipeline: 1}
@@ -153,7 +181,11 @@ log:        {batches: true}
 survive:    {wanted: 3, least: 2, step_timeout: 6, node_timeout: 6}
 """)
 # Without optimisation XLA compiles in a third of the time; what it has compiled is kept for the next process.
-shared = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": "cache", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+shared = {
+    "JAX_PLATFORMS": "cpu",
+    "XDG_CACHE_HOME": "cache",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+}
 environment = {**os.environ, **shared, "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled")}
 
 
@@ -202,7 +234,9 @@ assert code == 0 and len(hurt) == 48
 told = history.read(Path("hurt"))
 for p in told.plans:
     members, blamed = " ".join(p.members) or "-", " ".join(p.blamed) or "-"
-    print(f"{p.number}  generation {p.generation} {p.state:9}{p.kind:8}members: {members:10}blamed: {blamed}")
+    print(
+        f"{p.number}  generation {p.generation} {p.state:9}{p.kind:8}members: {members:10}blamed: {blamed}"
+    )
 verdicts = [p for p in told.plans if p.state == "forming"]
 assert [p.kind for p in verdicts] == ["start", "signal", "frozen", "lost"]
 assert [p.blamed for p in verdicts] == [[], ["n1"], ["n2"], ["n2"]]
@@ -224,7 +258,9 @@ for fault, verdict in zip(injected, verdicts[1:], strict=True):
     times = verdict.wall, started[verdict.generation], going[verdict.generation].time
     judgement, processes, step = (moment - fault for moment in times)
     print(verdict.reason)
-    print(f"    {judgement:.1f} s to the verdict, {processes:.1f} s to new processes, {step:.1f} s to a step")
+    print(
+        f"    {judgement:.1f} s to the verdict, {processes:.1f} s to new processes, {step:.1f} s to a step"
+    )
     assert 0 < judgement < processes < step and (judgement > 4) == (verdict.kind != "signal")
 
 # %% [markdown]
@@ -291,7 +327,9 @@ before, since = (mt.load(config_of(Path("hurt", "survive"), p)) for p in running
 for config in (before, since):
     data, _ = mt.open_data(config)
     weights = data.batch(30).get("weights", np.ones(data.batch_shape(30))).mean(axis=1)
-    print(f"data {config.mesh.data}, microbatches {config.parallel.microbatches}: rows that weigh {weights}")
+    print(
+        f"data {config.mesh.data}, microbatches {config.parallel.microbatches}: rows that weigh {weights}"
+    )
     assert sum(weights == 1) == 15 and len(weights) == padded_batch_size(config)
 assert (padded_batch_size(before), padded_batch_size(since)) == (15, 16)
 

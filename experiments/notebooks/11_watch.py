@@ -118,11 +118,18 @@ expected = planned(dict(evidence.plan.time.parts()))
 names = [
     n
     for n in PARTS
-    if found.parts[n] > 0.005 * found.wall_seconds or expected.get(n, 0.0) > 0.005 * evidence.plan.seconds
+    if found.parts[n] > 0.005 * found.wall_seconds
+    or expected.get(n, 0.0) > 0.005 * evidence.plan.seconds
 ]
 places = np.arange(len(names))
 fig, ax = plt.subplots(figsize=(8, 3))
-ax.bar(places - 0.2, [100 * found.parts[n] / found.wall_seconds for n in names], 0.38, label="traced", color="#4878a8")
+ax.bar(
+    places - 0.2,
+    [100 * found.parts[n] / found.wall_seconds for n in names],
+    0.38,
+    label="traced",
+    color="#4878a8",
+)
 ax.bar(
     places + 0.2,
     [100 * expected.get(n, 0.0) / evidence.plan.seconds for n in names],
@@ -160,7 +167,9 @@ assert finding.settings and 0 < finding.severity < 1
 # The same run with the settings of the advice, and nothing else changed.
 
 # %% tags=["varies"]
-second = mt.load(first, [*finding.settings, f"run.directory={work / 'second'}", "telemetry.trace_at=[]"])
+second = mt.load(
+    first, [*finding.settings, f"run.directory={work / 'second'}", "telemetry.trace_at=[]"]
+)
 trained(second)
 
 # %% tags=["varies"]
@@ -172,7 +181,11 @@ print(
 )
 print(
     "config:",
-    *(f"{name}: {a} -> {b}" for name, a, b in held.config if not name.startswith(("run.", "telemetry."))),
+    *(
+        f"{name}: {a} -> {b}"
+        for name, a, b in held.config
+        if not name.startswith(("run.", "telemetry."))
+    ),
     sep="\n  ",
 )
 
@@ -196,7 +209,13 @@ print(f"of {len(losses[0])} losses none differs by more than 1 in 100,000")
 judge, said = Judge(), []
 for step in range(1, 60):
     loss = float("nan") if 40 < step <= 43 else 3.0 - 0.01 * step
-    row = {"step": step, "loss": loss, "step_seconds": 0.2, "tokens_per_second": 5000.0, "time": 1000 + 0.2 * step}
+    row = {
+        "step": step,
+        "loss": loss,
+        "step_seconds": 0.2,
+        "tokens_per_second": 5000.0,
+        "time": 1000 + 0.2 * step,
+    }
     said += judge(row, "step", row["time"])
 for alert in said:
     print(f"step {alert.step}: {alert.rule} {alert.state}: {alert.sentence}")

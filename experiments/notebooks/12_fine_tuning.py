@@ -71,7 +71,16 @@ for k in range(400):
     Path("books", f"{k:03}.txt").write_text("\n".join(lines))
 
 Path("words").mkdir()
-typed(data, "train-tokenizer", "--input", "books", "--vocab-size", "320", "--output", "words/tokenizer.json")
+typed(
+    data,
+    "train-tokenizer",
+    "--input",
+    "books",
+    "--vocab-size",
+    "320",
+    "--output",
+    "words/tokenizer.json",
+)
 
 template = """{% for message in messages %}{{ message.role }}
 {{ message.content }}{{ eos_token }}
@@ -85,7 +94,14 @@ print(Path("books/000.txt").read_text()[:60], "...")
 base = mt.load(
     {
         "run": {"directory": "base"},
-        "model": {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 128, "vocab_size": 320},
+        "model": {
+            "layers": 2,
+            "d_model": 64,
+            "heads": 4,
+            "kv_heads": 2,
+            "d_ff": 128,
+            "vocab_size": 320,
+        },
         "data": {"source": "books", "tokenizer": "words/tokenizer.json"},
         "train": {"steps": 200, "global_batch_size": 16, "sequence_length": 64},
         "optimizer": {"learning_rate": 3e-3},
@@ -130,7 +146,12 @@ asked = things[:8]
 
 def conversation(thing):
     question, answer = f"{thing}, which colour?", f"{thing} is {COLOURS[thing]}."
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 records = [conversation(thing) for thing in draw.choice(asked, 300)]
@@ -158,9 +179,19 @@ tuned = mt.load(
         "lora": {"rank": 8},
         "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
         "parallel": {"microbatches": 2},
-        "data": {"source": "chats.jsonl", "tokenizer": "hf/tokenizer.json", "format": "chat", "validation": 0.1},
+        "data": {
+            "source": "chats.jsonl",
+            "tokenizer": "hf/tokenizer.json",
+            "format": "chat",
+            "validation": 0.1,
+        },
         "train": {"epochs": 10, "global_batch_size": 8, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.0, "warmup_steps": 5, "final_ratio": 0.0},
+        "optimizer": {
+            "learning_rate": 1e-2,
+            "weight_decay": 0.0,
+            "warmup_steps": 5,
+            "final_ratio": 0.0,
+        },
         "checkpoint": {"resume": "imported"},
         "eval": {"every": 20},
         "log": {"every": 5},
@@ -176,7 +207,11 @@ HTML("<br>".join("".join(spans(row)) for row in rows))
 
 # %%
 learned = batch["labels"][batch["weights"] > 0]
-said = [text for text in tokenizer.decode(learned.tolist(), skip_special_tokens=False).split("<|endoftext|>") if text]
+said = [
+    text
+    for text in tokenizer.decode(learned.tolist(), skip_special_tokens=False).split("<|endoftext|>")
+    if text
+]
 print(said)
 assert set(said) <= {f"{thing} is {COLOURS[thing]}." for thing in asked} and len(said) >= 8
 
@@ -240,7 +275,11 @@ assert len(moved) == len(adapters) and all(np.asarray(after[name]).any() for nam
 
 # %%
 typed(adopt, "export", "tuned", "adapter", "--adapter")
-sizes = {path.name: path.stat().st_size for folder in ("hf", "adapter") for path in Path(folder).glob("*.safetensors")}
+sizes = {
+    path.name: path.stat().st_size
+    for folder in ("hf", "adapter")
+    for path in Path(folder).glob("*.safetensors")
+}
 print(", ".join(f"{name}: {size:,} bytes" for name, size in sizes.items()))
 
 

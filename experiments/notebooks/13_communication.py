@@ -42,7 +42,10 @@ from meshtrain.plan import traffic
 # %%
 S = 1e9
 cluster = named("h100", 16 * 8)
-inside, card = cluster.group(8, 1), cluster.group(16, 8)  # a machine; the GPUs of one number in all of them
+inside, card = (
+    cluster.group(8, 1),
+    cluster.group(16, 8),
+)  # a machine; the GPUs of one number in all of them
 
 
 def seconds(kind, group, nbytes):
@@ -50,7 +53,11 @@ def seconds(kind, group, nbytes):
 
 
 one = 2 * S / inside.bytes_per_second + seconds(ALL_REDUCE, card, S)
-eight = seconds(REDUCE_SCATTER, inside, S) + seconds(ALL_REDUCE, card, S / 8) + seconds(ALL_GATHER, inside, S)
+eight = (
+    seconds(REDUCE_SCATTER, inside, S)
+    + seconds(ALL_REDUCE, card, S / 8)
+    + seconds(ALL_GATHER, inside, S)
+)
 print(f"one representative {one * 1e3:.1f} ms, scatter, sum, gather {eight * 1e3:.1f} ms")
 assert 4 < one / eight < 8
 
@@ -130,7 +137,9 @@ gradient = np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32
 gradient[0, 7] = 1.0  # one outlier takes the resolution of its whole block
 errors = {}
 for name in ("bfloat16", "float8", "int8", "int4"):
-    codec = codec_of(mt.load({"parallel": {"reduce": {"compression": name, "feedback": False}}}).parallel.reduce)
+    codec = codec_of(
+        mt.load({"parallel": {"reduce": {"compression": name, "feedback": False}}}).parallel.reduce
+    )
     arrived = np.asarray(codec.decode(codec.encode(jnp.asarray(gradient)), 4096))
     off = np.abs(arrived - gradient)[0]
     errors[name] = np.sqrt((off[256:] ** 2).mean() / (gradient[0, 256:] ** 2).mean())
@@ -155,10 +164,14 @@ SUMMING = ("reduce-scatter", "all-to-all", "all-reduce")
 sent = {}
 for way, program in programs.items():
     # The weights' gather stays as it is, and a few bytes are the loss and other figures of the step.
-    sent[way] = sum(c.sent * c.times for c in program.collectives() if c.kind in SUMMING and c.bytes > 128)
+    sent[way] = sum(
+        c.sent * c.times for c in program.collectives() if c.kind in SUMMING and c.bytes > 128
+    )
     flows = [flow for flow in mt.plan(program.config, "cpu").transfers if "gradient" in flow.what]
     foreseen = sum(flow.sent for flow in flows)
-    print(f"{way:9} {sent[way]:9,.0f} bytes, {sent['none'] / sent[way]:5.2f} x less, planned {foreseen:9,.0f}")
+    print(
+        f"{way:9} {sent[way]:9,.0f} bytes, {sent['none'] / sent[way]:5.2f} x less, planned {foreseen:9,.0f}"
+    )
     assert np.isclose(sent[way], foreseen, rtol=0.01)
 assert sent["none"] / sent["int8"] > 3.9
 
@@ -182,7 +195,10 @@ axes.plot(losses["int8"], "C3-", linewidth=1, label="int8")
 axes.set(xlabel="step", ylabel="loss")
 axes.legend(frameon=False)
 plt.show()
-assert np.allclose(losses["none"], losses["int8"], atol=0.03) and losses["int8"][-1] < losses["int8"][0] - 1
+assert (
+    np.allclose(losses["none"], losses["int8"], atol=0.03)
+    and losses["int8"][-1] < losses["int8"][0] - 1
+)
 
 # %% [markdown]
 # ## Why what was left out must be kept
@@ -227,7 +243,9 @@ from meshtrain.hlo import collectives
 alone = built("parallel.sync.every=4", "parallel.sync.outer_momentum=0.5")
 inner = collectives(alone.lower().compile(), alone.mesh)
 outer = collectives(alone.islands.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh)
-crossing = [sum(c.sent * c.times for c in program if "island" in c.axes) for program in (inner, outer)]
+crossing = [
+    sum(c.sent * c.times for c in program if "island" in c.axes) for program in (inner, outer)
+]
 print(
     f"across islands: {crossing[0]:,.0f} bytes in a step, {crossing[1]:,.0f} every fourth step; {across:,.0f} every step before"
 )
@@ -253,8 +271,13 @@ large = mt.load("../configs/llama3_8b.yaml", [
 ])  # fmt: skip
 over = ["mesh.islands=4", "parallel.reduce.over=islands"]
 methods = {"no islands": [], "islands": over[:1]}
-methods |= {way: [*over, f"parallel.reduce.compression={way}"] for way in ("bfloat16", "int8", "int4", "powersgd")}
-methods |= {f"DiLoCo, every {every}": [*over[:1], f"parallel.sync.every={every}"] for every in (10, 100)}
+methods |= {
+    way: [*over, f"parallel.reduce.compression={way}"]
+    for way in ("bfloat16", "int8", "int4", "powersgd")
+}
+methods |= {
+    f"DiLoCo, every {every}": [*over[:1], f"parallel.sync.every={every}"] for every in (10, 100)
+}
 gigabits = np.geomspace(1 / 8, 400, 15)
 clusters = [apart_by(rate) for rate in gigabits]
 times = {}
@@ -278,7 +301,13 @@ def least(way):
 
 for way in times:
     print(f"{way:17} keeps 90% of the speed down to {least(way):5.1f} Gbit/s a GPU")
-assert least("islands") > least("bfloat16") > least("int8") > least("int4") > least("DiLoCo, every 100")
+assert (
+    least("islands")
+    > least("bfloat16")
+    > least("int8")
+    > least("int4")
+    > least("DiLoCo, every 100")
+)
 
 # %% [markdown]
 # Read from right to left. In one building, with a card of 400 Gbit/s a GPU, nothing here is worth its trouble: all

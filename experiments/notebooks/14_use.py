@@ -54,7 +54,9 @@ COLOURS = {
     "snow": "white",
 }
 draw = np.random.default_rng(0)
-Path("lines.txt").write_text("".join(f"{thing} is {COLOURS[thing]}.\n" for thing in draw.choice(list(COLOURS), 6000)))
+Path("lines.txt").write_text(
+    "".join(f"{thing} is {COLOURS[thing]}.\n" for thing in draw.choice(list(COLOURS), 6000))
+)
 text = {
     "run": {"directory": "lines"},
     "model": {"layers": 2, "d_model": 48, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 260},
@@ -140,7 +142,10 @@ for how in (
     Sampling(temperature=2.0, top_p=0.8),
 ):
     (said,) = go_on(engine, ["snow is white.\n"], how)
-    print(f"temperature {how.temperature:g}, top_k {how.top_k}, top_p {how.top_p:g}".ljust(38), repr(said))
+    print(
+        f"temperature {how.temperature:g}, top_k {how.top_k}, top_p {how.top_p:g}".ljust(38),
+        repr(said),
+    )
 
 # %% [markdown]
 # Six prompts share two slots: a free one takes the next while the other goes on. None hears of the others.
@@ -149,7 +154,10 @@ for how in (
 prompts, how = [f"{thing} is" for thing in list(COLOURS)[:6]], Sampling(temperature=1.0, seed=3)
 together = go_on(engine, prompts, how)
 assert together == [go_on(engine, [text], how)[0] for text in prompts]
-right = [said.startswith(f" {COLOURS[text.split()[0]]}.") for text, said in zip(prompts, together, strict=True)]
+right = [
+    said.startswith(f" {COLOURS[text.split()[0]]}.")
+    for text, said in zip(prompts, together, strict=True)
+]
 print(f"{sum(right)} of {len(right)} colours are right at temperature 1")
 engine.close()
 
@@ -230,7 +238,9 @@ plain, mixup, cutmix = batches().batch(0), batches(mixup=0.8).batch(0), batches(
 beside = np.arange(120) ^ 1
 assert np.array_equal(mixup["labels_b"], plain["labels"][beside])
 share = mixup["mix"][..., None]
-assert np.allclose(mixup["patches"], share * plain["patches"] + (1 - share) * plain["patches"][beside], atol=1e-6)
+assert np.allclose(
+    mixup["patches"], share * plain["patches"] + (1 - share) * plain["patches"][beside], atol=1e-6
+)
 kept = (cutmix["patches"] == plain["patches"]) | (plain["patches"] == plain["patches"][beside])
 assert np.all(kept.mean((1, 2)) >= cutmix["mix"][:, 0] - 1e-6)
 
@@ -245,7 +255,12 @@ short = mt.load(
         "mesh": {"tensor": 2},
         "data": {"source": "digits", "images": {"shift": 1}},
         "train": {**vit["train"], "epochs": 30},
-        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 20, "weight_decay": 0.05, "final_ratio": 0.01},
+        "optimizer": {
+            "learning_rate": 3e-3,
+            "warmup_steps": 20,
+            "weight_decay": 0.05,
+            "final_ratio": 0.01,
+        },
         "eval": {"every": 33, "batches": 3},
         "log": {"every": 5},
     }
@@ -255,7 +270,9 @@ trained(short)
 # %%
 rows = [json.loads(row) for row in Path("digits/metrics.jsonl").read_text().splitlines()]
 losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-evals = [(row["step"], row["eval_loss"], row["eval_accuracy"]) for row in rows if "eval_loss" in row]
+evals = [
+    (row["step"], row["eval_loss"], row["eval_accuracy"]) for row in rows if "eval_loss" in row
+]
 steps, eval_losses, accuracies = zip(*evals, strict=True)
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
 left.plot(*zip(*losses, strict=True), color="0.7", label="of the batch, moved")
@@ -275,7 +292,9 @@ assert accuracies[-1] > 0.85
 # %%
 model = mt.read_model("digits")
 held = [held_out.batch(k) for k in range(held_out.batches_per_epoch)]
-patches, labels = (np.concatenate([batch[name] for batch in held]) for name in ("patches", "labels"))
+patches, labels = (
+    np.concatenate([batch[name] for batch in held]) for name in ("patches", "labels")
+)
 found, true = np.asarray(model(patches)).argmax(-1), labels[:, 0]
 assert abs((found == true).mean() - accuracies[-1]) < 1e-6
 

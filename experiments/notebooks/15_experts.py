@@ -33,7 +33,9 @@ weights /= weights.sum(1, keepdims=True)
 for token in range(6):
     print(
         f"token {token}: "
-        + ", ".join(f"{w:.2f} of expert {e}" for e, w in zip(chosen[token], weights[token], strict=True))
+        + ", ".join(
+            f"{w:.2f} of expert {e}" for e, w in zip(chosen[token], weights[token], strict=True)
+        )
     )
 load = np.bincount(chosen.reshape(-1), minlength=4)
 print(f"load {load}, the fullest over the mean: {load.max() / load.mean():.2f}")
@@ -96,11 +98,15 @@ def trained(steps, *overrides):
 
 free, free_rows, free_tokens = trained(200, "model.moe.balance=none")
 for name, rows in {"at first": free_rows[:20], "at the end": free_rows[-20:]}.items():
-    loss, entropy, most = (np.mean([row[key] for row in rows]) for key in ("loss", "router_entropy", "expert_load"))
+    loss, entropy, most = (
+        np.mean([row[key] for row in rows]) for key in ("loss", "router_entropy", "expert_load")
+    )
     print(
         f"{name:10} loss {loss:.1f}, entropy of the router {entropy:.1f} nats, the fullest expert {most:.1f} x the mean"
     )
-assert all((tokens.sum(1) == 64 * 64 * 2).all() for tokens in free_tokens), "each token takes two experts in each layer"
+assert all((tokens.sum(1) == 64 * 64 * 2).all() for tokens in free_tokens), (
+    "each token takes two experts in each layer"
+)
 assert (
     free_rows[-1]["loss"] < free_rows[0]["loss"] - 1
     and free_rows[-1]["router_entropy"] < free_rows[0]["router_entropy"]
@@ -133,10 +139,14 @@ assert even_rows[0]["loss"] == free_rows[0]["loss"], "at first the bias is zero"
 # is no part of the model.
 
 # %%
-_, shared, counts = trained(10, "model.moe.balance=bias", "model.moe.bias_rate=0.002", "mesh.data=4", "mesh.expert=4")
+_, shared, counts = trained(
+    10, "model.moe.balance=bias", "model.moe.bias_rate=0.002", "mesh.data=4", "mesh.expert=4"
+)
 apart = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(shared, even_rows[:10], strict=True))
 same = sum(int((a == b).all()) for a, b in zip(counts, even_tokens[:10], strict=True))
-print(f"losses apart by less than 1e-5: {apart < 1e-5}; steps with the same tokens of every expert: {same} of 10")
+print(
+    f"losses apart by less than 1e-5: {apart < 1e-5}; steps with the same tokens of every expert: {same} of 10"
+)
 assert apart < 1e-5 and same == 10
 
 # %% [markdown]
@@ -168,8 +178,12 @@ for dispatch, expected in formula.items():
     found = [c for c in program.collectives() if c.axes == ("expert",) and "layer" in c.source]
     sent = sum(c.sent * c.times for c in found)
     planned = traffic.by_axis(mt.plan(program.config, "cpu").transfers)["expert"]
-    print(f"{dispatch}: {sent:,.0f} bytes in the program, {expected:,.0f} by formula, {planned:,.0f} planned")
-    assert {c.kind for c in found} == ({"all-gather", "reduce-scatter"} if dispatch == "all_gather" else {"all-to-all"})
+    print(
+        f"{dispatch}: {sent:,.0f} bytes in the program, {expected:,.0f} by formula, {planned:,.0f} planned"
+    )
+    assert {c.kind for c in found} == (
+        {"all-gather", "reduce-scatter"} if dispatch == "all_gather" else {"all-to-all"}
+    )
     assert np.isclose(sent, expected, rtol=0.01) and np.isclose(sent, planned, rtol=0.01)
 
 # %% [markdown]

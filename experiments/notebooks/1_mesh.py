@@ -111,7 +111,9 @@ mt.show(q)
 # %%
 from meshtrain.hlo import live_bytes
 
-formula = 12 * sum(math.prod(w.shape) // (D * math.prod(w.ways)) for w in program.layout.flat) + 3 * 4
+formula = (
+    12 * sum(math.prod(w.shape) // (D * math.prod(w.ways)) for w in program.layout.flat) + 3 * 4
+)
 for device in program.mesh.devices.flat:
     assert live_bytes(state, device) == formula
 ideal = 12 * program.layout.parameters / program.mesh.size
@@ -158,7 +160,12 @@ def run(data_ranks, tensor_ranks, stages):
 runs = {shape: run(*shape) for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]}
 print("data tensor pipeline   losses                   state a device")
 for shape, (found, nbytes, _) in runs.items():
-    print("{:4} {:6} {:8}".format(*shape), "  ", *(f"{loss:.5f}" for loss in found), f"{nbytes:>12,} bytes")
+    print(
+        "{:4} {:6} {:8}".format(*shape),
+        "  ",
+        *(f"{loss:.5f}" for loss in found),
+        f"{nbytes:>12,} bytes",
+    )
 
 # %% [markdown]
 # The losses differ only by what float32 rounds when it adds in another order: less than 1 in a million (one unit of
@@ -183,12 +190,16 @@ figure, plot = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for y, (_, _, found) in enumerate(runs.values()):
     sent = {axis: found.traffic.get(axis, 0) / 2**20 for axis in axes}
     lefts = np.cumsum([0, *sent.values()])
-    plot.barh([y] * 4, sent.values(), left=lefts[:-1], color=colours, edgecolor="black", linewidth=0.5)
+    plot.barh(
+        [y] * 4, sent.values(), left=lefts[:-1], color=colours, edgecolor="black", linewidth=0.5
+    )
     told = ", ".join(f"{axis} {mebibytes:.1f}" for axis, mebibytes in sent.items() if mebibytes)
     plot.text(lefts[-1] + 0.2, y, told or "nothing", va="center", fontsize=8)
 plot.set_yticks(range(len(runs)), [" × ".join(map(str, shape)) for shape in runs])
 plot.invert_yaxis()
-plot.set(xlabel="MiB that one device sends in a step", ylabel="data × tensor × pipeline", xlim=(0, 19))
+plot.set(
+    xlabel="MiB that one device sends in a step", ylabel="data × tensor × pipeline", xlim=(0, 19)
+)
 plt.show()
 
 # %% [markdown]
@@ -205,7 +216,9 @@ of_data = 2 * ring * 4 * psi
 of_tensor = 2 * ring * bsh * m * (4 * config.model.layers + 2)
 for shape, axis, formula in [((8, 1, 1), "data", of_data), ((1, 8, 1), "tensor", of_tensor)]:
     sent = runs[shape][2].traffic[axis]
-    print(f"{axis}: formula {formula:,.0f}, compiled program {sent:,.0f} bytes: {sent / formula - 1:+.2%}")
+    print(
+        f"{axis}: formula {formula:,.0f}, compiled program {sent:,.0f} bytes: {sent / formula - 1:+.2%}"
+    )
     assert 0 <= sent / formula - 1 < 0.005
 
 # %% [markdown]
@@ -224,7 +237,9 @@ CompiledCollectives(c for c in sent if c.sent * c.times > 10_000)
 # layers as the longest one (−1 is an empty place, which is skipped), and the vocabulary gets one row more, of zeros.
 
 # %%
-odd = mt.load(settings, ["model.layers=5", "model.vocab_size=259", f"run.directory={tempfile.mkdtemp()}"])
+odd = mt.load(
+    settings, ["model.layers=5", "model.vocab_size=259", f"run.directory={tempfile.mkdtemp()}"]
+)
 uneven = mt.Program(odd)
 print("layers by stage:", uneven.layout.layer_at[:, 0].tolist())
 for name in "blocks.attention.q", "embedding.tokens":
@@ -232,7 +247,9 @@ for name in "blocks.attention.q", "embedding.tokens":
     print(f"{name}: {weight.shape} lies in {weight.padded}")
 
 live = uneven.init().params
-assert live["blocks"]["attention"]["q"].shape[0] == 6 and live["embedding"]["tokens"].shape[0] == 260
+assert (
+    live["blocks"]["attention"]["q"].shape[0] == 6 and live["embedding"]["tokens"].shape[0] == 260
+)
 assert not np.asarray(live["blocks"]["attention"]["q"])[5].any()
 assert not np.asarray(live["embedding"]["tokens"])[259].any()
 mt.show({"q": live["blocks"]["attention"]["q"], "tokens": live["embedding"]["tokens"]})

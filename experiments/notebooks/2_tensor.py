@@ -57,7 +57,12 @@ y = mlp(x, A, B)
 
 # %%
 COLUMNS, ROWS, WHOLE = P(None, "tensor"), P("tensor"), P()
-mt.show({"A": jax.device_put(A, NamedSharding(mesh, COLUMNS)), "B": jax.device_put(B, NamedSharding(mesh, ROWS))})
+mt.show(
+    {
+        "A": jax.device_put(A, NamedSharding(mesh, COLUMNS)),
+        "B": jax.device_put(B, NamedSharding(mesh, ROWS)),
+    }
+)
 
 
 # %% [markdown]
@@ -74,7 +79,9 @@ def columns_then_rows(x, A, B):
 
 def equal(a, b):
     """All numbers of two trees, within float32's rounding of sums in another order."""
-    return jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-5)), a, b))
+    return jax.tree.all(
+        jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-5)), a, b)
+    )
 
 
 assert equal(columns_then_rows(x, A, B), y)
@@ -172,7 +179,9 @@ def block(x, w, enter=lambda x: x, leave=lambda y: y):
 # %%
 def on_mesh(stream, **places):
     """The block on the mesh, the residual stream split as `stream` says, and its gradients."""
-    run = jax.shard_map(lambda x, w: block(x, w, **places), mesh=mesh, in_specs=(stream, split), out_specs=stream)
+    run = jax.shard_map(
+        lambda x, w: block(x, w, **places), mesh=mesh, in_specs=(stream, split), out_specs=stream
+    )
     return jax.jit(run), jax.jit(jax.grad(loss_of(run), argnums=(0, 1)))
 
 
@@ -202,7 +211,10 @@ def differs(x):
 run, gradients = on_mesh(WHOLE, enter=differs, leave=summed)
 assert equal(run(x, weights), block(x, weights)) and equal(gradients(x, weights), reference)
 tensor_parallel = sent(gradients, x, weights)
-assert Counter((c.kind, c.backward) for c in tensor_parallel) == {("all-reduce", False): 2, ("all-reduce", True): 2}
+assert Counter((c.kind, c.backward) for c in tensor_parallel) == {
+    ("all-reduce", False): 2,
+    ("all-reduce", True): 2,
+}
 assert tensor_parallel.traffic["tensor"] == 4 * 2 * (n - 1) / n * 4 * T * D
 tensor_parallel
 
@@ -284,7 +296,11 @@ for name, program in programs.items():
         losses[name].append(float(metrics["loss"]))
     trained[name] = state.params
     print(f"{name:18}", *(f"{loss:.4f}" for loss in losses[name]))
-assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losses["one device"], strict=True))
+assert all(
+    abs(a - b) < 1e-5
+    for of in losses.values()
+    for a, b in zip(of, losses["one device"], strict=True)
+)
 
 # %% [markdown]
 # What does a layer send? The layers are one loop in the compiled step, so what stands in a loop belongs to them. By
@@ -293,11 +309,21 @@ assert all(abs(a - b) < 1e-5 for of in losses.values() for a, b in zip(of, losse
 # %%
 layers = programs["one device"].config.model.layers
 sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
-of_layers = {name: CompiledCollectives(c for c in found if c.loops) for name, found in sends.items()}
-for name, times in {"tensor 4": {"all-reduce": 4}, "sequence parallel": {"all-gather": 6, "reduce-scatter": 4}}.items():
-    counted = {kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS}
+of_layers = {
+    name: CompiledCollectives(c for c in found if c.loops) for name, found in sends.items()
+}
+for name, times in {
+    "tensor 4": {"all-reduce": 4},
+    "sequence parallel": {"all-gather": 6, "reduce-scatter": 4},
+}.items():
+    counted = {
+        kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS
+    }
     assert counted == {kind: times.get(kind, 0) for kind in KINDS}
-    print(f"{name}, a layer:", ", ".join(f"{times:.0f} × {kind}" for kind, times in counted.items() if times))
+    print(
+        f"{name}, a layer:",
+        ", ".join(f"{times:.0f} × {kind}" for kind, times in counted.items() if times),
+    )
 assert not any(c.sent for c in sends["one device"])
 of_layers["sequence parallel"]
 
@@ -316,7 +342,9 @@ total = {name: found.traffic["tensor"] for name, found in sends.items() if name 
 again = 2 * layers * (n - 1) / n * stream
 assert total["sequence parallel"] == total["tensor 4"] + again
 assert formula < total["tensor 4"] < 1.01 * formula
-print(f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula; gathered again {again:,.0f}")
+print(
+    f"{total['tensor 4']:,.0f} bytes, of them {formula:,.0f} by the formula; gathered again {again:,.0f}"
+)
 
 # %% [markdown]
 # ## What sequence parallelism is for
@@ -335,7 +363,11 @@ for name in ("tensor 4", "sequence parallel"):
     mt.Program(programs[name].config, block=looking_block)
     print(f"{name:18} the block is given {seen[name]}")
 assert seen["tensor 4"] == (train.global_batch_size, train.sequence_length, model.d_model)
-assert seen["sequence parallel"] == (train.global_batch_size, train.sequence_length // n, model.d_model)
+assert seen["sequence parallel"] == (
+    train.global_batch_size,
+    train.sequence_length // n,
+    model.d_model,
+)
 
 # %% [markdown]
 # Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also
@@ -346,7 +378,9 @@ assert seen["sequence parallel"] == (train.global_batch_size, train.sequence_len
 # %% tags=["varies"]
 kept = {
     name: next(
-        item.nbytes for item in mt.plan(program.config, "cpu").memory if item.name.startswith("activations kept")
+        item.nbytes
+        for item in mt.plan(program.config, "cpu").memory
+        if item.name.startswith("activations kept")
     )
     for name, program in programs.items()
 }
@@ -379,7 +413,10 @@ def cross_entropy(logits, labels):
 
 
 V = model.vocab_size
-logits, labels = 3 * jax.random.normal(next(keys), (T, V)), jax.random.randint(next(keys), (T,), 0, V)
+logits, labels = (
+    3 * jax.random.normal(next(keys), (T, V)),
+    jax.random.randint(next(keys), (T,), 0, V),
+)
 assert equal(cross_entropy(logits, labels), -jax.nn.log_softmax(logits)[jnp.arange(T), labels])
 backward = sent(jax.jit(jax.grad(lambda z: cross_entropy(z, labels).mean())), logits)
 assert not any(c.backward for c in backward) and sum(c.bytes for c in backward) == 3 * 4 * T
@@ -390,10 +427,14 @@ backward
 # already. meshtrain's loss (`model/loss.py`) does the same, and its step sends just these 3 numbers a token:
 
 # %%
-of_loss = CompiledCollectives(c for c in sends["tensor 4"] if any("loss.py" in str(line) for line in c.lines))
+of_loss = CompiledCollectives(
+    c for c in sends["tensor 4"] if any("loss.py" in str(line) for line in c.lines)
+)
 assert sum(c.bytes for c in of_loss) == 3 * 4 * tokens
 gathering_logits = (n - 1) / n * 4 * tokens * V
-print(f"gathering the logits would send {gathering_logits / of_loss.traffic['tensor']:.1f} times the bytes")
+print(
+    f"gathering the logits would send {gathering_logits / of_loss.traffic['tensor']:.1f} times the bytes"
+)
 of_loss
 
 # %% [markdown]

@@ -78,9 +78,14 @@ for stage, ((program, step), state) in enumerate(zip(stages, states, strict=True
     formula = 12 * psi // (N if stage else 1)
     live = live_bytes(state)
     arguments = step.memory_analysis().argument_size_in_bytes
-    planned = sum(item.nbytes for item in mt.plan(program.config, "cpu").memory if item.between_steps)
+    planned = sum(
+        item.nbytes for item in mt.plan(program.config, "cpu").memory if item.between_steps
+    )
     print(f"{stage:5}  {formula:9,}  {live:12,}  {arguments:16,}  {planned:7,}")
-    counters, batch = 3 * 4, 2 * 4 * config.train.global_batch_size // N * config.train.sequence_length
+    counters, batch = (
+        3 * 4,
+        2 * 4 * config.train.global_batch_size // N * config.train.sequence_length,
+    )
     assert formula == planned == live - counters == arguments - counters - batch
 
 # %% [markdown]
@@ -114,7 +119,12 @@ for stage, (plan, (_, step)) in enumerate(zip(plans, stages, strict=True)):
 program = stages[0][0]
 update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_shardings, None))
 gradients, loss = program.layout.masters, jax.ShapeDtypeStruct((), "float32")
-more = update.lower(program.state_shapes, Gradients(loss, gradients)).compile().memory_analysis().temp_size_in_bytes
+more = (
+    update.lower(program.state_shapes, Gradients(loss, gradients))
+    .compile()
+    .memory_analysis()
+    .temp_size_in_bytes
+)
 print(f"stage 0: {states_only[0]} and the update's own {more / psi:.2f}")
 assert abs((states_only[0] * psi + more) / peaks[0] - 1) < 1e-3
 
@@ -135,7 +145,9 @@ def opened(program, masters):
         return jax.tree.map(lambda x: x[None], read)
 
     each = PartitionSpec(("data", "tensor", "pipeline"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=(program.layout.shards,), out_specs=each)
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=(program.layout.shards,), out_specs=each
+    )
     return live_bytes(jax.jit(mapped)(masters))
 
 
@@ -198,7 +210,11 @@ expected = {
     ("reduce-scatter", True): len(of_layers),
 }
 for (kind, backward), arrays in expected.items():
-    found = [c for c in sent[3] if (c.kind, c.backward, c.loops) == (kind, backward, (config.model.layers,))]
+    found = [
+        c
+        for c in sent[3]
+        if (c.kind, c.backward, c.loops) == (kind, backward, (config.model.layers,))
+    ]
     where = "backward" if backward else "forward"
     print(f"{kind:14} in the {where:8}: {len(found)} arrays a layer, {config.model.layers} layers")
     assert len(found) == arrays
@@ -230,7 +246,13 @@ np.testing.assert_allclose(losses, np.broadcast_to(losses[0], (4, 3)), rtol=1e-6
 # %%
 m = 4
 gathered = 2 * m * layers + (psi - layers)
-formulas = {(1, False): 2, (2, False): 1 + m, (2, True): 2, (3, False): gathered / psi + m, (3, True): 2}
+formulas = {
+    (1, False): 2,
+    (2, False): 1 + m,
+    (2, True): 2,
+    (3, False): gathered / psi + m,
+    (3, True): 2,
+}
 temporaries = {}
 print("stage  hold   sent: formula  compiled program   temporaries, bytes a parameter")
 for (stage, hold), formula in formulas.items():
@@ -242,7 +264,9 @@ for (stage, hold), formula in formulas.items():
     )
     found = sum(by_kind(collectives(step, program.mesh, program.busy)).values())
     temporaries[stage, hold] = step.memory_analysis().temp_size_in_bytes / psi
-    print(f"{stage:5}  {hold!s:5}  {formula:13.2f}  {found:16.2f}  {temporaries[stage, hold]:31.1f}")
+    print(
+        f"{stage:5}  {hold!s:5}  {formula:13.2f}  {found:16.2f}  {temporaries[stage, hold]:31.1f}"
+    )
     assert abs(found / formula - 1) < 5e-4
 assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
 

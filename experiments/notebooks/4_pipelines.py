@@ -39,7 +39,11 @@ backward = {"input_grad": 1.0, "weight_grad": 1.0}  # in forwards: B = 2 F
 for p in (1, 2, 3, 4, 8):
     for m in (1, 2, 4, 8, 32):
         for f in (1.0, 0.3):
-            played = simulate(make_table("gpipe", p, m), Durations(forward=f, **backward), execution="asynchronous")
+            played = simulate(
+                make_table("gpipe", p, m),
+                Durations(forward=f, **backward),
+                execution="asynchronous",
+            )
             assert np.isclose(played.makespan, (m + p - 1) * (f + 2.0))
             assert np.isclose(played.bubble_fraction, (p - 1) / (m + p - 1))
 
@@ -73,13 +77,24 @@ one
 # For these tables the second is one matrix product:
 
 # %%
-for name, v in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_interleaved", 2), ("v_1f1b", 2)]:
+for name, v in [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("zb_h1", 1),
+    ("zb_interleaved", 2),
+    ("v_1f1b", 2),
+]:
     table = make_table(name, 4, 8, v)
-    used = (table.cells[..., 0] >= 0).any(axis=1).sum(axis=0)  # clocks in which some stage has an F, a B, a W
+    used = (
+        (table.cells[..., 0] >= 0).any(axis=1).sum(axis=0)
+    )  # clocks in which some stage has an F, a B, a W
     cost = np.array([1, 1, 1] if table.split else [1, 2, 0]) / v
     played = simulate(table, Durations(1 / v, 1 / v, 1 / v), execution="lockstep")
     assert np.isclose(played.makespan, used @ cost)
-    print(f"{name:15} clocks with F, B, W: {used.tolist()!s:13} lockstep makespan {used @ cost:5.2f}")
+    print(
+        f"{name:15} clocks with F, B, W: {used.tolist()!s:13} lockstep makespan {used @ cost:5.2f}"
+    )
 
 # %% [markdown]
 # ## Smaller pieces: interleaved
@@ -102,12 +117,16 @@ messages = np.linspace(0, 1, 21)
 spans = {}
 for v in (1, 2, 4):
     table = make_table("interleaved", 4, 8, v)
-    spans[v] = [simulate(table, Durations(1 / v, 1 / v, 1 / v, message=c)).makespan for c in messages]
+    spans[v] = [
+        simulate(table, Durations(1 / v, 1 / v, 1 / v, message=c)).makespan for c in messages
+    ]
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for (v, span), style in zip(spans.items(), ("-", "--", ":"), strict=True):
     axes.plot(messages, span, "k" + style)
     axes.annotate(f"v = {v}", (1, span[-1]), xytext=(4, -3), textcoords="offset points")
-axes.set(xlabel="one message, in forwards of a stage", ylabel="makespan, in forwards", xlim=(0, 1.12))
+axes.set(
+    xlabel="one message, in forwards of a stage", ylabel="makespan, in forwards", xlim=(0, 1.12)
+)
 assert spans[4][0] < spans[2][0] < spans[1][0] and spans[4][-1] > spans[2][-1] > spans[1][-1]
 
 # %% [markdown]
@@ -119,8 +138,12 @@ assert spans[4][0] < spans[2][0] < spans[1][0] and spans[4][-1] > spans[2][-1] >
 # %%
 zero = make_table("zb_h1", 4, 8)
 f, i, w = 1.0, 1.0, 0.8
-alone, lockstep = (simulate(zero, Durations(f, i, w), execution) for execution in ("asynchronous", "lockstep"))
-assert np.isclose(alone.idle.max(), 3 * (f + i - w)) and np.isclose(lockstep.idle.max(), 3 * (f + i))
+alone, lockstep = (
+    simulate(zero, Durations(f, i, w), execution) for execution in ("asynchronous", "lockstep")
+)
+assert np.isclose(alone.idle.max(), 3 * (f + i - w)) and np.isclose(
+    lockstep.idle.max(), 3 * (f + i)
+)
 alone
 
 # %% [markdown]
@@ -132,7 +155,10 @@ alone
 
 # %%
 for p in (2, 4, 8):
-    assert simulate(make_table("v_1f1b", p, 2 * p, 2), Durations()).peak_in_flight.tolist() == [2 * p] * p
+    assert (
+        simulate(make_table("v_1f1b", p, 2 * p, 2), Durations()).peak_in_flight.tolist()
+        == [2 * p] * p
+    )
 
 make_table("v_1f1b", 4, 4, 2)
 
@@ -145,9 +171,17 @@ bubbles, held = {}, {}
 for name, entry in mt.schedule.SCHEDULES.items():
     v = entry.chunks or 2
     table = make_table(name, 4, 8, v)
-    both = [simulate(table, Durations(1 / v, 1 / v, 1 / v), execution) for execution in ("asynchronous", "lockstep")]
-    bubbles[name], held[name] = [played.bubble_fraction for played in both], both[0].peak_in_flight.max() / v
-    print(f"{name:16}{v:6}{table.clocks:7}{bubbles[name][0]:15.1%}{bubbles[name][1]:10.1%}{held[name]:6.1f}")
+    both = [
+        simulate(table, Durations(1 / v, 1 / v, 1 / v), execution)
+        for execution in ("asynchronous", "lockstep")
+    ]
+    bubbles[name], held[name] = (
+        [played.bubble_fraction for played in both],
+        both[0].peak_in_flight.max() / v,
+    )
+    print(
+        f"{name:16}{v:6}{table.clocks:7}{bubbles[name][0]:15.1%}{bubbles[name][1]:10.1%}{held[name]:6.1f}"
+    )
 assert min(held, key=held.get) == "v_1f1b"
 for execution in (0, 1):
     assert min(bubbles, key=lambda name: bubbles[name][execution]) == "zb_interleaved"
@@ -199,7 +233,9 @@ frugal
 # %%
 rival = make_table("1f1b", stages=2, microbatches=4)
 for table in (rival, frugal):
-    alone, lockstep = (simulate(table, Durations(), execution) for execution in ("asynchronous", "lockstep"))
+    alone, lockstep = (
+        simulate(table, Durations(), execution) for execution in ("asynchronous", "lockstep")
+    )
     spans = f"makespan {alone.makespan:g} alone, {lockstep.makespan:g} in lockstep"
     print(f"{table.name:7} {table.clocks} clocks, {spans}, held {alone.peak_in_flight}")
 assert alone.makespan == simulate(rival, Durations(), "asynchronous").makespan
@@ -226,14 +262,23 @@ def step(program):
     """Loss and gradient norm of the first step, and the bytes that the compiled program needs besides its state."""
     compiled = program.lower().compile()
     _, metrics = compiled(program.init(), program.place(batch))
-    return float(metrics["loss"]), float(metrics["grad_norm"]), compiled.memory_analysis().temp_size_in_bytes
+    return (
+        float(metrics["loss"]),
+        float(metrics["grad_norm"]),
+        compiled.memory_analysis().temp_size_in_bytes,
+    )
 
 
 *reference, _ = step(mt.Program(mt.load(config)))
 settings = ["mesh.pipeline=2", "parallel.microbatches=4", f"parallel.schedule={path}"]
 mine = mt.Program(mt.load(config, settings))
 *found, _ = step(mine)
-print("one device:", [f"{value:.4f}" for value in reference], " frugal:", [f"{value:.4f}" for value in found])
+print(
+    "one device:",
+    [f"{value:.4f}" for value in reference],
+    " frugal:",
+    [f"{value:.4f}" for value in found],
+)
 assert np.allclose(found, reference, rtol=1e-5)
 
 # %% [markdown]
@@ -243,7 +288,9 @@ assert np.allclose(found, reference, rtol=1e-5)
 
 # %%
 hops = [c for c in mine.collectives() if c.kind == "collective-permute"]
-assert [c.times for c in hops] == [frugal.clocks, frugal.clocks] and all(c.axis == "pipeline" for c in hops)
+assert [c.times for c in hops] == [frugal.clocks, frugal.clocks] and all(
+    c.axis == "pipeline" for c in hops
+)
 [(c.kind, c.axis, c.bytes, c.times) for c in hops]
 
 # %% [markdown]
@@ -263,7 +310,9 @@ def holding(limit):
                 room = b[s, j - limit(p, s)] + 1 if j >= limit(p, s) else 0
                 f[s, j] = max(f[s - 1, j] + 1 if s else 0, f[s, j - 1] + 1 if j else 0, room)
             for s in reversed(range(p)):
-                b[s, j] = max(b[s + 1, j] + 1 if s < p - 1 else f[s, j], b[s, j - 1] + 1 if j else 0)
+                b[s, j] = max(
+                    b[s + 1, j] + 1 if s < p - 1 else f[s, j], b[s, j - 1] + 1 if j else 0
+                )
         return f, b
 
     return clocks
@@ -285,13 +334,23 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for model, style in executions.items():
     spans = [simulate(table, Durations(), model).makespan for table in knob.values()]
     axes.plot(list(knob), spans, style)
-    axes.annotate(model, (2, spans[1]), xytext=(4, 6 if model == "lockstep" else -24), textcoords="offset points")
-    axes.plot(p, simulate(make_table("textbook", p, m), Durations(), model).makespan, "k*", markersize=12)
+    axes.annotate(
+        model,
+        (2, spans[1]),
+        xytext=(4, 6 if model == "lockstep" else -24),
+        textcoords="offset points",
+    )
+    axes.plot(
+        p, simulate(make_table("textbook", p, m), Durations(), model).makespan, "k*", markersize=12
+    )
 axes.set(xlabel="microbatches in flight on stage 0", ylabel="makespan, in forwards", ylim=(0, None))
 axes.annotate("textbook ★", (p, 50), xytext=(-8, -18), textcoords="offset points", ha="center")
 
 assert np.array_equal(knob[2 * p - 1].cells, make_table("1f1b", p, m).cells)
-textbook = {execution: simulate(make_table("textbook", p, m), Durations(), execution) for execution in executions}
+textbook = {
+    execution: simulate(make_table("textbook", p, m), Durations(), execution)
+    for execution in executions
+}
 ours, four = (simulate(knob[k], Durations(), "asynchronous").makespan for k in (2 * p - 1, p))
 assert textbook["asynchronous"].makespan == ours < four
 assert textbook["lockstep"].makespan > 1.5 * ours
@@ -308,13 +367,17 @@ assert textbook["lockstep"].makespan > 1.5 * ours
 names = ("gpipe", "1f1b", "textbook")
 peaks, bytes_, planned = [], [], []
 for name in names:
-    chosen = mt.load(config, ["mesh.pipeline=4", "parallel.microbatches=16", f"parallel.schedule={name}"])
+    chosen = mt.load(
+        config, ["mesh.pipeline=4", "parallel.microbatches=16", f"parallel.schedule={name}"]
+    )
     *found, temporary = step(mt.Program(chosen))
     assert np.allclose(found, reference, rtol=1e-5)
     peaks.append(int(simulate(make_table(name, 4, 16), Durations()).peak_in_flight.max()))
     bytes_.append(temporary)
     planned.append(mt.plan(chosen, "cpu").bytes)
-    print(f"{name:9} peak in flight {peaks[-1]:2}, temporary memory of a device {temporary / 2**20:.2f} MiB")
+    print(
+        f"{name:9} peak in flight {peaks[-1]:2}, temporary memory of a device {temporary / 2**20:.2f} MiB"
+    )
 
 # %% tags=["varies"]
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")

@@ -43,7 +43,9 @@ def ring_scatter(x, axis):
     parts = x.reshape(n, -1)
     moving = parts[(me - 1) % n]
     for step in range(2, n + 1):
-        moving = ppermute(moving, axis, [(i, (i + 1) % n) for i in range(n)]) + parts[(me - step) % n]
+        moving = (
+            ppermute(moving, axis, [(i, (i + 1) % n) for i in range(n)]) + parts[(me - step) % n]
+        )
     return moving
 
 
@@ -128,7 +130,9 @@ from meshtrain.hlo import Module, byte_count, collectives, replica_groups
 def run(all_reduce, mesh, x):
     """What every rank ends with [ranks, N], and the compiled program."""
     rows = PartitionSpec(mesh.axis_names)
-    spread = jax.shard_map(lambda row: all_reduce(row[0])[None], mesh=mesh, in_specs=rows, out_specs=rows)
+    spread = jax.shard_map(
+        lambda row: all_reduce(row[0])[None], mesh=mesh, in_specs=rows, out_specs=rows
+    )
     compiled = jax.jit(spread).lower(x).compile()
     return np.asarray(compiled(x)), compiled
 
@@ -154,7 +158,9 @@ print(f"{', '.join(ended)}: the sum, and the same bits on all 8 ranks")
 
 # %%
 for name in ("tree", "butterfly", "hierarchical"):
-    print(f"{name:12} other bits than the ring in {(ended[name][0] != ended['ring'][0]).sum():4} of {N} sums")
+    print(
+        f"{name:12} other bits than the ring in {(ended[name][0] != ended['ring'][0]).sum():4} of {N} sums"
+    )
 assert any((ended[name][0] != ended["ring"][0]).any() for name in ways)
 
 # whole numbers have no rounding: then all agree
@@ -177,7 +183,13 @@ figure, panels = plt.subplots(1, 4, figsize=(10, 4), sharey=True)
 for panel, name in zip(panels, ways, strict=True):
     for step, (size, pairs) in enumerate(messages(name)):
         for sender, receiver in pairs:
-            style = {"arrowstyle": "-|>", "lw": 0.6 + 2.4 * size / S, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
+            style = {
+                "arrowstyle": "-|>",
+                "lw": 0.6 + 2.4 * size / S,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "mutation_scale": 7,
+            }
             panel.annotate("", (receiver, step + 0.85), (sender, step), arrowprops=style)
     panel.set(title=name, xlabel="rank", xlim=(-0.5, 7.5), ylim=(14, -0.4), xticks=range(8))
     panel.spines[["top", "right"]].set_visible(False)
@@ -185,7 +197,9 @@ panels[0].set_ylabel("step")
 plt.tight_layout()
 plt.show()
 assert [len(messages(name)) for name in ways] == [14, 6, 6, 8]
-assert all(sender != receiver for name in ways for _, pairs in messages(name) for sender, receiver in pairs)
+assert all(
+    sender != receiver for name in ways for _, pairs in messages(name) for sender, receiver in pairs
+)
 
 # %% [markdown]
 # ## Steps and bytes
@@ -206,7 +220,9 @@ print(f"{'':14}{'steps':>6}{'waited for':>12}{'sent':>9}   in S = {S:,} bytes")
 for name in ways:
     steps = messages(name)
     waited = sum(size for size, _ in steps)
-    by_rank = [sum(size for size, pairs in steps for sender, _ in pairs if sender == i) for i in range(n)]
+    by_rank = [
+        sum(size for size, pairs in steps for sender, _ in pairs if sender == i) for i in range(n)
+    ]
     print(f"{name:14}{len(steps):6}{waited / S:12.2f}{max(by_rank) / S:9.2f}")
     assert (len(steps), waited, max(by_rank)) == theory[name]
     assert all(c.kind == "collective-permute" for c in collectives(programs[name], ways[name][1]))
@@ -234,7 +250,9 @@ from meshtrain.cluster.topology import Group, Hop
 
 machine = named("h100", 8).group(8, 1)
 alpha, beta = machine.latency, 1 / machine.bytes_per_second
-print(f"alpha {alpha * 1e6:.1f} us, beta {beta * 1e12:.2f} ps a byte: {1e-9 / beta:.0f} GB/s, as collectives reach it")
+print(
+    f"alpha {alpha * 1e6:.1f} us, beta {beta * 1e12:.2f} ps a byte: {1e-9 / beta:.0f} GB/s, as collectives reach it"
+)
 
 for name in ("ring", "butterfly"):
     seconds = len(messages(name)) * alpha + sum(size for size, _ in messages(name)) * beta
@@ -242,8 +260,14 @@ for name in ("ring", "butterfly"):
 
 # hierarchical: each axis at the latency and bandwidth of its own links
 fast, slow = Hop("node", 4, 1e-6, 400e9, 1), Hop("rail", 2, 9e-6, 50e9, 4)
-seconds = sum(h.latency + c.bytes / h.bytes_per_second for c in sent for h in [fast if c.axis == "local" else slow])
-assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12)
+seconds = sum(
+    h.latency + c.bytes / h.bytes_per_second
+    for c in sent
+    for h in [fast if c.axis == "local" else slow]
+)
+assert np.isclose(
+    seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, slow)), S), rtol=1e-12
+)
 
 # %% [markdown]
 # ## When each wins
@@ -256,7 +280,10 @@ assert np.isclose(seconds, algorithms.hierarchical(ALL_REDUCE, Group(8, (fast, s
 # %%
 def crossing(one, other, group):
     """The size at which two ways take the same time."""
-    at = [[algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in (0, 2**40)] for way in (one, other)]
+    at = [
+        [algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in (0, 2**40)]
+        for way in (one, other)
+    ]
     (a, a_far), (b, b_far) = at
     return 2**40 * (b - a) / ((a_far - a) - (b_far - b))
 
@@ -316,7 +343,11 @@ for r in ranks:
 
 # %%
 only = collectives(programs["psum"], flat)
-assert [c.kind for c in only] == ["all-reduce"] and only[0].bytes == S and only[0].sent == theory["ring"][1]
+assert (
+    [c.kind for c in only] == ["all-reduce"]
+    and only[0].bytes == S
+    and only[0].sent == theory["ring"][1]
+)
 only
 
 # %% [markdown]

@@ -35,8 +35,12 @@ for dtype in DTYPES:
     m, e = info.nmant, info.bits - 1 - info.nmant
     b = 2 ** (e - 1) - 1
     assert float(info.max) == (2 - 2.0**-m) * 2.0**b
-    assert float(info.smallest_normal) == 2.0 ** (1 - b) and float(info.smallest_subnormal) == 2.0 ** (1 - b - m)
-    print(f"{dtype:9} {e} + {m:2} bits: largest 2^{b + 1:<4} smallest 2^{1 - b} or 2^{1 - b - m} as subnormal")
+    assert float(info.smallest_normal) == 2.0 ** (1 - b) and float(
+        info.smallest_subnormal
+    ) == 2.0 ** (1 - b - m)
+    print(
+        f"{dtype:9} {e} + {m:2} bits: largest 2^{b + 1:<4} smallest 2^{1 - b} or 2^{1 - b - m} as subnormal"
+    )
 
 # %% [markdown]
 # So the two 16-bit formats fail in different ways. bfloat16 never runs out of range, but has 8 bits in all: next to
@@ -45,7 +49,9 @@ for dtype in DTYPES:
 # %%
 assert jnp.bfloat16(256) + jnp.bfloat16(1) == jnp.bfloat16(256)
 assert jnp.float16(2048) + jnp.float16(1) == jnp.float16(2048)
-assert jnp.isinf(jnp.float16(256) * jnp.float16(256)) and jnp.isfinite(jnp.bfloat16(256) * jnp.bfloat16(256))
+assert jnp.isinf(jnp.float16(256) * jnp.float16(256)) and jnp.isfinite(
+    jnp.bfloat16(256) * jnp.bfloat16(256)
+)
 assert jnp.float16(2.0**-26) == 0 and jnp.bfloat16(2.0**-26) > 0
 
 # %% [markdown]
@@ -82,7 +88,9 @@ start = programs["float32"].init()
 def gradient(dtype, scale=1.0):
     """The first step's gradient in a row: times `scale` while it is computed, divided by it afterwards."""
     _, tree = gradients[dtype](start.params, batches[0], start.step, jnp.float32(scale))
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]) / scale
+    return (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]) / scale
+    )
 
 
 true = gradient("float32")
@@ -108,19 +116,26 @@ curves = (
     (2.0**16, "times 65,536", "--", "left"),
 )
 for times, name, style, side in curves:
-    share, _ = np.histogram(np.log2(size * times), bins, weights=np.full(len(size), 100 / len(size)))
+    share, _ = np.histogram(
+        np.log2(size * times), bins, weights=np.full(len(size), 100 / len(size))
+    )
     axes.step(bins[:-1], share, style, color="black")
     axes.annotate(name, (bins[share.argmax()], share.max() + 0.5), ha=side)
 for low, high, shade, name in ((-24, -14, "0.88", "subnormal"), (-14, 16, "0.95", "float16")):
     axes.axvspan(low, high, color=shade)
     axes.annotate(name, ((low + high) / 2, 20), ha="center")
-axes.set(xlabel="size of a gradient, log2", ylabel="% of the gradients", xlim=(-46, 18), ylim=(0, 22))
+axes.set(
+    xlabel="size of a gradient, log2", ylabel="% of the gradients", xlim=(-46, 18), ylim=(0, 22)
+)
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 rounds_to_zero = 2.0**-25
 lost = {name: np.mean(size * by <= rounds_to_zero) for name, by in (("1,024", 1.0), ("4 M", in_4M))}
-print(", ".join(f"in a batch of {name} tokens {share:.2%}" for name, share in lost.items()), "would round to 0")
+print(
+    ", ".join(f"in a batch of {name} tokens {share:.2%}" for name, share in lost.items()),
+    "would round to 0",
+)
 assert lost["1,024"] < 0.01 < 0.1 < lost["4 M"]
 assert not np.any(size * 2.0**16 <= rounds_to_zero)
 
@@ -132,7 +147,9 @@ assert not np.any(size * 2.0**16 <= rounds_to_zero)
 # %%
 exponents = np.arange(-20, 30, 2)
 error = {
-    dtype: [np.linalg.norm(gradient(dtype, 2.0**x) - true) / np.linalg.norm(true) for x in exponents]
+    dtype: [
+        np.linalg.norm(gradient(dtype, 2.0**x) - true) / np.linalg.norm(true) for x in exponents
+    ]
     for dtype in ("bfloat16", "float16")
 }
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -143,7 +160,11 @@ axes.annotate("bfloat16", (20, 4e-3))
 over = exponents[~np.isfinite(error["float16"])][0]
 axes.axvspan(over - 1, 30, color="0.85")
 axes.annotate("overflow", (over, 2e-1))
-for x, name in ((-12, "4 M tokens,\nno scale"), (0, "1,024 tokens,\nno scale"), (16, "the default")):
+for x, name in (
+    (-12, "4 M tokens,\nno scale"),
+    (0, "1,024 tokens,\nno scale"),
+    (16, "the default"),
+):
     axes.annotate(name, (x, 7e-5), ha="center", fontsize=8)
     axes.axvline(x, color="black", lw=0.5, ls=":")
 axes.set(xlabel="scale of the loss, log2", ylabel="relative error", ylim=(5e-5, 2), xlim=(-21, 30))
@@ -164,7 +185,9 @@ assert np.all(np.abs(error["bfloat16"][0] / floor / 2**3 - 1) < 0.15)
 assert not np.isfinite(error["float16"][at[24] :]).any()
 zeros = {x: np.mean(gradient("float16", 2.0**x)[true != 0] == 0) for x in (-12, 0, 16)}
 for x, share in zeros.items():
-    print(f"scale 2^{x:<4} {share:6.1%} of the gradients are 0, relative error {error['float16'][at[x]]:.1e}")
+    print(
+        f"scale 2^{x:<4} {share:6.1%} of the gradients are 0, relative error {error['float16'][at[x]]:.1e}"
+    )
 assert zeros[-12] > 2 * lost["4 M"] and zeros[16] == 0
 
 # %% [markdown]
@@ -195,7 +218,11 @@ def bits(state):
 
 
 window = 8
-keys = ["precision.loss_scale=16777216", f"precision.loss_scale_window={window}", "precision.loss_scale_hysteresis=1"]
+keys = [
+    "precision.loss_scale=16777216",
+    f"precision.loss_scale_window={window}",
+    "precision.loss_scale_hysteresis=1",
+]
 scale, good, scales, skipped = 2.0**24, 0, [], []
 for before, after, metrics in training("float16", *keys):
     finite = np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
@@ -215,7 +242,9 @@ assert all(skipped[:3]) and not all(skipped[3:]) and max(np.diff(scales)) > 0
 # one can see are the differences to float32. float16 stays nearer, as its gradient did.
 
 # %%
-losses = {dtype: np.array([metrics["loss"] for _, _, metrics in training(dtype)]) for dtype in DTYPES}
+losses = {
+    dtype: np.array([metrics["loss"] for _, _, metrics in training(dtype)]) for dtype in DTYPES
+}
 steps = np.arange(1, train.steps + 1)
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 for dtype, style in zip(DTYPES, ("-", "--", ":"), strict=True):
@@ -242,7 +271,9 @@ assert losses["bfloat16"][-10:].mean() < 0.7 * losses["bfloat16"][0]
 
 # %%
 sums = {
-    dtype: jax.lax.scan(lambda total, x: (total + x,) * 2, jnp.zeros((), dtype), jnp.full(1000, 0.01, dtype))[1]
+    dtype: jax.lax.scan(
+        lambda total, x: (total + x,) * 2, jnp.zeros((), dtype), jnp.full(1000, 0.01, dtype)
+    )[1]
     for dtype in DTYPES
 }
 figure, axes = plt.subplots(figsize=(6, 3))
@@ -266,12 +297,24 @@ assert sums["bfloat16"][-1] == stuck == 4 and abs(sums["float32"][-1] - 10) < 1e
 
 # %%
 on_mesh = ["mesh.data=2", "mesh.tensor=2", "train.global_batch_size=8"]
-wanted = {"float32": [], "bfloat16": [], "bfloat16, reduce": ["precision.reduce=bfloat16"], "float16": []}
+wanted = {
+    "float32": [],
+    "bfloat16": [],
+    "bfloat16, reduce": ["precision.reduce=bfloat16"],
+    "float16": [],
+}
 plans = {
-    name: mt.plan(mt.load(base, [*on_mesh, f"precision.compute={name.partition(',')[0]}", *more]), "cpu").as_json()
+    name: mt.plan(
+        mt.load(base, [*on_mesh, f"precision.compute={name.partition(',')[0]}", *more]), "cpu"
+    ).as_json()
     for name, more in wanted.items()
 }
-items = ["float32 masters", "adamw state", "weights in compute dtype", "activations kept for the backward"]
+items = [
+    "float32 masters",
+    "adamw state",
+    "weights in compute dtype",
+    "activations kept for the backward",
+]
 print(f"{'bytes of a device':33}", *(f"{name:>18}" for name in plans))
 for item in items:
     print(f"{item:33}", *(f"{plan['memory_items'][item]:>18,}" for plan in plans.values()))

@@ -28,7 +28,9 @@ mt.fake_devices(8)
 
 # %%
 os.chdir(tempfile.mkdtemp())
-Path("text.txt").write_text("the mesh is a placement, the schedule is a table, the step is one program. " * 100)
+Path("text.txt").write_text(
+    "the mesh is a placement, the schedule is a table, the step is one program. " * 100
+)
 Path("tiny.yaml").write_text("""
 model:      {layers: 4, d_model: 32, heads: 4, d_ff: 64, vocab_size: 260}
 mesh:       {data: 2, tensor: 2, pipeline: 2}
@@ -38,15 +40,25 @@ train:      {steps: 24, global_batch_size: 8, sequence_length: 32}
 optimizer:  {learning_rate: 3.0e-3, warmup_steps: 4}
 checkpoint: {every: 8, keep: 3}
 """)
-shared = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": "cache", "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled")}
+shared = {
+    "JAX_PLATFORMS": "cpu",
+    "XDG_CACHE_HOME": "cache",
+    "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled"),
+}
 environment = {**os.environ, **shared, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def training(directory, *overrides, program=("-m", "meshtrain.train")):
     """The process of a run."""
-    settings = [word for setting in (f"run.directory={directory}", *overrides) for word in ("--set", setting)]
+    settings = [
+        word
+        for setting in (f"run.directory={directory}", *overrides)
+        for word in ("--set", setting)
+    ]
     command = [sys.executable, *program, "--config", "tiny.yaml", *settings]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(process):
@@ -63,7 +75,11 @@ def losses(directory):
 
 def checkpoints(directory):
     """What lies among its checkpoints, the steps in order."""
-    names = [path.name for path in Path(directory, "checkpoints").iterdir() if not path.name.startswith(".")]
+    names = [
+        path.name
+        for path in Path(directory, "checkpoints").iterdir()
+        if not path.name.startswith(".")
+    ]
     return sorted(names, key=lambda name: (int(name.partition(".")[0]), name))
 
 
@@ -75,7 +91,11 @@ def checkpoints(directory):
 code, said = ended(training("calm"))
 calm = losses("calm")
 print(f"exit code {code}, {len(calm)} steps, checkpoints {', '.join(checkpoints('calm'))}")
-assert code == 0 and [step for step, _ in calm] == list(range(1, 25)) and checkpoints("calm") == ["8", "16", "24"]
+assert (
+    code == 0
+    and [step for step, _ in calm] == list(range(1, 25))
+    and checkpoints("calm") == ["8", "16", "24"]
+)
 
 # %% [markdown]
 # ## What lies in a checkpoint
@@ -105,7 +125,11 @@ for name in ("params.blocks.attention.q", "optimizer.mu.blocks.attention.q", "st
 config = mt.load("tiny.yaml")
 layout = mt.Program(config).layout
 assert manifest["leaves"]["params.blocks.attention.q"]["shape"][0] == config.model.layers
-numbers = sum(np.prod(leaf["shape"]) for name, leaf in manifest["leaves"].items() if name.startswith("params."))
+numbers = sum(
+    np.prod(leaf["shape"])
+    for name, leaf in manifest["leaves"].items()
+    if name.startswith("params.")
+)
 assert numbers == layout.parameters
 mt.show(layout.masters["blocks"]["attention"]["q"])
 
@@ -161,12 +185,20 @@ def head(step):
     leaf = json.loads((step / "manifest.json").read_text())["leaves"]["params.head.weight"]
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=here)
-    return np.asarray(arrays.read((step / "arrays").absolute(), {"params.head.weight": target})["params.head.weight"])
+    return np.asarray(
+        arrays.read((step / "arrays").absolute(), {"params.head.weight": target})[
+            "params.head.weight"
+        ]
+    )
 
 
 newest = Path("run", "checkpoints", "24")
 before = head(newest)
-(file,) = [path for path in newest.rglob("*") if path.is_file() and before[0, :4].tobytes() in path.read_bytes()]
+(file,) = [
+    path
+    for path in newest.rglob("*")
+    if path.is_file() and before[0, :4].tobytes() in path.read_bytes()
+]
 content = bytearray(file.read_bytes())
 content[content.find(before[0, :4].tobytes()) + 3] ^= 0b0100_0000
 file.write_bytes(content)
@@ -184,7 +216,9 @@ def verify(directory):
     """What `python -m meshtrain.checkpoint verify` says, without its sizes and speeds and Orbax's random names."""
     command = [sys.executable, "-m", "meshtrain.checkpoint", "verify", directory]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, re.sub(r"[0-9a-f]{32}", "...", re.sub(r", [\d.,]+ \w*B at .*", "", done.stdout))
+    return done.returncode, re.sub(
+        r"[0-9a-f]{32}", "...", re.sub(r", [\d.,]+ \w*B at .*", "", done.stdout)
+    )
 
 
 code, said = verify("run")
@@ -232,7 +266,9 @@ plt.show()
 
 # %%
 process = training("stopped", "train.steps=1000000", "checkpoint.every=0")
-while process.poll() is None and not (Path("stopped", "metrics.jsonl").exists() and len(losses("stopped")) >= 10):
+while process.poll() is None and not (
+    Path("stopped", "metrics.jsonl").exists() and len(losses("stopped")) >= 10
+):
     time.sleep(0.05)
 process.send_signal(signal.SIGTERM)
 code, said = ended(process)
@@ -251,7 +287,12 @@ assert data.batches_per_epoch > 24
 batch = data.batch(24)
 models = {directory: mt.read_model(directory) for directory in ("calm", "run")}
 found = {directory: model.loss(batch) for directory, model in models.items()}
-print(", ".join(f"{directory}: step {models[directory].step}, loss {loss:.3f}" for directory, loss in found.items()))
+print(
+    ", ".join(
+        f"{directory}: step {models[directory].step}, loss {loss:.3f}"
+        for directory, loss in found.items()
+    )
+)
 assert np.isclose(found["run"], found["calm"], rtol=1e-5)
 
 # %% [markdown]

@@ -39,14 +39,18 @@ held = {item.name: item.nbytes for item in plan.memory}
 N, mesh, model, train = plan.parameters, small.mesh, small.model, small.train
 state = held["float32 masters"] + held["adamw state"]
 assert np.isclose(state, 12 * N / mesh.devices, rtol=1e-3)
-assert np.isclose(held["weights in compute dtype"], 2 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3)
+assert np.isclose(
+    held["weights in compute dtype"], 2 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3
+)
 assert np.isclose(held["float32 gradient sums"], 4 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3)
 
 tokens = train.global_batch_size * train.sequence_length
 products = N - model.vocab_size * model.d_model
 flops = tokens * (6 * products + 12 * model.layers * model.d_model * train.sequence_length)
 peak = plan.cluster.accelerator.flops("bfloat16")
-print(f"MFU {flops / plan.seconds / mesh.devices / peak:.1%} by the formula, {plan.mfu:.1%} by the planner")
+print(
+    f"MFU {flops / plan.seconds / mesh.devices / peak:.1%} by the formula, {plan.mfu:.1%} by the planner"
+)
 assert np.isclose(flops / plan.seconds / mesh.devices / peak, plan.mfu, rtol=1e-3)
 assert np.isclose(sum(seconds for _, seconds in plan.time.parts()), plan.seconds)
 
@@ -57,14 +61,23 @@ assert np.isclose(sum(seconds for _, seconds in plan.time.parts()), plan.seconds
 
 # %%
 large = {
-    "model": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
+    "model": {
+        "layers": 80,
+        "d_model": 8192,
+        "heads": 64,
+        "kv_heads": 8,
+        "d_ff": 28672,
+        "vocab_size": 128256,
+    },
     "mesh": {"data": 64, "tensor": 8},
     "parallel": {"zero_stage": 1, "sequence_parallel": True},
     "precision": {"compute": "bfloat16"},
     "train": {"global_batch_size": 512, "sequence_length": 8192},
 }
 too_much = mt.plan(mt.load(large), "h100")
-assert not too_much.fits and max(too_much.memory, key=lambda item: item.nbytes).kind == "activations"
+assert (
+    not too_much.fits and max(too_much.memory, key=lambda item: item.nbytes).kind == "activations"
+)
 too_much
 
 # %% [markdown]
@@ -86,9 +99,13 @@ print(advice.sentence(too_much, changes))
 found = search(mended.config, mended.cluster, devices=512)
 print(f"{found.legal:,} legal layouts, {found.fitting:,} of them fit")
 for best in found.plans[:4]:
-    print(f"{best.seconds:.2f} s, {size(best.bytes)}: {layout(best.config)}\n    {reason(best, found.plans[0])}")
+    print(
+        f"{best.seconds:.2f} s, {size(best.bytes)}: {layout(best.config)}\n    {reason(best, found.plans[0])}"
+    )
 assert found.plans[0].fits and found.plans[0].seconds < mended.seconds
-print(f"\nthe mended layout takes {mended.seconds / found.plans[0].seconds:.2f} times as long as the best")
+print(
+    f"\nthe mended layout takes {mended.seconds / found.plans[0].seconds:.2f} times as long as the best"
+)
 
 # %% [markdown]
 # ## What it costs
@@ -99,7 +116,12 @@ print(f"\nthe mended layout takes {mended.seconds / found.plans[0].seconds:.2f} 
 gpt3 = {
     "model": {"family": "gpt2", "layers": 96, "d_model": 12288, "heads": 96, "vocab_size": 51200},
     "mesh": {"data": 128, "tensor": 8, "pipeline": 8},
-    "parallel": {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 12, "sequence_parallel": True},
+    "parallel": {
+        "schedule": "interleaved",
+        "virtual_stages": 3,
+        "microbatches": 12,
+        "sequence_parallel": True,
+    },
     "precision": {"compute": "bfloat16"},
     "train": {"global_batch_size": 1536, "sequence_length": 2048},
 }
@@ -107,7 +129,9 @@ on = {name: mt.plan(mt.load(gpt3), name) for name in ("a100-80", "h100")}
 for name, p in on.items():
     days = 300e9 / p.tokens_per_second / 86400
     hours = days * 24 * p.devices / 1e6
-    print(f"{name:8} {p.seconds:.2f} s a step, MFU {p.mfu:.1%}, {days:.1f} days, {hours:.2f} million device-hours")
+    print(
+        f"{name:8} {p.seconds:.2f} s a step, MFU {p.mfu:.1%}, {days:.1f} days, {hours:.2f} million device-hours"
+    )
 peaks = {name: p.cluster.accelerator.flops("bfloat16") for name, p in on.items()}
 faster, richer = on["a100-80"].seconds / on["h100"].seconds, peaks["h100"] / peaks["a100-80"]
 print(f"the H100 has {richer:.2f} times the peak, and is {faster:.2f} times as fast")
@@ -127,7 +151,12 @@ amdahl = 1 / (1 + points[0].serial * (n - 1))
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 axes.plot(n * 64, amdahl, "k--")
 axes.plot(n * 64, reached, "k-o")
-axes.annotate(f"Amdahl, s = {points[0].serial:.3f}", (256, amdahl[2]), xytext=(12, 8), textcoords="offset points")
+axes.annotate(
+    f"Amdahl, s = {points[0].serial:.3f}",
+    (256, amdahl[2]),
+    xytext=(12, 8),
+    textcoords="offset points",
+)
 axes.annotate("plan", (512, reached[-1]), xytext=(-34, 0), textcoords="offset points")
 axes.set(xlabel="devices", ylabel="throughput a device", ylim=(0, 1.05))
 axes.set_xscale("log", base=2)
@@ -151,7 +180,9 @@ groups = {
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 base, shades = np.zeros(len(points)), ("0.85", "0.6", "0.35", "w")
 for (name, keys), shade in zip(groups.items(), shades, strict=True):
-    height = np.array([sum(getattr(point.plan.time, key) for key in keys) * point.devices for point in points])
+    height = np.array(
+        [sum(getattr(point.plan.time, key) for key in keys) * point.devices for point in points]
+    )
     axes.bar(
         [str(point.devices) for point in points],
         height,
@@ -205,14 +236,21 @@ axes.axhline(math.exp(-restart / between), color="k", linewidth=1, linestyle=":"
 axes.set(xlabel="seconds between checkpoints", ylabel="share of time that counts", ylim=(0.8, 1))
 axes.annotate("copied to the host", (2, 0.98), xytext=(0, -14), textcoords="offset points")
 axes.annotate("written to storage", (12, 0.85), xytext=(6, 0), textcoords="offset points")
-for write, style, name in ((copy, "k-", "copied to the host"), (whole, "k--", "written to storage")):
+for write, style, name in (
+    (copy, "k-", "copied to the host"),
+    (whole, "k--", "written to storage"),
+):
     share = np.array([failures.goodput(i, write, restart, between) for i in intervals])
     young, best = failures.young(write, between), failures.daly(write, between)
     assert np.isclose(intervals[share.argmax()], best, rtol=0.02)
-    assert all(share.max() - failures.goodput(best * k, write, restart, between) < 0.01 for k in (0.5, 2))
+    assert all(
+        share.max() - failures.goodput(best * k, write, restart, between) < 0.01 for k in (0.5, 2)
+    )
     axes.semilogx(intervals, share, style)
     axes.plot(best, share.max(), "ko")
-    print(f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}")
+    print(
+        f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}"
+    )
 
 # %% [markdown]
 # The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest
@@ -240,9 +278,13 @@ rows = sources.shipped()
 for source in dict.fromkeys(row.run.source for row in rows):
     found_errors = [row.error for row in rows if row.run.source == source]
     median, _, worst, middle = sources.spread(found_errors)
-    print(f"{source:16} {len(found_errors):4} rows: median {median:>5}, worst {worst:>5}, in the middle {middle}")
+    print(
+        f"{source:16} {len(found_errors):4} rows: median {median:>5}, worst {worst:>5}, in the middle {middle}"
+    )
 sizes_of_errors = np.abs([row.error for row in rows])
-print(f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_of_errors.max():.1%}")
+print(
+    f"all {len(rows)}: median {np.median(sizes_of_errors):.1%}, worst {sizes_of_errors.max():.1%}"
+)
 assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 
 # %% [markdown]
@@ -253,7 +295,9 @@ assert np.median(sizes_of_errors) < 0.05 and sizes_of_errors.max() > 0.3
 # %%
 for name, p, told in (("8B", plan, 1.3e6), ("70B", found.plans[0], 6.4e6)):
     hours = 15e12 / p.tokens_per_second / 3600 * p.devices
-    print(f"{name}: {hours / 1e6:.2f} million device-hours planned, {told / 1e6:.1f} reported, x {told / hours:.2f}")
+    print(
+        f"{name}: {hours / 1e6:.2f} million device-hours planned, {told / 1e6:.1f} reported, x {told / hours:.2f}"
+    )
     assert told > hours
 
 # %% [markdown]

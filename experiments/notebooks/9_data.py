@@ -94,7 +94,9 @@ assert (batch["labels"][:, :-1] == batch["tokens"][:, 1:]).all()
 
 # %%
 def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
 
 
 again, _ = mt.open_data(config("letters"))
@@ -110,7 +112,11 @@ assert not same(other.batch(0), train.batch(0))
 # same batch 0.
 
 # %%
-for shape in ("mesh.data=8",), ("mesh.data=4", "mesh.pipeline=2"), ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2"):
+for shape in (
+    ("mesh.data=8",),
+    ("mesh.data=4", "mesh.pipeline=2"),
+    ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2"),
+):
     spread = config("letters", overrides=shape)
     program = mt.Program(spread)
     placed = program.place(mt.open_data(spread)[0].batch(0))["tokens"]
@@ -126,7 +132,9 @@ mt.show(placed)
 
 # %%
 halves = [train.batch(3, rows) for rows in (slice(0, 4), slice(4, 8))]
-assert same({name: np.concatenate([half[name] for half in halves]) for name in batch}, train.batch(3))
+assert same(
+    {name: np.concatenate([half[name] for half in halves]) for name in batch}, train.batch(3)
+)
 
 # %% [markdown]
 # ## Going on
@@ -194,7 +202,9 @@ print("a bijection of every grid")
 from meshtrain.data.permutation import key_of, permute
 
 for size in (*range(1, 301), 65_537, 99_991, 1_000_000):
-    assert (np.sort(permute(np.arange(size), size, key_of(0, "rows", size))) == np.arange(size)).all()
+    assert (
+        np.sort(permute(np.arange(size), size, key_of(0, "rows", size))) == np.arange(size)
+    ).all()
 
 far = permute(np.array([0, 1, 2]), 10**12, key_of(0, "rows", 0))
 print("rows 0, 1, 2 of 10^12 come from", *far)
@@ -213,8 +223,14 @@ def epoch_of(data):
 padded, _ = mt.open_data(config("letters", last="pad"))
 met = np.concatenate([b["labels"][b["weights"] > 0] for b in epoch_of(padded)])
 assert (np.bincount(met, minlength=257) == np.bincount(tokens[1:], minlength=257)).all()
-assert len(met) == characters + len(alphabet) == round(padded.tokens_per_batch * padded.batches_per_epoch)
-print(f"{len(met)} labels in {padded.batches_per_epoch} batches; the next epoch is in another order:")
+assert (
+    len(met)
+    == characters + len(alphabet)
+    == round(padded.tokens_per_batch * padded.batches_per_epoch)
+)
+print(
+    f"{len(met)} labels in {padded.batches_per_epoch} batches; the next epoch is in another order:"
+)
 for k in (0, padded.batches_per_epoch):
     print(f"  batch {k}, row 0: {readable(padded.batch(k)['tokens'][0])}")
 assert not same(padded.batch(0), padded.batch(padded.batches_per_epoch))
@@ -238,11 +254,17 @@ batchings = {batching: opened(batching) for batching in ("window", "packed", "gr
 figure, panels = plt.subplots(3, 1, figsize=(7, 5), sharex=True)
 for panel, (name, data) in zip(panels, batchings.items(), strict=True):
     # of the grouped, a batch of short documents
-    shown = data.batch(next(k for k in range(99) if name != "grouped" or data.batch_shape(k)[1] < 100))
-    colour = np.where(shown["weights"] > 0, np.where(shown["tokens"] == 256, np.nan, shown["tokens"] % 20), -1)
+    shown = data.batch(
+        next(k for k in range(99) if name != "grouped" or data.batch_shape(k)[1] < 100)
+    )
+    colour = np.where(
+        shown["weights"] > 0, np.where(shown["tokens"] == 256, np.nan, shown["tokens"] % 20), -1
+    )
     palette = plt.get_cmap("tab20").with_extremes(under="white", bad="black")
     panel.imshow(colour, aspect="auto", cmap=palette, vmin=0, vmax=19, interpolation="nearest")
-    panel.set(title="{}: a batch of {} × {}".format(name, *colour.shape), ylabel="row", xlim=(0, 256))
+    panel.set(
+        title="{}: a batch of {} × {}".format(name, *colour.shape), ylabel="row", xlim=(0, 256)
+    )
 panels[-1].set_xlabel("place in the row; a colour a document, black its beginning, white padding")
 plt.tight_layout()
 plt.show()

@@ -1,7 +1,8 @@
 """Executes the notebooks, which assert what they claim: python -m experiments.notebooks [NAME...] [--write]
 
-Each in a fresh kernel, one after the other; prints a row for each, and below it what is wrong. Exit code 0 if all come to their end, and
-those that are committed (`source.KEPT`) print what they printed (`compare.py` says what may differ). --write builds experiments/NAME.ipynb.
+Each in a fresh kernel, one after the other; prints a row for each, and below it what is wrong. Exit code 0 if all come
+to their end, and those that are committed (`source.KEPT`) print what they printed (`compare.py` says what may differ).
+--write builds experiments/NAME.ipynb.
 """
 
 import fnmatch
@@ -19,8 +20,15 @@ from meshtrain.errors import ConfigError, nearest
 @cli.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m experiments.notebooks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="1_mesh, or a pattern such as '[12]_*' (default: all)")
-    parser.add_argument("--write", action="store_true", help="saves the notebooks with their outputs")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="1_mesh, or a pattern such as '[12]_*' (default: all)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="saves the notebooks with their outputs"
+    )
     options = parser.parse_args(arguments)
     chosen = _chosen(options.names)
     check_installed()

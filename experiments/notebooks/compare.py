@@ -11,19 +11,24 @@ from experiments.notebooks.source import Cell
 
 RELATIVE = 1e-3  # of a number with a decimal point: sums in another order, another compiler
 SHAPES = {"rect", "circle", "ellipse", "line", "polyline", "polygon", "path"}
-# A whole number, with commas between thousands or not, or one with decimals; none within a word, a version or another number.
-_NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?)(?!\.?\d)")
+# A whole number, with commas between thousands or not, or one with decimals; none within a word, a version or another
+# number.
+_NUMBER = re.compile(
+    r"(?<![\w.])([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?)(?!\.?\d)"
+)
 
 # Of a line of the source only the file counts: what stands above it may be edited.
 _LINE = re.compile(r"\.py:\d+\b")
 
 
-def differences(cells: list[Cell], committed: list[list[Output]], executed: list[list[Output]]) -> list[str]:
+def differences(
+    cells: list[Cell], committed: list[list[Output]], executed: list[list[Output]]
+) -> list[str]:
     """Of each cell the first difference that matters, as a sentence; nothing if all agree.
 
-    Text is compared word by word, of text/html and SVG what a reader sees, and how many shapes of each kind there are; of PNG and JPEG only
-    that one is there. Whole numbers agree exactly, those with decimals within RELATIVE or one unit of the last digit printed. Of a cell that
-    varies only the number and the kinds of its outputs count.
+    Text is compared word by word, of text/html and SVG what a reader sees, and how many shapes of each kind there are;
+    of PNG and JPEG only that one is there. Whole numbers agree exactly, those with decimals within RELATIVE or one unit
+    of the last digit printed. Of a cell that varies only the number and the kinds of its outputs count.
     """
     found = []
     for position, (cell, olds, news) in enumerate(zip(cells, committed, executed, strict=True), 1):
@@ -32,14 +37,18 @@ def differences(cells: list[Cell], committed: list[list[Output]], executed: list
             found.append(f"cell {position} gave {_listed(kinds[0])}, gives {_listed(kinds[1])}.")
         elif not cell.varies:
             pairs = (_difference(old, new) for old, new in zip(olds, news, strict=True))
-            found += [f"cell {position} {text}" for text in [next(filter(None, pairs), None)] if text]
+            found += [
+                f"cell {position} {text}" for text in [next(filter(None, pairs), None)] if text
+            ]
     return found
 
 
 def _kind(output: Output) -> str:
     if output["output_type"] == "stream":
         return output["name"]
-    return "+".join(sorted(output["data"])) + (" as result" if output["output_type"] == "execute_result" else "")
+    return "+".join(sorted(output["data"])) + (
+        " as result" if output["output_type"] == "execute_result" else ""
+    )
 
 
 def _listed(kinds: list[str]) -> str:
@@ -65,7 +74,10 @@ def _difference(old: Output, new: Output) -> str | None:
 
 def _of_texts(old: str, new: str) -> str | None:
     """The first lines that differ; blanks count only as the ends of words, since a column is as wide as its numbers."""
-    lines = ([line for text_line in text.splitlines() if (line := text_line.strip())] for text in (old, new))
+    lines = (
+        [line for text_line in text.splitlines() if (line := text_line.strip())]
+        for text in (old, new)
+    )
     for one, other in zip_longest(*lines, fillvalue=""):
         if not _agree(one, other):
             return f"printed «{one}», prints «{other}»."

@@ -31,7 +31,9 @@ def check_installed() -> None:
         import jupytext  # noqa: F401
         import nbclient  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing; pip install -e '.[notebooks]' brings it.") from None
+        raise ConfigError(
+            f"{error.name} is missing; pip install -e '.[notebooks]' brings it."
+        ) from None
 
 
 def as_jupytext_reads(text: str) -> list[Cell]:
@@ -39,14 +41,16 @@ def as_jupytext_reads(text: str) -> list[Cell]:
     import jupytext
 
     notebook = jupytext.reads(text, fmt="py:percent")
-    return [Cell(c.cell_type, c.source, "varies" in c.metadata.get("tags", [])) for c in notebook.cells]
+    return [
+        Cell(c.cell_type, c.source, "varies" in c.metadata.get("tags", [])) for c in notebook.cells
+    ]
 
 
 def execute(cells: list[Cell]) -> list[list[Output]]:
     """The outputs of each cell, executed in order in one new kernel whose directory is that of the notebooks.
 
-    Raises Raised for a cell that raises, takes longer than LONGEST, or ends its kernel, and for a kernel that does not start. The kernel and what it started are ended in
-    any case, an interrupt included.
+    Raises Raised for a cell that raises, takes longer than LONGEST, or ends its kernel, and for a kernel that does not
+    start. The kernel and what it started are ended in any case, an interrupt included.
     """
     import nbformat
     from ipykernel.kernelspec import get_kernel_dict
@@ -64,9 +68,16 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
     notebook = v4.new_notebook(cells=[of_kind[cell.kind](cell.text) for cell in cells])
     with tempfile.TemporaryDirectory() as directory:
         # Sockets of this user's alone, where ports would be open to all on the machine (ipykernel 7.4 warns of them).
-        kernel = OfThisPython(transport="ipc", ip=f"{directory}/kernel", connection_file=f"{directory}/kernel.json")
+        kernel = OfThisPython(
+            transport="ipc", ip=f"{directory}/kernel", connection_file=f"{directory}/kernel.json"
+        )
         client = NotebookClient(
-            notebook, km=kernel, timeout=LONGEST, record_timing=False, shutdown_kernel="immediate", log=_SILENT
+            notebook,
+            km=kernel,
+            timeout=LONGEST,
+            record_timing=False,
+            shutdown_kernel="immediate",
+            log=_SILENT,
         )
         environment = {name: value for name, value in os.environ.items() if name not in UNSET}
         environment["XLA_FLAGS"] = " ".join(quick_compile.FLAGS)
@@ -76,13 +87,19 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
             # What it writes past its cells' outputs is no row of the table here.
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with client.setup_kernel(cwd=str(NOTEBOOKS), env=environment, cleanup_kc=True, **quiet):
-                for position, (cell, executed) in enumerate(zip(cells, notebook.cells, strict=True), 1):
+                for position, (cell, executed) in enumerate(
+                    zip(cells, notebook.cells, strict=True), 1
+                ):
                     try:
                         client.execute_cell(executed, position - 1)
                     except CellExecutionError as error:
-                        raise Raised(f"cell {position} raised {error.ename}: {error.evalue}", cell.text) from None
+                        raise Raised(
+                            f"cell {position} raised {error.ename}: {error.evalue}", cell.text
+                        ) from None
                     except CellTimeoutError:
-                        raise Raised(f"cell {position} took more than {LONGEST} s.", cell.text) from None
+                        raise Raised(
+                            f"cell {position} took more than {LONGEST} s.", cell.text
+                        ) from None
                     except DeadKernelError:
                         raise Raised(f"cell {position} ended its kernel.", cell.text) from None
         except RuntimeError as error:

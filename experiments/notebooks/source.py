@@ -33,8 +33,8 @@ def names() -> list[str]:
 def read(text: str) -> list[Cell]:
     """The cells of a source.
 
-    Raises ConfigError for what jupytext might read in another way than is meant here: a text before the first cell, other marks
-    behind `# %%`, a line of Markdown that is no comment.
+    Raises ConfigError for what jupytext might read in another way than is meant here: a text before the first cell,
+    other marks behind `# %%`, a line of Markdown that is no comment.
     """
     cells: list[Cell] = []
     lines: list[str] = []
@@ -70,14 +70,24 @@ def _cell(marker: re.Match, lines: list[str], first: int) -> Cell:
 
 
 def lacks(name: str, cells: list[Cell]) -> list[str]:
-    """What the notebook of this name should have and has not, a sentence each. A section that shows anything asserts something."""
+    """What the notebook of this name should have and has not, a sentence each.
+
+    A section that shows anything asserts something.
+    """
     found = []
     if not (number := re.match("([0-9]+)_[a-z0-9_]+$", name)):
         found.append("a name is a number and a word, as in 1_mesh.")
     title, _, told = cells[0].text.partition("\n") if cells else ("", "", "")
     expected = f"# {number[1] if number else 'N'} "
-    if not cells or cells[0].kind != "markdown" or not title.startswith(expected) or not told.strip():
-        found.append(f"the first cell is no Markdown of a title `{expected}...` and what the notebook tells.")
+    if (
+        not cells
+        or cells[0].kind != "markdown"
+        or not title.startswith(expected)
+        or not told.strip()
+    ):
+        found.append(
+            f"the first cell is no Markdown of a title `{expected}...` and what the notebook tells."
+        )
     if not cells or cells[-1].kind != "markdown" or LAST_HEADING not in cells[-1].text.splitlines():
         found.append(f"the last cell is no Markdown with the heading `{LAST_HEADING}`.")
     section = ""
@@ -106,4 +116,6 @@ def lacks(name: str, cells: list[Cell]) -> list[str]:
 
 def _asserts(node: ast.AST) -> bool:
     """Whether a node is an assertion, or one of NumPy's."""
-    return isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr.startswith("assert_"))
+    return isinstance(node, ast.Assert) or (
+        isinstance(node, ast.Attribute) and node.attr.startswith("assert_")
+    )

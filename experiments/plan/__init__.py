@@ -1,7 +1,7 @@
 """Published runs, and the efficiency numbers that are fitted on them.
 
-A data sheet says what a device could do. What training reaches of it is six numbers a family of accelerators, fitted on step times that
-others have published for GPUs:
+A data sheet says what a device could do. What training reaches of it is six numbers a family of accelerators, fitted on
+step times that others have published for GPUs:
 
     published: runs as configs ──► the planner's seconds ──► calibrate: numbers that bring the two together
 

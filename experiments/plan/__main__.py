@@ -33,8 +33,11 @@ MODELS = {
     "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
 }  # fmt: skip
 
-# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys: of `parallel`, but for those in SECTIONS)
-SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
+# (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys: of `parallel`, but for
+# those in SECTIONS)
+SEEN: list[
+    tuple
+] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
     ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
     ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
     ("gpt 125M", (4, 2, 1), 64, 1024, 4, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
@@ -49,15 +52,47 @@ SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` 
     ("8B", (4, 4, 1), 32, 4096, 4, {"sequence_parallel": True, "remat": "full"}),
     ("8B", (2, 4, 2), 32, 4096, 8, {"sequence_parallel": True}),
     ("8B", (2, 2, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
-    ("8B", (2, 2, 4), 64, 4096, 16, {"zero_stage": 2, "zero_hold": True, "schedule": "interleaved", "virtual_stages": 4, "remat": "full"}),
+    (
+        "8B",
+        (2, 2, 4),
+        64,
+        4096,
+        16,
+        {
+            "zero_stage": 2,
+            "zero_hold": True,
+            "schedule": "interleaved",
+            "virtual_stages": 4,
+            "remat": "full",
+        },
+    ),
     ("13B", (4, 8, 1), 32, 4096, 4, {"sequence_parallel": True}),
     ("13B", (4, 2, 4), 64, 4096, 16, {"remat": "full"}),
     ("13B", (2, 4, 4), 32, 4096, 16, {}),
     ("34B", (4, 8, 2), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
-    ("34B", (2, 8, 4), 32, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 3}),
+    (
+        "34B",
+        (2, 8, 4),
+        32,
+        4096,
+        16,
+        {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 3},
+    ),
     ("34B", (64, 1, 1), 128, 4096, 1, {"zero_stage": 3, "remat": "full"}),
     ("70B", (2, 8, 8), 64, 4096, 32, {"sequence_parallel": True, "remat": "full"}),
-    ("70B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 5, "remat": "full"}),
+    (
+        "70B",
+        (4, 8, 4),
+        64,
+        4096,
+        16,
+        {
+            "sequence_parallel": True,
+            "schedule": "interleaved",
+            "virtual_stages": 5,
+            "remat": "full",
+        },
+    ),
     ("70B", (16, 8, 1), 64, 4096, 4, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
     ("70B", (8, 8, 2), 64, 8192, 8, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
     ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3}),
@@ -68,12 +103,59 @@ SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` 
     ("3B", (8, 1, 1), 16, 4096, 2, {"remat": "dots"}),
     ("3B", (4, 2, 1), 16, 4096, 2, {"zero_stage": 3, "sequence_parallel": True}),
     ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "dots"}),
-    ("3B", (1, 2, 4), 16, 4096, 16, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 7, "remat": "full", "sequence_parallel": True}),
-    ("8B", (2, 8, 1), 16, 8192, 8, {"zero_stage": 2, "zero_hold": True, "remat": "full", "sequence_parallel": True}),
+    (
+        "3B",
+        (1, 2, 4),
+        16,
+        4096,
+        16,
+        {
+            "zero_stage": 0,
+            "schedule": "interleaved",
+            "virtual_stages": 7,
+            "remat": "full",
+            "sequence_parallel": True,
+        },
+    ),
+    (
+        "8B",
+        (2, 8, 1),
+        16,
+        8192,
+        8,
+        {"zero_stage": 2, "zero_hold": True, "remat": "full", "sequence_parallel": True},
+    ),
     ("13B", (8, 1, 4), 64, 4096, 8, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
-    ("13B", (2, 8, 2), 32, 2048, 8, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True}),
-    ("70B", (1, 8, 8), 32, 4096, 32, {"zero_stage": 0, "schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
-    ("34B", (32, 4, 1), 128, 4096, 2, {"zero_stage": 3, "remat": "dots", "sequence_parallel": True}),
+    (
+        "13B",
+        (2, 8, 2),
+        32,
+        2048,
+        8,
+        {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True},
+    ),
+    (
+        "70B",
+        (1, 8, 8),
+        32,
+        4096,
+        32,
+        {
+            "zero_stage": 0,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "sequence_parallel": True,
+            "remat": "full",
+        },
+    ),
+    (
+        "34B",
+        (32, 4, 1),
+        128,
+        4096,
+        2,
+        {"zero_stage": 3, "remat": "dots", "sequence_parallel": True},
+    ),
     ("1B", (2, 2, 2), 16, 4096, 4, {"schedule": "zb_h1"}),
     ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "zb_h1", "remat": "full"}),
     ("3B", (4, 1, 4), 32, 4096, 8, {"schedule": "gpipe", "remat": "full"}),
@@ -87,41 +169,117 @@ SEEN: list[tuple] = [  # the moments in `plan.memory` and what `schedule.facts` 
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names"}),
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_keep": ("attention",)}),
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_offload": ("mlp_hidden",)}),
-    ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    (
+        "1B",
+        (4, 2, 1),
+        32,
+        4096,
+        4,
+        {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True},
+    ),
     ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ACTIVATIONS}),
     ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names"}),
-    ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True}),
+    (
+        "1B",
+        (2, 2, 2),
+        32,
+        4096,
+        8,
+        {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True},
+    ),
     ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ("mlp_hidden",)}),
     ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ACTIVATIONS}),
     ("1B", (8, 1, 1), 16, 2048, 1, {"batching": "packed"}),
     ("1B", (8, 1, 1), 16, 2048, 1, {"dropout": 0.1}),
-]  # fmt: skip
+]
 UNSEEN: list[tuple] = [
     ("gpt 125M", (1, 1, 4), 16, 1024, 8, {"remat": "dots"}),
     ("gpt 1.3B", (2, 4, 1), 32, 2048, 4, {"compute": "float32", "remat": "full"}),
     ("1B", (4, 1, 2), 32, 2048, 4, {"remat": "full"}),
     ("3B", (8, 2, 1), 32, 8192, 2, {"sequence_parallel": True}),
     ("8B", (8, 4, 1), 32, 8192, 1, {"zero_stage": 3, "sequence_parallel": True, "remat": "dots"}),
-    ("8B", (2, 4, 4), 32, 8192, 16, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "dots"}),
+    (
+        "8B",
+        (2, 4, 4),
+        32,
+        8192,
+        16,
+        {
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "sequence_parallel": True,
+            "remat": "dots",
+        },
+    ),
     ("13B", (2, 8, 1), 16, 4096, 2, {"remat": "dots"}),
     ("34B", (4, 8, 4), 64, 4096, 16, {"sequence_parallel": True, "remat": "full"}),
     ("70B", (64, 1, 1), 64, 4096, 1, {"zero_stage": 3, "remat": "full"}),
-    ("70B", (4, 8, 8), 128, 4096, 32, {"schedule": "zb_interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"}),
+    (
+        "70B",
+        (4, 8, 8),
+        128,
+        4096,
+        32,
+        {
+            "schedule": "zb_interleaved",
+            "virtual_stages": 2,
+            "sequence_parallel": True,
+            "remat": "full",
+        },
+    ),
     ("1B", (2, 1, 2), 16, 4096, 8, {"schedule": "zb_h1", "remat": "dots"}),
     ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "zb_h1"}),
     ("8B", (1, 4, 4), 16, 4096, 16, {"schedule": "v_1f1b", "remat": "dots"}),
-    ("3B", (2, 2, 4), 32, 4096, 8, {"schedule": "looped_bfs", "virtual_stages": 2, "remat": "full"}),
-    ("8B", (4, 4, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ("attention_out", "mlp_hidden"), "sequence_parallel": True}),
-    ("8B", (2, 4, 2), 32, 4096, 8, {"remat": "names", "remat_keep": ("attention_out",), "sequence_parallel": True}),
-]  # fmt: skip
+    (
+        "3B",
+        (2, 2, 4),
+        32,
+        4096,
+        8,
+        {"schedule": "looped_bfs", "virtual_stages": 2, "remat": "full"},
+    ),
+    (
+        "8B",
+        (4, 4, 1),
+        32,
+        4096,
+        4,
+        {
+            "remat": "names",
+            "remat_keep": ("attention_out", "mlp_hidden"),
+            "sequence_parallel": True,
+        },
+    ),
+    (
+        "8B",
+        (2, 4, 2),
+        32,
+        4096,
+        8,
+        {"remat": "names", "remat_keep": ("attention_out",), "sequence_parallel": True},
+    ),
+]
 
 # Past about 80% of the device's memory XLA computes what it can a second time, rather than hold it: on a larger device
 # (--compile h200) these hold as much as planned, on an H100 less.
 TIGHT: list[tuple] = [
     ("8B", (16, 1, 1), 32, 8192, 1, {"zero_stage": 3, "remat": "dots"}),
     ("8B", (8, 1, 2), 64, 4096, 8, {"remat": "dots"}),
-    ("13B", (4, 4, 2), 64, 4096, 8, {"zero_stage": 2, "zero_hold": True, "schedule": "zb_h1", "remat": "full", "sequence_parallel": True}),
-]  # fmt: skip
+    (
+        "13B",
+        (4, 4, 2),
+        64,
+        4096,
+        8,
+        {
+            "zero_stage": 2,
+            "zero_hold": True,
+            "schedule": "zb_h1",
+            "remat": "full",
+            "sequence_parallel": True,
+        },
+    ),
+]
 
 
 SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data"}
@@ -145,19 +303,37 @@ def config_of(row: tuple) -> dict:
 def gigabytes() -> None:
     """Prints published memory of other frameworks, by how they hold what they train."""
     title = "memory of other frameworks: no number is fitted, the formulas were made with these rows in sight"
-    table = Table("source      ", "run                           ", "reported GiB", "predicted", "off by", title=title)
+    table = Table(
+        "source      ",
+        "run                           ",
+        "reported GiB",
+        "predicted",
+        "off by",
+        title=title,
+    )
     errors = [row.predicted / row.reported - 1 for row in memory.ROWS]
     for row, error in zip(memory.ROWS, errors, strict=True):
-        table.row(row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}")
+        table.row(
+            row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}"
+        )
     median, percentile, worst, _ = sources.spread(errors)
     print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
     right, layouts = memory.called_right()
-    print(f"layouts that ran or ran out of memory: {right} of {layouts} called right, {right / layouts:.1%}")
+    print(
+        f"layouts that ran or ran out of memory: {right} of {layouts} called right, {right / layouts:.1%}"
+    )
 
 
 def searched() -> None:
     """Searches every layout of Llama-3 405B on 16,384 H100s."""
-    model = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
+    model = {
+        "layers": 126,
+        "d_model": 16384,
+        "heads": 128,
+        "kv_heads": 8,
+        "d_ff": 53248,
+        "vocab_size": 128256,
+    }
     train = {"global_batch_size": 2048, "sequence_length": 8192}
     config = load({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
     found = search(config, named("h100", 16384), 16384)
@@ -166,7 +342,11 @@ def searched() -> None:
 
 def compiled(target: str) -> None:
     """Compiles each config in a process of its own, since the compiler must start before any other backend."""
-    groups = {"seen while the formulas were made": SEEN, "not seen": UNSEEN, "more than XLA likes to hold": TIGHT}
+    groups = {
+        "seen while the formulas were made": SEEN,
+        "not seen": UNSEEN,
+        "more than XLA likes to hold": TIGHT,
+    }
     for title, rows in groups.items():
         heads = (
             "planned GiB",
@@ -177,8 +357,14 @@ def compiled(target: str) -> None:
             "of the program",
             "off by",
         )
-        table = Table("model   ", "mesh       ", "parallel" + 40 * " ", *heads, title=f"{target}, {title}")
-        errors: dict[str, list[float]] = {"memory": [], "traffic of the worst axis": [], "seconds": []}
+        table = Table(
+            "model   ", "mesh       ", "parallel" + 40 * " ", *heads, title=f"{target}, {title}"
+        )
+        errors: dict[str, list[float]] = {
+            "memory": [],
+            "traffic of the worst axis": [],
+            "seconds": [],
+        }
         for row in rows:
             mesh = " x ".join(map(str, row[1]))
             keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
@@ -192,10 +378,19 @@ def compiled(target: str) -> None:
             of_row = planned / real - 1, _traffic_error(found), seconds[0] / seconds[1] - 1
             for known, error in zip(errors.values(), of_row, strict=True):
                 known.append(error)
-            sizes = (f"{planned / 2**30:.2f}", f"{real / 2**30:.2f}", f"{of_row[0]:+.1%}", f"{of_row[1]:.2%}")
-            table.row(row[0], mesh, keys, *sizes, *(f"{s:.3f}" for s in seconds), f"{of_row[2]:+.1%}")
+            sizes = (
+                f"{planned / 2**30:.2f}",
+                f"{real / 2**30:.2f}",
+                f"{of_row[0]:+.1%}",
+                f"{of_row[1]:.2%}",
+            )
+            table.row(
+                row[0], mesh, keys, *sizes, *(f"{s:.3f}" for s in seconds), f"{of_row[2]:+.1%}"
+            )
         print("; ".join(f"{what}: {_summary(found)}" for what, found in errors.items()))
-        print(f"seconds of {sum(abs(e) <= 0.05 for e in errors['seconds'])} of {len(errors['seconds'])} within 5%")
+        print(
+            f"seconds of {sum(abs(e) <= 0.05 for e in errors['seconds'])} of {len(errors['seconds'])} within 5%"
+        )
 
 
 def _plan(row: tuple, target: str) -> dict | None:
@@ -216,9 +411,17 @@ def _traffic_error(found: dict, smallest: float = 1e6) -> float:
     for collective in found["compiled"]["collectives"]:
         sent[collective["axis"]] = sent.get(collective["axis"], 0.0) + collective["sent_bytes"]
     planned = found["traffic_bytes_per_step"]
-    axes = [axis for axis in {*sent, *planned} if max(sent.get(axis, 0), planned.get(axis, 0)) > smallest]
+    axes = [
+        axis
+        for axis in {*sent, *planned}
+        if max(sent.get(axis, 0), planned.get(axis, 0)) > smallest
+    ]
     return max(
-        (abs(planned.get(axis, 0) - sent.get(axis, 0)) / max(sent.get(axis, 0), 1) for axis in axes), default=0.0
+        (
+            abs(planned.get(axis, 0) - sent.get(axis, 0)) / max(sent.get(axis, 0), 1)
+            for axis in axes
+        ),
+        default=0.0,
     )
 
 
@@ -227,7 +430,9 @@ def _summary(errors: Iterable[float]) -> str:
     sizes = [abs(error) for error in errors]
     if not sizes:
         return "nothing compiled"
-    return f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, lowest {min(errors):+.2%}"
+    return (
+        f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, lowest {min(errors):+.2%}"
+    )
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Published layouts of Llama 13B to 65B on A100, tensor parallelism of 1 to 8 with and without sequence parallelism, pipelines of 1 to 16.
+"""Published layouts of Llama 13B to 65B on A100, tensor parallelism of 1 to 8 with and without sequence parallelism,
+pipelines of 1 to 16.
 
-Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, data/*.xlsx (commit e13c2cb), the rows with FlashAttention-2;
-`aleph_alpha.csv` has their figures, and says which layouts ran out of memory. Hagemann et al. 2023, "Efficient Parallelization Layouts for
-Large-Scale Distributed Model Training", section 3: nodes of a DGX A100 of 80 GB, bfloat16, a vocabulary of 128,000, ZeRO-1, 2,048 sequences of
-2,048 tokens a step, or 512 of 8,192, 1F1B. Some rows have a kernel for RMSNorm; rotation and gate are PyTorch's everywhere.
+Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, data/*.xlsx (commit e13c2cb), the rows with
+FlashAttention-2; `aleph_alpha.csv` has their figures, and says which layouts ran out of memory. Hagemann et al. 2023,
+"Efficient Parallelization Layouts for Large-Scale Distributed Model Training", section 3: nodes of a DGX A100 of 80 GB,
+bfloat16, a vocabulary of 128,000, ZeRO-1, 2,048 sequences of 2,048 tokens a step, or 512 of 8,192, 1F1B. Some rows have
+a kernel for RMSNorm; rotation and gate are PyTorch's everywhere.
 """
 
 import csv
@@ -17,14 +19,23 @@ from meshtrain.plan.compute import FrameworkProfile
 from .kernels import FLASH_2_AMPERE
 from .published import BY_KERNEL, PYTORCH_LOSS, Run
 
-# Of an element forward; its backward counts twice. Of pairs of rows that differ in the kernel of norms alone, the median.
+# Of an element forward; its backward counts twice. Of pairs of rows that differ in the kernel of norms alone, the
+# median.
 NORM_BYTES = 51.0
 # d_model, layers, heads, d_ff
 SHAPES = {"13B": (5120, 40, 40, 13824), "30B": (6656, 60, 52, 17920), "65B": (8192, 80, 64, 22016)}
 PROFILE = FrameworkProfile(
-    execution="asynchronous", kernel=FLASH_2_AMPERE, **BY_KERNEL, loss_passes=PYTORCH_LOSS + 1, whole_logits=True, gradient_bytes=4, sum_bytes=6,
-    overlap_pipeline=False, input_sums=3, regathers=False,
-)  # fmt: skip
+    execution="asynchronous",
+    kernel=FLASH_2_AMPERE,
+    **BY_KERNEL,
+    loss_passes=PYTORCH_LOSS + 1,
+    whole_logits=True,
+    gradient_bytes=4,
+    sum_bytes=6,
+    overlap_pipeline=False,
+    input_sums=3,
+    regathers=False,
+)
 
 
 @functools.cache
@@ -47,21 +58,42 @@ def config(row: dict[str, str]) -> Config:
     data, batch = int(row["devices"]) // tensor // pipeline, 2048 if length == 2048 else 512
     return load(
         {
-            "model": {"layers": layers, "d_model": width, "heads": heads, "d_ff": d_ff, "vocab_size": 128000},
+            "model": {
+                "layers": layers,
+                "d_model": width,
+                "heads": heads,
+                "d_ff": d_ff,
+                "vocab_size": 128000,
+            },
             "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
             "parallel": {
-                "zero_stage": 1, "sequence_parallel": row["sequence_parallel"] == "yes", "schedule": "1f1b", "vocab": "edge",
-                "microbatches": batch // data // int(row["microbatch"]), "remat": "full" if row["checkpointing"] == "yes" else "none",
+                "zero_stage": 1,
+                "sequence_parallel": row["sequence_parallel"] == "yes",
+                "schedule": "1f1b",
+                "vocab": "edge",
+                "microbatches": batch // data // int(row["microbatch"]),
+                "remat": "full" if row["checkpointing"] == "yes" else "none",
             },
             "precision": {"compute": "bfloat16"},
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
-    )  # fmt: skip
+    )
 
 
 def _run(row: dict[str, str]) -> Run:
     profile = replace(PROFILE, recomputes=(1, 1, 1) if row["checkpointing"] == "yes" else None)
     profile = replace(profile, norm_bytes=4.0 if row["kernel"] == "flash2+rms" else NORM_BYTES)
     layout = f"{row['microbatch']} x {row['tensor']} x {row['pipeline']}"
-    name = f"{row['model']} {row['length']} on {row['devices']}, {layout}{' sp' if row['sequence_parallel'] == 'yes' else ''}"
-    return Run("Aleph Alpha", name, config(row), "a100-80", profile, float(row["seconds"]), f"{row['seconds']} s")
+    name = (
+        f"{row['model']} {row['length']} on {row['devices']}, "
+        f"{layout}{' sp' if row['sequence_parallel'] == 'yes' else ''}"
+    )
+    return Run(
+        "Aleph Alpha",
+        name,
+        config(row),
+        "a100-80",
+        profile,
+        float(row["seconds"]),
+        f"{row['seconds']} s",
+    )

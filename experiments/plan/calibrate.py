@@ -1,8 +1,10 @@
-"""Fits the efficiency numbers of an accelerator on published runs; `sources` says how well they predict those of teams they have not seen.
+"""Fits the efficiency numbers of an accelerator on published runs; `sources` says how well they predict those of teams
+they have not seen.
 
 Six numbers and a few dozen runs: so each number is also held near what it is known to be (`prior`, with `SPREAD` as the
-standard deviation of its logarithm), which is the maximum a posteriori estimate under log-normal errors. What cuDNN's attention reaches
-is known from tables of the kernel alone (`kernels`), and so is what NCCL makes of NVLink: these two are held closest.
+standard deviation of its logarithm), which is the maximum a posteriori estimate under log-normal errors. What cuDNN's
+attention reaches is known from tables of the kernel alone (`kernels`), and so is what NCCL makes of NVLink: these two
+are held closest.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ FAMILIES = {"a100-40": "Ampere", "a100-80": "Ampere", "h100": "Hopper", "h200": 
 
 def prior(family: str) -> np.ndarray:
     """What the numbers are before any run is seen."""
-    return np.array([0.75, 100.0, kernels.share("cudnn", MEASURED[family]), 0.75, LINK[family], 0.3])
+    return np.array(
+        [0.75, 100.0, kernels.share("cudnn", MEASURED[family]), 0.75, LINK[family], 0.3]
+    )
 
 
 def fit(runs: Sequence[Run], rounds: int = 8) -> Efficiency:
@@ -59,9 +63,13 @@ def _residuals(x: np.ndarray, start: np.ndarray, runs: Sequence[Run]) -> np.ndar
     return np.concatenate([errors, (x - start) / SPREAD])
 
 
-def _linearised(x: np.ndarray, start: np.ndarray, runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+def _linearised(
+    x: np.ndarray, start: np.ndarray, runs: Sequence[Run]
+) -> tuple[np.ndarray, np.ndarray]:
     base, h = _residuals(x, start, runs), 1e-3
-    columns = [(_residuals(x + h * np.eye(len(x))[i], start, runs) - base) / h for i in range(len(x))]
+    columns = [
+        (_residuals(x + h * np.eye(len(x))[i], start, runs) - base) / h for i in range(len(x))
+    ]
     return base, np.stack(columns, axis=1)
 
 

@@ -1,8 +1,9 @@
-"""Mixtures of experts: published runs in bfloat16 beside the plan, `python -m experiments.plan.experts`; `--search`: what a search takes.
+"""Mixtures of experts: published runs in bfloat16 beside the plan, `python -m experiments.plan.experts`; `--search`:
+what a search takes.
 
     Megatron-Bridge   NVIDIA-NeMo/Megatron-Bridge (2026): docs/performance-summary-archive.md and, of Qwen3-30B on 16 H100s, which differ in how
-                      rows are sent alone, skills/nemo-mbridge-perf-expert-parallel-overlap; loads are even by force. gpt-oss-120B on 64 H100s
-                      is the mean of four releases, 5,810 to 5,993
+                      rows are sent alone, skills/nemo-mbridge-perf-expert-parallel-overlap; loads are even by force.
+                      gpt-oss-120B on 64 H100s is the mean of four releases, 5,810 to 5,993
     JaxPP             marin-community/marin, issue 7024: 67B-A2B (issue 6044 has its sizes), DualPipeV, everything computed again
     marin             the same, issue 6979: FSDP without expert parallelism, everything computed again; 203 to 210 thousand tokens/s on 8
     MaxText           its docs/reference/models/tiering.md; sequences a chip: AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext
@@ -12,13 +13,17 @@ How they send rows to experts, and what else their profiles have:
     all-to-all     each row to each of its experts, and sorted by expert before and behind it
     HybridEP       once to each node and there to each device, by kernels that put it where the experts take it
     overlap        beside the products of another microbatch; of the seconds of messages 44% are hidden in both (24.7 s less 21.1 of 8.3, as its
-                   profile has them, and 41.3 less 31.3 of 22.8, as planned), as many as of tensor parallelism's: `Efficiency.exposed_tensor`
+                   profile has them, and 41.3 less 31.3 of 22.8, as planned), as many as of tensor parallelism's:
+                   `Efficiency.exposed_tensor`
     biases         Megatron adds gpt-oss's to the experts' outputs by kernels of their own, expert by expert, in float32: 32 bytes of an element
-                   forward (b p, its sum with the output, all of them joined, and rounded), 36 backward (megatron/core/transformer/moe/experts.py)
+                   forward (b p, its sum with the output, all of them joined, and rounded), 36 backward
+                   (megatron/core/transformer/moe/experts.py)
     Grug's norms   are gated (Qiu et al. 2026): the norm, read by a product, the gate written and multiplied, 14 bytes; an output of attention
-                   loses what is parallel to v and is gated by head, 10 a layer, so 5 a norm; logits of 8,192 tokens at a time (pull request 6572)
+                   loses what is parallel to v and is gated by head, 10 a layer, so 5 a norm; logits of 8,192 tokens at
+                   a time (pull request 6572)
 
-Left out: rows in float8, which experts' products do not have here; DeepSeek-V3, whose attention (MLA) and dense layers are not ours; TPU v6e.
+Left out: rows in float8, which experts' products do not have here; DeepSeek-V3, whose attention (MLA) and dense layers
+are not ours; TPU v6e.
 """
 
 from collections.abc import Iterator
@@ -42,62 +47,170 @@ OF_TPU = replace(MAXTEXT, imbalance=1.0)
 
 Keys = dict[str, Any]
 MODELS: dict[str, Keys] = {
-    "Qwen3-30B-A3B": {"family": "qwen3_moe", "layers": 48, "d_model": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab_size": 151936, "moe": {"d_ff": 768}},
-    "Qwen3-235B-A22B": {"family": "qwen3_moe", "layers": 94, "d_model": 4096, "heads": 64, "kv_heads": 4, "head_dim": 128, "vocab_size": 151936, "moe": {"d_ff": 1536}},
-    "gpt-oss-120B": {"family": "gpt_oss", "layers": 36, "d_model": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "vocab_size": 201088, "moe": {"experts": 128, "top_k": 4, "d_ff": 2880}},
-    "67B-A2B": {"layers": 26, "d_model": 2560, "heads": 20, "kv_heads": 5, "vocab_size": 128256, "moe": {"experts": 256, "top_k": 4, "d_ff": 1280, "shared_experts": 2}},
-    "d2048": {"layers": 24, "d_model": 2048, "heads": 16, "kv_heads": 4, "vocab_size": 128256, "moe": {"experts": 64, "top_k": 4, "d_ff": 1024, "shared_experts": 1}},
-    "Mixtral 8x7B": {"family": "mixtral", "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "vocab_size": 32000, "moe": {"d_ff": 14336}},
-    # DeepSeek-V3's size: 671 B parameters, 37.6 B active. Grouped queries of 112 heads stand in for its latent attention (their weights are as many,
-    # and of its FLOPs over scores 70%), 58 layers of experts for 58 and three dense ones.
-    "DeepSeek-V3's size": {
-        "layers": 58, "d_model": 7168, "heads": 112, "kv_heads": 8, "head_dim": 128, "vocab_size": 129280,
-        "moe": {"experts": 256, "top_k": 8, "d_ff": 2048, "shared_experts": 1, "router": "sigmoid", "groups": [8, 4], "route_scale": 2.5, "balance": "bias"},
+    "Qwen3-30B-A3B": {
+        "family": "qwen3_moe",
+        "layers": 48,
+        "d_model": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "moe": {"d_ff": 768},
     },
-}  # fmt: skip
+    "Qwen3-235B-A22B": {
+        "family": "qwen3_moe",
+        "layers": 94,
+        "d_model": 4096,
+        "heads": 64,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "moe": {"d_ff": 1536},
+    },
+    "gpt-oss-120B": {
+        "family": "gpt_oss",
+        "layers": 36,
+        "d_model": 2880,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "moe": {"experts": 128, "top_k": 4, "d_ff": 2880},
+    },
+    "67B-A2B": {
+        "layers": 26,
+        "d_model": 2560,
+        "heads": 20,
+        "kv_heads": 5,
+        "vocab_size": 128256,
+        "moe": {"experts": 256, "top_k": 4, "d_ff": 1280, "shared_experts": 2},
+    },
+    "d2048": {
+        "layers": 24,
+        "d_model": 2048,
+        "heads": 16,
+        "kv_heads": 4,
+        "vocab_size": 128256,
+        "moe": {"experts": 64, "top_k": 4, "d_ff": 1024, "shared_experts": 1},
+    },
+    "Mixtral 8x7B": {
+        "family": "mixtral",
+        "layers": 32,
+        "d_model": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "vocab_size": 32000,
+        "moe": {"d_ff": 14336},
+    },
+    # DeepSeek-V3's size: 671 B parameters, 37.6 B active. Grouped queries of 112 heads stand in for its latent
+    # attention (their weights are as many, and of its FLOPs over scores 70%), 58 layers of experts for 58 and three
+    # dense ones.
+    "DeepSeek-V3's size": {
+        "layers": 58,
+        "d_model": 7168,
+        "heads": 112,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 129280,
+        "moe": {
+            "experts": 256,
+            "top_k": 8,
+            "d_ff": 2048,
+            "shared_experts": 1,
+            "router": "sigmoid",
+            "groups": [8, 4],
+            "route_scale": 2.5,
+            "balance": "bias",
+        },
+    },
+}
 # of gpt-oss norms and the experts' activation are computed again
-KEPT = {"remat": "names", "remat_keep": ["qkv", "attention", "attention_out", "mlp_in", "dispatched"]}
+KEPT = {
+    "remat": "names",
+    "remat_keep": ["qkv", "attention", "attention_out", "mlp_in", "dispatched"],
+}
 
 
 def config_of(
-    model: str, mesh: dict[str, int], rows: int, length: int, chunk: int | str = "auto", **parallel: Any
+    model: str,
+    mesh: dict[str, int],
+    rows: int,
+    length: int,
+    chunk: int | str = "auto",
+    **parallel: Any,
 ) -> Keys:
     """Returns a config in bfloat16, without room for more rows than an even load has where experts are spread."""
     experts = {"dispatch": "all_to_all", "capacity": 1.0} if mesh.get("expert", 1) > 1 else {}
     return {
-        "model": MODELS[model], "mesh": mesh, "parallel": {"experts": experts, **parallel}, "precision": {"compute": "bfloat16"},
+        "model": MODELS[model],
+        "mesh": mesh,
+        "parallel": {"experts": experts, **parallel},
+        "precision": {"compute": "bfloat16"},
         "train": {"global_batch_size": rows, "sequence_length": length, "loss_chunk": chunk},
-    }  # fmt: skip
+    }
 
 
-def _run(source: str, name: str, accelerator: str, profile: FrameworkProfile, reported: float, config: Keys) -> Run:
+def _run(
+    source: str,
+    name: str,
+    accelerator: str,
+    profile: FrameworkProfile,
+    reported: float,
+    config: Keys,
+) -> Run:
     """`reported`: tokens/s a device."""
     config["parallel"] = {"vocab": "edge"} | config["parallel"]
     loaded = load(config)
     train, devices = loaded.train, loaded.mesh.devices
     seconds = train.global_batch_size * train.sequence_length / devices / reported
-    return Run(source, f"{name} on {devices}", loaded, accelerator, profile, seconds, f"{reported:,.0f}")
+    return Run(
+        source, f"{name} on {devices}", loaded, accelerator, profile, seconds, f"{reported:,.0f}"
+    )
 
 
 def runs() -> Iterator[Run]:
     """Yields every row that the issue names, each within a fifth."""
     for how, profile, seconds in (
-        ("all-to-all", ALL_TO_ALL, 41.25), ("all-to-all, overlap", replace(ALL_TO_ALL, overlap_expert=True), 31.31),
-        ("HybridEP", HYBRID_EP, 24.7138), ("HybridEP, overlap", replace(HYBRID_EP, overlap_expert=True), 21.0725),
-    ):  # fmt: skip
-        config = config_of("Qwen3-30B-A3B", {"data": 16, "expert": 16}, 1024, 4096, microbatches=64, zero_stage=1)
-        yield _run("Megatron-Bridge", f"Qwen3-30B {how}", "h100", profile, 1024 * 4096 / 16 / seconds, config)
+        ("all-to-all", ALL_TO_ALL, 41.25),
+        ("all-to-all, overlap", replace(ALL_TO_ALL, overlap_expert=True), 31.31),
+        ("HybridEP", HYBRID_EP, 24.7138),
+        ("HybridEP, overlap", replace(HYBRID_EP, overlap_expert=True), 21.0725),
+    ):
+        config = config_of(
+            "Qwen3-30B-A3B", {"data": 16, "expert": 16}, 1024, 4096, microbatches=64, zero_stage=1
+        )
+        yield _run(
+            "Megatron-Bridge",
+            f"Qwen3-30B {how}",
+            "h100",
+            profile,
+            1024 * 4096 / 16 / seconds,
+            config,
+        )
     staged = {"data": 16, "expert": 8, "pipeline": 4}
     for rows, microbatches, reported in ((1280, 80, 5903), (512, 8, 5630)):
         keys = {"microbatches": microbatches, "schedule": "1f1b", "zero_stage": 1} | KEPT
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
         config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
         yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
-    v_shaped = {"microbatches": 32, "remat": "full", "schedule": "v_1f1b", "zero_stage": 1, "chunk": 8192}
+    v_shaped = {
+        "microbatches": 32,
+        "remat": "full",
+        "schedule": "v_1f1b",
+        "zero_stage": 1,
+        "chunk": 8192,
+    }
     config = config_of("67B-A2B", {"data": 8, "expert": 8, "pipeline": 8}, 256, 8192, **v_shaped)
     yield _run("JaxPP", "67B-A2B", "h100", replace(GRUG, execution="asynchronous"), 9427, config)
     fsdp = {"microbatches": 1, "remat": "full", "zero_stage": 3}
-    yield _run("marin", "d2048", "h100", GRUG, 26250, config_of("d2048", {"data": 8}, 256, 4096, 8192, **fsdp))
+    yield _run(
+        "marin",
+        "d2048",
+        "h100",
+        GRUG,
+        26250,
+        config_of("d2048", {"data": 8}, 256, 4096, 8192, **fsdp),
+    )
     config = config_of("Mixtral 8x7B", {"data": 128}, 36 * 128, 4096, **fsdp)
     yield _run("MaxText experts", "Mixtral 8x7B", "tpu-v5p", OF_TPU, 2909, config)
 
@@ -105,13 +218,24 @@ def runs() -> Iterator[Run]:
 def others() -> Iterator[Run]:
     """Yields rows of other machines, which do not say how they send; of B200s nothing was fitted."""
     for accelerator, expert, length, microbatches, reported in (
-        ("gb200", 64, 4096, 5, 16640), ("gb200", 64, 8192, 20, 15876), ("b200", 8, 4096, 5, 13568),
-    ):  # fmt: skip
+        ("gb200", 64, 4096, 5, 16640),
+        ("gb200", 64, 8192, 20, 15876),
+        ("b200", 8, 4096, 5, 13568),
+    ):
         keys = {"microbatches": microbatches, "zero_stage": 1} | KEPT
         config = config_of("gpt-oss-120B", {"data": 64, "expert": expert}, 1280, length, **keys)
-        yield _run("Megatron-Bridge", f"gpt-oss, {length:,} tokens", accelerator, ALL_TO_ALL, reported, config)
+        yield _run(
+            "Megatron-Bridge",
+            f"gpt-oss, {length:,} tokens",
+            accelerator,
+            ALL_TO_ALL,
+            reported,
+            config,
+        )
     staged = {"microbatches": 256, "schedule": "interleaved", "virtual_stages": 3, "zero_stage": 1}
-    config = config_of("Qwen3-235B-A22B", {"data": 32, "expert": 32, "pipeline": 8}, 8192, 4096, **staged)
+    config = config_of(
+        "Qwen3-235B-A22B", {"data": 32, "expert": 32, "pipeline": 8}, 8192, 4096, **staged
+    )
     yield _run("Megatron-Bridge", "Qwen3-235B", "gb200", ALL_TO_ALL, 4916, config)
 
 
@@ -131,7 +255,9 @@ def table() -> None:
     for ranks, more in ((1, ""), (8, ""), (16, ""), (16, ", a row to a node once")):
         asked = [f"mesh.expert={ranks}", *["parallel.experts.capacity=1.25"] * (ranks > 1)]
         config = load("configs/qwen3_30b_a3b.yaml", asked)
-        found = plan(config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more)))
+        found = plan(
+            config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more))
+        )
         waits = f"{found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
         print(f"ours, Qwen3-30B, experts over {ranks}{more}: {waits}")
 

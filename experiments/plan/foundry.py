@@ -1,12 +1,16 @@
-"""Published runs of data-parallel training on A100 and H100, from 125M to 70B parameters and from 512 to 65,536 tokens. None is fitted.
+"""Published runs of data-parallel training on A100 and H100, from 125M to 70B parameters and from 512 to 65,536 tokens.
 
-mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7), all rows in bfloat16; `llm_foundry.csv` has their figures.
-Shapes of the models: scripts/train/yamls/pretrain of the same repository. PyTorch's FSDP, everything sharded and gathered at use,
-nothing compiled; microbatches are sequences a device.
+None is fitted.
 
-The tables do not say which PyTorch they were made with. Two were, by their captions and by sweep.sh beside them: an older one for all rows in
-mixed precision "pure", whose checkpoints of blocks are recomputed whole, and a newer one for "default", which stops once the backward has
-what it reads (torch.utils.checkpoint, early stop): before a block's last product. Attention is the Triton kernel of FlashAttention 1.
+mosaicml/llm-foundry, scripts/train/benchmarking/README.md (commit 061f2c7), all rows in bfloat16; `llm_foundry.csv` has
+their figures.
+Shapes of the models: scripts/train/yamls/pretrain of the same repository. PyTorch's FSDP, everything sharded and
+gathered at use, nothing compiled; microbatches are sequences a device.
+
+The tables do not say which PyTorch they were made with. Two were, by their captions and by sweep.sh beside them: an
+older one for all rows in mixed precision "pure", whose checkpoints of blocks are recomputed whole, and a newer one for
+"default", which stops once the backward has what it reads (torch.utils.checkpoint, early stop): before a block's last
+product. Attention is the Triton kernel of FlashAttention 1.
 """
 
 import csv
@@ -36,20 +40,33 @@ def runs() -> tuple[Run, ...]:
 
 def _run(row: dict[str, str]) -> Run:
     width, layers, heads = SHAPES[row["model"]]
-    length, devices, microbatches = int(row["length"]), int(row["devices"]), int(row["microbatches"])
+    length, devices, microbatches = (
+        int(row["length"]),
+        int(row["devices"]),
+        int(row["microbatches"]),
+    )
     batch, pure = int(row["microbatch"]) * microbatches * devices, row["mixed_precision"] == "pure"
     checkpoints = row["checkpointing"] == "yes"
     config = load(
         {
-            "model": {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads, "vocab_size": 50368},
+            "model": {
+                "family": "gpt2",
+                "layers": layers,
+                "d_model": width,
+                "heads": heads,
+                "vocab_size": 50368,
+            },
             "mesh": {"data": devices},
             "parallel": {
-                "zero_stage": 3, "zero_hold": False, "microbatches": microbatches, "remat": "full" if checkpoints else "none",
+                "zero_stage": 3,
+                "zero_hold": False,
+                "microbatches": microbatches,
+                "remat": "full" if checkpoints else "none",
             },
             "precision": {"compute": "bfloat16"},
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
-    )  # fmt: skip
+    )
     profile = FrameworkProfile(
         execution="asynchronous",
         overlap_data=True,
@@ -64,4 +81,12 @@ def _run(row: dict[str, str]) -> Run:
     )
     name = f"{row['model']} {length} x {row['microbatch']} on {devices}{' recomputed' if checkpoints else ''}"
     speed = float(row["tokens_per_second"])
-    return Run("llm-foundry", name, config, row["accelerator"], profile, batch * length / speed, f"{speed:,.0f} tokens/s")  # fmt: skip
+    return Run(
+        "llm-foundry",
+        name,
+        config,
+        row["accelerator"],
+        profile,
+        batch * length / speed,
+        f"{speed:,.0f} tokens/s",
+    )

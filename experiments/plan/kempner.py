@@ -1,8 +1,9 @@
 """Published runs of sharded data parallelism with tensor parallelism on H200, with seconds and memory. None is fitted.
 
-KempnerInstitute/KempnerForge, benchmarks/mfu_scaling (April 2026), weak_scaling_160gpu (June 2026) and 175b_360gpu (July 2026): Llama 3's
-architecture, nodes of four H200, sequences of 4,096 tokens, everything recomputed, PyTorch compiled but where said. Of layouts in two of
-the reports we take the older report's. Its attention is PyTorch's, which we take for FlashAttention-2.
+KempnerInstitute/KempnerForge, benchmarks/mfu_scaling (April 2026), weak_scaling_160gpu (June 2026) and 175b_360gpu
+(July 2026): Llama 3's architecture, nodes of four H200, sequences of 4,096 tokens, everything recomputed, PyTorch
+compiled but where said. Of layouts in two of the reports we take the older report's. Its attention is PyTorch's, which
+we take for FlashAttention-2.
 """
 
 from dataclasses import replace
@@ -12,10 +13,38 @@ from meshtrain.config import load
 from .published import BY_KERNEL, COMPILED, PYTORCH_LOSS, Run
 
 MODELS = {
-    "8B": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256},
-    "13B": {"layers": 40, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 17920, "vocab_size": 128256},
-    "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
-    "175B": {"layers": 96, "d_model": 12288, "heads": 96, "kv_heads": 8, "d_ff": 39680, "vocab_size": 128256},
+    "8B": {
+        "layers": 32,
+        "d_model": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "d_ff": 14336,
+        "vocab_size": 128256,
+    },
+    "13B": {
+        "layers": 40,
+        "d_model": 5120,
+        "heads": 40,
+        "kv_heads": 8,
+        "d_ff": 17920,
+        "vocab_size": 128256,
+    },
+    "70B": {
+        "layers": 80,
+        "d_model": 8192,
+        "heads": 64,
+        "kv_heads": 8,
+        "d_ff": 28672,
+        "vocab_size": 128256,
+    },
+    "175B": {
+        "layers": 96,
+        "d_model": 12288,
+        "heads": 96,
+        "kv_heads": 8,
+        "d_ff": 39680,
+        "vocab_size": 128256,
+    },
 }
 
 # model, data, tensor, sequences a microbatch, microbatches, tokens/s of all devices, GiB that tensors took at most
@@ -49,23 +78,42 @@ ROWS = (
 PRACTICE = replace(COMPILED, loss_passes=PYTORCH_LOSS, copy_bytes=2 * (2 + 2), recomputes=None)
 
 
-def _run(model: str, data: int, tensor: int, sequences: int, microbatches: int, speed: int, gib: float) -> Run:
+def _run(
+    model: str, data: int, tensor: int, sequences: int, microbatches: int, speed: int, gib: float
+) -> Run:
     config = load(
         {
             "model": MODELS[model],
             "mesh": {"data": data, "tensor": tensor},
             "parallel": {
-                "zero_stage": 3, "zero_hold": False, "sequence_parallel": tensor > 1, "remat": "full", "microbatches": microbatches,
+                "zero_stage": 3,
+                "zero_hold": False,
+                "sequence_parallel": tensor > 1,
+                "remat": "full",
+                "microbatches": microbatches,
             },
             "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": sequences * microbatches * data, "sequence_length": 4096},
+            "train": {
+                "global_batch_size": sequences * microbatches * data,
+                "sequence_length": 4096,
+            },
         }
-    )  # fmt: skip
+    )
     train = config.train
     name = f"{model}, data {data}" + (f" x tensor {tensor}" if tensor > 1 else "")
     profile = PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, **BY_KERNEL)
     seconds = train.global_batch_size * train.sequence_length / speed
-    return Run("KempnerForge", name, config, "h200", profile, seconds, f"{speed:,} tokens/s", gib=gib, per_node=4)
+    return Run(
+        "KempnerForge",
+        name,
+        config,
+        "h200",
+        profile,
+        seconds,
+        f"{speed:,} tokens/s",
+        gib=gib,
+        per_node=4,
+    )
 
 
 RUNS = tuple(_run(*row) for row in ROWS)

@@ -1,14 +1,15 @@
 """What kernels of attention reach by sequence length, read from published tables of kernels that were timed alone.
 
-TFLOP/s with a causal mask, of which only the half that is not masked is counted: 2 products a score forward, 5 backward.
+TFLOP/s with a causal mask, of which only the half that is not masked is counted: 2 products a score forward, 5
+backward.
 
     cuDNN 9.27   NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1 (28 September 2026): h200, and a100 (PCIe); bfloat16,
                  batch 2, 64 heads of 128 over 8 of keys, not deterministic
     FlashAttention-2   `flash_attention` in the same table of the A100. On an H100 it reaches 35% of the peak (Shah et al. 2024,
                  "FlashAttention-3", abstract), and nothing is said of its lengths: as on an A100
     Triton       triton-lang/triton, pull request 1917, "before" (July 2023): the tutorial's kernel on an A100, float16, batch 4, 48 heads
-                 of 64. Of its like on an H100 nothing is published: we let it lose what FlashAttention-2 loses, the other kernel written
-                 for an A100's instructions.
+                 of 64. Of its like on an H100 nothing is published: we let it lose what FlashAttention-2 loses, the
+                 other kernel written for an A100's instructions.
 
 `law` finds in each what `compute.Kernel` says: a rate on long sequences, and the length at which half of it is reached.
 """
@@ -27,7 +28,10 @@ Table = tuple[Sequence[int], Sequence[float]]
 TABLES: dict[tuple[str, str], tuple[Table, Table]] = {
     ("cudnn", "h200"): ((LENGTHS, (534, 616, 655, 633, 619)), (LENGTHS, (402, 495, 526, 539, 528))),
     ("cudnn", "a100"): ((LENGTHS, (155, 174, 177, 173, 176)), (LENGTHS, (109, 128, 136, 139, 143))),
-    ("flash 2", "a100"): ((LENGTHS, (180, 204, 217, 203, 199)), (LENGTHS, (141, 168, 173, 175, 180))),
+    ("flash 2", "a100"): (
+        (LENGTHS, (180, 204, 217, 203, 199)),
+        (LENGTHS, (141, 168, 173, 175, 180)),
+    ),
     ("triton", "a100"): (
         (SHORTER, (84.26, 102.11, 112.87, 119.09, 122.21)),
         (SHORTER, (48.68, 62.06, 71.72, 77.47, 80.58)),
@@ -37,7 +41,8 @@ PEAK = {"h200": 989.4, "a100": 312.0}  # TFLOP/s, dense, bfloat16 and float16
 
 
 def law(tables: Sequence[Table]) -> tuple[float, list[float]]:
-    """The half length that several tables share, and the rate of each on long sequences in TFLOP/s: least squares of the logarithm.
+    """The half length that several tables share, and the rate of each on long sequences in TFLOP/s: least squares of
+    the logarithm.
 
     For one half length the best rate of a table is a mean, so that the half length is all there is to search.
     """
@@ -58,7 +63,9 @@ def share(kernel: str, device: str) -> float:
 
 
 def kernel(name: str, rate: float | None = None) -> Kernel:
-    """A kernel by its tables, on all devices that there are tables of; its `rate` is given apart, being each device's own."""
+    """A kernel by its tables, on all devices that there are tables of; its `rate` is given apart, being each device's
+    own.
+    """
     found = [tables for (known, _), tables in TABLES.items() if known == name]
     half_length, forward = law([table for table, _ in found])
     half_length_backward, backward = law([table for _, table in found])
@@ -69,4 +76,6 @@ def kernel(name: str, rate: float | None = None) -> Kernel:
 FLASH_2_AMPERE = kernel("flash 2", round(share("flash 2", "a100"), 3))
 FLASH_2_HOPPER = kernel("flash 2", 0.35)
 TRITON_AMPERE = kernel("triton", round(share("triton", "a100"), 3))
-TRITON_HOPPER = kernel("triton", round(share("triton", "a100") * 0.35 / share("flash 2", "a100"), 3))
+TRITON_HOPPER = kernel(
+    "triton", round(share("triton", "a100") * 0.35 / share("flash 2", "a100"), 3)
+)

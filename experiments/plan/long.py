@@ -4,7 +4,8 @@
     NeMo         Performance of long sequences: Llama-2 7B, H100 (24.03), 4 M tokens a step, T / 1024 GPUs
     Llama 3      Grattafiori et al. 2024, table 4: 405B on 16,384 H100s, bfloat16
 
-The first two compute products in float8, and are planned so (tensorwise, all layers, weight gradients too). FLOPs count the half of the
+The first two compute products in float8, and are planned so (tensorwise, all layers, weight gradients too). FLOPs count
+the half of the
 scores that is not masked: of long rows those of all, as `plan` counts them, would be about twice as many.
 """
 
@@ -20,14 +21,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "8B": dict(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256),
     "405B": dict(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256),
     "7B": dict(layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11008, vocab_size=32000),
-}  # fmt: skip
+}
 TITAN = {32768: (8, 1), 65536: (4, 2), 131072: (2, 4), 262144: (1, 8)}  # T → data, context
 SPEEDS = {"8B": (3890, 2540, 1071, 548), "405B": (76, 47, 31, 16)}  # tokens/s a device
 # T → (tensor, data, context), TFLOP/s a device
 NEMO = {
-    32768: ((2, 8, 2), 610), 65536: ((4, 8, 2), 574), 131072: ((4, 8, 4), 555), 262144: ((4, 8, 8), 549), 524288: ((8, 4, 16), 549),
+    32768: ((2, 8, 2), 610),
+    65536: ((4, 8, 2), 574),
+    131072: ((4, 8, 4), 555),
+    262144: ((4, 8, 8), 549),
+    524288: ((8, 4, 16), 549),
     1048576: ((8, 4, 32), 536),
-}  # fmt: skip
+}
 
 
 FLOAT8 = {"matmul": "float8", "float8_recipe": "tensorwise", "float8_wgrad": "float8"}
@@ -35,7 +40,12 @@ FLOAT8 |= {"float8_skip": [0, 0], "float8_gather": True}
 
 
 def planned(
-    model: str, mesh: dict[str, int], rows: int, length: int, products: dict[str, Any] = FLOAT8, **parallel: Any
+    model: str,
+    mesh: dict[str, int],
+    rows: int,
+    length: int,
+    products: dict[str, Any] = FLOAT8,
+    **parallel: Any,
 ) -> Plan:
     """A plan in bfloat16, but for the `products` of the layers."""
     given = {
@@ -63,7 +73,12 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
         for (length, (data, context)), reported in zip(TITAN.items(), SPEEDS[model], strict=True):
             mesh = {"data": data, "context": context, **large}
             # FSDP gathers a layer at use; with stages it holds what it gathered
-            keys = {"zero_stage": 3, "remat": "full", "zero_hold": bool(large), "microbatches": rows if large else 1}
+            keys = {
+                "zero_stage": 3,
+                "remat": "full",
+                "zero_hold": bool(large),
+                "microbatches": rows if large else 1,
+            }
             found = planned(model, mesh, rows * data if not large else 8 * data, length, **keys)
             by_plan = found.tokens_per_second / found.devices
             yield f"torchtitan {model}", length, str(found.config.mesh), reported, by_plan
@@ -76,14 +91,32 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
         (8192, {"data": 128, "tensor": 8, "pipeline": 16}, 2048, 400),
         (131072, {"data": 8, "context": 16, "tensor": 8, "pipeline": 16}, 128, 380),
     ):
-        found = planned("405B", mesh, rows, length, {}, microbatches=16, remat="selective", schedule="interleaved", virtual_stages=8, layer_split=(0, *[1] * 126, 0))  # fmt: skip
+        found = planned(
+            "405B",
+            mesh,
+            rows,
+            length,
+            {},
+            microbatches=16,
+            remat="selective",
+            schedule="interleaved",
+            virtual_stages=8,
+            layer_split=(0, *[1] * 126, 0),
+        )
         yield "Llama 3 405B", length, str(found.config.mesh), reported, teraflops(found)
 
 
 def main() -> None:
     """Prints the table, with each row's ratio to the first of its source."""
     bench.parser(__doc__).parse_args()
-    heads = ("   tokens", "layout" + 46 * " ", "reported", "planned", "of the first", "of the first")
+    heads = (
+        "   tokens",
+        "layout" + 46 * " ",
+        "reported",
+        "planned",
+        "of the first",
+        "of the first",
+    )
     rows = Table("source          ", *heads)
     first: dict[str, tuple[float, float]] = {}
     for source, length, layout, reported, by_plan in table():

@@ -1,17 +1,22 @@
-"""Published gigabytes of frameworks that hold things in other ways than ours, so that they can be compared at all. No number is fitted, but the
-formulas were made with the rows in sight.
+"""Published gigabytes of frameworks that hold things in other ways than ours, so that they can be compared at all.
+
+No number is fitted, but the formulas were made with the rows in sight.
 
     torchtitan   benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, all rows without context parallelism whose layout is given (of
-                 the interleaved schedule neither chunks nor microbatches are): GiB that the allocator reserved. Float8 moves them by 0.2 GiB
-                 (tables 1 and 3), so that its rows stand for bfloat16. Pipelines have as many microbatches as stages, the default then.
-    Aleph Alpha  see `aleph_alpha`: 578 layouts that ran or ran out of memory (`called_right`). Weights and gradients are in 16 bits, whole; what
-                 autograd keeps of a layer is counted operation by operation in the team's own library (Aleph-Alpha/scaling), logits are
-                 gathered. Chosen on these rows: that the allocator loses 15% of activations.
-    KempnerForge see `kempner`: GiB that tensors took at most. Its weights and moments are in bfloat16, and where there are several
+                 the interleaved schedule neither chunks nor microbatches are): GiB that the allocator reserved. Float8
+                 moves them by 0.2 GiB (tables 1 and 3), so that its rows stand for bfloat16. Pipelines have as many
+                 microbatches as stages, the default then.
+    Aleph Alpha  see `aleph_alpha`: 578 layouts that ran or ran out of memory (`called_right`). Weights and gradients
+    are in 16 bits, whole; what
+                 autograd keeps of a layer is counted operation by operation in the team's own library
+                 (Aleph-Alpha/scaling), logits are gathered. Chosen on these rows: that the allocator loses 15% of
+                 activations.
+    KempnerForge see `kempner`: GiB that tensors took at most. Its weights and moments are in bfloat16, and where there
+    are several
                  microbatches these add to a gradient in float32 that is not sharded (175b_360gpu, "the path to 47.7%").
 
-Both are PyTorch's FSDP2, with sequence parallelism where there is tensor parallelism. A device holds most in one of two moments: at the
-loss, whose logits are all there at once, or in the backward of a layer.
+Both are PyTorch's FSDP2, with sequence parallelism where there is tensor parallelism. A device holds most in one of two
+moments: at the loss, whose logits are all there at once, or in the backward of a layer.
 """
 
 import math
@@ -33,9 +38,12 @@ class Holding:
 
     state: float  # weights, moments and gradients, all sharded
     logits: float  # at the loss: as the head gives them, in float32, their log-softmax, cotangents
-    shares_vocabulary: bool  # each tensor rank embeds, and takes the loss of, its share of it; else only its output is split, and gathered
+    # each tensor rank embeds, and takes the loss of, its share of it; else only its output is split, and gathered
+    shares_vocabulary: bool
     summed: float = 4.0  # gradient, not sharded, where several microbatches add to it
-    selective: bool = False  # every second product's output is kept, and attention's; else a layer's input
+    selective: bool = (
+        False  # every second product's output is kept, and attention's; else a layer's input
+    )
     gathered: bool = False  # weights stay gathered between microbatches
     reserved: float = 1.0  # what the allocator asks for, in what tensors take: blocks that are free, but too small
 
@@ -83,7 +91,11 @@ def fullest(config: Config, holding: Holding) -> float:
         loss += holding.logits * shapes.tokens(config) * config.model.vocab_size / ways
     block = held.block.full
     # Its weights and the next layer's, gathered; its gradient as the products give it and as it is summed over data.
-    layer = activations.work(config, "gpu") + block * (0 if holding.gathered else 2 * size) + block * (size + 4)
+    layer = (
+        activations.work(config, "gpu")
+        + block * (0 if holding.gathered else 2 * size)
+        + block * (size + 4)
+    )
     return holding.reserved * (always + max(loss, vocabulary + layer))
 
 
@@ -96,12 +108,43 @@ def _kept(config: Config, holding: Holding) -> float:
     return 2 * (w.stream + w.query + w.key + w.hidden + w.stream + w.query) + 4 * w.heads
 
 
-_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
-_70B = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
-_405B = {"layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab_size": 128256}
+_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
+_70B = {
+    "layers": 80,
+    "d_model": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "d_ff": 28672,
+    "vocab_size": 128256,
+}
+_405B = {
+    "layers": 126,
+    "d_model": 16384,
+    "heads": 128,
+    "kv_heads": 8,
+    "d_ff": 53248,
+    "vocab_size": 128256,
+}
 
 
-def _row(source: str, name: str, model: dict, mesh: tuple[int, int, int], sequences: int, microbatches: int, length: int, holding: Holding, gib: float) -> Row:  # fmt: skip
+def _row(
+    source: str,
+    name: str,
+    model: dict,
+    mesh: tuple[int, int, int],
+    sequences: int,
+    microbatches: int,
+    length: int,
+    holding: Holding,
+    gib: float,
+) -> Row:
     """`sequences` are those of a microbatch on one data rank."""
     data, tensor, pipeline = mesh
     config = load(
@@ -109,13 +152,21 @@ def _row(source: str, name: str, model: dict, mesh: tuple[int, int, int], sequen
             "model": model,
             "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
             "parallel": {
-                "zero_stage": 3, "zero_hold": False, "sequence_parallel": tensor > 1, "remat": "full", "microbatches": microbatches,
-                "schedule": "1f1b", "vocab": "edge",
+                "zero_stage": 3,
+                "zero_hold": False,
+                "sequence_parallel": tensor > 1,
+                "remat": "full",
+                "microbatches": microbatches,
+                "schedule": "1f1b",
+                "vocab": "edge",
             },
             "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": sequences * microbatches * data, "sequence_length": length},
+            "train": {
+                "global_batch_size": sequences * microbatches * data,
+                "sequence_length": length,
+            },
         }
-    )  # fmt: skip
+    )
     return Row(source, name, config, holding, gib)
 
 
@@ -127,12 +178,22 @@ ROWS = (
     _row("torchtitan", "8B, data 8, 32,768 tokens", _8B, (8, 1, 1), 1, 1, 32768, TORCHTITAN, 83.9),
     _row("torchtitan", "70B, data 32 x tensor 8", _70B, (32, 8, 1), 16, 1, 8192, TORCHTITAN, 71.9),
     _row("torchtitan", "405B, 8 x 8 x 8, 1F1B", _405B, (8, 8, 8), 4, 8, 8192, PIPELINE, 82.5),
-    _row("torchtitan", "405B, 8 x 8 x 8, 1F1B, 32,768 tokens", _405B, (8, 8, 8), 1, 8, 32768, PIPELINE, 75.3),
+    _row(
+        "torchtitan",
+        "405B, 8 x 8 x 8, 1F1B, 32,768 tokens",
+        _405B,
+        (8, 8, 8),
+        1,
+        8,
+        32768,
+        PIPELINE,
+        75.3,
+    ),
     *(Row(run.source, run.name, run.config, KEMPNER, run.gib) for run in kempner.RUNS if run.gib),
 )
 
-# GiB that CUDA's context and NCCL's buffers take of a device; what the allocator asks for of activations; bytes of a logit at the loss: in 16 bits
-# and float32, its log-softmax, and the cotangents of both in float32.
+# GiB that CUDA's context and NCCL's buffers take of a device; what the allocator asks for of activations; bytes of a
+# logit at the loss: in 16 bits and float32, its log-softmax, and the cotangents of both in float32.
 OUTSIDE, LOST, LOGIT = 3.0, 1.15, 18
 
 
@@ -142,8 +203,8 @@ def held(row: dict[str, str]) -> float:
     model, mesh, sizes = config.model, config.mesh, shapes.resident(config)
     layers, width = math.ceil(model.layers / mesh.pipeline), model.d_model
     split = mesh.tensor if config.parallel.sequence_parallel else 1
-    # Both norms' inputs, and their outputs, which are gathered; norms kernel by kernel keep as much again. Then q, k and v with rotated
-    # copies of two, attention's output, and four of the MLP's width.
+    # Both norms' inputs, and their outputs, which are gathered; norms kernel by kernel keep as much again. Then q, k
+    # and v with rotated copies of two, attention's output, and four of the MLP's width.
     norms = 4 * width / split + 4 * width + (4 * width / split if row["kernel"] == "flash2" else 0)
     everything = norms + (12 * width + 8 * model.d_ff) / mesh.tensor
     kept = 2 * width / split if config.parallel.remat == "full" else everything

@@ -4,15 +4,17 @@ Where their figures stand, and what these leave open:
 
     Megatron 2021   Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
                     table 1: A100-80, everything recomputed; TFLOP/s count the recomputation,
-                    96 B s L h² (1 + s/6h + V/16Lh). Microbatches and virtual stages: NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh.
+                    96 B s L h² (1 + s/6h + V/16Lh). Microbatches and virtual stages: NVIDIA/Megatron-LM,
+                    examples/sc21/run_table_1.sh.
     Megatron 2022   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", tables 3 and 5: A100-80, seconds
                     of a step with everything recomputed, and with sequence parallelism and attention alone recomputed.
     Megatron 2024   README of NVIDIA/Megatron-LM, "Training Speed and Scalability": H100, data parallel 48; TFLOP/s of the model,
-                    72 B s L h² (1 + s/6h + V/12Lh). It does not give microbatch and virtual stages: we take chunks of one or two
-                    layers and one sequence (two for the smallest model).
+                    72 B s L h² (1 + s/6h + V/12Lh). It does not give microbatch and virtual stages: we take chunks of
+                    one or two layers and one sequence (two for the smallest model).
     torchtitan      benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: H100 with 96 GB at 500 W; tokens/s a device.
                     "Selective" recomputation keeps attention and every second product.
-    torchtitan A100 the same repository's docs/performance.md (2024): FSDP on 64 A100-80, not compiled. Its network is not given: we take
+    torchtitan A100 the same repository's docs/performance.md (2024): FSDP on 64 A100-80, not compiled. Its network is
+    not given: we take
                     that of a DGX A100. "Selective layer" recomputes every second layer.
 """
 
@@ -27,34 +29,51 @@ from meshtrain.plan.estimate import estimate
 
 from .kernels import FLASH_2_AMPERE, FLASH_2_HOPPER
 
-# Kernel by kernel in megatron/core/tensor_parallel/cross_entropy.py: to float32, maximum, difference, exponential, sum, division,
-# product with the cotangent, to 16 bits.
+# Kernel by kernel in megatron/core/tensor_parallel/cross_entropy.py: to float32, maximum, difference, exponential, sum,
+# division, product with the cotangent, to 16 bits.
 MEGATRON_LOSS = 13
 # To float32, log_softmax (which reads twice), its backward (which reads two), to 16 bits.
 PYTORCH_LOSS = 9
-# PyTorch's RMSNorm in bytes of a 16-bit element: to float32 (6), square (8), mean (4), times its root (8), to 16 bits (6), times the scale (4).
+# PyTorch's RMSNorm in bytes of a 16-bit element: to float32 (6), square (8), mean (4), times its root (8), to 16 bits
+# (6), times the scale (4).
 NORM = 36.0
 BY_KERNEL: dict[str, Any] = {"norm_bytes": NORM, "fused_rotation": False, "fused_gate": False}
 FUSED: dict[str, Any] = {"norm_bytes": 4.0, "fused_rotation": True, "fused_gate": True}
 # FSDP2 copies a layer's weights out of the buffer of each of two gathers, and its gradient into a buffer in float32.
 FSDP_2_COPIES = 2 * (2 + 2) + (2 + 4)
-# In 2021 gradients were added up in float16, later by the product that makes them (gradient accumulation fusion). Without a fused
-# kernel, attention writes its scores: FlashAttention came in 2022.
+# In 2021 gradients were added up in float16, later by the product that makes them (gradient accumulation fusion).
+# Without a fused kernel, attention writes its scores: FlashAttention came in 2022.
 MEGATRON_2021 = FrameworkProfile(
-    execution="asynchronous", kernel=None, loss_passes=MEGATRON_LOSS, overlap_pipeline=False, scatter_messages=True, gradient_bytes=2, sum_bytes=6,
+    execution="asynchronous",
+    kernel=None,
+    loss_passes=MEGATRON_LOSS,
+    overlap_pipeline=False,
+    scatter_messages=True,
+    gradient_bytes=2,
+    sum_bytes=6,
     recomputes=(1, 1, 1),
-)  # fmt: skip
+)
 MEGATRON_2022 = replace(MEGATRON_2021, sum_bytes=0, recomputes="attention")
 MEGATRON_2024 = FrameworkProfile(
-    execution="asynchronous", loss_passes=MEGATRON_LOSS, sum_bytes=0, overlap_data=True, overlap_tensor=True
+    execution="asynchronous",
+    loss_passes=MEGATRON_LOSS,
+    sum_bytes=0,
+    overlap_data=True,
+    overlap_tensor=True,
 )
 EAGER = FrameworkProfile(
-    execution="asynchronous", overlap_data=True, **BY_KERNEL, loss_passes=PYTORCH_LOSS, copy_bytes=FSDP_2_COPIES, kernel=FLASH_2_HOPPER, recomputes=(0.5, 0.0, 1.0),
-)  # fmt: skip
+    execution="asynchronous",
+    overlap_data=True,
+    **BY_KERNEL,
+    loss_passes=PYTORCH_LOSS,
+    copy_bytes=FSDP_2_COPIES,
+    kernel=FLASH_2_HOPPER,
+    recomputes=(0.5, 0.0, 1.0),
+)
 COMPILED = replace(EAGER, **FUSED, loss_passes=3)
 EAGER_A100 = replace(EAGER, kernel=FLASH_2_AMPERE)
-# By what torchtitan recomputes. PyTorch stops recomputing a block once its backward has all it reads: before the last product,
-# which is a quarter of those of a Llama's block.
+# By what torchtitan recomputes. PyTorch stops recomputing a block once its backward has all it reads: before the last
+# product, which is a quarter of those of a Llama's block.
 TORCHTITAN_A100 = {
     "selective op": EAGER_A100,
     "selective layer": replace(EAGER_A100, recomputes=(0.375, 0.5, 0.5)),
@@ -75,7 +94,9 @@ class Run:
     seconds: float
     reported: str
     gib: float | None = None  # memory, where it is reported
-    per_node: int | None = None  # devices of a node, where not as in the machines that the accelerator is sold in
+    per_node: int | None = (
+        None  # devices of a node, where not as in the machines that the accelerator is sold in
+    )
 
     def predicted(self, accelerator: Accelerator | None = None) -> float:
         """Seconds of a step by the planner, with what was fitted on such runs or other figures."""
@@ -94,9 +115,16 @@ class Run:
 
 
 def _gpt(
-    shape: tuple[int, int, int], vocabulary: int, length: int, mesh: tuple[int, int, int], batch: int, microbatch: int,
-    chunks: int, parallel: dict, compute: str,
-) -> Config:  # fmt: skip
+    shape: tuple[int, int, int],
+    vocabulary: int,
+    length: int,
+    mesh: tuple[int, int, int],
+    batch: int,
+    microbatch: int,
+    chunks: int,
+    parallel: dict,
+    compute: str,
+) -> Config:
     width, layers, heads = shape
     data, tensor, pipeline = mesh
     schedule = "interleaved" if chunks > 1 else "1f1b"
@@ -104,7 +132,13 @@ def _gpt(
     pieces["microbatches"] = batch // data // microbatch
     return load(
         {
-            "model": {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads, "vocab_size": vocabulary},
+            "model": {
+                "family": "gpt2",
+                "layers": layers,
+                "d_model": width,
+                "heads": heads,
+                "vocab_size": vocabulary,
+            },
             "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
             "parallel": pieces | parallel,
             "precision": {"compute": compute},
@@ -113,7 +147,14 @@ def _gpt(
     )
 
 
-def _megatron_2021(name: str, shape: tuple[int, int, int], layout: tuple[int, int, int, int], devices: int, batch: int, reported: float) -> Run:  # fmt: skip
+def _megatron_2021(
+    name: str,
+    shape: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
+    devices: int,
+    batch: int,
+    reported: float,
+) -> Run:
     """`layout` is (tensor, pipeline, virtual stages, sequences a microbatch)."""
     tensor, pipeline, chunks, microbatch = layout
     width, layers, _ = shape
@@ -121,53 +162,101 @@ def _megatron_2021(name: str, shape: tuple[int, int, int], layout: tuple[int, in
     mesh = (devices // tensor // pipeline, tensor, pipeline)
     parallel = {"zero_stage": 0, "remat": "full"}
     config = _gpt(shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, "float16")
-    flops = 96 * batch * length * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
+    flops = (
+        96
+        * batch
+        * length
+        * layers
+        * width**2
+        * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
+    )
     seconds = flops / (devices * reported * 1e12)
-    return Run("Megatron 2021", name, config, "a100-80", MEGATRON_2021, seconds, f"{reported:g} TFLOP/s")
+    return Run(
+        "Megatron 2021", name, config, "a100-80", MEGATRON_2021, seconds, f"{reported:g} TFLOP/s"
+    )
 
 
-def _megatron_2024(name: str, shape: tuple[int, int, int], layout: tuple[int, int, int, int], devices: int, batch: int, reported: float) -> Run:  # fmt: skip
+def _megatron_2024(
+    name: str,
+    shape: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
+    devices: int,
+    batch: int,
+    reported: float,
+) -> Run:
     tensor, pipeline, chunks, microbatch = layout
     width, layers, _ = shape
     vocabulary, length = 131072, 4096
     mesh = (devices // tensor // pipeline, tensor, pipeline)
     parallel = {"zero_stage": 1, "sequence_parallel": tensor > 1}
     config = _gpt(shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, "bfloat16")
-    flops = 72 * batch * length * layers * width**2 * (1 + length / (6 * width) + vocabulary / (12 * layers * width))
+    flops = (
+        72
+        * batch
+        * length
+        * layers
+        * width**2
+        * (1 + length / (6 * width) + vocabulary / (12 * layers * width))
+    )
     seconds = flops / (devices * reported * 1e12)
-    return Run("Megatron 2024", name, config, "h100", MEGATRON_2024, seconds, f"{reported:g} TFLOP/s")
+    return Run(
+        "Megatron 2024", name, config, "h100", MEGATRON_2024, seconds, f"{reported:g} TFLOP/s"
+    )
 
 
 def _torchtitan(
-    name: str, devices: int, profile: FrameworkProfile, reported: float, precision: dict | None = None
+    name: str,
+    devices: int,
+    profile: FrameworkProfile,
+    reported: float,
+    precision: dict | None = None,
 ) -> Run:
     batch, length = 2 * devices, 8192
     config = load(
         {
             "model": {
-                "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256,
+                "layers": 32,
+                "d_model": 4096,
+                "heads": 32,
+                "kv_heads": 8,
+                "d_ff": 14336,
+                "vocab_size": 128256,
             },
             "mesh": {"data": devices},
             "parallel": {"zero_stage": 3, "remat": "dots"},
             "precision": {"compute": "bfloat16", **(precision or {})},
             "train": {"global_batch_size": batch, "sequence_length": length},
         }
-    )  # fmt: skip
+    )
     seconds = batch * length / devices / reported
     return Run("torchtitan", name, config, "h100-96", profile, seconds, f"{reported:,.0f} tokens/s")
 
 
-def _megatron_2022(name: str, shape: tuple[int, int, int], layout: tuple[int, int, int, int], batch: int, present: bool, seconds: float) -> Run:  # fmt: skip
+def _megatron_2022(
+    name: str,
+    shape: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
+    batch: int,
+    present: bool,
+    seconds: float,
+) -> Run:
     """`present` is the paper's own way: sequence parallelism, and attention alone recomputed."""
     tensor, pipeline, chunks, microbatch = layout
     parallel = {"remat": "none", "sequence_parallel": True} if present else {"remat": "full"}
-    mesh, profile = (1, tensor, pipeline), MEGATRON_2022 if present else replace(MEGATRON_2022, recomputes=(1, 1, 1))
-    config = _gpt(shape, 51200, 2048, mesh, batch, microbatch, chunks, {"zero_stage": 0} | parallel, "float16")
+    mesh, profile = (
+        (1, tensor, pipeline),
+        MEGATRON_2022 if present else replace(MEGATRON_2022, recomputes=(1, 1, 1)),
+    )
+    config = _gpt(
+        shape, 51200, 2048, mesh, batch, microbatch, chunks, {"zero_stage": 0} | parallel, "float16"
+    )
     title = f"{name} {'selective' if present else 'full'}"
     return Run("Megatron 2022", title, config, "a100-80", profile, seconds, f"{seconds:g} s")
 
 
-def _torchtitan_a100(name: str, shape: dict, length: int, batch: int, recomputes: str, reported: float) -> Run:
+def _torchtitan_a100(
+    name: str, shape: dict, length: int, batch: int, recomputes: str, reported: float
+) -> Run:
     """`batch` is a device's."""
     devices = 64
     config = load(
@@ -182,7 +271,13 @@ def _torchtitan_a100(name: str, shape: dict, length: int, batch: int, recomputes
     title = f"{name} {recomputes}"
     profile = TORCHTITAN_A100[recomputes]
     return Run(
-        "torchtitan A100", title, config, "a100-80", profile, batch * length / reported, f"{reported:,.0f} tokens/s"
+        "torchtitan A100",
+        title,
+        config,
+        "a100-80",
+        profile,
+        batch * length / reported,
+        f"{reported:,.0f} tokens/s",
     )
 
 
@@ -202,7 +297,8 @@ FITTED = (
     _torchtitan("8B compiled", 8, COMPILED, 6667),
 )
 
-# Rows of sources that the fit knows, which it never sees. The strong scaling of Megatron's README gives MFU only: 47% and 42%.
+# Rows of sources that the fit knows, which it never sees. The strong scaling of Megatron's README gives MFU only: 47%
+# and 42%.
 HELD_OUT = (
     _megatron_2021("3.6B", (3072, 30, 32), (2, 1, 1, 16), 64, 512, 138),
     _megatron_2021("18.4B", (6144, 40, 48), (8, 1, 1, 8), 256, 1024, 135),
@@ -216,12 +312,33 @@ HELD_OUT = (
 )
 
 # Scales a tensor, weights gathered in float8; all layers. No number is fitted on it.
-_TENSORWISE = {"matmul": "float8", "float8_recipe": "tensorwise", "float8_wgrad": "float8", "float8_skip": [0, 0]}
-FLOAT8 = (replace(_torchtitan("8B compiled", 8, COMPILED, 8532, _TENSORWISE), source="torchtitan float8"),)
+_TENSORWISE = {
+    "matmul": "float8",
+    "float8_recipe": "tensorwise",
+    "float8_wgrad": "float8",
+    "float8_skip": [0, 0],
+}
+FLOAT8 = (
+    replace(_torchtitan("8B compiled", 8, COMPILED, 8532, _TENSORWISE), source="torchtitan float8"),
+)
 
 _LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}
-_LLAMA_3_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
-_LLAMA_3_70B = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
+_LLAMA_3_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
+_LLAMA_3_70B = {
+    "layers": 80,
+    "d_model": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "d_ff": 28672,
+    "vocab_size": 128256,
+}
 _LLAMA_2_70B = _LLAMA_3_70B | {"vocab_size": 32000}
 
 # Rows of sources that the fit knows nothing of.
@@ -254,5 +371,8 @@ CHOICES = {
     "torchtitan": ("the peak at 500 W",),
     "torchtitan A100": ("the network",),
     "KempnerForge": ("the kernel of attention",),
-    "llm-foundry": ("which rows recompute a block whole", "what an H100 makes of a kernel written for an A100"),
+    "llm-foundry": (
+        "which rows recompute a block whole",
+        "what an H100 makes of a kernel written for an A100",
+    ),
 }

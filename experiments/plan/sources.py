@@ -1,4 +1,5 @@
-"""Whole sources left out: numbers fitted on all other sources of a family of GPUs, judged on every row of the one left out.
+"""Whole sources left out: numbers fitted on all other sources of a family of GPUs, judged on every row of the one left
+out.
 
 python -m experiments.plan.sources          the table by source, by GPU, tensor degree, model size, length and devices (3 minutes)
 python -m experiments.plan.sources --shipped   the same by the numbers that ship, which know every source (seconds)
@@ -19,9 +20,16 @@ from .published import ELSEWHERE, FITTED, FLOAT8, HELD_OUT, Run
 
 # A fit has so many rows of a source, spread over it, so that none outvotes the others.
 MOST = 8
-# Judged and never fitted on: KempnerForge's report does not say which of its rows compute again, and by their speeds not all do; products in
-# float8 and mixtures of experts have costs of their own.
-NEVER_FITTED = ("KempnerForge", "torchtitan float8", "Megatron-Bridge", "JaxPP", "marin", "MaxText experts")
+# Judged and never fitted on: KempnerForge's report does not say which of its rows compute again, and by their speeds
+# not all do; products in float8 and mixtures of experts have costs of their own.
+NEVER_FITTED = (
+    "KempnerForge",
+    "torchtitan float8",
+    "Megatron-Bridge",
+    "JaxPP",
+    "marin",
+    "MaxText experts",
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,24 @@ class Judged:
 @functools.cache
 def every() -> tuple[Run, ...]:
     """All published rows."""
-    rows = *FITTED, *HELD_OUT, *ELSEWHERE, *kempner.RUNS, *foundry.runs(), *aleph_alpha.runs(), *internlm.runs()
-    return *rows, *dgxc.runs(), *tpu.FITTED, *tpu.HELD_OUT, *FLOAT8, *experts.runs(), *experts.others()
+    rows = (
+        *FITTED,
+        *HELD_OUT,
+        *ELSEWHERE,
+        *kempner.RUNS,
+        *foundry.runs(),
+        *aleph_alpha.runs(),
+        *internlm.runs(),
+    )
+    return (
+        *rows,
+        *dgxc.runs(),
+        *tpu.FITTED,
+        *tpu.HELD_OUT,
+        *FLOAT8,
+        *experts.runs(),
+        *experts.others(),
+    )
 
 
 def of_family(family: str) -> dict[str, list[Run]]:
@@ -62,7 +86,9 @@ def left_out(family: str) -> list[Judged]:
     judged: list[Judged] = []
     for source, rows in of_family(family).items():
         efficiency = calibrate.fit(fitted_on(family, source))
-        judged += [Judged(run, calibrate.predict(run, efficiency) / run.seconds - 1) for run in rows]
+        judged += [
+            Judged(run, calibrate.predict(run, efficiency) / run.seconds - 1) for run in rows
+        ]
     return judged
 
 
@@ -76,22 +102,43 @@ def spread(errors: Iterable[float]) -> list[str]:
     signed = sorted(errors)
     sizes = sorted(map(abs, signed))
     percentile = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    return [f"{size:.1%}" for size in (statistics.median(sizes), percentile, sizes[-1])] + [f"{statistics.median(signed):+.1%}"]  # fmt: skip
+    return [f"{size:.1%}" for size in (statistics.median(sizes), percentile, sizes[-1])] + [
+        f"{statistics.median(signed):+.1%}"
+    ]
 
 
 def _size(run: Run) -> str:
     billions = parameters(run.config.model) / 1e9
-    return next(name for most, name in ((1, "below 1B"), (10, "1B to 10B"), (40, "10B to 40B"), (200, "40B to 200B"), (math.inf, "above 200B")) if billions < most)  # fmt: skip
+    return next(
+        name
+        for most, name in (
+            (1, "below 1B"),
+            (10, "1B to 10B"),
+            (40, "10B to 40B"),
+            (200, "40B to 200B"),
+            (math.inf, "above 200B"),
+        )
+        if billions < most
+    )
 
 
 GROUPS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source,
     "GPU": lambda run: run.accelerator,
-    "tensor": lambda run: str(run.config.mesh.tensor) + " with sequence parallelism" * run.config.parallel.sequence_parallel,
+    "tensor": lambda run: (
+        str(run.config.mesh.tensor)
+        + " with sequence parallelism" * run.config.parallel.sequence_parallel
+    ),
     "model": _size,
     "tokens a row": lambda run: f"{run.config.train.sequence_length:6,}",
-    "devices": lambda run: "to 64" if run.config.mesh.devices <= 64 else "to 512" if run.config.mesh.devices <= 512 else "above 512",
-}  # fmt: skip
+    "devices": lambda run: (
+        "to 64"
+        if run.config.mesh.devices <= 64
+        else "to 512"
+        if run.config.mesh.devices <= 512
+        else "above 512"
+    ),
+}
 
 
 def tables(judged: list[Judged]) -> None:

@@ -3,11 +3,12 @@
     instructions  ─ product ─ norm ─ start ─ product ─ product ─ done ─ ...      one after the other, by the planner's rates
     collectives                        ╰──────── over its axis ────╯             waited for only so long as nothing hides them
 
-The formulas of `plan.seconds` say what a step should take; this says what the program that XLA made of it takes by the same rates: products
-of the shapes that it has, bytes that it moves, collectives that it sends, and what hides what. Loops count by their turns.
+The formulas of `plan.seconds` say what a step should take; this says what the program that XLA made of it takes by the
+same rates: products of the shapes that it has, bytes that it moves, collectives that it sends, and what hides what.
+Loops count by their turns.
 
-`python -m experiments.plan.timed CONFIG TARGET` prints the plan of a config and its compiled step, with the program's seconds, and what
-travels under products, as JSON.
+`python -m experiments.plan.timed CONFIG TARGET` prints the plan of a config and its compiled step, with the program's
+seconds, and what travels under products, as JSON.
 """
 
 import json
@@ -38,8 +39,9 @@ KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where H
 
 @dataclass
 class CollectiveTime:
-    """Collectives of one sort over an axis: bytes of the whole arrays, those of them that travel under compute, seconds, and those of
-    them that are waited for."""
+    """Collectives of one sort over an axis: bytes of the whole arrays, those of them that travel under compute,
+    seconds, and those of them that are waited for.
+    """
 
     bytes: float = 0.0
     under: float = 0.0
@@ -55,12 +57,16 @@ class CollectiveTime:
 
 @dataclass
 class Timed:
-    """Seconds of a device: in all, in matrix products and attention, and in memory; and its collectives by axis and kind."""
+    """Seconds of a device: in all, in matrix products and attention, and in memory; and its collectives by axis and
+    kind.
+    """
 
     seconds: float = 0.0
     products: float = 0.0
     memory: float = 0.0
-    sent: dict[tuple[str, str], CollectiveTime] = field(default_factory=lambda: defaultdict(CollectiveTime))
+    sent: dict[tuple[str, str], CollectiveTime] = field(
+        default_factory=lambda: defaultdict(CollectiveTime)
+    )
 
     @property
     def waits(self) -> dict[str, float]:
@@ -94,7 +100,13 @@ class _UnderWay(NamedTuple):
 
 class _Clock:
     def __init__(self, module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> None:
-        self.module, self.work, self.mesh, self.config, self.cluster = module, Work(module), mesh, config, cluster
+        self.module, self.work, self.mesh, self.config, self.cluster = (
+            module,
+            Work(module),
+            mesh,
+            config,
+            cluster,
+        )
         self.device = cluster.accelerator
         self.dtype = config.precision.compute
         self._known: dict[str, Timed] = {}
@@ -123,7 +135,9 @@ class _Clock:
                 body, _, turns = self.module.loop(op)
                 total.add(self.run(body), turns or 1)
             elif op.opcode == "conditional":
-                total.add(max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds))
+                total.add(
+                    max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds)
+                )
             else:
                 total.add(self._instruction(computation, op))
         self._known[computation] = total
@@ -141,7 +155,9 @@ class _Clock:
         axes, ranks = axes_of(op, self.mesh)
         group = self._group(axes)
         nbytes = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
-        seconds = algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds if group else 0.0
+        seconds = (
+            algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds if group else 0.0
+        )
         return "+".join(axes), float(nbytes), seconds
 
     def _group(self, axes: tuple[str, ...]) -> Group | None:
@@ -153,22 +169,29 @@ class _Clock:
         of_experts = op.opcode == "custom-call" and _EXPERTS.search(op.attributes)
         memory = (moved.written if of_experts else moved.bytes) / self.device.memory_rate
         products = sum(
-            compute.product(self.device, dtype, *shape) for dtype, shape in self._products(computation, op)
+            compute.product(self.device, dtype, *shape)
+            for dtype, shape in self._products(computation, op)
         ) + self._attention(computation, op)
         if products:
             return Timed(max(products, memory), max(products, memory))
         return Timed(memory, 0.0, memory)
 
-    def _products(self, computation: str, op: Operation) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    def _products(
+        self, computation: str, op: Operation
+    ) -> Iterator[tuple[str, tuple[float, float, float]]]:
         """dtype and (m, k, n) of each matrix product that an instruction is or holds."""
         if op.opcode == "dot" or (op.opcode == "custom-call" and "__cublas" in op.attributes):
             known = self.module.named(computation)
             left, right = (elements(known[name].result) for name in op.operands[:2])
             depth = self.work.flops(computation, op) / (2.0 * elements(op.result))
-            dtype = {"bf16": "bfloat16", "f16": "float16"}.get(known[op.operands[0]].result.split("[")[0], "float32")
+            dtype = {"bf16": "bfloat16", "f16": "float16"}.get(
+                known[op.operands[0]].result.split("[")[0], "float32"
+            )
             # Of several at once, such as the parts of a sum that XLA has cut, each is one.
             several = left * right / depth**2 / elements(op.result)
-            yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(several)
+            yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(
+                several
+            )
         elif op.opcode == "custom-call" and (kernel := _EXPERTS.search(op.attributes)):
             yield self._of_experts(computation, op, kernel.group(1))
         elif op.opcode != "while":
@@ -176,14 +199,22 @@ class _Clock:
                 for inner in self.module.computations[called]:
                     yield from self._products(called, inner)
 
-    def _of_experts(self, computation: str, op: Operation, kernel: str) -> tuple[str, tuple[float, float, float]]:
-        """The product that a kernel of `grouped_kernels` is: of the rows that come to the fullest device, of all that it has room for."""
+    def _of_experts(
+        self, computation: str, op: Operation, kernel: str
+    ) -> tuple[str, tuple[float, float, float]]:
+        """The product that a kernel of `grouped_kernels` is: of the rows that come to the fullest device, of all that
+        it has room for.
+        """
         known = self.module.named(computation)
         widest = op.result if kernel == "product" else known[op.operands[1]].result
         (rows, depth), (_, width) = (
-            map(int, re.findall(r"(?<=[\[,])\d+", of)[:2]) for of in (known[op.operands[0]].result, widest)
+            map(int, re.findall(r"(?<=[\[,])\d+", of)[:2])
+            for of in (known[op.operands[0]].result, widest)
         )
-        rows = min(rows, DEFAULT_PROFILE.imbalance * shapes.tokens(self.config) * self.config.model.moe.top_k)
+        rows = min(
+            rows,
+            DEFAULT_PROFILE.imbalance * shapes.tokens(self.config) * self.config.model.moe.top_k,
+        )
         return self.dtype, (rows, depth, width) if kernel == "product" else (depth, rows, width)
 
     def _attention(self, computation: str, op: Operation) -> float:
@@ -191,7 +222,9 @@ class _Clock:
         if op.opcode != "custom-call" or "fmha" not in op.attributes:
             return 0.0
         backward = "Backward" in op.attributes
-        sizes = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes)
+        sizes = re.search(
+            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes
+        )
         assert sizes is not None, "cuDNN's attention tells the shape of its scores"
         scores = 1.0
         for n in re.findall(r"\d+", sizes.group(1)):
@@ -199,7 +232,9 @@ class _Clock:
         model, length = self.config.model, self.config.train.sequence_length
         scores *= shapes.seen(model, length) / length
         causal = FAMILIES[model.family].causal
-        forward = compute.attention(self.device, self.dtype, model.head_dim, length, scores, DEFAULT_PROFILE, causal)
+        forward = compute.attention(
+            self.device, self.dtype, model.head_dim, length, scores, DEFAULT_PROFILE, causal
+        )
         looped = compute.looped(length, causal)
         return (compute.layer_backward(forward, self.device, looped) if backward else forward).total
 
@@ -211,7 +246,11 @@ def main(path: str, target: str) -> None:
     compiled = compile_step(config, target)
     program = timed(compiled.module, compiled.mesh, config, cluster)
     sent = {f"{kind} over {axis}": asdict(spent) for (axis, kind), spent in program.sent.items()}
-    found = {"compiled": compiled.as_json(), "program_seconds": program.seconds, "program_sent": sent}
+    found = {
+        "compiled": compiled.as_json(),
+        "program_seconds": program.seconds,
+        "program_sent": sent,
+    }
     print(json.dumps(plan(config, cluster).as_json() | found))
 
 

@@ -1,11 +1,13 @@
-"""What the instructions of a compiled program read and write in memory, what they multiply, and what messages travel under.
+"""What the instructions of a compiled program read and write in memory, what they multiply, and what messages travel
+under.
 
     instruction ──► bytes read and written          a slice reads what it yields; an update in place writes the update, not the buffer
                 └─► FLOPs of matrix products
     collective  ──► FLOPs between its start and its done, in the order in which the program is issued
 
-An instruction outside fusions reads its operands from memory and writes its results there; inside a fusion values stay in registers.
-So the bytes of a program are those of its top-level instructions (the model of XLA's own HloCostAnalysis).
+An instruction outside fusions reads its operands from memory and writes its results there; inside a fusion values stay
+in registers. So the bytes of a program are those of its top-level instructions (the model of XLA's own
+HloCostAnalysis).
 """
 
 import math
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 
-# These only name what is in memory, begin the program's loops (whose bodies are counted by themselves), or are the ends of what was started.
+# These only name what is in memory, begin the program's loops (whose bodies are counted by themselves), or are the ends
+# of what was started.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "optimization-barrier",
     "opt-barrier", "partition-id", "replica-id", "while",
@@ -55,7 +58,8 @@ class IssuedCollective:
     body: str  # the computation that it stands in
     bytes: int  # of what it yields on a device
     loops: tuple[int | None, ...]  # turns of the loops around it, outermost first
-    flops: float  # of the matrix products that it travels under, those of whole loops included; 0 where it is waited for at once
+    # of the matrix products that it travels under, those of whole loops included; 0 where it is waited for at once
+    flops: float
 
 
 class Work:
@@ -95,13 +99,20 @@ class Work:
 
     def total(self, computation: str) -> Moved:
         """Bytes that the instructions of a computation move, without what is inside its loops."""
-        return sum((self.moved(computation, op) for op in self.module.computations[computation]), start=Moved())
+        return sum(
+            (self.moved(computation, op) for op in self.module.computations[computation]),
+            start=Moved(),
+        )
 
     def only_moves(self, op: Operation) -> bool:
         """True if an instruction computes nothing: it fills, copies, cuts out or puts in."""
         if op.opcode == "fusion":
-            inner = (other for name in self.module.called(op) for other in self.module.computations[name])
-            return all(self.only_moves(other) for other in inner if elements(other.result) > _INDICES)
+            inner = (
+                other for name in self.module.called(op) for other in self.module.computations[name]
+            )
+            return all(
+                self.only_moves(other) for other in inner if elements(other.result) > _INDICES
+            )
         return op.opcode in _MOVES
 
     def flops(self, computation: str, op: Operation) -> float:
@@ -111,11 +122,15 @@ class Work:
             return (turns or 1) * self.products(body)
         if op.opcode == "dot":
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
-            return self._product(computation, op, contracted.group(1).split(",") if contracted else [])
+            return self._product(
+                computation, op, contracted.group(1).split(",") if contracted else []
+            )
         if op.opcode == "custom-call":
             if "__cublas" in op.attributes:
                 contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes)
-                return self._product(computation, op, re.findall(r"\d+", contracted.group(1)) if contracted else [])
+                return self._product(
+                    computation, op, re.findall(r"\d+", contracted.group(1)) if contracted else []
+                )
             return self._attention(computation, op)
         inner = [self.products(called) for called in self.module.called(op)]
         # of a conditional one branch is run: the dearest, as for `moved`
@@ -145,15 +160,29 @@ class Work:
         return 2.0 * elements(op.result) * math.prod(int(sizes[int(i)]) for i in contracted if i)
 
     def _attention(self, computation: str, op: Operation) -> float:
-        """FLOPs of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what a mask hides."""
-        scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes)
+        """FLOPs of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what
+        a mask hides.
+        """
+        scores = re.search(
+            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes
+        )
         target = re.search(r'custom_call_target="(__cudnn\$fmha\w*)"', op.attributes)
         if not target or not scores:
             return 0.0
         *batch, queries, keys = map(int, re.findall(r"\d+", scores.group(1)))
-        width = elements(self.module.named(computation)[op.operands[0]].result) / (math.prod(batch) * queries)
+        width = elements(self.module.named(computation)[op.operands[0]].result) / (
+            math.prod(batch) * queries
+        )
         products = 5 if "Backward" in target.group(1) else 2
-        return products * 2.0 * math.prod(batch) * queries * keys * width / (2 if "CAUSAL" in op.attributes else 1)
+        return (
+            products
+            * 2.0
+            * math.prod(batch)
+            * queries
+            * keys
+            * width
+            / (2 if "CAUSAL" in op.attributes else 1)
+        )
 
     def _fusion(self, computation: str) -> tuple[dict[int, float], float]:
         """The share of each parameter that a fusion reads, and the bytes that it writes."""
@@ -198,8 +227,9 @@ class Work:
         return 1.0
 
     def _in_place(self, computation: str, op: Operation) -> bool:
-        """True if an update that a fusion yields is written into the buffer that it came in, as XLA's GPU compiler does: where the
-        buffer is a parameter, and read, if at all, at the very place that is written."""
+        """True if an update that a fusion yields is written into the buffer that it came in, as XLA's GPU compiler
+        does: where the buffer is a parameter, and read, if at all, at the very place that is written.
+        """
         if op.opcode not in _UPDATES:
             return False
         known = self.module.named(computation)
@@ -207,7 +237,11 @@ class Work:
         if buffer.opcode != "parameter":
             return False
         names = {name for name in known if _behind(known, known[name]).name == buffer.name}
-        users = [u for u in known.values() if u.name not in names and u.name != op.name and names & set(u.operands)]
+        users = [
+            u
+            for u in known.values()
+            if u.name not in names and u.name != op.name and names & set(u.operands)
+        ]
         return all(u.opcode == "dynamic-slice" and u.operands[1:] == op.operands[2:] for u in users)
 
 

@@ -3,8 +3,10 @@
     8 clients, streams and whole answers by turns ──► haproxy | nginx ──┬──► a   kill -9; SIGTERM; SIGSTOP, SIGCONT
                                                                         └──► b   nothing happens to it
 
-What must hold: a request is lost on a alone, and only where a was killed; a is used again. And of a server that says it is well, takes
-requests and cuts each off, all are lost: what was sent to one server is sent to no other. Needs Debian's packages haproxy and nginx.
+What must hold: a request is lost on a alone, and only where a was killed; a is used again. And of a server that says it
+is well, takes
+requests and cuts each off, all are lost: what was sent to one server is sent to no other. Needs Debian's packages
+haproxy and nginx.
 """
 
 import argparse
@@ -32,7 +34,9 @@ PATIENCE = 60.0  # seconds that a client waits for the next byte
 
 
 class Answer(NamedTuple):
-    """Of one request: when it began and ended, which server it was on ("" if on none), the longest wait between two bytes of its stream."""
+    """Of one request: when it began and ended, which server it was on ("" if on none), the longest wait between two
+    bytes of its stream.
+    """
 
     began: float
     ended: float
@@ -48,7 +52,10 @@ class Clients:
     def __init__(self, port: int, model: str) -> None:
         self.answers: list[Answer] = []
         self._port, self._model, self._over = port, model, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(index,), daemon=True) for index in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(index,), daemon=True)
+            for index in range(CLIENTS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -66,10 +73,18 @@ class Clients:
 
 def ask(port: int, model: str, *, streamed: bool) -> Answer:
     began, server, pause = time.monotonic(), "", 0.0
-    body = {"model": model, "prompt": "So it is", "max_tokens": TOKENS, "stream": streamed, "temperature": 0}
+    body = {
+        "model": model,
+        "prompt": "So it is",
+        "max_tokens": TOKENS,
+        "stream": streamed,
+        "temperature": 0,
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         server = re.split(", | : ", answer.getheader("x-served-by", ""))[-1]
         said, last = b"", time.monotonic()
@@ -79,7 +94,11 @@ def ask(port: int, model: str, *, streamed: bool) -> Answer:
         if answer.status != 200:
             problem = f"{answer.status} {said.decode()}"
         elif streamed:
-            problem = "" if said.count(b"data: [DONE]") == 1 and said.rstrip().endswith(b"[DONE]") else "cut off"
+            problem = (
+                ""
+                if said.count(b"data: [DONE]") == 1 and said.rstrip().endswith(b"[DONE]")
+                else "cut off"
+            )
         else:
             problem = "" if json.loads(said)["choices"] else "empty"
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -129,11 +148,21 @@ def _stuck(a: Server) -> None:
     a.ready()
 
 
-HAPPENS: dict[str, Callable[[Server], None]] = {"killed": _killed, "drained": _drained, "stuck": _stuck}
+HAPPENS: dict[str, Callable[[Server], None]] = {
+    "killed": _killed,
+    "drained": _drained,
+    "stuck": _stuck,
+}
 
 
 def measure(
-    balancer: str, happens: str, a: Server, b: Server, work: Path, before: float = 3.0, after: float = 5.0
+    balancer: str,
+    happens: str,
+    a: Server,
+    b: Server,
+    work: Path,
+    before: float = 3.0,
+    after: float = 5.0,
 ) -> Row:
     """`before`, `after`: seconds of load before it happens, and after a is back."""
     for server in (a, b):
@@ -155,10 +184,19 @@ def measure(
         refused = sum(answer.problem.startswith("503") for answer in of_a)
         again = [answer.ended for answer in of_a if answer.began > healthy]
         return Row(
-            balancer, happens, len(answers), refused, lost.count("a") - refused, len(lost) - lost.count("a"),
-            max((one.pause for server, one in zip(on, answers, strict=True) if server == "b"), default=0.0),
-            min(again, default=float("nan")) - healthy, tuple({answer.problem for answer in answers} - {""}),
-        )  # fmt: skip
+            balancer,
+            happens,
+            len(answers),
+            refused,
+            lost.count("a") - refused,
+            len(lost) - lost.count("a"),
+            max(
+                (one.pause for server, one in zip(on, answers, strict=True) if server == "b"),
+                default=0.0,
+            ),
+            min(again, default=float("nan")) - healthy,
+            tuple({answer.problem for answer in answers} - {""}),
+        )
 
 
 class Sent(NamedTuple):
@@ -222,16 +260,22 @@ def sent(balancer: str, work: Path, status: int | None = None, requests: int = 2
 def table(rows: Sequence[Row]) -> str:
     counted = ("requests", "refused by a", "lost on a", "lost elsewhere")
     head = ("balancer", "a was", *counted, "longest pause on b, s", "a answers again, s")
-    cells = ([r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows)
+    cells = (
+        [r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows
+    )
     return columns([head, *cells])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--balancers", nargs="+", choices=list(balancers.CONFIGS), default=list(balancers.CONFIGS))
+    parser.add_argument(
+        "--balancers", nargs="+", choices=list(balancers.CONFIGS), default=list(balancers.CONFIGS)
+    )
     options = parser.parse_args()
     if missing := balancers.missing():
-        parser.error(f"{', '.join(missing)}: not installed; Debian's packages have the names of the programs")
+        parser.error(
+            f"{', '.join(missing)}: not installed; Debian's packages have the names of the programs"
+        )
     work = Path(tempfile.mkdtemp(prefix="balance-"))
     with servers(serving(made_run(work)), work, 2) as (a, b):
         rows = []

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from experiments.serving.servers import ROOT, free_port, status
 
-CONFIGS = {"haproxy": ROOT / "configs/serving/haproxy.cfg", "nginx": ROOT / "configs/serving/nginx.conf"}
+CONFIGS = {
+    "haproxy": ROOT / "configs/serving/haproxy.cfg",
+    "nginx": ROOT / "configs/serving/nginx.conf",
+}
 ADDRESSES = "10.0.0.1:8000", "10.0.0.2:8000"  # of the servers, in the files
 LISTENS = {"haproxy": "bind :8080", "nginx": "listen 8080"}
 READY = 10.0
@@ -32,12 +35,18 @@ def balancer(name: str, ports: Sequence[int], work: Path) -> Iterator[int]:
     text = CONFIGS[name].read_text()
     listens = LISTENS[name].replace(":8080", "127.0.0.1:8080").replace(" 8080", " 127.0.0.1:8080")
     changes = {LISTENS[name]: listens.replace("8080", str(port))}
-    changes |= {address: f"127.0.0.1:{port}" for address, port in zip(ADDRESSES, ports, strict=True)}
+    changes |= {
+        address: f"127.0.0.1:{port}" for address, port in zip(ADDRESSES, ports, strict=True)
+    }
     for old, new in changes.items():
         assert text.count(f"{old}") == 1, f"{old} is not once in {CONFIGS[name]}"
         text = text.replace(old, new)
     config.write_text(text)
-    foreground = ["-p", str(work), "-c", str(config), "-g", "daemon off;"] if name == "nginx" else ["-f", str(config)]
+    foreground = (
+        ["-p", str(work), "-c", str(config), "-g", "daemon off;"]
+        if name == "nginx"
+        else ["-f", str(config)]
+    )
     with (work / f"{name}.log").open("wb") as log:
         process = subprocess.Popen([name, *foreground], stdout=log, stderr=log)
     try:

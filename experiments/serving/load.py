@@ -26,7 +26,11 @@ from meshtrain.draw.picture import columns
 AT_ONCE = 8
 TOKENS, SHORT = 32, 8
 PROMPTS = (
-    tuple(f"{word} = {number}" for number, word in enumerate(("import os", "def main():", "class", "return", "x"))) * 2
+    tuple(
+        f"{word} = {number}"
+        for number, word in enumerate(("import os", "def main():", "class", "return", "x"))
+    )
+    * 2
 )
 WARM = 100  # requests before memory is looked at
 SETTLED = 2.0  # seconds until what clients left is free again
@@ -47,16 +51,22 @@ class Client:
     """OpenAI's, as it comes but for its retries, which would hide what fails."""
 
     def __init__(self, server: Server) -> None:
-        self.openai = openai.OpenAI(base_url=server.url("/v1"), api_key="none", max_retries=0, timeout=120)
+        self.openai = openai.OpenAI(
+            base_url=server.url("/v1"), api_key="none", max_retries=0, timeout=120
+        )
         self.model = self.openai.models.list().data[0].id
 
     def whole(self, prompt: str, most: int = TOKENS) -> Answer:
         began = time.monotonic()
-        answer = self.openai.completions.create(model=self.model, prompt=prompt, max_tokens=most, temperature=0)
+        answer = self.openai.completions.create(
+            model=self.model, prompt=prompt, max_tokens=most, temperature=0
+        )
         assert answer.usage is not None
         (choice,) = answer.choices
         seconds = time.monotonic() - began
-        return Answer(0.0, (), seconds, answer.usage.completion_tokens, choice.text, choice.finish_reason)
+        return Answer(
+            0.0, (), seconds, answer.usage.completion_tokens, choice.text, choice.finish_reason
+        )
 
     def stream(self, prompt: str, most: int = TOKENS, leave_after: int | None = None) -> Answer:
         began, arrived, text, tokens, finish = time.monotonic(), [], "", 0, ""
@@ -88,7 +98,9 @@ class Figures(NamedTuple):
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
 
-def all_of(tasks: Sequence[Callable[[], Answer]], at_once: int = AT_ONCE) -> tuple[list[Answer], float]:
+def all_of(
+    tasks: Sequence[Callable[[], Answer]], at_once: int = AT_ONCE
+) -> tuple[list[Answer], float]:
     """Their answers in order, and the seconds that all took."""
     began = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
@@ -103,11 +115,18 @@ def measure(work: Path, requests: int, leaving: int, short: int) -> Figures:
         prompts = [PROMPTS[index % len(PROMPTS)] for index in range(requests)]
         all_of([lambda prompt=prompt: client.whole(prompt) for prompt in PROMPTS])  # compiles
         ways = client.whole, client.stream
-        answers, seconds = all_of([lambda way=ways[k % 2], p=p: way(p) for k, p in enumerate(prompts)])
+        answers, seconds = all_of(
+            [lambda way=ways[k % 2], p=p: way(p) for k, p in enumerate(prompts)]
+        )
         usual = {prompt: client.whole(prompt).text for prompt in PROMPTS}
-        different = sum(answer.text != usual[prompt] for prompt, answer in zip(prompts, answers, strict=True))
+        different = sum(
+            answer.text != usual[prompt] for prompt, answer in zip(prompts, answers, strict=True)
+        )
         prompt_of = {k: PROMPTS[k % len(PROMPTS)] for k in range(max(leaving, short))}
-        ways_out = [lambda k=k: client.stream(prompt_of[k], leave_after=3 if k % 2 else None) for k in range(leaving)]
+        ways_out = [
+            lambda k=k: client.stream(prompt_of[k], leave_after=3 if k % 2 else None)
+            for k in range(leaving)
+        ]
         stayed = [answer for k, answer in enumerate(all_of(ways_out)[0]) if not k % 2]
         different += sum(answer.tokens == 0 for answer in stayed)
         time.sleep(SETTLED)
@@ -137,7 +156,14 @@ def engine_rate(run: Path, prompts: Sequence[str]) -> float:
             began, last = time.monotonic(), Future[Piece]()
             asked = Request(text_tokens(opened.tokenizer, prompt), TOKENS)
             engine.submit(asked, lambda piece: last.set_result(piece) if piece.finish else None)
-            return Answer(0.0, (), time.monotonic() - began, last.result().tokens, "", last.result().finish or "")
+            return Answer(
+                0.0,
+                (),
+                time.monotonic() - began,
+                last.result().tokens,
+                "",
+                last.result().finish or "",
+            )
 
         all_of([lambda prompt=prompt: ask(prompt) for prompt in PROMPTS])  # compiles
         answers, seconds = all_of([lambda prompt=prompt: ask(prompt) for prompt in prompts])
@@ -152,7 +178,10 @@ def table(figures: Figures) -> str:
         ["answered as before", f"{len(figures.answers) - figures.different}"],
         ["first piece", _ms([answer.first for answer in streams])],
         ["between pieces", _ms(between)],
-        ["whole answers", _ms([answer.seconds for answer in figures.answers if not answer.between])],
+        [
+            "whole answers",
+            _ms([answer.seconds for answer in figures.answers if not answer.between]),
+        ],
         ["tokens a second", f"{figures.rate:.0f}; the engine alone {figures.alone:.0f}"],
         ["after clients left", f"{figures.left[0]:.0f} run, {figures.left[1]:.0f} wait"],
         ["memory", f"{figures.memory[0] / 2**20:.1f} MiB, then {figures.memory[1] / 2**20:.1f}"],
@@ -166,7 +195,9 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.serving.load", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.serving.load", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--leaving", type=int, default=80)
     parser.add_argument("--short", type=int, default=1000)

@@ -20,12 +20,28 @@ NOTICE = 3.0  # seconds in which a server that is to end still takes requests: t
 ROOT = Path(__file__).parents[2]
 # The quickstart's model on one device, after two steps: what it says is nonsense, in as much time as sense would take.
 RUN = (
-    "--config", "configs/quickstart.yaml", "--set", "train.steps=2", "--set", "eval.every=0", "--set", "mesh.data=1", "--set", "mesh.tensor=1",
-    "--set", "mesh.pipeline=1", "--set", "run.fake_devices=1",
-)  # fmt: skip
+    "--config",
+    "configs/quickstart.yaml",
+    "--set",
+    "train.steps=2",
+    "--set",
+    "eval.every=0",
+    "--set",
+    "mesh.data=1",
+    "--set",
+    "mesh.tensor=1",
+    "--set",
+    "mesh.pipeline=1",
+    "--set",
+    "run.fake_devices=1",
+)
 
 # Servers that are started again find their programs compiled.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 # The command line of a server, by its port.
 Command = Callable[[int], Sequence[str]]
@@ -34,7 +50,15 @@ Command = Callable[[int], Sequence[str]]
 def made_run(work: Path, *more: str) -> Path:
     """The run directory of a small model with the tokenizer byte. `more`: words of the command line."""
     run = work / "small"
-    command = [sys.executable, "-m", "meshtrain.train", *RUN, "--set", f"run.directory={run}", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.train",
+        *RUN,
+        "--set",
+        f"run.directory={run}",
+        *more,
+    ]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
     return run
 
@@ -42,7 +66,16 @@ def made_run(work: Path, *more: str) -> Path:
 def serving(run: Path, *more: str) -> Command:
     """The command that serves a run, by its port."""
     sizes = ["--slots", str(SLOTS), "--length", str(LENGTH), "--notice", str(NOTICE)]
-    return lambda port: [sys.executable, "-m", "meshtrain.serve", str(run), "--port", str(port), *sizes, *more]
+    return lambda port: [
+        sys.executable,
+        "-m",
+        "meshtrain.serve",
+        str(run),
+        "--port",
+        str(port),
+        *sizes,
+        *more,
+    ]
 
 
 class Server:
@@ -55,7 +88,9 @@ class Server:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": str(self._log.parent / "compiled")}
+            environment = ENVIRONMENT | {
+                "JAX_COMPILATION_CACHE_DIR": str(self._log.parent / "compiled")
+            }
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
 
     def send(self, number: int) -> None:
@@ -77,13 +112,17 @@ class Server:
         until = time.monotonic() + STARTED
         while not self.healthy():
             if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"the server on port {self.port} did not start:\n{self._log.read_text()}")
+                raise RuntimeError(
+                    f"the server on port {self.port} did not start:\n{self._log.read_text()}"
+                )
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, float]:
         """Its page of metrics, each series by its whole name."""
         with urllib.request.urlopen(self.url("/metrics"), timeout=10) as answer:
-            lines = [line for line in answer.read().decode().splitlines() if line and line[0] != "#"]
+            lines = [
+                line for line in answer.read().decode().splitlines() if line and line[0] != "#"
+            ]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def model(self) -> str:

@@ -30,7 +30,13 @@ def row(run: str, weights: str | None, more: Sequence[str]) -> list[str]:
     decoding = Decoding(opened.model, 1, 64, keep=False, kind=weights)
     blocks = sum(x.nbytes for x in jax.tree.leaves(decoding.weights.blocks))
     every = sum(x.nbytes for x in jax.tree.leaves(decoding.weights))
-    return [weights or "bfloat16", size(blocks), size(every), f"{loss:.5f}", f"{math.exp(loss):.4f}"]
+    return [
+        weights or "bfloat16",
+        size(blocks),
+        size(every),
+        f"{loss:.5f}",
+        f"{math.exp(loss):.4f}",
+    ]
 
 
 def table(run: str, more: Sequence[str]) -> str:
@@ -39,7 +45,9 @@ def table(run: str, more: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.serving.weights", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.serving.weights", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("run", nargs="?", help="a run directory or a Hugging Face directory")
     parser.add_argument("--text", nargs="+", default=[], help="files or folders")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """The figures of `meshtrain.survive`: python -m experiments.survive kinds|table|startup|soak|alarms|cost
 
-All runs are of tiny training processes on this machine; each prints its progress, and its table at the end. Whatever else the machine
-does is in the times, so its load average stands beside them.
+All runs are of tiny training processes on this machine; each prints its progress, and its table at the end. Whatever
+else the machine does is in the times, so its load average stands beside them.
 """
 
 import argparse
@@ -17,21 +17,29 @@ from experiments.survive.tables import of_kinds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.survive", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.survive", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    kinds = commands.add_parser("kinds", help="each kind of fault, several times, on 2 and on 4 processes")
+    kinds = commands.add_parser(
+        "kinds", help="each kind of fault, several times, on 2 and on 4 processes"
+    )
     kinds.add_argument("--only", nargs="+", metavar="KIND", default=None)
     kinds.add_argument("--processes", nargs="+", type=int, default=[2, 4])
     kinds.add_argument("--times", type=int, default=3)
     kinds.add_argument("--seed", type=int, default=0)
-    table = commands.add_parser("table", help="the table of what `kinds` has written, of several files too")
+    table = commands.add_parser(
+        "table", help="the table of what `kinds` has written, of several files too"
+    )
     table.add_argument("files", nargs="+", type=Path)
     startup = commands.add_parser(
         "startup", help="the first step after a fault beside that of a start with a warm cache"
     )
     startup.add_argument("--processes", type=int, default=4)
     startup.add_argument("--times", type=int, default=3)
-    soak = commands.add_parser("soak", help="a fault every few minutes, until the run ends by itself")
+    soak = commands.add_parser(
+        "soak", help="a fault every few minutes, until the run ends by itself"
+    )
     soak.add_argument("--minutes", type=float, default=60.0)
     soak.add_argument("--every", type=float, default=180.0, help="seconds between two faults")
     soak.add_argument("--processes", type=int, default=4)
@@ -45,10 +53,17 @@ def main() -> int:
     cost.add_argument("--processes", type=int, default=2)
     for command in (kinds, startup, soak, alarms, cost):
         command.add_argument(
-            "--work", type=Path, default=None, help="directory of the runs, kept; default: a temporary one"
+            "--work",
+            type=Path,
+            default=None,
+            help="directory of the runs, kept; default: a temporary one",
         )
     kinds.add_argument(
-        "--json", type=Path, default=None, metavar="FILE", help="where results are appended; default: in --work"
+        "--json",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="where results are appended; default: in --work",
     )
     options = parser.parse_args()
     if options.command == "table":

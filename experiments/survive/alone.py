@@ -30,7 +30,10 @@ def cluster_for(campaign: "Campaign", found: Judged) -> Cluster | None:
     if found.kind == "disk-full":
         place = campaign.work / "disk"
         place.mkdir(exist_ok=True)
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(place)], capture_output=True)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(place)],
+            capture_output=True,
+        )
         return None if made.returncode else campaign.cluster(place=place, log={"batches": False})
     return campaign.cluster(SHORT if found.kind == "preempt" else 600, **inject)
 
@@ -58,7 +61,9 @@ def slow(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     cluster.start()
     cluster.until_going(0)
     began = time.time()
-    cluster.until(lambda: cluster.of("straggler") or cluster.step() > LONGER, "a slow rank to be found")
+    cluster.until(
+        lambda: cluster.of("straggler") or cluster.step() > LONGER, "a slow rank to be found"
+    )
     said = cluster.of("straggler")
     found.said = f"straggler {','.join(e['node'] for e in said) or '-'}"
     found.named = [e["node"] for e in said] == [f"n{found.rank}"]
@@ -88,7 +93,9 @@ def disk_full(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     cluster.until(lambda: cluster.step() >= free + 12, "rows of metrics once there is room")
     found.step, found.said, found.named = full, "trains on", cluster.generation == 1
     if not found.named:
-        found.problems.append("it was ended for that: " + "; ".join(e["reason"] for e in cluster.of("verdict")))
+        found.problems.append(
+            "it was ended for that: " + "; ".join(e["reason"] for e in cluster.of("verdict"))
+        )
     cluster.stop()
 
 
@@ -96,7 +103,10 @@ def bad_config(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     """Refused with 2, in one sentence, and not tried again."""
     ends_with(cluster, found, 2, generations=1)
     over = cluster.of("over")
-    found.said, found.named = f"{over[0]['kind']} -" if over else "nothing", bool(over) and over[0]["kind"] == "refused"
+    found.said, found.named = (
+        f"{over[0]['kind']} -" if over else "nothing",
+        bool(over) and over[0]["kind"] == "refused",
+    )
     found.reason = over[0]["reason"] if over else ""
 
 
@@ -104,7 +114,11 @@ def preempt(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     """All stop with 75 after a save; started again, the run goes on to its end."""
     ends_with(cluster, found, 75, generations=1)
     stopped = rows_of(cluster.run)[-1]["step"]
-    found.step, found.said, found.named = stopped, "stopped -", [e["kind"] for e in cluster.of("over")] == ["stopped"]
+    found.step, found.said, found.named = (
+        stopped,
+        "stopped -",
+        [e["kind"] for e in cluster.of("over")] == ["stopped"],
+    )
     cluster.start()
     cluster.until_going(1)
     found.lost = stopped - cluster.of("going", generation=2)[0]["start"]
@@ -126,11 +140,18 @@ def ends_with(cluster: Cluster, found: Judged, code: int, generations: int) -> N
 def rank_step(cluster: Cluster) -> int:
     """Steps taken, by what the first node says: on a full disk there are no metrics."""
     with contextlib.suppress(OSError, ValueError):
-        rank: dict[str, Any] = json.loads((cluster.root / "nodes" / "n0.json").read_text())["rank"] or {}
+        rank: dict[str, Any] = (
+            json.loads((cluster.root / "nodes" / "n0.json").read_text())["rank"] or {}
+        )
         return rank.get("step", 0)
     return 0
 
 
 KINDS: dict[str, Callable[[Cluster, Judged, random.Random], None]] = {
-    "nan-always": nan_always, "slow": slow, "disk-full": disk_full, "bad-config": bad_config, "crash-loop": crash_loop, "preempt": preempt,
-}  # fmt: skip
+    "nan-always": nan_always,
+    "slow": slow,
+    "disk-full": disk_full,
+    "bad-config": bad_config,
+    "crash-loop": crash_loop,
+    "preempt": preempt,
+}

@@ -1,7 +1,7 @@
 """A run under supervisors on this machine, one a node, with tiny training processes: started, hurt, watched, ended.
 
-What happened is read from what the supervisors write (`events.*.jsonl`, `plans/`), and from /proc: a process counts as ended when the
-kernel no longer has it, whatever anybody says of it.
+What happened is read from what the supervisors write (`events.*.jsonl`, `plans/`), and from /proc: a process counts as
+ended when the kernel no longer has it, whatever anybody says of it.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ def settings(run: Path, processes: int, steps: int, **sections: dict[str, Any]) 
         "optimizer": {"schedule": "constant", "warmup_steps": 10},  # whatever train.steps is, the same run
         "checkpoint": {"every": EVERY},
         "log": {"batches": True},
-        # Whoever was ill stands back only where the others are enough: here they never are, and the mesh stays what it is.
+        # Whoever was ill stands back only where the others are enough: here they never are, and the mesh stays what it
+        # is.
         "survive": {
             "wanted": processes, "least": processes, "node_timeout": TIMEOUT, "step_timeout": TIMEOUT, "restarts": 1000,
         },
@@ -106,15 +107,26 @@ class Cluster:
                 node,
             ]
             self.supervisors[node] = subprocess.Popen(
-                [*command, "--address", how.address, *sets], cwd=REPOSITORY, env={**self.environment, **how.environment},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                [*command, "--address", how.address, *sets],
+                cwd=REPOSITORY,
+                env={**self.environment, **how.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         return self
 
     def inject(self, request: str) -> str:
         """`survive inject`, as a person asks for it; the name under which it is done."""
         command = [sys.executable, "-m", "meshtrain.survive", "inject", request, str(self.run)]
-        said = subprocess.run(command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return said.stdout.split()[0]
 
     def signal(self, node: str, number: int) -> None:
@@ -124,7 +136,9 @@ class Cluster:
     def end(self, patience: float = PATIENCE) -> dict[str, int]:
         """Waits until all supervisors have ended; their exit codes."""
         self.until(
-            lambda: all(p.poll() is not None for p in self.supervisors.values()), "the supervisors to end", patience
+            lambda: all(p.poll() is not None for p in self.supervisors.values()),
+            "the supervisors to end",
+            patience,
         )
         return {node: int(process.returncode) for node, process in self.supervisors.items()}
 
@@ -135,7 +149,9 @@ class Cluster:
         return self.end()
 
     def close(self) -> list[int]:
-        """Ends what is left by force; processes of the run that no supervisor had ended by then, orphans, if all supervisors had."""
+        """Ends what is left by force; processes of the run that no supervisor had ended by then, orphans, if all
+        supervisors had.
+        """
         alone = all(p.poll() is not None for p in self.supervisors.values())
         if alone:
             time.sleep(1.0)
@@ -152,7 +168,9 @@ class Cluster:
         return left
 
     def processes(self) -> list[int]:
-        """All processes of this machine that name the run in their command or environment, without this one and its supervisors."""
+        """All processes of this machine that name the run in their command or environment, without this one and its
+        supervisors.
+        """
         known = {os.getpid(), *(p.pid for p in self.supervisors.values() if p.poll() is None)}
         found = []
         for entry in Path("/proc").iterdir():
@@ -173,7 +191,9 @@ class Cluster:
 
     def of(self, *names: str, generation: int | None = None) -> list[Event]:
         whole = [e for e in self.events if e["event"] in names]
-        return whole if generation is None else [e for e in whole if e.get("generation") == generation]
+        return (
+            whole if generation is None else [e for e in whole if e.get("generation") == generation]
+        )
 
     @property
     def generation(self) -> int:
@@ -187,7 +207,9 @@ class Cluster:
     def pause(self, generation: int) -> float:
         """Seconds that were waited before a generation, by plan."""
         plans = [json.loads(path.read_text()) for path in (self.root / "plans").glob("0*.json")]
-        return max((plan["delay"] for plan in plans if plan["generation"] == generation), default=0.0)
+        return max(
+            (plan["delay"] for plan in plans if plan["generation"] == generation), default=0.0
+        )
 
     def members(self, generation: int) -> list[str]:
         return self.of("formed", generation=generation)[0]["members"]
@@ -268,7 +290,9 @@ Batches = dict[int, dict[int, dict[int, int]]]
 
 
 def batches_of(run: Path) -> Batches:
-    """step -> generation -> place in the global batch -> checksum of that row, in order, as all ranks of that generation wrote them."""
+    """step -> generation -> place in the global batch -> checksum of that row, in order, as all ranks of that
+    generation wrote them.
+    """
     found: Batches = {}
     for path in (run / "survive").glob("gen-*/rank-*.batches.jsonl"):
         generation = int(path.parent.name[4:])
@@ -277,7 +301,9 @@ def batches_of(run: Path) -> Batches:
                 said = json.loads(line)
                 of = found.setdefault(said["step"], {}).setdefault(generation, {})
                 of.update({said["first"] + i: row for i, row in enumerate(said["rows"])})
-    return {step: {g: dict(sorted(of.items())) for g, of in by.items()} for step, by in found.items()}
+    return {
+        step: {g: dict(sorted(of.items())) for g, of in by.items()} for step, by in found.items()
+    }
 
 
 def load_average() -> float:

@@ -1,4 +1,6 @@
-"""What it costs: a new start after a fault beside any other start, the supervisors' share of a core, a decision, a beat."""
+"""What it costs: a new start after a fault beside any other start, the supervisors' share of a core, a decision, a
+beat.
+"""
 
 import os
 import shutil
@@ -19,7 +21,9 @@ PHASES = ("data", "dispatch", "wait")
 
 
 def startup(work: Path, processes: int, times: int) -> int:
-    """Seconds from the start of the processes to their first step: supervisors started anew, and re-formed after a kill, in turns."""
+    """Seconds from the start of the processes to their first step: supervisors started anew, and re-formed after a
+    kill, in turns.
+    """
     directory = work / f"startup-{processes}"
     shutil.rmtree(directory, ignore_errors=True)
     cluster = Cluster(directory, settings(directory / "run", processes, 100_000), work / "compiled")
@@ -31,7 +35,9 @@ def startup(work: Path, processes: int, times: int) -> int:
             for way in found:
                 generation = cluster.until_going(cluster.generation if way != "anew" or turn else 0)
                 one = started(cluster, generation)
-                say(f"{way}: {one[0]:.1f} s, {one[1]} programs found, {one[2]} compiled, load {one[3]:.1f}")
+                say(
+                    f"{way}: {one[0]:.1f} s, {one[1]} programs found, {one[2]} compiled, load {one[3]:.1f}"
+                )
                 if turn > 1:
                     found[way].append(one)
                 step = cluster.step()
@@ -43,29 +49,63 @@ def startup(work: Path, processes: int, times: int) -> int:
         cluster.close()
     told = ledger(read(cluster.run))
     rows = [
-        (way, processes, len(of), f"{median(s for s, *_ in of):.1f}, {max(s for s, *_ in of):.1f}", sum(h for _, h, _, _ in of),
-         sum(m for _, _, m, _ in of), f"{median(load for *_, load in of):.1f}")
+        (
+            way,
+            processes,
+            len(of),
+            f"{median(s for s, *_ in of):.1f}, {max(s for s, *_ in of):.1f}",
+            sum(h for _, h, _, _ in of),
+            sum(m for _, _, m, _ in of),
+            f"{median(load for *_, load in of):.1f}",
+        )
         for way, of in found.items()
-    ]  # fmt: skip
-    print(table(("first step", "processes", "times", "seconds: median, worst", "cache hits", "misses", "load"), rows))
+    ]
+    print(
+        table(
+            (
+                "first step",
+                "processes",
+                "times",
+                "seconds: median, worst",
+                "cache hits",
+                "misses",
+                "load",
+            ),
+            rows,
+        )
+    )
     anew, again = (median(s for s, *_ in of) for of in found.values())
     print(f"ratio {again / anew:.2f}")
     down = without_process(cluster, told.began, told.ended)
-    print(f"ledger: {', '.join(f'{kind} {seconds:.1f}' for kind, seconds in told.seconds.items())}; sum {sum(told.seconds.values()):.1f} s, "
-          f"wall time {told.wall:.1f} s; down as /proc has it {down:.1f} s")  # fmt: skip
+    print(
+        f"ledger: {', '.join(f'{kind} {seconds:.1f}' for kind, seconds in told.seconds.items())}; sum "
+        f"{sum(told.seconds.values()):.1f} s, "
+        f"wall time {told.wall:.1f} s; down as /proc has it {down:.1f} s"
+    )
     return int(again > 1.2 * anew or any(m for of in found.values() for _, _, m, _ in of))
 
 
 def started(cluster: Cluster, generation: int) -> tuple[float, int, int, float]:
     """Seconds to the first step of all ranks, programs that the cache had and had not, the load."""
     going = cluster.of("going", generation=generation)
-    seconds = max(e["wall"] for e in going) - max(e["wall"] for e in cluster.of("started", generation=generation))
-    return seconds, sum(e["cache"]["hits"] for e in going), sum(e["cache"]["misses"] for e in going), load_average()
+    seconds = max(e["wall"] for e in going) - max(
+        e["wall"] for e in cluster.of("started", generation=generation)
+    )
+    return (
+        seconds,
+        sum(e["cache"]["hits"] for e in going),
+        sum(e["cache"]["misses"] for e in going),
+        load_average(),
+    )
 
 
 def without_process(cluster: Cluster, began: float, ended: float) -> float:
     """Seconds in which no process of rank 0 was there."""
-    lives = [(e["wall"], cluster.died.get(e["pid"], ended)) for e in cluster.of("started") if e["rank"] == 0]
+    lives = [
+        (e["wall"], cluster.died.get(e["pid"], ended))
+        for e in cluster.of("started")
+        if e["rank"] == 0
+    ]
     return ended - began - sum(min(b, ended) - a for a, b in lives)
 
 
@@ -85,18 +125,28 @@ def cost(work: Path, processes: int, seconds: float) -> int:
         passed = time.monotonic() - began
         steps = cluster.step() - first
         second = os.sysconf("SC_CLK_TCK")
-        shares = {n: (ticks(p.pid) - before[n]) / second / passed for n, p in cluster.supervisors.items()}
+        shares = {
+            n: (ticks(p.pid) - before[n]) / second / passed for n, p in cluster.supervisors.items()
+        }
         assert all(alive(p.pid) for p in cluster.supervisors.values())
         cluster.stop()
     finally:
         cluster.close()
     say(f"{steps} steps in {passed:.0f} s, load {load_average():.1f}")
     decision = decided(1000)
-    print(table(("what it costs", ""), [
-        *((f"supervisor {name}, share of a core over {passed:.0f} s", f"{share:.2%}") for name, share in shares.items()),
-        ("decide on 1,000 nodes, best of 20", f"{1e3 * decision:.1f} ms"),
-        ("a change of phase, best of 5 x 1,000", f"{1e6 * phase(work):.0f} us"),
-    ]))  # fmt: skip
+    print(
+        table(
+            ("what it costs", ""),
+            [
+                *(
+                    (f"supervisor {name}, share of a core over {passed:.0f} s", f"{share:.2%}")
+                    for name, share in shares.items()
+                ),
+                ("decide on 1,000 nodes, best of 20", f"{1e3 * decision:.1f} ms"),
+                ("a change of phase, best of 5 x 1,000", f"{1e6 * phase(work):.0f} us"),
+            ],
+        )
+    )
     return int(max(shares.values()) > 0.005 or decision > 0.05)
 
 
@@ -111,14 +161,32 @@ def decided(nodes: int) -> float:
     names = [f"n{i:04}" for i in range(nodes)]
     found = [
         Node(
-            name, f"i{name}", f"h{name}", state="running", generation=1, acked=1, age=0.5, known=100.0,
-            rank=Rank(i, 100 + i, "S", 1.0, 0.5, step=10, phase="wait", pace=0.5, start=0, saved=10),
+            name,
+            f"i{name}",
+            f"h{name}",
+            state="running",
+            generation=1,
+            acked=1,
+            age=0.5,
+            known=100.0,
+            rank=Rank(
+                i, 100 + i, "S", 1.0, 0.5, step=10, phase="wait", pace=0.5, start=0, saved=10
+            ),
         )
         for i, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     plan = RestartPlan(
-        2, 1, "running", names[0], 1e9, "start", "", members=names, incarnations=[n.incarnation for n in found], age=100.0
-    )  # fmt: skip
+        2,
+        1,
+        "running",
+        names[0],
+        1e9,
+        "start",
+        "",
+        members=names,
+        incarnations=[n.incarnation for n in found],
+        age=100.0,
+    )
     options = SupervisorOptions(lambda n: n or None, wanted=nodes)
     assert decide(1e9, found, plan, [], options).verdict == "go on"
     return min(timeit.repeat(lambda: decide(1e9, found, plan, [], options), number=1, repeat=20))
@@ -131,6 +199,9 @@ def phase(work: Path) -> float:
     beat = SupervisedHeartbeat(Supervised(local, local, 1, 0, 1e6, local))
     turn = iter(range(1_000_000))
     try:
-        return min(timeit.repeat(lambda: beat.phase(PHASES[next(turn) % 3]), number=1000, repeat=5)) / 1000
+        return (
+            min(timeit.repeat(lambda: beat.phase(PHASES[next(turn) % 3]), number=1000, repeat=5))
+            / 1000
+        )
     finally:
         shutil.rmtree(local)

@@ -1,4 +1,6 @@
-"""Whether what a fault led to is right: the verdict and whom it blames, the times, and that nothing of the training is lost or done twice."""
+"""Whether what a fault led to is right: the verdict and whom it blames, the times, and that nothing of the training is
+lost or done twice.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -8,24 +10,65 @@ from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average
 from meshtrain.checkpoint import digests, steps
 
 TOLERANCE = 2e-5  # relative, of losses on another mesh: tests/test_equivalence.py; batches are compared to the bit
-OVERLAP = 0.5  # seconds by which two generations may seem to overlap: the watcher looks now and then
-HANGS = {"frozen": "frozen", "asleep": "stuck", "loader": "stuck", "gil": "gil", "d-state": "uninterruptible"}
+OVERLAP = (
+    0.5  # seconds by which two generations may seem to overlap: the watcher looks now and then
+)
+HANGS = {
+    "frozen": "frozen",
+    "asleep": "stuck",
+    "loader": "stuck",
+    "gil": "gil",
+    "d-state": "uninterruptible",
+}
 # The kind of verdict that an injected fault must lead to, and who is to be blamed.
 EXPECTED = (
-    dict.fromkeys(("kill", "segv", "abort", "kill-compile", "kill-restore", "kill-save", "kill-forming", "damage"), ("signal", "rank"))
+    dict.fromkeys(
+        (
+            "kill",
+            "segv",
+            "abort",
+            "kill-compile",
+            "kill-restore",
+            "kill-save",
+            "kill-forming",
+            "damage",
+        ),
+        ("signal", "rank"),
+    )
     | {name: (kind, "rank") for name, kind in HANGS.items()}
-    | dict.fromkeys(("node-lost", "leader-lost", "coordinator-lost", "supervisor-frozen", "store-lost", "node-returns"), ("lost", "rank"))
+    | dict.fromkeys(
+        (
+            "node-lost",
+            "leader-lost",
+            "coordinator-lost",
+            "supervisor-frozen",
+            "store-lost",
+            "node-returns",
+        ),
+        ("lost", "rank"),
+    )
     | {
-        "kill-two": ("signal", "both"), "out-of-memory": ("memory", "rank"), "error": ("error", "rank"), "collective": ("collective", "nobody"),
-        "nan": ("numbers", "nobody"), "nan-always": ("numbers", "nobody"), "bit-flip": ("sick", "rank"), "port-taken": ("port", "nobody"),
-        "crash-loop": ("signal", "rank"), "slow": ("straggler", "rank"),
+        "kill-two": ("signal", "both"),
+        "out-of-memory": ("memory", "rank"),
+        "error": ("error", "rank"),
+        "collective": ("collective", "nobody"),
+        "nan": ("numbers", "nobody"),
+        "nan-always": ("numbers", "nobody"),
+        "bit-flip": ("sick", "rank"),
+        "port-taken": ("port", "nobody"),
+        "crash-loop": ("signal", "rank"),
+        "slow": ("straggler", "rank"),
     }
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass
 class Judged:
-    """One fault, and what came of it. Times in seconds: of the verdict after the fault; of `ended` after the verdict, of `started` after that, of `first` after that."""
+    """One fault, and what came of it.
+
+    Times in seconds: of the verdict after the fault; of `ended` after the verdict, of `started` after that, of `first`
+    after that.
+    """
 
     kind: str
     processes: int
@@ -45,9 +88,15 @@ class Judged:
     off: float = 0.0  # largest relative difference of a loss, in the run whose last fault this is
 
 
-def judge_verdict(cluster: Cluster, found: Judged, generation: int, hit: list[str]) -> dict[str, Any] | None:
+def judge_verdict(
+    cluster: Cluster, found: Judged, generation: int, hit: list[str]
+) -> dict[str, Any] | None:
     """The verdict on a generation, held against what is right; `hit`: the nodes that the fault was done to."""
-    events = [e for e in cluster.of("verdict", "over", generation=generation) if e["kind"] not in ("start", "grow")]
+    events = [
+        e
+        for e in cluster.of("verdict", "over", generation=generation)
+        if e["kind"] not in ("start", "grow")
+    ]
     if not events:
         found.problems.append("no verdict")
         return None
@@ -64,7 +113,9 @@ def judge_verdict(cluster: Cluster, found: Judged, generation: int, hit: list[st
     return event
 
 
-def judge_times(cluster: Cluster, found: Judged, generation: int, fault: float, verdict: dict[str, Any]) -> None:
+def judge_times(
+    cluster: Cluster, found: Judged, generation: int, fault: float, verdict: dict[str, Any]
+) -> None:
     """From the fault to the first step of the generation after it."""
     found.verdict = verdict["wall"] - fault
     deaths = [cluster.died.get(pid) for pid in cluster.rank_pids(generation)]
@@ -85,7 +136,10 @@ def judge_times(cluster: Cluster, found: Judged, generation: int, fault: float, 
     found.first = max(e["wall"] for e in going) - begun
     found.since = min(e["start"] for e in going)
     # Who ended before the restore had taken no step.
-    taken = [e["step"] for e in cluster.of("ended", generation=generation)] + [verdict["step"] or 0, found.since]
+    taken = [e["step"] for e in cluster.of("ended", generation=generation)] + [
+        verdict["step"] or 0,
+        found.since,
+    ]
     found.lost = max(taken) - found.since
     # The newest checkpoint may be in the making; a damaged one is passed over.
     most = (3 if found.kind == "damage" else 1) * EVERY + 1
@@ -94,7 +148,10 @@ def judge_times(cluster: Cluster, found: Judged, generation: int, fault: float, 
 
 
 def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, Any]) -> None:
-    """Of a run that has ended: steps, losses and batches are the undisturbed run's. What is wrong is put to the fault before it."""
+    """Of a run that has ended: steps, losses and batches are the undisturbed run's.
+
+    What is wrong is put to the fault before it.
+    """
     rows = rows_of(cluster.run)
 
     def blame(step: int, problem: str) -> None:
@@ -109,7 +166,9 @@ def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, A
         blame(0, "no step was taken")
     whole = cluster.values["survive"]["wanted"]
     # The first step on another mesh.
-    smaller = [e["start"] for e in cluster.of("going") if len(cluster.members(e["generation"])) < whole]
+    smaller = [
+        e["start"] for e in cluster.of("going") if len(cluster.members(e["generation"])) < whole
+    ]
     other = min(smaller, default=len(rows)) + 1
     for row in rows:
         if row["loss"] is None and row is rows[-1] and found[-1].kind == "nan-always":
@@ -146,4 +205,7 @@ def reference_of(cluster: Cluster) -> dict[str, Any]:
     """What later runs are held against: of each step of an undisturbed run its loss and its rows."""
     rows, batches = rows_of(cluster.run), batches_of(cluster.run)
     assert cluster.generation == 1, "the undisturbed run was disturbed"
-    return {"losses": [row["loss"] for row in rows], "rows": [list(batches[row["step"]][1].values()) for row in rows]}
+    return {
+        "losses": [row["loss"] for row in rows],
+        "rows": [list(batches[row["step"]][1].values()) for row in rows],
+    }

@@ -16,7 +16,13 @@ from typing import Any
 
 from experiments.survive import alone
 from experiments.survive.cluster import EVERY, Cluster, TooLate, say, settings, write_json
-from experiments.survive.judge import Judged, judge_times, judge_training, judge_verdict, reference_of
+from experiments.survive.judge import (
+    Judged,
+    judge_times,
+    judge_training,
+    judge_verdict,
+    reference_of,
+)
 
 STEPS = 300  # of the undisturbed run, and the most of any other
 # Faults of a start, which another one must bring about first.
@@ -38,13 +44,17 @@ class Campaign:
         self.draw = random.Random(f"{seed} {processes}")
         self.number = 0
 
-    def cluster(self, steps: int = STEPS, place: Path | None = None, **sections: dict[str, Any]) -> Cluster:
+    def cluster(
+        self, steps: int = STEPS, place: Path | None = None, **sections: dict[str, Any]
+    ) -> Cluster:
         """A new run, not yet started."""
         self.number += 1
         directory = (place or self.work) / f"run-{self.processes}-{self.number}"
         shutil.rmtree(directory, ignore_errors=True)
         return Cluster(
-            directory, settings(directory / "run", self.processes, steps, **sections), self.work / "compiled"
+            directory,
+            settings(directory / "run", self.processes, steps, **sections),
+            self.work / "compiled",
         )
 
     def reference(self) -> dict[str, Any]:
@@ -74,7 +84,9 @@ class Campaign:
                 self.alone(kind)
 
     def groups(self, kinds: list[str]) -> Iterator[list[str]]:
-        """Faults of nodes, as many to a run as there are nodes, since a node that is lost twice is no longer taken in."""
+        """Faults of nodes, as many to a run as there are nodes, since a node that is lost twice is no longer taken
+        in.
+        """
         first = [kind for kind in kinds if kind in FIRST_NODE]
         others = [kind for kind in kinds if kind not in FIRST_NODE]
         self.draw.shuffle(others)
@@ -139,7 +151,11 @@ class Campaign:
         with self.judged(cluster, found):
             cluster.start()
             cluster.until_going(0)
-            others = list(range(1, self.processes)) if kinds[0] in FIRST_NODE else list(range(self.processes))
+            others = (
+                list(range(1, self.processes))
+                if kinds[0] in FIRST_NODE
+                else list(range(self.processes))
+            )
             self.draw.shuffle(others)
             for kind in kinds:
                 rank = 0 if kind in FIRST_NODE else others.pop()
@@ -152,7 +168,9 @@ class Campaign:
         """A node is lost, the others go on, it comes back and is taken in."""
         generation = cluster.generation
         node = cluster.members(generation)[found.rank]
-        name = cluster.inject(f"{found.kind}@{cluster.step() + self.draw.randrange(1, 12)}:{found.rank}")
+        name = cluster.inject(
+            f"{found.kind}@{cluster.step() + self.draw.randrange(1, 12)}:{found.rank}"
+        )
         done = cluster.root / "injected" / name
         cluster.until(done.exists, f"{name} to be done")
         after = cluster.until_going(generation)
@@ -192,7 +210,9 @@ class Campaign:
 class Judging:
     """What is judged when a run has ended, however it did; then the results are written down."""
 
-    def __init__(self, campaign: Campaign, cluster: Cluster, found: list[Judged], trains: bool) -> None:
+    def __init__(
+        self, campaign: Campaign, cluster: Cluster, found: list[Judged], trains: bool
+    ) -> None:
         self.campaign, self.cluster, self.found, self.trains = campaign, cluster, found, trains
         self.reference = campaign.reference()
 

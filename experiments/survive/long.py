@@ -12,7 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average, median, rows_of, say, settings
+from experiments.survive.cluster import (
+    EVERY,
+    Cluster,
+    batches_of,
+    load_average,
+    median,
+    rows_of,
+    say,
+    settings,
+)
 from experiments.survive.judge import checkpoint_problem
 from experiments.survive.tables import table
 from meshtrain.plan.failures import goodput
@@ -28,7 +37,10 @@ OF_NODES = ("node-lost", "leader-lost", "coordinator-lost", "supervisor-frozen",
 
 
 def soak(work: Path, minutes: float, every: float, processes: int, seed: int) -> int:
-    """A fault every so many seconds until the last step is taken. Goodput as the ledger has it, and as the planner's formula says."""
+    """A fault every so many seconds until the last step is taken.
+
+    Goodput as the ledger has it, and as the planner's formula says.
+    """
     pace = calibrated(work, processes)
     steps = int(60 * minutes * 0.8 / pace / EVERY) * EVERY
     say(f"{steps} steps, each {pace:.3f} s with its share of a save")
@@ -52,7 +64,9 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
             first = kind in ("leader-lost", "coordinator-lost")
             rank = 0 if first else draw.randrange(max(1, len(members) - (kind == "kill-two")))
             faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
-            say(f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}")
+            say(
+                f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}"
+            )
         codes = {node: process.poll() for node, process in cluster.supervisors.items()}
     finally:
         left = cluster.close()
@@ -61,25 +75,42 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     verdicts = [e for e in cluster.of("verdict") if e["kind"] not in ("start", "grow")]
     restart = sum(restarts(cluster)) / max(1, len(verdicts))
     # What a step and a save take of the loop, with all that belongs to them; of those that count.
-    step_seconds, write = done.seconds["step"] / len(rows), done.seconds["checkpoint"] / (len(rows) / EVERY)
+    step_seconds, write = (
+        done.seconds["step"] / len(rows),
+        done.seconds["checkpoint"] / (len(rows) / EVERY),
+    )
     # The formula knows of no first start.
     first = min(e["wall"] for e in cluster.of("going")) - done.began
-    found, between = done.seconds["step"] / (done.wall - first), (done.wall - first) / max(1, len(verdicts))
+    found, between = (
+        done.seconds["step"] / (done.wall - first),
+        (done.wall - first) / max(1, len(verdicts)),
+    )
     expected = goodput(EVERY * step_seconds, write, restart, between)
     twice = differing(cluster.run)
     right = [row["step"] for row in rows] == list(range(1, steps + 1))
-    print(table(
-        ("", ""),
-        [
-            ("minutes", f"{done.wall / 60:.1f}"), ("faults asked for", len(faults)), ("verdicts", len(verdicts)),
-            ("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items())), ("each step once in metrics.jsonl", right),
-            ("rows of batches that differed when taken again", twice), ("newest checkpoint", checkpoint_problem(cluster.run) or "verifies"),
-            ("processes left over", len(left)), ("seconds of restarts a fault", f"{restart:.1f}"),
-            ("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}"), ("goodput by the ledger, from the first step on", f"{found:.3f}"),
-            ("goodput by plan's formula", f"{expected:.3f}"),
-            *((f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}") for kind, seconds in done.seconds.items()),
-        ],
-    ))  # fmt: skip
+    print(
+        table(
+            ("", ""),
+            [
+                ("minutes", f"{done.wall / 60:.1f}"),
+                ("faults asked for", len(faults)),
+                ("verdicts", len(verdicts)),
+                ("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items())),
+                ("each step once in metrics.jsonl", right),
+                ("rows of batches that differed when taken again", twice),
+                ("newest checkpoint", checkpoint_problem(cluster.run) or "verifies"),
+                ("processes left over", len(left)),
+                ("seconds of restarts a fault", f"{restart:.1f}"),
+                ("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}"),
+                ("goodput by the ledger, from the first step on", f"{found:.3f}"),
+                ("goodput by plan's formula", f"{expected:.3f}"),
+                *(
+                    (f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}")
+                    for kind, seconds in done.seconds.items()
+                ),
+            ],
+        )
+    )
     for kind in sorted({v["kind"] for v in verdicts}):
         print(f"{kind}: {sum(v['kind'] == kind for v in verdicts)} verdicts")
     ended = set(codes.values()) == {0} and right and not left and not twice
@@ -87,7 +118,9 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
 
 
 def differing(run: Path) -> int:
-    """Rows of batches that two generations read differently; of the last step that a killed one took not all ranks may have told."""
+    """Rows of batches that two generations read differently; of the last step that a killed one took not all ranks may
+    have told.
+    """
     found = 0
     for by in batches_of(run).values():
         read_as: dict[int, list[int]] = {}
@@ -97,11 +130,17 @@ def differing(run: Path) -> int:
 
 
 def restarts(cluster: Cluster) -> Iterator[float]:
-    """Seconds of each new generation but the first, from what led to it to the first step: to grow costs a restart too."""
+    """Seconds of each new generation but the first, from what led to it to the first step: to grow costs a restart
+    too.
+    """
     done = sorted(path.stat().st_mtime for path in (cluster.root / "injected").iterdir())
     for formed in cluster.of("formed"):
         going = [e["wall"] for e in cluster.of("going", generation=formed["generation"])]
-        caused = [e["wall"] for e in cluster.of("verdict", generation=formed["generation"] - 1) if e["kind"] != "start"]
+        caused = [
+            e["wall"]
+            for e in cluster.of("verdict", generation=formed["generation"] - 1)
+            if e["kind"] != "start"
+        ]
         if going and caused:
             fault = max([t for t in done if t < caused[0]], default=caused[0])
             yield max(going) - (caused[0] if formed["kind"] == "grow" else fault)
@@ -116,7 +155,9 @@ def wake(cluster: Cluster) -> None:
             cluster.start(node)
         else:
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][:1] == "T" and lost(cluster, node):
+                if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][
+                    :1
+                ] == "T" and lost(cluster, node):
                     cluster.signal(node, signal.SIGCONT)
 
 
@@ -129,7 +170,9 @@ def calibrated(work: Path, processes: int) -> float:
     """Seconds a step, saves included, here and now."""
     directory = work / "calibration"
     shutil.rmtree(directory, ignore_errors=True)
-    cluster = Cluster(directory, settings(directory / "run", processes, 10_000), work / "compiled").start()
+    cluster = Cluster(
+        directory, settings(directory / "run", processes, 10_000), work / "compiled"
+    ).start()
     try:
         cluster.until_going(0)
         cluster.until(lambda: cluster.step() >= 10, "ten steps")
@@ -167,7 +210,8 @@ def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
             process.wait()
         cluster.close()
     print(
-        f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load {median(loads):.1f}; exit codes {codes}"
+        f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load "
+        f"{median(loads):.1f}; exit codes {codes}"
     )
     for event in alarm + slow:
         print(json.dumps(event))

@@ -1,7 +1,8 @@
-"""Nodes as network namespaces of this machine, joined by a wire that a thread carries: it may be cut, slow, or lose what it carries.
+"""Nodes as network namespaces of this machine, joined by a wire that a thread carries: it may be cut, slow, or lose
+what it carries.
 
-Each node has a tap device, whose frames are read here and given to the others; so no queueing discipline of the kernel is needed.
-The name of the machine is, on each node, that node's own address.
+Each node has a tap device, whose frames are read here and given to the others; so no queueing discipline of the kernel
+is needed. The name of the machine is, on each node, that node's own address.
 """
 
 import contextlib
@@ -27,7 +28,10 @@ class NoNetwork(Exception):
 
 
 class Wire:
-    """The network of some nodes. `cut`: nothing passes; `delay`: seconds of each frame; `loss`: share of the frames that is lost."""
+    """The network of some nodes.
+
+    `cut`: nothing passes; `delay`: seconds of each frame; `loss`: share of the frames that is lost.
+    """
 
     def __init__(self, nodes: list[str], prefix: str) -> None:
         self.cut, self.delay, self.loss = False, 0.0, 0.0
@@ -62,7 +66,11 @@ class Wire:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
     def _make(self, node: str) -> None:
-        name, address, device = self.namespaces[node], self.addresses[node], f"tap{os.getpid()}{node}"[:15]
+        name, address, device = (
+            self.namespaces[node],
+            self.addresses[node],
+            f"tap{os.getpid()}{node}"[:15],
+        )
         tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         self._taps.append(tap)
         fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", device.encode(), TAP | PLAIN))
@@ -70,13 +78,18 @@ class Wire:
         hosts.mkdir(parents=True, exist_ok=True)
         (hosts / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         for words in (
-            f"ip netns add {name}", f"ip link set {device} netns {name}", f"ip -n {name} addr add {address}/24 dev {device}",
-            f"ip -n {name} link set {device} mtu {LONGEST} up", f"ip -n {name} link set lo up",
-        ):  # fmt: skip
+            f"ip netns add {name}",
+            f"ip link set {device} netns {name}",
+            f"ip -n {name} addr add {address}/24 dev {device}",
+            f"ip -n {name} link set {device} mtu {LONGEST} up",
+            f"ip -n {name} link set lo up",
+        ):
             subprocess.run(words.split(), check=True, capture_output=True)
 
     def _carry(self) -> None:
-        waiting: list[tuple[float, int, int, bytes]] = []  # when a frame is there, its number, from where, and it
+        waiting: list[
+            tuple[float, int, int, bytes]
+        ] = []  # when a frame is there, its number, from where, and it
         number = 0
         while not self._closed.is_set():
             patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.1
@@ -90,5 +103,7 @@ class Wire:
                 _, _, source, frame = heapq.heappop(waiting)
                 for tap in self._taps:
                     if tap != source and not self.cut:
-                        with contextlib.suppress(OSError):  # its queue is full, or it is down: lost, as on any wire
+                        with contextlib.suppress(
+                            OSError
+                        ):  # its queue is full, or it is down: lost, as on any wire
                             os.write(tap, frame)

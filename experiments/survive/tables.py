@@ -15,21 +15,42 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def of_kinds(found: list[dict[str, Any]]) -> str:
-    """A line each kind and number of processes; times as median, worst in seconds, each from the moment of the one before."""
+    """A line each kind and number of processes; times as median, worst in seconds, each from the moment of the one
+    before.
+    """
     times = (f"{t} s" for t in TIMES)
-    head = ("kind", "processes", "tried", "named", "wrong", *times, "steps lost", "loss off", "load")
+    head = (
+        "kind",
+        "processes",
+        "tried",
+        "named",
+        "wrong",
+        *times,
+        "steps lost",
+        "loss off",
+        "load",
+    )
     rows, wrong = [], []
-    for kind in sorted({one["kind"] for one in found}, key=lambda k: KINDS[k].number if k in KINDS else 0):
+    for kind in sorted(
+        {one["kind"] for one in found}, key=lambda k: KINDS[k].number if k in KINDS else 0
+    ):
         for processes in sorted({one["processes"] for one in found if one["kind"] == kind}):
             of = [one for one in found if (one["kind"], one["processes"]) == (kind, processes)]
             lost = [one["lost"] for one in of if one["lost"] is not None]
             number = f"{KINDS[kind].number} " if kind in KINDS else ""
-            rows.append((
-                number + kind, processes, len(of), sum(one["named"] for one in of), sum(bool(one["problems"]) for one in of),
-                *(_spread([one[t] for one in of if one[t] is not None]) for t in TIMES), max(lost, default="-"),
-                f"{max(one['off'] for one in of):.0e}",
-                f"{median(one['load'] for one in of):.1f}",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    number + kind,
+                    processes,
+                    len(of),
+                    sum(one["named"] for one in of),
+                    sum(bool(one["problems"]) for one in of),
+                    *(_spread([one[t] for one in of if one[t] is not None]) for t in TIMES),
+                    max(lost, default="-"),
+                    f"{max(one['off'] for one in of):.0e}",
+                    f"{median(one['load'] for one in of):.1f}",
+                )
+            )
             for one in of:
                 if one["problems"]:
                     where = f"{kind}@{one['step']}:{one['rank']} of {processes}"

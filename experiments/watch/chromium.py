@@ -1,5 +1,5 @@
-"""A real Chromium, told over a pipe what to do (the Chrome DevTools Protocol, https://chromedevtools.github.io/devtools-protocol):
-nothing to install beside Debian's `chromium`.
+"""A real Chromium, told over a pipe what to do (the Chrome DevTools Protocol,
+https://chromedevtools.github.io/devtools-protocol): nothing to install beside Debian's `chromium`.
 
 The width is set through the protocol: `--window-size` is clamped by some builds.
 """
@@ -17,8 +17,20 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run", "--disable-sync"),
-    *("--disable-extensions", "--disable-quic", "--disable-background-networking", "--disable-component-update"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-pipe",
+        "--no-first-run",
+        "--disable-sync",
+    ),
+    *(
+        "--disable-extensions",
+        "--disable-quic",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ),
 )
 PLACE = """
 import fcntl, os, sys
@@ -32,7 +44,9 @@ PATIENCE = 60.0  # seconds for an answer
 
 def found() -> str | None:
     """The program, if there is one; $CHROMIUM names another."""
-    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 class Chromium:
@@ -45,7 +59,9 @@ class Chromium:
         # It reads commands from descriptor 3 and writes answers to 4.
         command = [sys.executable, "-c", PLACE, str(to_read), str(to_write), program, *FLAGS]
         command += [f"--user-data-dir={self.profile.name}", "about:blank"]
-        self._process = subprocess.Popen(command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL
+        )
         os.close(to_read)
         os.close(to_write)
         self._rest, self._number, self.requests = b"", 0, list[str]()
@@ -58,7 +74,9 @@ class Chromium:
     def __enter__(self) -> "Chromium":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._process.terminate()
         self._process.wait(PATIENCE)
         self.profile.cleanup()
@@ -78,9 +96,20 @@ class Chromium:
                 return answer["result"]
 
     def open(self, page: Path, width: int, scheme: str = "light") -> None:
-        """A file, in a window of so many CSS pixels, light or dark; `requests` are those that it makes, itself left out."""
-        self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        """A file, in a window of so many CSS pixels, light or dark; `requests` are those that it makes, itself left
+        out.
+        """
+        self.do(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+        self.do(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.requests.clear()
         self.do("Page.navigate", url=page.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
@@ -89,7 +118,9 @@ class Chromium:
         self.requests = [url for url in self.requests if url != own and not url.startswith("data:")]
 
     def evaluate(self, script: str) -> Any:
-        return self.do("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+        return self.do("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
+            "value"
+        )
 
     def picture(self, target: Path) -> None:
         """The whole page as PNG."""
@@ -101,7 +132,9 @@ class Chromium:
         printed = self.do("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
         content = base64.b64decode(printed["data"])
         target.write_bytes(content)
-        return content.count(b"/Type /Page\n") + content.count(b"/Type /Page/") or content.count(b"/Type/Page\n")
+        return content.count(b"/Type /Page\n") + content.count(b"/Type /Page/") or content.count(
+            b"/Type/Page\n"
+        )
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

@@ -1,4 +1,6 @@
-"""A run of two processes that is made up: rows as their hubs would hand them out, and the pages on which Prometheus finds them."""
+"""A run of two processes that is made up: rows as their hubs would hand them out, and the pages on which Prometheus
+finds them.
+"""
 
 import math
 import random
@@ -13,11 +15,18 @@ RATE = 1000.0  # tokens a second
 
 
 class Run:
-    """Takes steps from its context's begin to its end. `ill`: slow, short of all that it needs, its second rank late. `still`: no step, a loss of NaN."""
+    """Takes steps from its context's begin to its end.
+
+    `ill`: slow, short of all that it needs, its second rank late. `still`: no step, a loss of NaN.
+    """
 
     def __init__(self) -> None:
-        self.totals = dict.fromkeys((m.name for m in METRICS if m.source == "step" and m.kind == "counter"), 0.0)
-        self.boards = [Board(rank, f"n{rank}", "runs/made-up", self.totals, 30.0) for rank in range(2)]
+        self.totals = dict.fromkeys(
+            (m.name for m in METRICS if m.source == "step" and m.kind == "counter"), 0.0
+        )
+        self.boards = [
+            Board(rank, f"n{rank}", "runs/made-up", self.totals, 30.0) for rank in range(2)
+        ]
         self.endpoints = [Endpoint("127.0.0.1", 0, board) for board in self.boards]
         self.ill, self.still, self.step = False, False, 0
         self.free, self.sampled = 5e11, time.time()
@@ -52,9 +61,12 @@ class Run:
         loss = 4.0 if self.ill else math.nan if self.still else 2.0
         row: dict[str, Any] = {metric.name: 0.1 for metric in METRICS if metric.source == "step"}
         return row | {
-            "step": self.step, "loss": loss + self._random.gauss(0, 0.02), "tokens_per_second": RATE / 2 if self.ill else RATE,
-            "checkpoint_bytes": 1e12 if self.ill else 1e9, "mfu": 0.4,
-        }  # fmt: skip
+            "step": self.step,
+            "loss": loss + self._random.gauss(0, 0.02),
+            "tokens_per_second": RATE / 2 if self.ill else RATE,
+            "checkpoint_bytes": 1e12 if self.ill else 1e9,
+            "mfu": 0.4,
+        }
 
     def _sample(self, seconds: float) -> None:
         self.free = max(1e9, self.free - 3e10 * seconds) if self.ill else 5e11
@@ -65,8 +77,13 @@ class Run:
             row: dict[str, Any] = {"rank": rank, "host": f"n{rank}"}
             for metric in METRICS:
                 if metric.source == "process":
-                    row[metric.name] = _labelled(metric.labels, 100.0 if metric.unit == "bytes" else full)
-            row |= {"device_memory_used_bytes": {"0": 99.0 if self.ill else 50.0}, "disk_free_bytes": self.free}
+                    row[metric.name] = _labelled(
+                        metric.labels, 100.0 if metric.unit == "bytes" else full
+                    )
+            row |= {
+                "device_memory_used_bytes": {"0": 99.0 if self.ill else 50.0},
+                "disk_free_bytes": self.free,
+            }
             row |= {
                 "phase_seconds": {phase: share * seconds for phase, share in phases.items()},
                 "disk_used_ratio": 0.7,

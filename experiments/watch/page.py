@@ -2,8 +2,9 @@
 
     python -m experiments.watch.page [--steps 100000] [--pictures DIR] [RUN|FILE.html|FILE.svg ...]
 
-Writes a run that never was (rows, samples, alerts), makes its page with `python -m meshtrain.report`, and prints bytes and seconds. Where
-there is a Chromium, opens it at 390 and 1400 px, light and dark, and prints it: fails if it asks for anything or is wider than the window.
+Writes a run that never was (rows, samples, alerts), makes its page with `python -m meshtrain.report`, and prints bytes
+and seconds. Where there is a Chromium, opens it at 390 and 1400 px, light and dark, and prints it: fails if it asks for
+anything or is wider than the window.
 RUN: pages of these runs too; or a page or a picture that another command has written.
 """
 
@@ -50,7 +51,10 @@ def write_run(directory: Path, steps: int, seed: int = 0, slower: float = 1.0) -
             "time": now,
             "loss": 2.0 + 3.6 * math.exp(-step / (steps / 12)) + 0.08 * dice.gauss(0, 1),
             "grad_norm": 0.4 + 2 * math.exp(-step / (steps / 20)) + abs(dice.gauss(0, 0.1)),
-            "learning_rate": 3e-3 * min(step / 100, 1) * 0.5 * (1 + math.cos(math.pi * step / steps)),
+            "learning_rate": 3e-3
+            * min(step / 100, 1)
+            * 0.5
+            * (1 + math.cos(math.pi * step / steps)),
             "tokens": 2048,
             "tokens_per_second": 2048 / seconds,
             "step_seconds": seconds,
@@ -64,19 +68,44 @@ def write_run(directory: Path, steps: int, seed: int = 0, slower: float = 1.0) -
             row["eval_loss"] = row["loss"] + 0.1
         if step == steps // 2:
             alerts += [
-                {"time": now, "step": step, "rule": "throughput_drop", "state": state, "severity": "warning", "value": 0.4,
-                 "limit": 0.5, "sentence": f"a step takes twice as long as usual, {state}"}
+                {
+                    "time": now,
+                    "step": step,
+                    "rule": "throughput_drop",
+                    "state": state,
+                    "severity": "warning",
+                    "value": 0.4,
+                    "limit": 0.5,
+                    "sentence": f"a step takes twice as long as usual, {state}",
+                }
                 for state in ("firing", "resolved")
-            ]  # fmt: skip
+            ]
         rows.append(json.dumps(row))
         if step % 30 == 0:
             for rank, found in samples.items():
-                found.append(json.dumps({
-                    "time": now, "rank": rank, "host": f"n{rank}", "step": step, "machine_cpu_ratio": 0.9 + 0.05 * dice.random(),
-                    "pressure_cpu_ratio": 0.1 * dice.random(), "process_rss_bytes": 1.2e9 + 1e5 * step / 30,
-                    "phase_seconds": {"data": 0.02, "dispatch": 0.1, "wait": 9.5, "log": 0.1, "save": 0.2},
-                    "device_memory_used_bytes": {str(i): 60e9 + 1e9 * dice.random() for i in range(4)},
-                }))  # fmt: skip
+                found.append(
+                    json.dumps(
+                        {
+                            "time": now,
+                            "rank": rank,
+                            "host": f"n{rank}",
+                            "step": step,
+                            "machine_cpu_ratio": 0.9 + 0.05 * dice.random(),
+                            "pressure_cpu_ratio": 0.1 * dice.random(),
+                            "process_rss_bytes": 1.2e9 + 1e5 * step / 30,
+                            "phase_seconds": {
+                                "data": 0.02,
+                                "dispatch": 0.1,
+                                "wait": 9.5,
+                                "log": 0.1,
+                                "save": 0.2,
+                            },
+                            "device_memory_used_bytes": {
+                                str(i): 60e9 + 1e9 * dice.random() for i in range(4)
+                            },
+                        }
+                    )
+                )
     (directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     for rank, found in samples.items():
         (directory / "resources" / f"{rank}.jsonl").write_text("\n".join(found) + "\n")
@@ -88,7 +117,9 @@ def make(runs: list[Path], page: Path) -> bench.Spent:
     """Makes a page of runs, and returns what the command takes from its start to its end."""
     command = [sys.executable, "-m", "meshtrain.report", *map(str, runs), "--html", str(page)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return bench.spent(lambda: subprocess.run(command, check=True, **quiet), resource.RUSAGE_CHILDREN)  # type: ignore[call-overload]
+    return bench.spent(
+        lambda: subprocess.run(command, check=True, **quiet), resource.RUSAGE_CHILDREN
+    )  # type: ignore[call-overload]
 
 
 def look(page: Path, pictures: Path) -> list[str]:
@@ -103,7 +134,9 @@ def look(page: Path, pictures: Path) -> list[str]:
             shown = browser.evaluate("window.innerWidth")
             # A picture is fitted to a phone's window by the browser.
             if page.suffix != ".svg" and (shown != width or wide > width):
-                wrong.append(f"{page.name} is {wide} px wide in a window of {shown}, asked for {width}")
+                wrong.append(
+                    f"{page.name} is {wide} px wide in a window of {shown}, asked for {width}"
+                )
             browser.picture(pictures / f"{page.stem}-{width}-{scheme}.png")
         sheets = browser.pdf(pictures / f"{page.stem}.pdf")
         print(f"{page.name}: {sheets} sheets of A4; pictures are in {pictures}")
@@ -129,17 +162,24 @@ def main() -> int:
             page = pictures / f"{stem}.html"
             took = make(runs, page)
             size = page.stat().st_size
-            print(f"{stem}: {size:,} bytes, made in {took.wall:.2f} s, {took.processor:.2f} s of a processor")
+            print(
+                f"{stem}: {size:,} bytes, made in {took.wall:.2f} s, {took.processor:.2f} s of a processor"
+            )
             if size > MOST_BYTES:
                 wrong.append(f"{page.name} has {size:,} bytes, more than {MOST_BYTES:,}")
             # On a machine that is shared the clock tells of the others.
             if stem == "one" and took.processor > MOST_SECONDS:
-                wrong.append(f"{page.name} took {took.processor:.1f} s of a processor, more than {MOST_SECONDS}")
+                wrong.append(
+                    f"{page.name} took {took.processor:.1f} s of a processor, more than {MOST_SECONDS}"
+                )
             if chromium.found():
                 wrong += look(page, pictures)
         for path in drawn if chromium.found() else ():
             wrong += look(path, pictures)
-    print("\n".join(wrong) or ("all as it should be" if chromium.found() else "there is no Chromium to look with"))
+    print(
+        "\n".join(wrong)
+        or ("all as it should be" if chromium.found() else "there is no Chromium to look with")
+    )
     return 1 if wrong else 0
 
 

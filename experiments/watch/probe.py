@@ -1,7 +1,7 @@
 """How well the probe measures: python -m experiments.watch.probe
 
-A few whole probes of eight fake devices as 2 x 2 x 2: how far the line through all sizes but one is off on that one, and what was called
-slow although nothing was. Links and devices that are made slow are named alone: `tests/probe`.
+A few whole probes of eight fake devices as 2 x 2 x 2: how far the line through all sizes but one is off on that one,
+and what was called slow although nothing was. Links and devices that are made slow are named alone: `tests/probe`.
 """
 
 import time
@@ -36,7 +36,9 @@ def main() -> None:
     table = Table("left out                        ", "median", "within 30%", "worst", title=title)
     errors["all"] = [error for found in errors.values() for error in found]
     for name, off in errors.items():
-        table.row(name, f"{np.median(off):.0%}", f"{np.mean(np.array(off) <= 0.3):.0%}", f"{max(off):.0%}")
+        table.row(
+            name, f"{np.median(off):.0%}", f"{np.mean(np.array(off) <= 0.3):.0%}", f"{max(off):.0%}"
+        )
 
 
 if __name__ == "__main__":

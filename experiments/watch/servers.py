@@ -4,8 +4,9 @@
     (rows are made up here)      │  rules, all durations a sixtieth
                                  └── every query of the dashboard
 
-Two processes of a run that is made up are healthy, then ill in many ways at once, healthy again, then stand still with a loss that is
-NaN. Needs Debian's packages prometheus and prometheus-alertmanager (promtool is in the first); takes less than two minutes.
+Two processes of a run that is made up are healthy, then ill in many ways at once, healthy again, then stand still with
+a loss that is NaN. Needs Debian's packages prometheus and prometheus-alertmanager (promtool is in the first); takes
+less than two minutes.
 """
 
 import argparse
@@ -41,7 +42,16 @@ HEALTHY, ILL, WELL, STILL = 37.0, 16.0, 9.0, 17.0  # seconds of the four parts
 LATE = 15.0  # seconds that an alert may take to arrive
 EXACT = 0.01  # relative error that a rate may have
 # What fires in which part.
-ILLS = ("loss_spike", "throughput_drop", "slow_rank", "device_memory", "memory_limit", "machine_memory", "disk_space", "disk_filling")  # fmt: skip
+ILLS = (
+    "loss_spike",
+    "throughput_drop",
+    "slow_rank",
+    "device_memory",
+    "memory_limit",
+    "machine_memory",
+    "disk_space",
+    "disk_filling",
+)
 STILLS = ("loss_not_finite", "stalled")
 
 
@@ -83,7 +93,9 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{port}"
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}") as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        ) as answer:
             return json.load(answer)["data"]["result"]
 
     def ready(self) -> bool:
@@ -115,10 +127,20 @@ def measure(work: Path) -> list[Check]:
         rate = float(prometheus.query(f"rate({BY_NAME['tokens'].sample}[20s])")[0]["value"][1])
         error = abs(rate / truth - 1)
         checks.append(
-            Check("rate(tokens_total)", error < EXACT, f"{rate:.1f} of {truth:.1f} a second, error {error:.2%}")
+            Check(
+                "rate(tokens_total)",
+                error < EXACT,
+                f"{rate:.1f} of {truth:.1f} a second, error {error:.2%}",
+            )
         )
         early = sorted({rule for rule, _ in inbox.heard})
-        checks.append(Check(f"healthy for {time.time() - began:.0f} s", not early, ", ".join(early) or "no alert"))
+        checks.append(
+            Check(
+                f"healthy for {time.time() - began:.0f} s",
+                not early,
+                ", ".join(early) or "no alert",
+            )
+        )
         for name, seconds, expected in (("ill", ILL, ILLS), ("still", STILL, STILLS)):
             checks += _episode(run, inbox, name, seconds, expected)
             time.sleep(WELL if name == "ill" else 0.0)
@@ -127,7 +149,9 @@ def measure(work: Path) -> list[Check]:
     return checks
 
 
-def _episode(run: Run, inbox: Inbox, name: str, seconds: float, expected: tuple[str, ...]) -> Iterator[Check]:
+def _episode(
+    run: Run, inbox: Inbox, name: str, seconds: float, expected: tuple[str, ...]
+) -> Iterator[Check]:
     """The run is ill, or stands still, until all that is expected has arrived; and then until all of it is over."""
     begin = time.time()
     setattr(run, name, True)
@@ -152,12 +176,16 @@ def _dashboard(prometheus: Prometheus) -> Check:
         if not prometheus.query(query):
             empty.append(title)
     return Check(
-        "queries of the dashboard", not empty, f"{len(asked) - len(empty)} of {len(asked)} have data {empty or ''}"
+        "queries of the dashboard",
+        not empty,
+        f"{len(asked) - len(empty)} of {len(asked)} have data {empty or ''}",
     )
 
 
 def _page(url: str, openmetrics: bool) -> Check:
-    """The page as text is promtool's to judge; as OpenMetrics it ends as it must, which Prometheus itself insists on."""
+    """The page as text is promtool's to judge; as OpenMetrics it ends as it must, which Prometheus itself insists
+    on.
+    """
     accept = "application/openmetrics-text" if openmetrics else PLAIN
     with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as answer:
         text = answer.read().decode()
@@ -173,28 +201,49 @@ def _promtool(what: str, words: list[str], text: str = "") -> Check:
 
 
 @contextlib.contextmanager
-def _servers(work: Path, rules: Path, run: Run, inbox: Inbox, port: int, alertmanager: int) -> Iterator[None]:
+def _servers(
+    work: Path, rules: Path, run: Run, inbox: Inbox, port: int, alertmanager: int
+) -> Iterator[None]:
     targets = [endpoint.url.split("/")[2] for endpoint in run.endpoints]
     configs: dict[str, dict[str, Any]] = {
         "prometheus": {
-            "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE, "evaluation_interval": SCRAPE},
+            "global": {
+                "scrape_interval": SCRAPE,
+                "scrape_timeout": SCRAPE,
+                "evaluation_interval": SCRAPE,
+            },
             "rule_files": [str(rules)],
-            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]},
+            "alerting": {
+                "alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]
+            },
             "scrape_configs": [{"job_name": "meshtrain", "static_configs": [{"targets": targets}]}],
         },
         "prometheus-alertmanager": {
-            "route": {"receiver": "us", "group_by": ["rule"], "group_wait": "1s", "group_interval": "1s"},
+            "route": {
+                "receiver": "us",
+                "group_by": ["rule"],
+                "group_wait": "1s",
+                "group_interval": "1s",
+            },
             "receivers": [
-                {"name": "us", "webhook_configs": [{"url": f"http://127.0.0.1:{inbox.server.server_port}/"}]}
+                {
+                    "name": "us",
+                    "webhook_configs": [{"url": f"http://127.0.0.1:{inbox.server.server_port}/"}],
+                }
             ],
         },
     }
     flags = {
-        "prometheus": [f"--storage.tsdb.path={work}/tsdb", f"--web.listen-address=127.0.0.1:{port}"],
-        "prometheus-alertmanager": [
-            f"--storage.path={work}/alertmanager", f"--web.listen-address=127.0.0.1:{alertmanager}", "--cluster.listen-address=",
+        "prometheus": [
+            f"--storage.tsdb.path={work}/tsdb",
+            f"--web.listen-address=127.0.0.1:{port}",
         ],
-    }  # fmt: skip
+        "prometheus-alertmanager": [
+            f"--storage.path={work}/alertmanager",
+            f"--web.listen-address=127.0.0.1:{alertmanager}",
+            "--cluster.listen-address=",
+        ],
+    }
     with contextlib.ExitStack() as started:
         for program, config in configs.items():
             path = work / f"{program}.yml"
@@ -217,9 +266,14 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.watch.servers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.watch.servers", description=__doc__.splitlines()[0]
+    )
     parser.add_argument(
-        "--work", type=Path, default=None, help="directory of the servers, kept; default: a temporary one"
+        "--work",
+        type=Path,
+        default=None,
+        help="directory of the servers, kept; default: a temporary one",
     )
     options = parser.parse_args()
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -233,7 +287,14 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         checks = measure(work)
-        print(columns([["", "check", "seen"], *(["ok" if c.good else "NO", c.what, c.seen] for c in checks)]))
+        print(
+            columns(
+                [
+                    ["", "check", "seen"],
+                    *(["ok" if c.good else "NO", c.what, c.seen] for c in checks),
+                ]
+            )
+        )
         print(f"{sum(c.good for c in checks)} of {len(checks)} in {time.monotonic() - began:.0f} s")
     return 0 if all(check.good for check in checks) else 1
 

@@ -4,8 +4,9 @@
     python -m experiments.watch.slowdowns --only loader disk     some kinds
     python -m experiments.watch.slowdowns --healthy 20           healthy runs alone: how often anything is found
 
-Each run is a short training of a tiny model in processes of its own, which the slowdown is put into: the product knows nothing of it. The
-machine must be quiet, else "the machine is shared" is what is found, rightly. Devices are faked, each with one thread, as a GPU has its
+Each run is a short training of a tiny model in processes of its own, which the slowdown is put into: the product knows
+nothing of it. The machine must be quiet, else "the machine is shared" is what is found, rightly. Devices are faked,
+each with one thread, as a GPU has its
 own units: then a stage that waits is time lost on a machine with as many cores as devices.
 """
 
@@ -49,12 +50,24 @@ class Kind:
 
 def mesh(data: int, tensor: int, pipeline: int) -> tuple[str, ...]:
     devices = data * tensor * pipeline
-    return (f"mesh.data={data}", f"mesh.tensor={tensor}", f"mesh.pipeline={pipeline}", f"run.fake_devices={devices}")
+    return (
+        f"mesh.data={data}",
+        f"mesh.tensor={tensor}",
+        f"mesh.pipeline={pipeline}",
+        f"run.fake_devices={devices}",
+    )
 
 
 # quickstart's model and batch.
 CONFIG = {
-    "model": {"layers": 4, "d_model": 128, "heads": 8, "kv_heads": 4, "d_ff": 352, "vocab_size": 260},
+    "model": {
+        "layers": 4,
+        "d_model": 128,
+        "heads": 8,
+        "kv_heads": 4,
+        "d_ff": 352,
+        "vocab_size": 260,
+    },
     "data": {"source": "stdlib", "tokenizer": "byte"},
     "train": {"steps": 40, "global_batch_size": 16, "sequence_length": 128},
     "checkpoint": {"every": 20, "keep": 1},
@@ -72,10 +85,27 @@ HEALTHY: tuple[tuple[str, ...], ...] = (
 )
 
 ODD_LENGTHS = (
-    *("data.batching=grouped", "data.lengths=32", "data.length_multiple=4", "model.layers=1", "model.d_model=32"),
-    *("model.d_ff=64", "train.steps=8", "telemetry.trace_at=[]", "checkpoint.every=0", *mesh(1, 1, 1)),
+    *(
+        "data.batching=grouped",
+        "data.lengths=32",
+        "data.length_multiple=4",
+        "model.layers=1",
+        "model.d_model=32",
+    ),
+    *(
+        "model.d_ff=64",
+        "train.steps=8",
+        "telemetry.trace_at=[]",
+        "checkpoint.every=0",
+        *mesh(1, 1, 1),
+    ),
 )
-BUBBLE = (*mesh(1, 1, 2), "parallel.microbatches=2", "parallel.schedule=1f1b", "parallel.virtual_stages=1")
+BUBBLE = (
+    *mesh(1, 1, 2),
+    "parallel.microbatches=2",
+    "parallel.schedule=1f1b",
+    "parallel.virtual_stages=1",
+)
 TENSOR = ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1))
 DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
 RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
@@ -84,13 +114,30 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("healthy", "none", "nothing"),
-        Kind("loader", "loader", "each batch is read 0.4 s late", ("train.steps=16", "telemetry.trace_at=[10]")),
+        Kind(
+            "loader",
+            "loader",
+            "each batch is read 0.4 s late",
+            ("train.steps=16", "telemetry.trace_at=[10]"),
+        ),
         Kind("disk", "disk", "checkpoints are written at 4 MB/s", DISK),
-        Kind("slow_rank", "slow_rank", "one of two processes is 0.3 s late at each step", RANK, processes=2),
+        Kind(
+            "slow_rank",
+            "slow_rank",
+            "one of two processes is 0.3 s late at each step",
+            RANK,
+            processes=2,
+        ),
         Kind("bubble", "bubble", "2 stages, 2 microbatches", BUBBLE),
         Kind("tensor", "tensor", "8 ways over tensor", TENSOR),
         Kind("memory", "memory", TAKEN, (f"telemetry.memory_limit={BALLAST_LIMIT}",)),
-        Kind("compiling", "compiling", "batches of many lengths, each to be compiled", ODD_LENGTHS, cached=False),
+        Kind(
+            "compiling",
+            "compiling",
+            "batches of many lengths, each to be compiled",
+            ODD_LENGTHS,
+            cached=False,
+        ),
         Kind("hog", "shared", "a busy process a core beside it"),
     )
 }
@@ -120,7 +167,9 @@ def _texts(directory: Path) -> Path:
     """Documents of all lengths that a sequence may have."""
     directory.mkdir()
     lengths = [4 + number % 125 for number in range(4000)]
-    (directory / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+    (directory / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths)
+    )
     return directory
 
 
@@ -143,7 +192,9 @@ def _slow_disk(rank: int) -> None:
 
     def late(response, directory, final):  # type: ignore[no-untyped-def]
         failure = whole(response, directory, final)
-        time.sleep(sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file()) / WRITING)
+        time.sleep(
+            sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file()) / WRITING
+        )
         return failure
 
     saving._failure = late
@@ -205,7 +256,10 @@ def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> d
     flags = f"--xla_force_host_platform_device_count={devices // kind.processes} --xla_cpu_multi_thread_eigen=false"
     found = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     if kind.cached:
-        found |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        found |= {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
     if kind.processes > 1:
         found |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(rank)}
         found |= {"JAX_NUM_PROCESSES": str(kind.processes)}
@@ -225,7 +279,9 @@ def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
         for rank in range(kind.processes):
             log = stack.enter_context((directory / f"log-{rank}").open("wb"))
             own = environment(kind, number, cache, rank, port)
-            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
+            )
         end = time.monotonic() + SECONDS
         try:
             codes = [process.wait(max(0.0, end - time.monotonic())) for process in processes]
@@ -277,12 +333,17 @@ def once(kind: Kind, work: Path, number: int) -> Outcome:
         outcome = Outcome(kind, "failed", time.monotonic() - began, str(error))
     shutil.rmtree(directory / "run" / "checkpoints", ignore_errors=True)
     verdict = "ok" if outcome.right else "WRONG"
-    print(f"{kind.name} {number}: {outcome.first} {verdict} ({outcome.seconds:.0f} s) {outcome.sentence}", flush=True)
+    print(
+        f"{kind.name} {number}: {outcome.first} {verdict} ({outcome.seconds:.0f} s) {outcome.sentence}",
+        flush=True,
+    )
     return outcome
 
 
 def table(outcomes: list[Outcome]) -> None:
-    made = Table("done                                           ", "to be found", "found first", "right")
+    made = Table(
+        "done                                           ", "to be found", "found first", "right"
+    )
     for name in dict.fromkeys(o.kind.name for o in outcomes):
         of = [o for o in outcomes if o.kind.name == name]
         right = f"{sum(o.right for o in of)} of {len(of)}"
@@ -294,9 +355,15 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="N healthy runs, and nothing else")
-    parser.add_argument("--work", type=Path, help="directory of the runs, kept; default: a temporary one, removed")
-    parser.add_argument("--child", nargs=3, metavar=("KIND", "DIR", "NUMBER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--healthy", type=int, default=0, metavar="N", help="N healthy runs, and nothing else"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="directory of the runs, kept; default: a temporary one, removed"
+    )
+    parser.add_argument(
+        "--child", nargs=3, metavar=("KIND", "DIR", "NUMBER"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.child:
         kind, directory, number = options.child

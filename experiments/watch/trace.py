@@ -1,9 +1,10 @@
-"""Where a step's time goes, from a trace: seconds by kind, what of the wall has one, whether every event names an instruction, whether as
-many collectives ran as the program has, and what tracing itself costs.
+"""Where a step's time goes, from a trace: seconds by kind, what of the wall has one, whether every event names an
+instruction, whether as many collectives ran as the program has, and what tracing itself costs.
 
     python -m experiments.watch.trace --config configs/quickstart.yaml [--set key=value]
 
-Exit code 1 if less than 98% of the wall has a kind, an event names no instruction, or other collectives ran than the program has.
+Exit code 1 if less than 98% of the wall has a kind, an event names no instruction, or other collectives ran than the
+program has.
 """
 
 import shutil
@@ -27,7 +28,9 @@ WANTED = 0.98
 
 
 def main() -> int:
-    parser = Parser(prog="python -m experiments.watch.trace", description="Where a step's time goes.")
+    parser = Parser(
+        prog="python -m experiments.watch.trace", description="Where a step's time goes."
+    )
     parser.add_config()
     options = parser.parse_args()
     config = load(options.config, options.set)
@@ -45,13 +48,17 @@ def main() -> int:
     print(table(found))
     print(f"attributed {found.attributed:.2%} of {found.wall_seconds:.3f} s a step", end="; ")
     print(f"{found.unjoined} of {found.events:,} events unjoined")
-    print(f"read in {read:.2f} s and attributed in {seconds - read:.2f} s, from {size / 1e6:.1f} MB")
+    print(
+        f"read in {read:.2f} s and attributed in {seconds - read:.2f} s, from {size / 1e6:.1f} MB"
+    )
     if found.untraced_seconds:
         ratio = found.wall_seconds / found.untraced_seconds
         print(f"traced over untraced: {ratio:.2f} ({found.untraced_seconds:.3f} s a step untraced)")
     program = counted(trace, config)
     for key in sorted({*found.collectives, *program}):
-        ran = f"{found.collectives[key]:g} a step and device, {program.get(key, 0):g} in the program"
+        ran = (
+            f"{found.collectives[key]:g} a step and device, {program.get(key, 0):g} in the program"
+        )
         print(f"  {' over '.join(key)}: {ran}")
     same = found.collectives == {key: round(times, 6) for key, times in program.items()}
     for sentence in found.cannot_tell:
@@ -60,7 +67,8 @@ def main() -> int:
 
 
 def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
-    """What the program has, by the share of the clocks in which a stage has work: right for tables of one chunk a stage.
+    """What the program has, by the share of the clocks in which a stage has work: right for tables of one chunk a
+    stage.
 
     The first embedding and the last one's gradient, before and after all clocks, are among the clocks' already.
     """
@@ -69,7 +77,9 @@ def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
     stages = config.mesh.pipeline
     busy = 1.0
     if stages > 1:
-        busy = make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages).busy
+        busy = make_table(
+            parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages
+        ).busy
     found: dict[tuple[str, str], float] = defaultdict(float)
     for one in collectives(trace.module, mesh, busy):
         if f"shard_map/{xla.EMBEDDING}/cond/" not in one.source:
@@ -83,7 +93,9 @@ def table(found: Attribution) -> str:
     for kind, seconds in sorted(found.seconds.items(), key=lambda one: -one[1]):
         waits = found.waiting.get(kind, 0.0) / found.wall_seconds
         told = f"{waits:6.1%} waiting" if kind in found.waiting else ""
-        rows.append(f"{kind:14} {found.share(kind):6.1%} {1e3 * seconds:9.1f} ms  {told:15}  {MEANING[kind]}")
+        rows.append(
+            f"{kind:14} {found.share(kind):6.1%} {1e3 * seconds:9.1f} ms  {told:15}  {MEANING[kind]}"
+        )
     return "\n".join(rows)
 
 

@@ -4,12 +4,14 @@
     model: {weights: Qwen3-0.6B/}                   a run that begins with them
     checkpoint: {resume: OUT}                       likewise, of what `adopt import` has made of them
 
-Families: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text), GPT-2; of images ViT. What a config.json asks for that is not computed here is refused by name.
+Families: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text), GPT-2; of images ViT. What a config.json asks for
+that is not computed here is refused by name.
 
 - `meshtrain.hf_families`, `meshtrain.hf`: their classes, names and files, and how they are read onto the devices.
 - `meshtrain.adopt.importing`: a checkpoint. `meshtrain.adopt.exporting`: whatever has weights, merged or not.
 - `meshtrain.adopt.extra_files`: tokenizers and what else goes with weights; directories that are complete or not there.
 - `meshtrain.adopt.configs`: configs of LLaMA-Factory and DeepSpeed as ours, a row a key.
 
-Measured: `python -m experiments.adopt.parity`, logits within 3e-5 of transformers and gradients within 1e-5, on eleven tiny models.
+Measured: `python -m experiments.adopt.parity`, logits within 3e-5 of transformers and gradients within 1e-5, on eleven
+tiny models.
 """

@@ -1,4 +1,6 @@
-"""python -m meshtrain.adopt inspect | import | export | merge | config: weights, adapters and configs from and to others."""
+"""python -m meshtrain.adopt inspect | import | export | merge | config: weights, adapters and configs from and to
+others.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -27,18 +29,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from meshtrain.adopt import command as commands
 
     functions = {
-        "inspect": commands.run_inspect, "import": commands.run_import, "export": commands.run_export, "merge": commands.run_export,
+        "inspect": commands.run_inspect,
+        "import": commands.run_import,
+        "export": commands.run_export,
+        "merge": commands.run_export,
         "config": commands.run_config,
-    }  # fmt: skip
+    }
     return functions[options.command](options)
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain.adopt", description="Weights from and to Hugging Face directories.")
+    parser = Parser(
+        prog="python -m meshtrain.adopt",
+        description="Weights from and to Hugging Face directories.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    parsers = {name: commands.add_parser(name, help=text, description=text) for name, text in HELP.items()}
+    parsers = {
+        name: commands.add_parser(name, help=text, description=text) for name, text in HELP.items()
+    }
     for name in ("inspect", "import"):
-        parsers[name].add_argument("directory", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+        parsers[name].add_argument(
+            "directory", type=Path, metavar="HF_DIR", help="config.json and safetensors"
+        )
     out = "the run directory that is made; it must not be there yet"
     adapter = "LoRA's adapters of PEFT, kept beside the weights"
     parsers["import"].add_argument("out", type=Path, metavar="OUT", help=out)
@@ -48,9 +60,14 @@ def parser() -> Parser:
     for name in ("export", "merge"):
         parsers[name].add_argument("run", type=Path, metavar="RUN", help=run)
         parsers[name].add_argument(
-            "directory", type=Path, metavar="HF_DIR", help="what is written; it must not be there yet"
+            "directory",
+            type=Path,
+            metavar="HF_DIR",
+            help="what is written; it must not be there yet",
         )
-    parsers["export"].add_argument("--adapter", action="store_true", help="LoRA's adapters alone, as PEFT has them")
+    parsers["export"].add_argument(
+        "--adapter", action="store_true", help="LoRA's adapters alone, as PEFT has them"
+    )
     adapter = "adapters of PEFT, for weights without"
     parsers["merge"].add_argument("--adapter", type=Path, metavar="PEFT_DIR", help=adapter)
     dtype = "of the weights (default: as they came, each; of a run that has trained, what it computes in)"
@@ -61,7 +78,9 @@ def parser() -> Parser:
         parsers[name].add_argument("--dtype", choices=DTYPES, help=dtype)
         parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
         parsers[name].add_trust()
-    parsers["config"].add_argument("files", type=Path, nargs="+", metavar="FILE", help="what they are read from")
+    parsers["config"].add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="what they are read from"
+    )
     devices = "devices it is for, which theirs do not say (default: 1)"
     steps = "steps of the run, where a warm-up is given as a share of them"
     parsers["config"].add_argument("--devices", type=whole_number, metavar="N", help=devices)

@@ -21,7 +21,9 @@ from meshtrain.model.weights import adapters, parameters
 
 def run_inspect(options: argparse.Namespace) -> int:
     directory = options.directory
-    section, config, files = section_of(directory), config_of(directory), TensorFiles(directory)
+    section = section_of(directory)
+    config = config_of(directory)
+    files = TensorFiles(directory)
     loading.check(config.model, files)
     extra_files.check(directory)
     loading.check_finite(files)
@@ -31,7 +33,9 @@ def run_inspect(options: argparse.Namespace) -> int:
             for name in mapping.tensors(layer):
                 counts[files.dtype(name)] += mapping.numbers
     dtypes = ", ".join(f"{count:,} in {dtype}" for dtype, count in sorted(counts.items()))
-    print(f"# {short(directory)}: {parameters(config.model):,} parameters ({dtypes}), {len(files.names)} tensors")
+    print(
+        f"# {short(directory)}: {parameters(config.model):,} parameters ({dtypes}), {len(files.names)} tensors"
+    )
     print(yaml.safe_dump({"model": section}, sort_keys=False), end="")
     return DONE
 
@@ -47,9 +51,11 @@ def run_import(options: argparse.Namespace) -> int:
 def run_export(options: argparse.Namespace) -> int:
     """Exports, or merges."""
     extra_files.refuse_existing(options.directory)
-    merge, run = options.command == "merge", short(options.run)
+    merge = options.command == "merge"
+    run = short(options.run)
     weights = open_weights(options.run, options.step, options.adapter if merge else None)
-    config, of_step = weights.config, "" if weights.step is None else f", of step {weights.step}"
+    config = weights.config
+    of_step = "" if weights.step is None else f", of step {weights.step}"
     if merge and not config.lora.rank:
         raise ConfigError(
             f"{run} has no adapters to merge; export writes it as it is, --adapter PEFT_DIR gives it some."
@@ -58,34 +64,48 @@ def run_export(options: argparse.Namespace) -> int:
         return _export(options, weights, merged(weights), of_step)
     if not options.adapter and config.lora.rank:
         raise ConfigError(
-            f"{run} has LoRA's adapters beside its weights; merge writes both as one model, export --adapter the adapters alone."
+            f"{run} has LoRA's adapters beside its weights; merge writes both as one model, export --adapter the "
+            "adapters alone."
         )
     if not options.adapter:
         return _export(options, weights, weights.source, of_step)
     if not config.lora.rank:
         raise ConfigError(f"{run} has no adapters.")
-    dtype, base = options.dtype or "float32", config.model.weights or weights.hf_config.get("_name_or_path")
+    dtype = options.dtype or "float32"
+    base = config.model.weights or weights.hf_config.get("_name_or_path")
     export_adapter(config, weights.source, options.directory, dtype, base)
     size = sum(weight.size for weight in adapters(config.model, config.lora))
-    print(f"{short(options.directory)}: adapters of rank {config.lora.rank}, {size:,} parameters in {dtype}{of_step}")
+    print(
+        f"{short(options.directory)}: adapters of rank {config.lora.rank}, {size:,} parameters in {dtype}{of_step}"
+    )
     return DONE
 
 
-def _export(options: argparse.Namespace, weights: ExportSource, source: Source, of_step: str) -> int:
+def _export(
+    options: argparse.Namespace, weights: ExportSource, source: Source, of_step: str
+) -> int:
     # merged weights are other ones
     untouched = weights.dtypes if options.dtype is None and source is weights.source else {}
     directory = short(options.directory)
-    dtype, tokenizer = options.dtype or weights.dtype, weights.tokenizer
+    dtype = options.dtype or weights.dtype
+    tokenizer = weights.tokenizer
     if options.tokenizer is not None:
         tokenizer = extra_files.tokenizer_files(options.tokenizer)
         if not tokenizer:
             vocabularies = "tokenizer.json, tokenizer.model or vocab.json"
-            raise ConfigError(f"--tokenizer {short(options.tokenizer)} is no directory with a {vocabularies}.")
-    export(weights.config, source, options.directory, dtype, tokenizer, weights.hf_config, untouched)
-    model, dtypes = weights.config.model, " and ".join(sorted(set(untouched.values()))) or dtype
+            raise ConfigError(
+                f"--tokenizer {short(options.tokenizer)} is no directory with a {vocabularies}."
+            )
+    export(
+        weights.config, source, options.directory, dtype, tokenizer, weights.hf_config, untouched
+    )
+    model = weights.config.model
+    dtypes = " and ".join(sorted(set(untouched.values()))) or dtype
     print(f"{directory}: {parameters(model):,} parameters in {dtypes}{of_step}")
     if not tokenizer and not positions_of(model):
-        say(f"no tokenizer was found beside the weights, so {directory} has none; --tokenizer DIR takes one.")
+        say(
+            f"no tokenizer was found beside the weights, so {directory} has none; --tokenizer DIR takes one."
+        )
     return DONE
 
 

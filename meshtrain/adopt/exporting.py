@@ -1,9 +1,10 @@
-"""Weights as a Hugging Face directory: of a run, a step, an imported checkpoint, or another Hugging Face directory; merged or not.
+"""Weights as a Hugging Face directory: of a run, a step, an imported checkpoint, or another Hugging Face directory;
+merged or not.
 
     live weights, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...     aside, and renamed when complete
 
-The directory has safetensors in parts with their index, config.json, the tokenizer's files or, of images, preprocessor_config.json. One
-part is in host memory at a time. All processes take part in gathering, the first writes.
+The directory has safetensors in parts with their index, config.json, the tokenizer's files or, of images,
+preprocessor_config.json. One part is in host memory at a time. All processes take part in gathering, the first writes.
 """
 
 import contextlib
@@ -26,9 +27,24 @@ from meshtrain.config import Config
 from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.errors import ConfigError, short
 from meshtrain.hf import loading, peft
-from meshtrain.hf.hf_directory import ENDING, INDEX, PREPROCESSOR, SINGLE, TensorFiles, config_of, preprocessor_json
+from meshtrain.hf.hf_directory import (
+    ENDING,
+    INDEX,
+    PREPROCESSOR,
+    SINGLE,
+    TensorFiles,
+    config_of,
+    preprocessor_json,
+)
 from meshtrain.hf.mapping import Source, TensorMapping, layers, mappings
-from meshtrain.hf_families import CONFIG, check_exportable, config_json, hf_family, is_hf_directory, read_json
+from meshtrain.hf_families import (
+    CONFIG,
+    check_exportable,
+    config_json,
+    hf_family,
+    is_hf_directory,
+    read_json,
+)
 from meshtrain.model.weights import Weight
 from meshtrain.parallel.layout import Layout
 from meshtrain.reader import read_model
@@ -39,7 +55,11 @@ DtypeOf = Callable[[str], np.dtype]
 Tensor = tuple[
     int | None, list[tuple[TensorMapping, int]]
 ]  # layer, the weights that a tensor holds, each with its number among theirs
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PART = 5 * 10**9  # bytes of a file, at most, as transformers has it
 
@@ -61,12 +81,16 @@ class ExportSource:
 
 
 def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None) -> ExportSource:
-    """Returns the weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none, or they have their own."""
+    """Returns the weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none,
+    or they have their own.
+    """
     weights = _open_directory(path) if is_hf_directory(path) else _open_run(path, step)
     if adapter is None:
         return weights
     if weights.config.lora.rank:
-        raise ConfigError(f"{short(path)} has adapters of its own; --adapter is for a model without.")
+        raise ConfigError(
+            f"{short(path)} has adapters of its own; --adapter is for a model without."
+        )
     adapters = peft.Adapters(adapter, weights.config.model)
 
     def source(weight: Weight, layer: int | None) -> np.ndarray:
@@ -76,21 +100,27 @@ def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None)
 
 
 def _open_directory(path: Path) -> ExportSource:
-    files, config = TensorFiles(path), config_of(path)
+    files = TensorFiles(path)
+    config = config_of(path)
     loading.check(config.model, files)
     dtypes = {name: DTYPE_NAMES.get(files.dtype(name), "float32") for name in files.names}
     sizes = Counter[str]()
     for name, dtype in dtypes.items():
         sizes[dtype] += math.prod(files.shape(name))
-    hf_config, tokenizer = read_json(path / CONFIG), extra_files.tokenizer_files(path)
+    hf_config = read_json(path / CONFIG)
+    tokenizer = extra_files.tokenizer_files(path)
     source = loading.layer_source(config.model, files)
-    return ExportSource(config, source, sizes.most_common(1)[0][0], dtypes, hf_config, tokenizer, None)
+    return ExportSource(
+        config, source, sizes.most_common(1)[0][0], dtypes, hf_config, tokenizer, None
+    )
 
 
 def _open_run(path: Path, step: Step) -> ExportSource:
     model = read_model(path, step)
-    source, config = live_source(model.program.layout, model.params), model.config
-    hf_config, tokenizer = extra_files.find_hf_config(path, config), extra_files.find_tokenizer(path, config)
+    source = live_source(model.program.layout, model.params)
+    config = model.config
+    hf_config = extra_files.find_hf_config(path, config)
+    tokenizer = extra_files.find_tokenizer(path, config)
     # what is trained is float32, whatever it began with
     dtypes = _imported_dtypes(path) if model.step == 0 else {}
     dtype = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else config.precision.compute
@@ -105,12 +135,19 @@ def _imported_dtypes(path: Path) -> dict[str, str]:
 
 
 def merged(weights: ExportSource) -> Source:
-    """Returns the weights with scale * A B added to each that has an adapter, in float32 (Hu et al. 2021, section 4.1)."""
-    model, lora, source = weights.config.model, weights.config.lora, weights.source
+    """Returns the weights with scale * A B added to each that has an adapter, in float32 (Hu et al. 2021, section
+    4.1).
+    """
+    model = weights.config.model
+    lora = weights.config.lora
+    source = weights.source
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
         base = source(weight, layer)
-        if layer is None or (delta := peft.merged_delta(model, lora, source, weight, layer)) is None:
+        if (
+            layer is None
+            or (delta := peft.merged_delta(model, lora, source, weight, layer)) is None
+        ):
             return base
         return base.astype(np.float32) + delta
 
@@ -146,8 +183,9 @@ def export(
     dtypes: Mapping[str, str] | None = None,
     part: int = PART,
 ) -> None:
-    """Writes a directory that transformers loads: the weights of `source` in one dtype, or in that which `dtypes` has of a tensor, files
-    of a tokenizer by name, and the fields that no section `model` has of `hf_config`, the config.json that the model came from.
+    """Writes a directory that transformers loads: the weights of `source` in one dtype, or in that which `dtypes` has
+    of a tensor, files of a tokenizer by name, and the fields that no section `model` has of `hf_config`, the
+    config.json that the model came from.
 
     ConfigError if it is there already, cannot be written, or the model is none of theirs.
     """
@@ -156,7 +194,9 @@ def export(
     extra_files.check_tokenizer(tokenizer or {}, config.model.vocab_size)
     first = jax.process_index() == 0
     with written_aside(to) if first else contextlib.nullcontext() as aside:
-        _write_tensors(config.model, source, aside, lambda name: DTYPES[(dtypes or {}).get(name, dtype)], part)
+        _write_tensors(
+            config.model, source, aside, lambda name: DTYPES[(dtypes or {}).get(name, dtype)], part
+        )
         if aside is not None:
             (aside / CONFIG).write_text(extra_files.merged_config(fields, hf_config or {}))
             extra_files.copy_tokenizer(tokenizer or {}, aside)
@@ -165,14 +205,25 @@ def export(
 
 
 def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: str | None) -> None:
-    """Writes the adapters as PEFT does; `base`: where the model that they adapt is. ConfigError if `to` is there already."""
+    """Writes the adapters as PEFT does; `base`: where the model that they adapt is.
+
+    ConfigError if `to` is there already.
+    """
     from safetensors.numpy import save_file
 
-    model, lora = config.model, config.lora
+    model = config.model
+    lora = config.lora
     check_exportable(vars(model))
     with written_aside(to) as aside:
-        tensors = {n: _cast(array, DTYPES[dtype], n) for n, array in peft.adapter_tensors(model, lora, source)}
-        save_file(tensors, str(aside / f"{peft.STEM}{ENDING}"), metadata=peft.adapter_metadata(model, lora))
+        tensors = {
+            n: _cast(array, DTYPES[dtype], n)
+            for n, array in peft.adapter_tensors(model, lora, source)
+        }
+        save_file(
+            tensors,
+            str(aside / f"{peft.STEM}{ENDING}"),
+            metadata=peft.adapter_metadata(model, lora),
+        )
         fields = json.dumps(peft.adapter_config(model, lora, base), indent=2) + "\n"
         (aside / peft.ADAPTER_CONFIG).write_text(fields)
 
@@ -180,30 +231,40 @@ def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: s
 def _check_load(model: ModelConfig, source: Source) -> None:
     """ConfigError where the scores of a router have a bias, which chooses other experts than their class would."""
     load = mappings(model).get("blocks.experts.load")
-    if load and model.moe.balance == "bias" and any(source(load.weight, n).any() for n in range(model.layers)):
+    if (
+        load
+        and model.moe.balance == "bias"
+        and any(source(load.weight, n).any() for n in range(model.layers))
+    ):
         raise ConfigError(
-            f"{hf_family(model.family).architecture} of transformers has no bias of its routers' scores, but model.moe.balance bias has "
+            f"{hf_family(model.family).architecture} of transformers has no bias of its routers' scores, but "
+            "model.moe.balance bias has "
             "trained one; train with balance sequence to export it."
         )
 
 
-def _write_tensors(model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int) -> None:
+def _write_tensors(
+    model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int
+) -> None:
     from safetensors.numpy import save_file
 
-    parts, source = (
-        list(_parts(model, dtype_of, part)),
-        lru_cache(maxsize=1)(source),
-    )  # the experts of a layer come one after the other
+    # the experts of a layer come one after the other
+    parts = list(_parts(model, dtype_of, part))
+    source = lru_cache(maxsize=1)(source)
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(parts, 1):
         file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         tensors = {}
         for name, (layer, weights) in names.items():
-            arrays = [mapping.converted(source(mapping.weight, layer), number) for mapping, number in weights]
+            arrays = [
+                mapping.converted(source(mapping.weight, layer), number)
+                for mapping, number in weights
+            ]
             array = weights[0][0].joined(arrays) if len(arrays) > 1 else arrays[0]
             tensors[name] = _cast(array, dtype_of(name), name)
-            index[name], total = file, total + tensors[name].nbytes
+            index[name] = file
+            total = total + tensors[name].nbytes
         if to is not None:
             save_file(tensors, str(to / file), metadata={"format": "pt"})
     if to is not None and len(parts) > 1:
@@ -222,10 +283,13 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[str, Tensor]]:
-    by_name, tensors = mappings(model), dict[str, Tensor]()
+    by_name = mappings(model)
+    tensors = dict[str, Tensor]()
     for layer in (None, *range(model.layers)):
         for mapping in by_name.values():
-            for number, name in enumerate(mapping.tensors(layer) if layer in layers(mapping.weight) else ()):
+            for number, name in enumerate(
+                mapping.tensors(layer) if layer in layers(mapping.weight) else ()
+            ):
                 tensors.setdefault(name, (layer, []))[1].append((mapping, number))
     names: dict[str, Tensor] = {}
     size = 0
@@ -233,7 +297,8 @@ def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[st
         nbytes = dtype_of(name).itemsize * sum(mapping.numbers for mapping, _ in tensor[1])
         if names and size + nbytes > part:
             yield names
-            names, size = {}, 0
+            names = {}
+            size = 0
         names[name] = tensor
         size += nbytes
     yield names

@@ -1,4 +1,6 @@
-"""The files beside weights: a tokenizer's, and what a config.json says that is no part of the model. How a directory is written.
+"""The files beside weights: a tokenizer's, and what a config.json says that is no part of the model.
+
+How a directory is written.
 
     HF_DIR/  tokenizer.json ...  config.json                 imported: both are copied
     OUT/     tokenizer.json ...  hf_config.json              a checkpoint; config.json would make it a Hugging Face directory
@@ -31,14 +33,23 @@ from meshtrain.hf_families import CONFIG, MODEL_TYPES, read_json
 from meshtrain.hf_families.generation import GENERATION, IDS, SAMPLING, problems
 from meshtrain.run.directory import CHECKPOINTS
 
-HF_CONFIG, TEMPLATE = "hf_config.json", "chat_template.jinja"
+HF_CONFIG = "hf_config.json"
+TEMPLATE = "chat_template.jinja"
 DTYPES = "_dtypes"  # in HF_CONFIG: of the imported tensors, by name
-WRITING, LOCK = ".writing", ".lock"
+WRITING = ".writing"
+LOCK = ".lock"
 # Without all of them llama.cpp and others cannot use a model.
 TOKENIZER = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    TEMPLATE, GENERATION,
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    TEMPLATE,
+    GENERATION,
+)
 # One of these makes a tokenizer; the others say more of it.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Fields of a config.json that the section model has no keys for.
@@ -51,19 +62,30 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def check(directory: Path) -> None:
-    """ConfigError where one of the tokenizer's files, or what generation begins with, is no JSON, or the tokenizer has no vocabulary."""
+    """ConfigError where one of the tokenizer's files, or what generation begins with, is no JSON, or the tokenizer has
+    no vocabulary.
+    """
     files = _files(directory)
     for path in files.values():
         if path.suffix == ".json":
             content = read_json(path)
-        if path.name == GENERATION and (problem := next(problems(content, SAMPLING | IDS), None)) is not None:
+        if (
+            path.name == GENERATION
+            and (problem := next(problems(content, SAMPLING | IDS), None)) is not None
+        ):
             raise ConfigError(f"{short(directory)}: {problem}")
     _largest_id(files)
 
 
 def copy(directory: Path, to: Path, dtypes: Mapping[str, str]) -> None:
-    """Copies the files beside a Hugging Face directory's weights into a checkpoint's run directory, with the dtype of each of its tensors."""
-    fields = {"_name_or_path": str(directory.absolute())} | read_json(directory / CONFIG) | {DTYPES: dtypes}
+    """Copies the files beside a Hugging Face directory's weights into a checkpoint's run directory, with the dtype of
+    each of its tensors.
+    """
+    fields = (
+        {"_name_or_path": str(directory.absolute())}
+        | read_json(directory / CONFIG)
+        | {DTYPES: dtypes}
+    )
     (to / HF_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     copy_tokenizer(tokenizer_files(directory), to)
 
@@ -80,7 +102,9 @@ def copy_tokenizer(files: Mapping[str, Path], to: Path) -> None:
 
 
 def _origins(root: Path, config: Config) -> Iterator[Path]:
-    """Yields the directories that may have the files beside a run's weights: the run's, then that which it began with."""
+    """Yields the directories that may have the files beside a run's weights: the run's, then that which it began
+    with.
+    """
     yield run_of(root)
     if config.model.weights is not None:
         yield run_of(root) / COPIES
@@ -99,7 +123,8 @@ def run_of(path: Path) -> Path:
 
 
 def find_tokenizer(root: Path, config: Config) -> dict[str, Path]:
-    """Returns the files of a run's tokenizer: those beside data.tokenizer, which it was trained with, else those of its weights; {} for none.
+    """Returns the files of a run's tokenizer: those beside data.tokenizer, which it was trained with, else those of its
+    weights; {} for none.
 
     The chat template is the one that it was trained with, too.
     """
@@ -117,10 +142,14 @@ def find_tokenizer(root: Path, config: Config) -> dict[str, Path]:
 
 
 def find_hf_config(root: Path, config: Config) -> dict[str, Any]:
-    """Returns the config.json of the weights that a run began with; {} if there is none any more, or it is of another family."""
+    """Returns the config.json of the weights that a run began with; {} if there is none any more, or it is of another
+    family.
+    """
     for directory in _origins(root, config):
         for path in (directory / HF_CONFIG, directory / CONFIG):
-            if path.is_file() and (fields := read_json(path)).get("model_type") == MODEL_TYPES.get(config.model.family):
+            if path.is_file() and (fields := read_json(path)).get("model_type") == MODEL_TYPES.get(
+                config.model.family
+            ):
                 return fields
     return {}
 
@@ -129,11 +158,11 @@ def check_tokenizer(files: Mapping[str, Path], vocab_size: int) -> None:
     """ConfigError where a tokenizer has ids that the model's embedding has no row for."""
     largest = _largest_id(files)
     if largest >= vocab_size:
-        tokenizer, sizes = (
-            short(files["tokenizer.json"]),
-            f"the id {largest}, but the model's vocabulary is {vocab_size}",
+        tokenizer = short(files["tokenizer.json"])
+        sizes = f"the id {largest}, but the model's vocabulary is {vocab_size}"
+        raise ConfigError(
+            f"the tokenizer {tokenizer} has {sizes}; give the right one with --tokenizer DIR."
         )
-        raise ConfigError(f"the tokenizer {tokenizer} has {sizes}; give the right one with --tokenizer DIR.")
 
 
 def _largest_id(files: Mapping[str, Path]) -> int:
@@ -144,8 +173,14 @@ def _largest_id(files: Mapping[str, Path]) -> int:
     content = read_json(path)
     try:
         vocabulary = content["model"].get("vocab", {})
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-        return int(max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=-1))
+        ids = (
+            list(vocabulary.values())
+            if isinstance(vocabulary, dict)
+            else list(range(len(vocabulary)))
+        )
+        return int(
+            max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=-1)
+        )
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ConfigError(f"{short(path)} is no tokenizer.json: it has no vocabulary.") from None
 
@@ -154,7 +189,9 @@ def merged_config(fields: dict[str, Any], original: Mapping[str, Any]) -> str:
     """Returns config.json of a model of ours with what the `original`, of which it came, says besides."""
     carried = {key: original[key] for key in CARRIED if original.get(key) is not None}
     if "max_position_embeddings" in fields and "max_position_embeddings" in carried:
-        carried["max_position_embeddings"] = max(carried["max_position_embeddings"], fields["max_position_embeddings"])
+        carried["max_position_embeddings"] = max(
+            carried["max_position_embeddings"], fields["max_position_embeddings"]
+        )
     if len(original.get("id2label") or ()) == len(fields.get("id2label", ())):
         carried |= {key: original[key] for key in LABELS if key in original and key in fields}
     return json.dumps(fields | carried, indent=2) + "\n"
@@ -207,9 +244,14 @@ def written_aside(to: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked_empty(aside: Path) -> Iterator[None]:
-    """Makes an empty directory, and locks it. What a killed process left there is removed, what anybody else has there is not."""
+    """Makes an empty directory, and locks it.
+
+    What a killed process left there is removed, what anybody else has there is not.
+    """
     if os.path.lexists(aside) and not _is_ours(aside):
-        raise ConfigError(f"{short(aside)} is needed while writing; it is somebody's, so move it away.")
+        raise ConfigError(
+            f"{short(aside)} is needed while writing; it is somebody's, so move it away."
+        )
     aside.mkdir(parents=True, exist_ok=True)
     with open(aside / LOCK, "ab") as lock:
         try:
@@ -222,7 +264,11 @@ def _locked_empty(aside: Path) -> Iterator[None]:
 
 def _is_ours(aside: Path) -> bool:
     """Returns whether a directory has our lock in it; a process that was killed before it had one left nothing."""
-    return not aside.is_symlink() and aside.is_dir() and ((aside / LOCK).is_file() or not any(aside.iterdir()))
+    return (
+        not aside.is_symlink()
+        and aside.is_dir()
+        and ((aside / LOCK).is_file() or not any(aside.iterdir()))
+    )
 
 
 def _empty(aside: Path) -> None:

@@ -23,7 +23,9 @@ from meshtrain.run.directory import CHECKPOINTS, CONFIG
 from meshtrain.step import Program
 
 
-def import_weights(config: Config, directory: Path, out: Path, adapter: Path | None = None) -> Program:
+def import_weights(
+    config: Config, directory: Path, out: Path, adapter: Path | None = None
+) -> Program:
     """Writes the checkpoint, with the adapters of a directory of PEFT's if there is one.
 
     ConfigError if `out` is there, or `directory` does not hold the weights of the config's model.
@@ -40,10 +42,14 @@ def import_weights(config: Config, directory: Path, out: Path, adapter: Path | N
     with freed_blocks_returned():
         params = loading.load(program.layout, files, adapters=adapters)
     config = put(config, run={"directory": str(out.absolute())})
-    if config.data.tokenizer == "byte" and "tokenizer.json" in extra_files.tokenizer_files(directory):
+    if config.data.tokenizer == "byte" and "tokenizer.json" in extra_files.tokenizer_files(
+        directory
+    ):
         config = put(config, data={"tokenizer": str(out.absolute() / "tokenizer.json")})
     with extra_files.written_aside(out.absolute()) as aside:
-        saver = Saver(config, GlobalArrays(program, weights_alone=True), aside / CHECKPOINTS, say, {})
+        saver = Saver(
+            config, GlobalArrays(program, weights_alone=True), aside / CHECKPOINTS, say, {}
+        )
         try:
             saver.save(0, params, math.nan, None)
             saver.wait()

@@ -1,4 +1,6 @@
-"""python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what differs."""
+"""python -m meshtrain.checkpoint ls | show | verify | diff: what a run has saved, whether it is intact, what
+differs.
+"""
 
 import argparse
 import os
@@ -37,9 +39,17 @@ def parser() -> Parser:
     for name, text, paths in (
         ("ls", "steps, dates, losses and sizes", {"directory": any_steps}),
         ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
-        ("verify", "compare every file with its digest; exit code 1 if a step is damaged", {"directory": any_steps}),
-        ("diff", "what differs between two checkpoints; exit code 1 if anything does", {"first": one_step, "second": one_step}),
-    ):  # fmt: skip
+        (
+            "verify",
+            "compare every file with its digest; exit code 1 if a step is damaged",
+            {"directory": any_steps},
+        ),
+        (
+            "diff",
+            "what differs between two checkpoints; exit code 1 if anything does",
+            {"first": one_step, "second": one_step},
+        ),
+    ):
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=Path, help=meaning)

@@ -21,13 +21,23 @@ from orbax.checkpoint import v1 as ocp
 from meshtrain.errors import ConfigError
 from meshtrain.files import ABSENT, retried, unreadable
 
-CHUNK = 32 << 20  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
-READ_AHEAD = 32 << 20  # bytes on their way from disk to devices at a time, or one shard where that is more
-M_MMAP_THRESHOLD, SMALL, ADAPTED = -3, 1 << 20, 32 << 20  # ADAPTED: where glibc's own adapting ends up
+CHUNK = (
+    32 << 20
+)  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
+READ_AHEAD = (
+    32 << 20
+)  # bytes on their way from disk to devices at a time, or one shard where that is more
+# ADAPTED: where glibc's own adapting ends up
+M_MMAP_THRESHOLD = -3
+SMALL = 1 << 20
+ADAPTED = 32 << 20
 
 
 def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse[None]:
-    """Starts writing; returns when the arrays' values are safe from what the caller does next. All processes call it."""
+    """Starts writing; returns when the arrays' values are safe from what the caller does next.
+
+    All processes call it.
+    """
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.array.saving.use_compression = False
@@ -39,10 +49,12 @@ def write(directory: Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncResponse
 
 
 def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns the arrays that `targets` names, placed by its shardings. Shapes and dtypes must be those on disk: Orbax would cast silently.
+    """Returns the arrays that `targets` names, placed by its shardings.
 
-    ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand. Unreadable if the system
-    refuses to read what is there.
+    Shapes and dtypes must be those on disk: Orbax would cast silently.
+
+    ConfigError if Orbax cannot make them of what is there: it was written by another version, or by hand. Unreadable if
+    the system refuses to read what is there.
     """
     if not targets:
         return {}  # Orbax refuses to read nothing
@@ -63,7 +75,9 @@ def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
-    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in targets.values())
+    shards = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in targets.values()
+    )
     # Orbax refuses a shard as large as its limit
     context.memory.read_concurrent_bytes = max(READ_AHEAD, 1 + max(shards, default=0))
     try:
@@ -76,7 +90,11 @@ def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
         number = cause.errno if isinstance(cause, OSError) else _number_in(str(cause))
         if number is not None and number not in ABSENT:
             raise OSError(number, os.strerror(number), str(directory)) from error
-        reason = str(cause).splitlines()[0].split(". ")[0].rstrip(".") if str(cause) else type(cause).__name__
+        reason = (
+            str(cause).splitlines()[0].split(". ")[0].rstrip(".")
+            if str(cause)
+            else type(cause).__name__
+        )
         version = metadata.version("orbax-checkpoint")
         raise ConfigError(f"{directory} cannot be read by Orbax {version}: {reason}.") from error
 
@@ -91,8 +109,8 @@ def _number_in(text: str) -> int | None:
 def freed_blocks_returned() -> Iterator[None]:
     """Gives large blocks that are freed back to the system at once, while entered.
 
-    glibc learns to keep freed blocks of up to 32 MB for itself, in an arena a thread; what is read and rearranged in many parts
-    then peaks at up to twice its size (experiments/bench_checkpoint.py). No effect with another C library.
+    glibc learns to keep freed blocks of up to 32 MB for itself, in an arena a thread; what is read and rearranged in
+    many parts then peaks at up to twice its size (experiments/bench_checkpoint.py). No effect with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
     mallopt(M_MMAP_THRESHOLD, SMALL)
@@ -106,18 +124,27 @@ unraisable_hook = sys.unraisablehook  # the one before ours
 
 
 def without_tracebacks() -> None:
-    """Keeps Orbax and its threads from printing tracebacks of a save that failed, which is reported in one sentence anyway."""
-    logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+    """Keeps Orbax and its threads from printing tracebacks of a save that failed, which is reported in one sentence
+    anyway.
+    """
+    logging.getLogger("absl").addFilter(
+        lambda record: not (record.exc_info and "orbax" in record.pathname)
+    )
     # The garbage collector meets them whenever it comes by.
-    warnings.filterwarnings("ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning)
+    warnings.filterwarnings(
+        "ignore", r"coroutine 'OrbaxLayout\..*' was never awaited", RuntimeWarning
+    )
     if sys.unraisablehook is not _report:
         global unraisable_hook
-        unraisable_hook, sys.unraisablehook = sys.unraisablehook, _report
+        unraisable_hook = sys.unraisablehook
+        sys.unraisablehook = _report
 
 
 def _report(unraisable: "sys.UnraisableHookArgs") -> None:
     # TensorStore reports each write to the loop that Orbax closed when the first one failed.
-    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+    if not (
+        unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+    ):
         unraisable_hook(unraisable)
 
 

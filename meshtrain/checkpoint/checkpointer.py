@@ -24,18 +24,24 @@ from meshtrain.step import Program, State
 class Checkpointer(Saver):
     """Restores and saves the states of `program`; holds its run directory's lock until `close`.
 
-    `say` takes what a person should know, on the first process; by default it goes to stderr. ConfigError if another run is in
-    the directory. With several processes all of them call every method alike. `read` holds the digests of what the data are read
-    from, `digest` and `validation_digest`: every checkpoint keeps them, and one that was trained on other data is refused.
+    `say` takes what a person should know, on the first process; by default it goes to stderr. ConfigError if another
+    run is in the directory. With several processes all of them call every method alike. `read` holds the digests of
+    what the data are read
+    from, `digest` and `validation_digest`: every checkpoint keeps them, and one that was trained on other data is
+    refused.
     """
 
     lock: RunLock | None = None  # on the first process
 
     def __init__(
-        self, config: Config, program: Program, say: Callable[[str], None] = say, read: Mapping[str, str] | None = None
+        self,
+        config: Config,
+        program: Program,
+        say: Callable[[str], None] = say,
+        read: Mapping[str, str] | None = None,
     ) -> None:
         root = Path(config.run.directory).absolute() / CHECKPOINTS
-        on_first = lambda sentence: say(sentence) if is_first() else None  # noqa: E731
+        on_first = lambda sentence: say(sentence) if is_first() else None
         super().__init__(config, GlobalArrays(program), root, on_first, dict(read or {}))
         self.program = program
         if config.checkpoint.allow or config.checkpoint.weights_only:
@@ -51,8 +57,8 @@ class Checkpointer(Saver):
     def restore_or_init(self) -> tuple[State, int]:
         """Returns the state to go on from, on the program's shardings, and the steps taken.
 
-        The files of an earlier run, from which this one does not go on, are set aside. ConfigError if the config or the data do not fit
-        the checkpoint, or if all there is is damaged, lost or of a newer format.
+        The files of an earlier run, from which this one does not go on, are set aside. ConfigError if the config or the
+        data do not fit the checkpoint, or if all there is is damaged, lost or of a newer format.
         """
         if any(digests != self.data_digests for digests in gathered(self.data_digests)):
             raise ConfigError(
@@ -61,7 +67,9 @@ class Checkpointer(Saver):
         start = find(self.config, self.root, self.say)
         state, step = (self._init(), 0) if start is None else self._restore(start)
         if start is None or not start.own:
-            first_decides(partial(set_aside_earlier, self.root, self.config.checkpoint.resume, self.say))
+            first_decides(
+                partial(set_aside_earlier, self.root, self.config.checkpoint.resume, self.say)
+            )
         self.converter.compile()
         return state, step
 
@@ -86,14 +94,16 @@ class Checkpointer(Saver):
 
     def _init(self) -> State:
         """Returns the state before the first step, with the weights of model.weights if there are any."""
-        weights, state = self.config.model.weights, self.program.init()
+        weights = self.config.model.weights
+        state = self.program.init()
         if weights is None:
             return state
         from meshtrain.hf import loading
 
         layout = self.program.layout
         initial = layout.map(
-            lambda weight, x: x if weight.adapter else jax.tree.map(lambda y: y.delete(), x), state.params
+            lambda weight, x: x if weight.adapter else jax.tree.map(lambda y: y.delete(), x),
+            state.params,
         )
         with freed_blocks_returned():
             params = loading.read(layout, Path(weights).expanduser(), initial)
@@ -103,7 +113,9 @@ class Checkpointer(Saver):
     def _restore(self, start: Start) -> tuple[State, int]:
         from meshtrain.checkpoint.restoring import restore, start_from_weights
 
-        weights_only = start.manifest.weights_alone or (self.config.checkpoint.weights_only and not start.own)
+        weights_only = start.manifest.weights_alone or (
+            self.config.checkpoint.weights_only and not start.own
+        )
         for sentence in first_decides(partial(self._changes, start, weights_only)):
             self.say(sentence)
         with freed_blocks_returned():
@@ -118,20 +130,31 @@ class Checkpointer(Saver):
         """Returns a sentence on each thing that changed since and may; ConfigError with what may not."""
         from meshtrain.checkpoint import restoring
 
-        manifest, where = start.manifest, f"checkpoint {start.directory}"
+        manifest = start.manifest
+        where = f"checkpoint {start.directory}"
         # weights that no run of ours has trained: its data and their tokenizer are nobody's
         left_out = ("data",) if manifest.weights_alone else ()
-        old = {section: keys for section, keys in manifest.config.items() if section not in left_out}
+        old = {
+            section: keys for section, keys in manifest.config.items() if section not in left_out
+        }
         notes = restoring.compare(old, self.config, where, weights_only)
         notes += restoring.compare_hooks(
-            manifest.hooks, self.program.hooks.names, where, weights_only, self.config.checkpoint.allow
+            manifest.hooks,
+            self.program.hooks.names,
+            where,
+            weights_only,
+            self.config.checkpoint.allow,
         )
         if not weights_only:
             notes += restoring.compare_versions(manifest.versions, versions())
             notes += restoring.compare_data(manifest, self.config, self.data_digests, where)
-            if self.program.islands is not None or any(record.get("islands") for record in manifest.leaves.values()):
+            if self.program.islands is not None or any(
+                record.get("islands") for record in manifest.leaves.values()
+            ):
                 from meshtrain.checkpoint import resharding
 
-                resharding.check_sync_start(manifest.config, manifest.step, self.config.parallel.sync, where)
+                resharding.check_sync_start(
+                    manifest.config, manifest.step, self.config.parallel.sync, where
+                )
                 notes += resharding.regrouping_notes(self.converter.entries, manifest.leaves)
         return notes

@@ -21,25 +21,31 @@ from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError, Unreadable, short
 
-INTACT, DAMAGED = 0, 1  # diff: the same, different
+# diff: the same, different
+INTACT = 0
+DAMAGED = 1
 NO_STEP = (steps.Damaged, steps.NewerFormat, Unreadable)
 
 
 def ls(options: argparse.Namespace) -> int:
-    directories, best = _directories(options.directory), list[Path]()
+    directories = _directories(options.directory)
+    best = list[Path]()
     # Which is the best is not known while one cannot be read.
     with contextlib.suppress(Unreadable):
         best = by_eval_loss(options.directory.absolute())[:1]
     entries: list[dict[str, Any]] = []
     for directory in directories:
         try:
-            m, size = StepManifest.read(directory), digests.total_bytes(directory)
+            m = StepManifest.read(directory)
+            size = digests.total_bytes(directory)
         except NO_STEP as problem:
             if isinstance(problem, Unreadable) or os.path.lexists(directory):
                 entries.append({"name": directory.name, "problem": str(problem)})
             continue
         figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
-        entries.append({"name": directory.name} | figures | {"bytes": size, "best": directory in best})
+        entries.append(
+            {"name": directory.name} | figures | {"bytes": size, "best": directory in best}
+        )
     if directories != [options.directory.absolute()]:
         for path in sorted(set(directories[0].parent.iterdir()) - set(directories)):
             entries.append({"name": path.name, "problem": f"no checkpoint: {_kind(path)}"})
@@ -52,16 +58,28 @@ def ls(options: argparse.Namespace) -> int:
         if "problem" in entry:
             print(f"{name:>9}  {entry['problem']}")
             continue
-        saved, mark = entry["saved"].replace("+00:00", "Z"), "  best" if entry["best"] else ""
-        loss, eval_loss = _number(entry["loss"]), _number(entry["eval_loss"])
-        print(f"{entry['step']:>9}  {saved:<20} {loss:>10} {eval_loss:>10} {units.size(entry['bytes']):>9}{mark}")
+        saved = entry["saved"].replace("+00:00", "Z")
+        mark = "  best" if entry["best"] else ""
+        loss = _number(entry["loss"])
+        eval_loss = _number(entry["eval_loss"])
+        print(
+            f"{entry['step']:>9}  {saved:<20} {loss:>10} {eval_loss:>10} {units.size(entry['bytes']):>9}{mark}"
+        )
     return INTACT
 
 
 def _kind(path: Path) -> str:
-    aside = "damaged, set aside" if steps.DAMAGED in path.name else "unfinished" if steps.is_left_over(path) else ""
+    aside = (
+        "damaged, set aside"
+        if steps.DAMAGED in path.name
+        else "unfinished"
+        if steps.is_left_over(path)
+        else ""
+    )
     try:
-        return "; ".join(filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed")))
+        return "; ".join(
+            filter(None, (aside, f"it is step {StepManifest.read(path).step}, renamed"))
+        )
     except NO_STEP:
         return aside or "something else"
 
@@ -70,7 +88,9 @@ def show(options: argparse.Namespace) -> int:
     directory = _named(options)[-1]
     m = _manifest(directory)
     if options.json:
-        print(json.dumps(dataclasses.asdict(m) | {"bytes": digests.total_bytes(directory)}, indent=2))
+        print(
+            json.dumps(dataclasses.asdict(m) | {"bytes": digests.total_bytes(directory)}, indent=2)
+        )
         return INTACT
     print(f"step {m.step} in {short(directory)}")
     size = units.size(digests.total_bytes(directory))
@@ -90,25 +110,33 @@ def show(options: argparse.Namespace) -> int:
         printed = tuple(parents)
         size = units.size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
         line = f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9}"
-        print(f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}")
+        print(
+            f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}"
+        )
     return INTACT
 
 
 def verify(options: argparse.Namespace) -> int:
     entries: list[dict[str, Any]] = []
     for directory in _named(options):
-        began, read = time.perf_counter(), True
+        began = time.perf_counter()
+        read = True
         try:
             StepManifest.read(directory)
-            problems, size = digests.problems(directory), digests.total_bytes(directory)
+            problems = digests.problems(directory)
+            size = digests.total_bytes(directory)
         except NO_STEP as problem:
-            problems, size, read = [str(problem)], 0, not isinstance(problem, Unreadable)
+            problems = [str(problem)]
+            size = 0
+            read = not isinstance(problem, Unreadable)
         seconds = time.perf_counter() - began
         removed = bool(problems) and read and not os.path.lexists(directory)
         if not removed:
             # null: not known.
             intact = not problems if read else None
-            entries.append({"name": directory.name, "intact": intact, "problems": problems, "bytes": size})
+            entries.append(
+                {"name": directory.name, "intact": intact, "problems": problems, "bytes": size}
+            )
         if removed:
             line = "removed meanwhile"
         elif problems:
@@ -124,7 +152,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     first, second = (_directories(path)[-1] for path in (options.first, options.second))
-    a, b = _manifest(first), _manifest(second)
+    a = _manifest(first)
+    b = _manifest(second)
     lines = list(_differences(a, b))
     if not options.no_values:
         for directory in (first, second):
@@ -161,7 +190,8 @@ def _type(manifest: StepManifest, name: str) -> str:
 
 
 def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
-    record, device = manifest.leaves[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    record = manifest.leaves[name]
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
     return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
 
@@ -176,10 +206,14 @@ def _compare(name: str, a: np.ndarray, b: np.ndarray) -> Iterator[str]:
 
 def _directories(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}; give a run directory, its checkpoints/, or one step.")
+        raise ConfigError(
+            f"there is no directory {path}; give a run directory, its checkpoints/, or one step."
+        )
     directories = steps.directories(path.absolute())
     if not directories:
-        raise ConfigError(f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step.")
+        raise ConfigError(
+            f"there is no checkpoint in {path}; give a run directory, its checkpoints/, or one step."
+        )
     return directories
 
 

@@ -1,6 +1,7 @@
 """Digests of every file of a step: Orbax has none on array data, so that flipped bits would restore silently.
 
-Files are hashed in blocks, on as many threads as there are cores (`hashlib` lets go of the interpreter), so that one large file
+Files are hashed in blocks, on as many threads as there are cores (`hashlib` lets go of the interpreter), so that one
+large file
 is as quick as many small ones: SHA-256 runs at 1 to 2 GB/s a core where the processor has instructions for it.
 """
 
@@ -18,37 +19,53 @@ from meshtrain.errors import Unreadable
 from meshtrain.files import ABSENT, retried, status, unreadable, write_atomically
 
 Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, digests of its blocks
-BLOCK, READ = 16 << 20, 1 << 20  # bytes a digest stands for; bytes read at a time, so that they stay in the cache
+# bytes a digest stands for; bytes read at a time, so that they stay in the cache
+BLOCK = 16 << 20
+READ = 1 << 20
 THREADS = min(16, os.cpu_count() or 1)
 
 
 def write(directory: Path, known: Files | None = None) -> int:
-    """Writes the digests of all files under `directory` beside them; returns the bytes of those that were not `known`."""
+    """Writes the digests of all files under `directory` beside them; returns the bytes of those that were not
+    `known`.
+    """
     known = known or {}
-    paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS))
+    paths = sorted(
+        p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS)
+    )
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
-    blocks = [(n, start) for n, size in sizes.items() if n not in known for start in range(0, max(size, 1), BLOCK)]
+    blocks = [
+        (n, start)
+        for n, size in sizes.items()
+        if n not in known
+        for start in range(0, max(size, 1), BLOCK)
+    ]
     files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
     files |= {name: {"bytes": size, "sha256": expected} for name, (size, expected) in known.items()}
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):
             files[name]["sha256"].append(digest)
-    write_atomically(directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode())
+    write_atomically(
+        directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode()
+    )
     return sum(size for name, size in sizes.items() if name not in known)
 
 
-def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> list[str]:
+def problems(
+    directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None
+) -> list[str]:
     """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
-    `only` names the files to look at, None all of them. The digests themselves must have been checked (`steps.commit_problem`).
-    Unreadable for a file that cannot be read now: that is no difference.
+    `only` names the files to look at, None all of them. The digests themselves must have been checked
+    (`steps.commit_problem`). Unreadable for a file that cannot be read now: that is no difference.
     """
     try:
         block, files = _record(directory)
     except Damaged as damage:
         return [str(damage)]
-    sentences, blocks = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files], []
+    sentences = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files]
+    blocks = []
     for name, (size, expected) in files.items():
         if only is not None and name not in only:
             continue
@@ -57,7 +74,9 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
-        in_blocks = pool.map(lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts])
+        in_blocks = pool.map(
+            lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts]
+        )
         try:
             return sentences + [sentence for sentence in in_blocks if sentence is not None]
         except Unreadable:
@@ -67,7 +86,10 @@ def problems(directory: Path, part: int = 0, parts: int = 1, only: Collection[st
 
 
 def files_in(directory: Path, part: str) -> Files:
-    """Returns the digests of a part of a step. Damaged if they are not all there, or are of blocks of another size than are written now."""
+    """Returns the digests of a part of a step.
+
+    Damaged if they are not all there, or are of blocks of another size than are written now.
+    """
     block, files = _record(directory)
     if block != BLOCK:
         raise Damaged(f"{DIGESTS} is of blocks of {block:,} bytes")
@@ -83,7 +105,8 @@ def _record(directory: Path) -> tuple[int, Files]:
     """Returns the block size, and each file's bytes and digests; Damaged if they are not all there."""
     record = parsed(directory / DIGESTS)
     try:
-        block, files = record["block"], {n: (f["bytes"], f["sha256"]) for n, f in record["files"].items()}
+        block = record["block"]
+        files = {n: (f["bytes"], f["sha256"]) for n, f in record["files"].items()}
         complete = block > 0 and all(
             name.isprintable() and size >= 0 and len(expected) == len(range(0, max(size, 1), block))
             for name, (size, expected) in files.items()
@@ -118,12 +141,17 @@ def _shared(path: Path) -> str:
     """Returns the end of a sentence on a damaged file that other steps link to."""
     there = status(path)
     others = there.st_nlink - 1 if there is not None else 0
-    return f", a file that {others} other{' step has' if others == 1 else ' steps have'} too" if others > 0 else ""
+    return (
+        f", a file that {others} other{' step has' if others == 1 else ' steps have'} too"
+        if others > 0
+        else ""
+    )
 
 
 def digest_of(path: Path, start: int, block: int) -> str:
     """Returns the SHA-256 of the bytes of a file from `start` on, at most a block of them."""
-    digest, buffer = hashlib.sha256(), bytearray(min(READ, block))
+    digest = hashlib.sha256()
+    buffer = bytearray(min(READ, block))
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         file.seek(start)

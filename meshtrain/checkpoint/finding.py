@@ -1,4 +1,6 @@
-"""Which steps a run starts from and which it leaves: the newest intact one of its own, another run's, or none; what stays on disk."""
+"""Which steps a run starts from and which it leaves: the newest intact one of its own, another run's, or none; what
+stays on disk.
+"""
 
 import dataclasses
 import math
@@ -14,7 +16,16 @@ from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import CheckpointConfig, Config
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal
 from meshtrain.files import entries, retried
-from meshtrain.run.directory import CHECKPOINTS, CONFIG, METRICS, NEWEST, TRACES, WATCHED, noted_checkpoint, set_aside
+from meshtrain.run.directory import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    NEWEST,
+    TRACES,
+    WATCHED,
+    noted_checkpoint,
+    set_aside,
+)
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
@@ -30,10 +41,12 @@ class Start:
 
 
 def find(config: Config, root: Path, say: Say) -> Start | None:
-    """Returns the checkpoint to start from, None for a new run. `root` is the run's own directory of steps; damaged steps there are set aside.
+    """Returns the checkpoint to start from, None for a new run.
 
-    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost. Unreadable if a step
-    that may be the one cannot be read now.
+    `root` is the run's own directory of steps; damaged steps there are set aside.
+
+    ConfigError if checkpoint.resume names nothing, if all that there is is damaged, of a newer format, or lost.
+    Unreadable if a step that may be the one cannot be read now.
     """
     resume = config.checkpoint.resume
     if resume == "never":
@@ -42,21 +55,24 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
     directory = _newest_intact(root, say, own=True)
     if directory is not None:
         if resume != "auto":
-            say(f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}.")
+            say(
+                f"checkpoint.resume {resume} is where this run began; it goes on from its own {directory}."
+            )
         return Start(directory, StepManifest.read(directory), own=True)
     if resume == "auto":
         return None
     directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
     if directory is None:
         raise ConfigError(
-            f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that has one"
-            + (nearest(resume, ("auto", "never")) or ".")
+            f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that "
+            "has one" + (nearest(resume, ("auto", "never")) or ".")
         )
     return Start(directory, StepManifest.read(directory), own=False)
 
 
 def _refuse_lost(root: Path) -> None:
-    """Raises ConfigError if the run had a checkpoint and none is there: a disk is not mounted, somebody removed or renamed something.
+    """Raises ConfigError if the run had a checkpoint and none is there: a disk is not mounted, somebody removed or
+    renamed something.
 
     A run that was killed before its first checkpoint, or could not save one, had none: it starts over by itself.
     """
@@ -76,17 +92,26 @@ def _refuse_lost(root: Path) -> None:
 
 
 def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
-    """Moves the files of a run, from which this one does not go on, out of its way; nothing is emptied or written over."""
+    """Moves the files of a run, from which this one does not go on, out of its way; nothing is emptied or written
+    over.
+    """
     run = root.parent
     has_steps = bool(steps.directories(root))
     has_rows = (run / METRICS).exists() and (run / METRICS).stat().st_size > 0
     if not (has_steps or has_rows or (run / NEWEST).exists()):
         return
-    # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the middle.
-    earlier = set_aside(run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, TRACES, *WATCHED, CONFIG])
+    # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the
+    # middle.
+    earlier = set_aside(
+        run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, TRACES, *WATCHED, CONFIG]
+    )
     root.mkdir(exist_ok=True)
     what = "checkpoints and metrics" if has_steps else "metrics"
-    why = f"checkpoint.resume is {resume}" if resume == "never" else "no checkpoint was written before the run ended"
+    why = (
+        f"checkpoint.resume is {resume}"
+        if resume == "never"
+        else "no checkpoint was written before the run ended"
+    )
     say(f"{why}: it starts anew, and the {what} of the run before are now in {earlier}.")
 
 
@@ -104,7 +129,9 @@ def problems(directory: Path) -> list[str]:
             return str(damage)
         except steps.NewerFormat as newer:
             reads = f"this meshtrain reads up to {steps.FORMAT}; update meshtrain, or give another run.directory"
-            raise ConfigError(f"checkpoint {directory} has format {newer.number}, and {reads}.") from None
+            raise ConfigError(
+                f"checkpoint {directory} has format {newer.number}, and {reads}."
+            ) from None
 
     if problem := first_decides(manifest):
         return [problem]
@@ -137,8 +164,14 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
         what = "; ".join(damaged[newest])
         if newest == path:
             raise ConfigError(f"checkpoint {path} is damaged: {what}; give another.")
-        way_out = "checkpoint.resume: never starts anew and moves them out of the way" if own else "give another"
-        raise ConfigError(f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}.")
+        way_out = (
+            "checkpoint.resume: never starts anew and moves them out of the way"
+            if own
+            else "give another"
+        )
+        raise ConfigError(
+            f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}."
+        )
     for directory, wrong in damaged.items():
         place = first_decides(partial(_set_aside, directory)) if own else "it is passed over"
         say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
@@ -155,7 +188,9 @@ def _set_aside(directory: Path) -> str:
 
 
 def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Path]) -> list[str]:
-    """Returns a sentence on each step that would have been chosen under its own name, and that is not `reported` yet."""
+    """Returns a sentence on each step that would have been chosen under its own name, and that is not `reported`
+    yet.
+    """
     # A step given by its own path was chosen for itself.
     if intact == path:
         return []
@@ -183,7 +218,9 @@ def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Pat
 
 
 def by_eval_loss(path: Path) -> list[Path]:
-    """Returns the steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier; their arrays are not looked at."""
+    """Returns the steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier;
+    their arrays are not looked at.
+    """
     evaluated = []
     for directory in steps.directories(path):
         try:
@@ -198,14 +235,23 @@ def by_eval_loss(path: Path) -> list[Path]:
 def no_best(path: Path, damaged: Collection[Path]) -> str:
     """Returns why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
     if damaged:
-        return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
+        return (
+            f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
+        )
     none = f"no checkpoint in {path} has an eval loss, so none is the best"
     return f"{none}; give a step, or newest (eval.every has a run evaluate)."
 
 
 def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
     """Returns the steps that stay; `eval_losses` has every committed step (None: not evaluated)."""
-    evaluated = [(loss, step) for step, loss in eval_losses.items() if loss is not None and not math.isnan(loss)]
-    newest, best = sorted(eval_losses)[-config.keep :], [step for _, step in sorted(evaluated)[: config.keep_best]]
-    multiples = [step for step in eval_losses if config.keep_every and step % config.keep_every == 0]
+    evaluated = [
+        (loss, step)
+        for step, loss in eval_losses.items()
+        if loss is not None and not math.isnan(loss)
+    ]
+    newest = sorted(eval_losses)[-config.keep :]
+    best = [step for _, step in sorted(evaluated)[: config.keep_best]]
+    multiples = [
+        step for step in eval_losses if config.keep_every and step % config.keep_every == 0
+    ]
     return {*newest, *best, *multiples}

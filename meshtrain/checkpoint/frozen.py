@@ -4,15 +4,18 @@
     arrays/  written    written    written    written      what is trained, its optimizer state
     frozen/  written    written    links: 1   links: 2     hard links: whichever step goes, the files stay as long as one has them
 
-Each step still has all its files under its own name: it is copied, renamed, retained, removed and verified as any other.
+Each step still has all its files under its own name: it is copied, renamed, retained, removed and verified as any
+other.
 
-Two copies and not one, because a bit that flips in a file flips in every step that links to it: with one copy it would cost the whole
-run. Since neighbours never share a file, a damaged step is followed by the one before, as everywhere. A run that keeps one step alone
-(checkpoint.keep: 1) has one copy: a second would protect nothing. So has one of which a save has failed, since there may be no room for
+Two copies and not one, because a bit that flips in a file flips in every step that links to it: with one copy it would
+cost the whole run. Since neighbours never share a file, a damaged step is followed by the one before, as everywhere. A
+run that keeps one step alone (checkpoint.keep: 1) has one copy: a second would protect nothing. So has one of which a
+save has failed, since there may be no room for
 two: a step that can be saved is worth more.
 
-Links are made to what this process itself has written, or verified and restored from: an earlier one of the run may have held other
-numbers, rounded to another dtype. Digests are carried over: one taken anew would call a file intact that was damaged in between.
+Links are made to what this process itself has written, or verified and restored from: an earlier one of the run may
+have held other numbers, rounded to another dtype. Digests are carried over: one taken anew would call a file intact
+that was damaged in between.
 """
 
 import contextlib
@@ -34,7 +37,8 @@ class FrozenCopies:
     """The newest steps of this process that have the frozen weights; `keep` as in the config."""
 
     def __init__(self, keep: int, say: Callable[[str], None]) -> None:
-        self._wanted, self._say = min(COPIES, keep), say
+        self._wanted = min(COPIES, keep)
+        self._say = say
         self._steps: deque[tuple[Path, digests.Files]] = deque(maxlen=COPIES)
         self._refused: set[str] = set()  # why links could not be made, each said once
 
@@ -49,7 +53,9 @@ class FrozenCopies:
         self._wanted = 1
 
     def link(self, directory: Path) -> digests.Files | None:
-        """Makes frozen/ of a step that is being written, of links; returns their digests, None where it has to be written."""
+        """Makes frozen/ of a step that is being written, of links; returns their digests, None where it has to be
+        written.
+        """
         copies = [(step, files) for step, files in self._steps if step.is_dir()]
         if len(copies) < self._wanted:
             return None
@@ -71,7 +77,8 @@ def _link(step: Path, directory: Path, files: digests.Files) -> None:
     """Raises OSError if one of the files is not what was written, or the file system refuses."""
     parents = set()
     for name, (size, _) in files.items():
-        source, target = step / name, directory / name
+        source = step / name
+        target = directory / name
         status = source.lstat()
         # what a person has put somewhere else would be missing in a copy of the step
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:

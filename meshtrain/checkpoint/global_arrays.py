@@ -7,9 +7,10 @@
 
 Where replica groups step locally, an axis of groups stands in front, which is saved as it is (`checkpoint.resharding`).
 
-A leaf whose live layout is the global one goes to disk and comes back as it lies. The others (stages that padding fills up, chunks out
-of order, sizes that ZeRO pads) are rearranged (`checkpoint.rearrangement`): on their way to disk in host memory, by the thread that
-writes, if one process has all of their blocks; else on the devices, part by part, so that two full states never exist there.
+A leaf whose live layout is the global one goes to disk and comes back as it lies. The others (stages that padding fills
+up, chunks out of order, sizes that ZeRO pads) are rearranged (`checkpoint.rearrangement`): on their way to disk in host
+memory, by the thread that writes, if one process has all of their blocks; else on the devices, part by part, so that
+two full states never exist there.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ Leaves = Mapping[str, Mapping[str, Any]]  # of a manifest
 # The parameters are rearranged in so many parts: more cost less memory (bench_checkpoint.py) and more compiling.
 PARTS = 3
 # How the names of error-feedback residuals begin, and those of the state of replica groups.
-REDUCE, ISLANDS = "reduce.", "islands."
+REDUCE = "reduce."
+ISLANDS = "islands."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,9 @@ class GlobalArrays:
     """Converts a program's states to global arrays and back; with `weights_alone` its parameters."""
 
     def __init__(self, program: Program, weights_alone: bool = False) -> None:
-        self.program, self.layout, self.mesh = program, program.layout, program.mesh
+        self.program = program
+        self.layout = program.layout
+        self.mesh = program.mesh
         self.weights_alone = weights_alone
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
@@ -98,13 +102,16 @@ class GlobalArrays:
         if shapes.islands is not None:
             from meshtrain.checkpoint import resharding
 
-            grouped, optimizer = resharding.GROUPED, jax.tree.map(resharding.of_one_group, optimizer)
+            grouped = resharding.GROUPED
+            optimizer = jax.tree.map(resharding.of_one_group, optimizer)
         # in the order of State: step, params, optimizer, scale, reduce, islands
         leaves = [None, *self.layout.flat, *mirrored_leaves(self.layout, optimizer)]
         leaves += [None] * len(jax.tree.leaves((shapes.scale, shapes.reduce)))
         trained = [leaf for leaf in self.layout.flat if leaf.trained]
         if shapes.islands is not None:
-            leaves += trained * (len(jax.tree.leaves(shapes.islands._replace(counted=None))) // len(trained)) + [None]
+            leaves += trained * (
+                len(jax.tree.leaves(shapes.islands._replace(counted=None))) // len(trained)
+            ) + [None]
         entries: dict[str, GlobalArray] = {}
         flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
         for (path, live), leaf in zip(flat, leaves, strict=True):
@@ -112,7 +119,9 @@ class GlobalArrays:
             islands = live.shape[0] if name.startswith(grouped) else 0
             shape = live.shape if leaf is None else (*live.shape[: islands > 0], *leaf.shape)
             entries[name] = GlobalArray(name, shape, live, leaf, islands)
-        return [e for e in entries.values() if not self.weights_alone or e.name.startswith("params.")]
+        return [
+            e for e in entries.values() if not self.weights_alone or e.name.startswith("params.")
+        ]
 
     def compile(self) -> None:
         """Compiles what `to_write` needs, so that the first save takes no longer than the others."""
@@ -125,8 +134,9 @@ class GlobalArrays:
     def to_write(
         self, state: State | Tree, frozen: bool = True
     ) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
-        """Returns the global arrays of a live state, with or without the frozen ones. If they take time to make, returns a function
-        that makes them once, whatever becomes of the state.
+        """Returns the global arrays of a live state, with or without the frozen ones.
+
+        If they take time to make, returns a function that makes them once, whatever becomes of the state.
         """
         entries = [e for e in self.entries if frozen or not e.frozen]
         if jax.process_count() > 1 or not any(self.batches(entries)):
@@ -143,12 +153,16 @@ class GlobalArrays:
         memory = None if platform(self.mesh) == "cpu" else "pinned_host"
         along = int(entry.islands > 0 and len(entry.shape) > 1)
         stacked = entry.leaf is not None and entry.leaf.stacked
-        places = self.layout.places if stacked else np.arange(*entry.shape[along : along + 1] or [0])
+        places = (
+            self.layout.places if stacked else np.arange(*entry.shape[along : along + 1] or [0])
+        )
         to = NamedSharding(self.mesh, self.stored(entry).sharding.spec, memory_kind=memory)
         return rearrangement.assembled(blocks, entry.shape, places, to, along)
 
     def arrays(self, state: State | Tree, frozen: bool = True) -> dict[str, jax.Array]:
-        """Returns the global arrays of a live state; rearranged ones are copies, in host memory if there is an accelerator."""
+        """Returns the global arrays of a live state; rearranged ones are copies, in host memory if there is an
+        accelerator.
+        """
         entries = [e for e in self.entries if frozen or not e.frozen]
         arrays = self._by_name(state, entries)
         for batch in self.batches(entries):
@@ -158,8 +172,12 @@ class GlobalArrays:
         return arrays
 
     def _by_name(self, state: State | Tree, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
-        structure: Any = jax.tree.structure(self.shapes.params if self.weights_alone else self.shapes)
-        stored = dict(zip((e.name for e in self.entries), structure.flatten_up_to(state), strict=True))
+        structure: Any = jax.tree.structure(
+            self.shapes.params if self.weights_alone else self.shapes
+        )
+        stored = dict(
+            zip((e.name for e in self.entries), structure.flatten_up_to(state), strict=True)
+        )
         for entry in (e for e in entries if e.frozen):
             x = self.layout.unstored(entry.parameter, stored[entry.name])
             stored[entry.name] = jax.device_put(x, entry.live.sharding)
@@ -174,12 +192,17 @@ class GlobalArrays:
         restored: Mapping[str, jax.Array] = MappingProxyType({}),
         say: Callable[[str], None] = lambda sentence: None,
     ) -> State:
-        """Returns the state on disk, on the program's shardings, but for what is `restored` already. A loss scale that is not there is
-        reinitialized; the state of other replica groups becomes their mean, and `say` reports those that are left out.
+        """Returns the state on disk, on the program's shardings, but for what is `restored` already.
+
+        A loss scale that is not there is reinitialized; the state of other replica groups becomes their mean, and `say`
+        reports those that are left out.
         """
         present = [e for e in self.entries if e.name in leaves and e.name not in restored]
         regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
-        live = {**restored, **self.read(directory, leaves, [e for e in present if e not in regrouped])}
+        live = {
+            **restored,
+            **self.read(directory, leaves, [e for e in present if e not in regrouped]),
+        }
         if regrouped or self.program.islands is not None:
             from meshtrain.checkpoint import resharding
 
@@ -188,15 +211,24 @@ class GlobalArrays:
         if self.program.state_shapes.scale is not None and "scale.value" not in leaves:
             names = [e.name for e in self.entries if e.name.startswith("scale.")]
             live |= zip(names, jax.tree.leaves(self.program.init_scale()), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), [live[e.name] for e in self.entries])
+        return jax.tree.unflatten(
+            jax.tree.structure(self.shapes), [live[e.name] for e in self.entries]
+        )
 
-    def read(self, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
-        """Returns what a state has, by name. The manifest says which folder it is in: what is frozen there may be trained here."""
+    def read(
+        self, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray]
+    ) -> dict[str, jax.Array]:
+        """Returns what a state has, by name.
+
+        The manifest says which folder it is in: what is frozen there may be trained here.
+        """
         live_arrays: dict[str, jax.Array] = {}
         for place in steps.PLACES:
             here = [e for e in entries if steps.place(leaves[e.name]) == place]
             as_stored = [e for e in here if self.is_global(e)]
-            live_arrays |= arrays.read(directory / place, {e.name: e.live for e in as_stored if not e.frozen})
+            live_arrays |= arrays.read(
+                directory / place, {e.name: e.live for e in as_stored if not e.frozen}
+            )
             # frozen ones one by one, since there is room for them as the state has them
             for entry in (e for e in as_stored if e.frozen):
                 x = arrays.read(directory / place, {entry.name: entry.live})[entry.name]
@@ -205,25 +237,44 @@ class GlobalArrays:
                 stored = arrays.read(directory / place, {e.name: self.stored(e) for e in batch})
                 live = self.rearranged("live", batch, [stored.pop(e.name) for e in batch])
                 # offloaded ones go to the host
-                placed = [jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)]
-                of_state = [self.layout.stored(e.parameter, x) for x, e in zip(placed, batch, strict=True)]
-                live_arrays |= zip((e.name for e in batch), jax.block_until_ready(of_state), strict=True)
+                placed = [
+                    jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)
+                ]
+                of_state = [
+                    self.layout.stored(e.parameter, x) for x, e in zip(placed, batch, strict=True)
+                ]
+                live_arrays |= zip(
+                    (e.name for e in batch), jax.block_until_ready(of_state), strict=True
+                )
         return live_arrays
 
-    def resized(self, directory: Path, leaves: Leaves, entry: GlobalArray, live: jax.Array) -> jax.Array:
-        """Returns a live array with the part of it that the checkpoint has, whose leaf has another shape; reuses `live`'s memory."""
+    def resized(
+        self, directory: Path, leaves: Leaves, entry: GlobalArray, live: jax.Array
+    ) -> jax.Array:
+        """Returns a live array with the part of it that the checkpoint has, whose leaf has another shape; reuses
+        `live`'s memory.
+        """
         shape = tuple(leaves[entry.name]["shape"])
         resized = [d for d, (n, m) in enumerate(zip(entry.shape, shape, strict=True)) if n != m]
-        common = tuple(slice(min(n, m)) if n != m else slice(None) for n, m in zip(entry.shape, shape, strict=True))
+        common = tuple(
+            slice(min(n, m)) if n != m else slice(None)
+            for n, m in zip(entry.shape, shape, strict=True)
+        )
         way = self._rearrangement(entry, resized)
-        target = jax.ShapeDtypeStruct(shape, entry.live.dtype, sharding=NamedSharding(self.mesh, way.spec))
-        stored = arrays.read(directory / steps.place(leaves[entry.name]), {entry.name: target})[entry.name]
+        target = jax.ShapeDtypeStruct(
+            shape, entry.live.dtype, sharding=NamedSharding(self.mesh, way.spec)
+        )
+        stored = arrays.read(directory / steps.place(leaves[entry.name]), {entry.name: target})[
+            entry.name
+        ]
 
         def merge(live: jax.Array, stored: jax.Array) -> jax.Array:
             return way.to_live(way.to_global(live).at[common].set(stored[common]))
 
         shards = shard_spec(entry.parameter)
-        mapped = jax.shard_map(merge, mesh=self.mesh, in_specs=(shards, way.spec), out_specs=shards, check_vma=False)
+        mapped = jax.shard_map(
+            merge, mesh=self.mesh, in_specs=(shards, way.spec), out_specs=shards, check_vma=False
+        )
         return jax.block_until_ready(jax.jit(mapped, donate_argnums=0)(live, stored))
 
     # --- rearranging on the devices
@@ -233,18 +284,32 @@ class GlobalArrays:
         if self.is_global(entry):
             return entry.live
         spec = entry.grouped(self._rearrangement(entry).spec)
-        return jax.ShapeDtypeStruct(entry.shape, entry.live.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.ShapeDtypeStruct(
+            entry.shape, entry.live.dtype, sharding=NamedSharding(self.mesh, spec)
+        )
 
     def is_global(self, entry: GlobalArray) -> bool:
         """Returns whether the live layout is the global one."""
         leaf = entry.leaf
-        return leaf is None or (leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order))
+        return leaf is None or (
+            leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order)
+        )
 
     def batches(self, entries: Sequence[GlobalArray]) -> Iterator[list[GlobalArray]]:
-        """Yields the arrays to be rearranged, in PARTS of the parameters; the same parts for their moments. Frozen ones are apart."""
+        """Yields the arrays to be rearranged, in PARTS of the parameters; the same parts for their moments.
+
+        Frozen ones are apart.
+        """
         sizes = np.cumsum([math.prod(leaf.shape) for leaf in self.layout.flat])
-        part = {leaf.name: PARTS * size // (sizes[-1] + 1) for leaf, size in zip(self.layout.flat, sizes, strict=True)}
-        batch_of = lambda e: (e.frozen, e.name.removesuffix(e.parameter.name), part.get(e.parameter.name))  # noqa: E731
+        part = {
+            leaf.name: PARTS * size // (sizes[-1] + 1)
+            for leaf, size in zip(self.layout.flat, sizes, strict=True)
+        }
+        batch_of = lambda e: (
+            e.frozen,
+            e.name.removesuffix(e.parameter.name),
+            part.get(e.parameter.name),
+        )
         changing = sorted((e for e in entries if not self.is_global(e)), key=lambda e: e.frozen)
         for _, batch in itertools.groupby(changing, batch_of):
             yield list(batch)
@@ -254,7 +319,9 @@ class GlobalArrays:
 
         return rearrangement(self.layout, entry.parameter, self.mesh, resized)
 
-    def rearranged(self, to: str, batch: Sequence[GlobalArray], arrays: list[jax.Array]) -> list[jax.Array]:
+    def rearranged(
+        self, to: str, batch: Sequence[GlobalArray], arrays: list[jax.Array]
+    ) -> list[jax.Array]:
         """Returns the arrays of a batch, converted `to` "global" or "live" on the devices."""
         on_device = [jax.device_put(x, NamedSharding(self.mesh, x.sharding.spec)) for x in arrays]  # type: ignore[attr-defined]
         return jax.block_until_ready(self._compile(to, batch)(on_device))
@@ -280,7 +347,9 @@ class GlobalArrays:
                 jax.ShapeDtypeStruct(shape, e.live.dtype, sharding=NamedSharding(self.mesh, spec))
                 for shape, e, spec in zip(shapes, batch, before, strict=True)
             ]
-            mapped = jax.shard_map(run, mesh=self.mesh, in_specs=(before,), out_specs=after, check_vma=False)
+            mapped = jax.shard_map(
+                run, mesh=self.mesh, in_specs=(before,), out_specs=after, check_vma=False
+            )
             self._compiled[key] = jax.jit(mapped).lower(inputs).compile()
         return self._compiled[key]
 
@@ -292,6 +361,14 @@ def _to_host(x: jax.Array) -> jax.Array:
 
 
 def _name(path: tuple[Any, ...], taken: Collection[str]) -> str:
-    """Returns the names along a path, without places in tuples; numbered where two parts of an Optax chain have the same."""
-    name = ".".join(str(getattr(p, "name", getattr(p, "key", ""))) for p in path if not hasattr(p, "idx"))
-    return name if name not in taken else next(n for k in range(2, 99) if (n := f"{name}-{k}") not in taken)
+    """Returns the names along a path, without places in tuples; numbered where two parts of an Optax chain have the
+    same.
+    """
+    name = ".".join(
+        str(getattr(p, "name", getattr(p, "key", ""))) for p in path if not hasattr(p, "idx")
+    )
+    return (
+        name
+        if name not in taken
+        else next(n for k in range(2, 99) if (n := f"{name}-{k}") not in taken)
+    )

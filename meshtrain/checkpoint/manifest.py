@@ -1,4 +1,6 @@
-"""manifest.json of a step: everything of a checkpoint but the arrays; what it may hold is checked, so that no reader need ask."""
+"""manifest.json of a step: everything of a checkpoint but the arrays; what it may hold is checked, so that no reader
+need ask.
+"""
 
 import dataclasses
 import datetime
@@ -27,7 +29,9 @@ class StepManifest:
     loss: float | None  # null where it is not finite
     eval_loss: float | None
     saved: str  # UTC; to be read by people, never compared: clocks are set back
-    data: dict[str, Any]  # the one counter of the data: global batches read so far; digests of what they are read from
+    data: dict[
+        str, Any
+    ]  # the one counter of the data: global batches read so far; digests of what they are read from
     rng: dict[str, int]  # dropout's key of a step is folded from the two
     leaves: dict[str, dict[str, Any]]  # name -> shape, dtype; frozen, where it is
     config: dict[str, Any]
@@ -52,7 +56,9 @@ class StepManifest:
         return cls(
             step=step,
             loss=float(loss) if math.isfinite(loss) else None,
-            eval_loss=None if eval_loss is None or not math.isfinite(eval_loss) else float(eval_loss),
+            eval_loss=None
+            if eval_loss is None or not math.isfinite(eval_loss)
+            else float(eval_loss),
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             data={"batches": step, **data_digests},
             rng={"seed": config.run.seed, "step": step},
@@ -64,7 +70,8 @@ class StepManifest:
 
     @classmethod
     def read(cls, directory: Path) -> "StepManifest":
-        """Returns the manifest of a step that is committed, unchanged, and what its name says; the arrays are not looked at.
+        """Returns the manifest of a step that is committed, unchanged, and what its name says; the arrays are not
+        looked at.
 
         All who look at a step come through here. Damaged with what is wrong; NewerFormat if it cannot be judged.
         """
@@ -85,7 +92,9 @@ class StepManifest:
         return manifest
 
     def write(self, directory: Path) -> None:
-        write_atomically(directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode())
+        write_atomically(
+            directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode()
+        )
 
 
 def _is_count(x: Any) -> bool:
@@ -98,11 +107,16 @@ def _is_loss(x: Any) -> bool:
 
 def _is_record(x: Any) -> bool:
     try:
-        shape, dtype = x["shape"], np.dtype(x["dtype"])
+        shape = x["shape"]
+        dtype = np.dtype(x["dtype"])
     except (KeyError, TypeError, ValueError):
         return False
-    is_shape = isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(math.prod(shape))
-    is_dtype = dtype.name == x["dtype"] and (dtype.name == "bool" or jnp.issubdtype(dtype, jnp.number))
+    is_shape = (
+        isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(math.prod(shape))
+    )
+    is_dtype = dtype.name == x["dtype"] and (
+        dtype.name == "bool" or jnp.issubdtype(dtype, jnp.number)
+    )
     return is_shape and is_dtype and type(x.get("frozen", True)) is bool
 
 

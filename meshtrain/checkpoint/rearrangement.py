@@ -1,6 +1,8 @@
-"""Live arrays to global ones and back, where stages pad or reorder the layers or ZeRO pads a size: in host memory, or on the devices.
+"""Live arrays to global ones and back, where stages pad or reorder the layers or ZeRO pads a size: in host memory, or
+on the devices.
 
-In host memory, where one process has every block of the live arrays; nothing is computed on the devices and nothing waits for them:
+In host memory, where one process has every block of the live arrays; nothing is computed on the devices and nothing
+waits for them:
 
     save()      blocked: the live blocks come to the host; on CPU devices they are there, and nothing is copied
     a thread    leaf by leaf, block by block of the global array:
@@ -8,9 +10,9 @@ In host memory, where one process has every block of the live arrays; nothing is
         live, pipeline 2, 2 chunks    0 1 4 5 │ 2 3 6 7
         global                        0 1 2 3   4 5 6 7      a copy for each run of layers that are consecutive in both
 
-On the devices, for several processes and for restoring: each device first trades its shard of the dimensions that change for a shard of
-one that does not, with an all-to-all, so that the change itself is local and nothing is ever whole on one device (XLA, asked with
-shardings alone, replicates here):
+On the devices, for several processes and for restoring: each device first trades its shard of the dimensions that
+change for a shard of one that does not, with an all-to-all, so that the change itself is local and nothing is ever
+whole on one device (XLA, asked with shardings alone, replicates here):
 
     live, layers over pipeline         layers whole, d_model over pipeline         global
     stage 0   0 1 ·   |  d d           0 1 · 2 3 4 5 ·  |  d                       0 1 2 3 4 5  |  d
@@ -37,15 +39,26 @@ Block = tuple[Bounds, np.ndarray]
 
 
 def host_blocks(live: Mapping[str, jax.Array]) -> dict[str, list[Block]]:
-    """Returns the blocks of each array, each once, in host memory; on CPU devices the arrays' own, which a donation then leaves alone."""
-    shards = {name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in live.items()}
+    """Returns the blocks of each array, each once, in host memory; on CPU devices the arrays' own, which a donation
+    then leaves alone.
+    """
+    shards = {
+        name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in live.items()
+    }
     for shard in itertools.chain(*shards.values()):
         shard.data.copy_to_host_async()
-    return {name: [(_bounds(s.index, x.shape), np.asarray(s.data)) for s in shards[name]] for name, x in live.items()}
+    return {
+        name: [(_bounds(s.index, x.shape), np.asarray(s.data)) for s in shards[name]]
+        for name, x in live.items()
+    }
 
 
 def assembled(
-    blocks: Sequence[Block], shape: tuple[int, ...], places: np.ndarray, to: NamedSharding, along: int = 0
+    blocks: Sequence[Block],
+    shape: tuple[int, ...],
+    places: np.ndarray,
+    to: NamedSharding,
+    along: int = 0,
 ) -> jax.Array:
     """Returns the global array of a shape from live blocks, each of its own blocks on one device of `to`.
 
@@ -60,10 +73,17 @@ def assembled(
             if not bounds:
                 array[()] = data
             elif all(begin < end for d, (begin, end) in enumerate(common) if d != along):
-                into = [slice(begin - a, end - a) for (begin, end), (a, _) in zip(common, bounds, strict=True)]
-                out_of = [slice(begin - c, end - c) for (begin, end), (c, _) in zip(common, live, strict=True)]
+                into = [
+                    slice(begin - a, end - a)
+                    for (begin, end), (a, _) in zip(common, bounds, strict=True)
+                ]
+                out_of = [
+                    slice(begin - c, end - c)
+                    for (begin, end), (c, _) in zip(common, live, strict=True)
+                ]
                 for first, place, n in runs(places[slice(*bounds[along])], *live[along]):
-                    into[along], out_of[along] = slice(first, first + n), slice(place, place + n)
+                    into[along] = slice(first, first + n)
+                    out_of[along] = slice(place, place + n)
                     array[tuple(into)] = data[tuple(out_of)]
         return array
 
@@ -71,7 +91,9 @@ def assembled(
 
 
 def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index, place - begin, how many) of the places in begin .. end, as long as index and place count on together."""
+    """Yields (index, place - begin, how many) of the places in begin .. end, as long as index and place count on
+    together.
+    """
     inside = np.flatnonzero((places >= begin) & (places < end))
     breaks = np.flatnonzero((np.diff(inside) != 1) | (np.diff(places[inside]) != 1)) + 1
     for run in np.split(inside, breaks):
@@ -82,8 +104,12 @@ def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, i
 def _without_replicas(sharding: NamedSharding) -> NamedSharding:
     used = {axis for axes in sharding.spec for axis in _axes(axes)}
     mesh = sharding.mesh
-    devices = mesh.devices[tuple(slice(None) if axis in used else slice(1) for axis in mesh.axis_names)]
-    return NamedSharding(Mesh(devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
+    devices = mesh.devices[
+        tuple(slice(None) if axis in used else slice(1) for axis in mesh.axis_names)
+    ]
+    return NamedSharding(
+        Mesh(devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind
+    )
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
@@ -117,7 +143,9 @@ class Rearrangement:
             if move.after is None:
                 x = lax.all_gather(x, move.axis, axis=move.before, tiled=True)
             else:
-                x = lax.all_to_all(x, move.axis, split_axis=move.after, concat_axis=move.before, tiled=True)
+                x = lax.all_to_all(
+                    x, move.axis, split_axis=move.after, concat_axis=move.before, tiled=True
+                )
         return self.layout.canonical_leaf(self._local(x.shape), x)
 
     def to_live(self, x: jax.Array) -> jax.Array:
@@ -127,7 +155,9 @@ class Rearrangement:
                 size = x.shape[move.before] // lax.axis_size(move.axis)
                 x = lax.dynamic_slice_in_dim(x, lax.axis_index(move.axis) * size, size, move.before)
             else:
-                x = lax.all_to_all(x, move.axis, split_axis=move.before, concat_axis=move.after, tiled=True)
+                x = lax.all_to_all(
+                    x, move.axis, split_axis=move.before, concat_axis=move.after, tiled=True
+                )
         return x
 
     def _local(self, block: Sequence[int]) -> Placed:
@@ -138,14 +168,23 @@ class Rearrangement:
         return dataclasses.replace(self.leaf, shape=shape, padded=padded)
 
 
-def rearrangement(layout: Layout, leaf: Placed, mesh: Mesh, resized: Sequence[int] = ()) -> Rearrangement:
+def rearrangement(
+    layout: Layout, leaf: Placed, mesh: Mesh, resized: Sequence[int] = ()
+) -> Rearrangement:
     """Returns how a leaf becomes global and live again; dimensions in `resized` are made whole as well."""
-    changing = [d for d, (n, m) in enumerate(zip(leaf.shape, leaf.padded, strict=True)) if n != m or d in resized]
+    changing = [
+        d
+        for d, (n, m) in enumerate(zip(leaf.shape, leaf.padded, strict=True))
+        if n != m or d in resized
+    ]
     if leaf.stacked and not layout.in_order and 0 not in changing:
         changing.append(0)
     split = [list(_axes(axes)) for axes in shard_spec(leaf)]
     split += [[] for _ in range(len(leaf.shape) - len(split))]
-    local = [n // math.prod(mesh.shape[axis] for axis in axes) for n, axes in zip(leaf.padded, split, strict=True)]
+    local = [
+        n // math.prod(mesh.shape[axis] for axis in axes)
+        for n, axes in zip(leaf.padded, split, strict=True)
+    ]
     moves = []
     for dimension in changing:
         for axis in reversed(split[dimension]):  # the innermost first: its parts are neighbours
@@ -157,7 +196,13 @@ def rearrangement(layout: Layout, leaf: Placed, mesh: Mesh, resized: Sequence[in
                 local[after] //= degree
             moves.append(Move(axis, dimension, after))
         split[dimension] = []
-    return Rearrangement(layout, leaf, tuple(changing), tuple(moves), PartitionSpec(*(tuple(a) or None for a in split)))
+    return Rearrangement(
+        layout,
+        leaf,
+        tuple(changing),
+        tuple(moves),
+        PartitionSpec(*(tuple(a) or None for a in split)),
+    )
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""State that depends on the mesh, restored onto another one: the error-feedback residuals, and the state of replica groups.
+"""State that depends on the mesh, restored onto another one: the error-feedback residuals, and the state of replica
+groups.
 
 What compression has not sent yet of the gradients, the residual of each rank, is sent in the end, whoever sends it:
 
@@ -6,7 +7,8 @@ What compression has not sent yet of the gradients, the residual of each rank, i
                          └── sum ──┘      layers to their new places, as those of the weight
     on 2 ranks           s/2   s/2
 
-Weight by weight, so that beside the state there is never more than one. PowerSGD's Q belongs to the matrices that a mesh makes of
+Weight by weight, so that beside the state there is never more than one. PowerSGD's Q belongs to the matrices that a
+mesh makes of
 the gradients: on another one it is drawn anew.
 
 Replica groups that step locally (parallel.sync; the config calls them islands) have weights and moments each:
@@ -45,17 +47,22 @@ from meshtrain.parallel.reduce.sizes import over_islands, q_spread
 from meshtrain.parallel.sync import states
 from meshtrain.step import Program
 
-RESIDUAL, Q = f"{REDUCE}residual.", f"{REDUCE}q."
-GROUP_PARAMS, COUNTED = f"{ISLANDS}params.", f"{ISLANDS}counted"
+RESIDUAL = f"{REDUCE}residual."
+Q = f"{REDUCE}q."
+GROUP_PARAMS = f"{ISLANDS}params."
+COUNTED = f"{ISLANDS}counted"
 # How the names begin of arrays with an axis of replica groups in front.
 GROUPED = (GROUP_PARAMS, COUNTED, "optimizer", "scale")
 
 # --- error-feedback residuals
 
 
-def restore_residuals(converter: GlobalArrays, start: Start) -> tuple[dict[str, jax.Array], list[str]]:
+def restore_residuals(
+    converter: GlobalArrays, start: Start
+) -> tuple[dict[str, jax.Array], list[str]]:
     """Returns the arrays of `State.reduce` by name, and a sentence on each thing that changed."""
-    entries, leaves = [e for e in converter.entries if e.name.startswith(REDUCE)], start.manifest.leaves
+    entries = [e for e in converter.entries if e.name.startswith(REDUCE)]
+    leaves = start.manifest.leaves
     before = Layout(earlier_config(start.manifest.config), converter.layout.mesh)
     same = [e for e in entries if _is_unchanged(converter.layout, before, e, leaves)]
     resharded = [e for e in entries if e not in same and _is_residual(e) and e.name in leaves]
@@ -63,7 +70,8 @@ def restore_residuals(converter: GlobalArrays, start: Start) -> tuple[dict[str, 
     restored = arrays.read(start.directory / steps.ARRAYS, {e.name: e.live for e in same})
     for entry in resharded:
         restored[entry.name] = _reshard_residual(converter, before, start, entry)
-    sentences, left_out = [], "what compression had left out of gradients is"
+    sentences = []
+    left_out = "what compression had left out of gradients is"
     if resharded:
         sentences.append(f"{left_out} shared out evenly among the ranks of this mesh.")
     if any(name.startswith(RESIDUAL) for name in leaves.keys() - {e.name for e in entries}):
@@ -71,7 +79,9 @@ def restore_residuals(converter: GlobalArrays, start: Start) -> tuple[dict[str, 
     if any(_is_residual(e) for e in initial):
         sentences.append("error feedback starts with nothing left out.")
     if not all(_is_residual(e) for e in initial):
-        sentences.append("PowerSGD's Q starts anew: the checkpoint has none of the matrices that this run sends.")
+        sentences.append(
+            "PowerSGD's Q starts anew: the checkpoint has none of the matrices that this run sends."
+        )
     return restored | _initial_residuals(converter.program, initial), sentences
 
 
@@ -83,7 +93,8 @@ def _is_unchanged(layout: Layout, before: Layout, entry: GlobalArray, leaves: Le
     """Returns whether the array in the checkpoint is the one that this run would have."""
     if entry.name not in leaves or tuple(leaves[entry.name]["shape"]) != entry.shape:
         return False
-    now, then = _weight(layout, entry), _weight(before, entry)
+    now = _weight(layout, entry)
+    then = _weight(before, entry)
     if now.stacked and layout.layer_at.tolist() != before.layer_at.tolist():
         return False
     if _is_residual(entry):
@@ -106,7 +117,9 @@ def _initial_residuals(program: Program, entries: Sequence[GlobalArray]) -> dict
         q = jax.jit(feedback.init_q, out_shardings=shardings)(program.feedback_key)
         names = {e.name for e in entries}
         flat, _ = jax.tree_util.tree_flatten_with_path(q)
-        initial |= {name: x for path, x in flat if (name := Q + ".".join(p.key for p in path)) in names}
+        initial |= {
+            name: x for path, x in flat if (name := Q + ".".join(p.key for p in path)) in names
+        }
     return initial
 
 
@@ -115,26 +128,42 @@ def _full(entry: GlobalArray, fill: float) -> jax.Array:
     return jax.jit(full, out_shardings=entry.live.sharding)()
 
 
-def _reshard_residual(converter: GlobalArrays, before: Layout, start: Start, entry: GlobalArray) -> jax.Array:
-    """Returns a residual [ranks, *gradient] of another mesh: its sum over the ranks, in equal parts for those of this one."""
-    layout, mesh = converter.layout, converter.mesh
-    now, then = _weight(layout, entry), _weight(before, entry)
+def _reshard_residual(
+    converter: GlobalArrays, before: Layout, start: Start, entry: GlobalArray
+) -> jax.Array:
+    """Returns a residual [ranks, *gradient] of another mesh: its sum over the ranks, in equal parts for those of this
+    one.
+    """
+    layout = converter.layout
+    mesh = converter.mesh
+    now = _weight(layout, entry)
+    then = _weight(before, entry)
     record = start.manifest.leaves[entry.name]
     shape = tuple(record["shape"])
-    stay = [d for d in range(1, len(shape)) if shape[d] == then.shape[d - 1] and not (then.stacked and d == 1)]
-    stored = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, _spread(shape, stay, mesh)))
+    stay = [
+        d
+        for d in range(1, len(shape))
+        if shape[d] == then.shape[d - 1] and not (then.stacked and d == 1)
+    ]
+    stored = jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, _spread(shape, stay, mesh))
+    )
     x = arrays.read(start.directory / steps.place(record), {entry.name: stored})[entry.name]
     # how the compressed part of a gradient lies, without the ranks that have one each
     weight = now if over_islands(layout.config) else replace(now, padded=now.whole, zero_dim=None)
     way = rearrangement(layout, weight, mesh)
     sharding = NamedSharding(mesh, way.spec)
-    total = jax.jit(lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)), out_shardings=sharding)(x)
+    total = jax.jit(
+        lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)), out_shardings=sharding
+    )(x)
     x.delete()
 
     def part(total: jax.Array) -> jax.Array:
         return way.to_live(total)[None] / entry.shape[0]
 
-    mapped = jax.shard_map(part, mesh=mesh, in_specs=way.spec, out_specs=entry.live.sharding.spec, check_vma=False)
+    mapped = jax.shard_map(
+        part, mesh=mesh, in_specs=way.spec, out_specs=entry.live.sharding.spec, check_vma=False
+    )
     return jax.block_until_ready(jax.jit(mapped)(total))
 
 
@@ -156,7 +185,9 @@ def _spread(shape: Sequence[int], dims: Sequence[int], mesh: Mesh) -> PartitionS
 def of_one_group(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the array of one group, from that with an axis of groups in front."""
     assert isinstance(x.sharding, NamedSharding)
-    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]), memory_kind=x.sharding.memory_kind)
+    sharding = NamedSharding(
+        x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]), memory_kind=x.sharding.memory_kind
+    )
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
@@ -168,7 +199,8 @@ def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where:
     before = old.get("parallel", {}).get("sync", {})
     if before.get("every") and before.get("start", 0) < step < sync.start and sync.every:
         raise ConfigError(
-            f"{where} is of step {step}, and its islands step by themselves since step {before.get('start', 0)}, but parallel.sync.start is "
+            f"{where} is of step {step}, and its islands step by themselves since step {before.get('start', 0)}, but "
+            "parallel.sync.start is "
             f"{sync.start}; give at most {step}."
         )
 
@@ -184,16 +216,29 @@ def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str
             ]
         if was != now:
             then = f"each of the {now} islands begins with" if now else "the run goes on with"
-            weights = "weights and moments, and the outer momentum is kept" if now else "moments, and the outer model"
-            return [f"the checkpoint has {was} islands of their own: {then} the mean of their {weights}."]
+            weights = (
+                "weights and moments, and the outer momentum is kept"
+                if now
+                else "moments, and the outer model"
+            )
+            return [
+                f"the checkpoint has {was} islands of their own: {then} the mean of their {weights}."
+            ]
     return []
 
 
 def from_means(
-    converter: GlobalArrays, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray], say: Callable[[str], None]
+    converter: GlobalArrays,
+    directory: Path,
+    leaves: Leaves,
+    entries: Sequence[GlobalArray],
+    say: Callable[[str], None],
 ) -> dict[str, jax.Array]:
-    """Returns live arrays, of each group where there are groups, from the means over the groups of a checkpoint. `say` reports which of
-    them are left out: those with weights, or moments, that are not finite (as by `IslandSteps.mend`)."""
+    """Returns live arrays, of each group where there are groups, from the means over the groups of a checkpoint.
+
+    `say` reports which of
+    them are left out: those with weights, or moments, that are not finite (as by `IslandSteps.mend`).
+    """
     means: dict[str, jax.Array] = {}
     finite: dict[str, np.ndarray] = {}  # by the kind of array, which groups are
     for entry in entries:
@@ -201,10 +246,14 @@ def from_means(
         finite[_kind(entry)] = finite.get(_kind(entry), of_entry) & of_entry
     for entry in entries:
         if not finite[_kind(entry)].all():
-            means[entry.name], _ = _mean(converter, directory, leaves[entry.name], entry, finite[_kind(entry)])
+            means[entry.name], _ = _mean(
+                converter, directory, leaves[entry.name], entry, finite[_kind(entry)]
+            )
     for kind, of_kind in finite.items():
         for island in np.flatnonzero(~of_kind):
-            say(f"the {kind} of island {island} in the checkpoint are not finite, and are left out.")
+            say(
+                f"the {kind} of island {island} in the checkpoint are not finite, and are left out."
+            )
     return means
 
 
@@ -215,7 +264,11 @@ def _kind(entry: GlobalArray) -> str:
 
 
 def _mean(
-    converter: GlobalArrays, directory: Path, record: Mapping[str, Any], entry: GlobalArray, finite: np.ndarray | None
+    converter: GlobalArrays,
+    directory: Path,
+    record: Mapping[str, Any],
+    entry: GlobalArray,
+    finite: np.ndarray | None,
 ) -> tuple[jax.Array, np.ndarray]:
     """Returns the mean over the `finite` groups, by default all; and which of them are finite."""
     one = replace(entry, islands=0)
@@ -246,18 +299,24 @@ def _of_all_groups(x: jax.Array, entry: GlobalArray) -> jax.Array:
     if not entry.islands:
         return jax.device_put(x, entry.live.sharding)
     device = entry.live.sharding.with_memory_kind("device")
-    each = jax.jit(lambda x: jnp.broadcast_to(x, (entry.islands, *x.shape)), out_shardings=device)(x)
+    each = jax.jit(lambda x: jnp.broadcast_to(x, (entry.islands, *x.shape)), out_shardings=device)(
+        x
+    )
     return jax.block_until_ready(jax.device_put(each, entry.live.sharding))
 
 
-def initial_groups(entries: Sequence[GlobalArray], live: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def initial_groups(
+    entries: Sequence[GlobalArray], live: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Returns the state of groups that the checkpoint has none of: its weights, and nothing moved."""
     initial = {}
     for entry in entries:
         if not entry.name.startswith(ISLANDS) or entry.name in live:
             continue
         if entry.name.startswith(GROUP_PARAMS):
-            initial[entry.name] = _of_all_groups(live["params." + entry.name.removeprefix(GROUP_PARAMS)], entry)
+            initial[entry.name] = _of_all_groups(
+                live["params." + entry.name.removeprefix(GROUP_PARAMS)], entry
+            )
         else:
             # groups of which it is not known how much they learned from have the same weight
             initial[entry.name] = _full(entry, float(entry.name == COUNTED))

@@ -3,8 +3,9 @@
     save()      blocked: the save before, if it still runs; device to host
     a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
 
-Frozen weights are linked from an earlier step before Orbax begins, where that can be (`checkpoint.frozen`). The thread begins by
-rearranging the arrays (`checkpoint.rearrangement`) where one process has them in another layout than the global one.
+Frozen weights are linked from an earlier step before Orbax begins, where that can be (`checkpoint.frozen`). The thread
+begins by rearranging the arrays (`checkpoint.rearrangement`) where one process has them in another layout than the
+global one.
 """
 
 import contextlib
@@ -71,7 +72,11 @@ class Saver:
         say: Callable[[str], None],
         data_digests: Mapping[str, str],
     ) -> None:
-        self.config, self.converter, self.root, self.say, self.data_digests = config, converter, root, say, data_digests
+        self.config = config
+        self.converter = converter
+        self.root = root
+        self.say = say
+        self.data_digests = data_digests
         self._frozen = steps.frozen({e.name: e.record for e in converter.entries})
         if self._frozen and is_first():
             from meshtrain.checkpoint.frozen import FrozenCopies
@@ -82,7 +87,9 @@ class Saver:
         self._failed = False  # whether a save has failed, and may have left something
         self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: tuple[int, Future[str | None]] | None = None  # the step under way; why it failed, or None
+        self._writing: tuple[int, Future[str | None]] | None = (
+            None  # the step under way; why it failed, or None
+        )
         self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
 
     def go_on_from(self, start: Start) -> None:
@@ -92,16 +99,21 @@ class Saver:
         if before == self._frozen:
             self._add_copy(start.directory)
         elif other := [name for name, record in before.items() if record != self._frozen.get(name)]:
-            was, now = (records.get(other[0], {}).get("dtype") for records in (before, self._frozen))
+            was, now = (
+                records.get(other[0], {}).get("dtype") for records in (before, self._frozen)
+            )
             self.say(
                 f"{other[0]} is frozen as {was} in {start.directory} and held as {now} from here on: "
                 "what is frozen is written again."
             )
 
     def save(self, step: int, state: State, loss: float, eval_loss: float | None = None) -> None:
-        """Starts writing the state after `step` steps; returns once it may be donated. Waits for a save that still runs.
+        """Starts writing the state after `step` steps; returns once it may be donated.
 
-        CheckpointError if that one failed and checkpoint.on_failed_save is stop. A step that is on disk already is not saved again.
+        Waits for a save that still runs.
+
+        CheckpointError if that one failed and checkpoint.on_failed_save is stop. A step that is on disk already is not
+        saved again.
         """
         began = time.perf_counter()
         if failure := self._settle():
@@ -120,21 +132,27 @@ class Saver:
                 raise _NoDirectory(reason)
             values = self.converter.to_write(state, frozen=not is_linked)
             if callable(values):
-                write = lambda make=values: self._begin(directory, make())  # noqa: E731
+                write = lambda make=values: self._begin(directory, make())
             else:
                 written = self._begin(directory, values)
-                write = lambda: written  # noqa: E731
+                write = lambda: written
         # reported, and counted as failed, when the save is settled
         except Exception as error:
             write = error
         blocked = time.perf_counter() - began
-        manifest = partial(StepManifest.of, step, loss, eval_loss, self.config, self.converter, self.data_digests)
-        finish = self._pool.submit(self._finish, write, directory, linked, step, manifest, began, blocked)
+        manifest = partial(
+            StepManifest.of, step, loss, eval_loss, self.config, self.converter, self.data_digests
+        )
+        finish = self._pool.submit(
+            self._finish, write, directory, linked, step, manifest, began, blocked
+        )
         self._writing = step, finish
 
     @property
     def newest(self) -> int | None:
-        """The newest step on disk; the first process knows of a save as soon as it is, the others when the next one begins."""
+        """The newest step on disk; the first process knows of a save as soon as it is, the others when the next one
+        begins.
+        """
         if self._writing is not None and is_first():
             step, finish = self._writing
             if finish.done() and finish.result() is None:
@@ -156,9 +174,13 @@ class Saver:
             self._remove_unfinished()
 
     def metrics(self) -> dict[str, float]:
-        """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the last call, else {}."""
+        """Returns checkpoint_blocked_seconds, checkpoint_seconds and checkpoint_bytes of the saves finished since the
+        last call, else {}.
+        """
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
-        return {name: sum(save[name] for save in finished) for name in finished[0]} if finished else {}
+        return (
+            {name: sum(save[name] for save in finished) for name in finished[0]} if finished else {}
+        )
 
     def _settle(self) -> str | None:
         """Waits for the save under way; returns why it failed on any process, or None."""
@@ -182,7 +204,9 @@ class Saver:
             self._copies.add(step)
 
     def _make_directory(self, directory: Path) -> tuple[str | None, digests.Files | None]:
-        """Makes the directory, on the first process; returns why it cannot be made, or None, and the files that are linked into it."""
+        """Makes the directory, on the first process; returns why it cannot be made, or None, and the files that are
+        linked into it.
+        """
         if not is_first():
             return None, None
         try:
@@ -202,7 +226,11 @@ class Saver:
     def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
         written: Written = []
         for place in steps.PLACES:
-            here = {name: x for name, x in values.items() if (name in self._frozen) == (place == steps.FROZEN)}
+            here = {
+                name: x
+                for name, x in values.items()
+                if (name in self._frozen) == (place == steps.FROZEN)
+            }
             try:
                 written += [arrays.write(directory / place, here)] if here else []
             # what is being written elsewhere has to end before anything is removed
@@ -236,28 +264,38 @@ class Saver:
                 steps.commit(directory)
                 self._make_room(final)
                 steps.publish(directory, final)
-                spent = {"checkpoint_blocked_seconds": blocked, "checkpoint_seconds": time.perf_counter() - began}
+                spent = {
+                    "checkpoint_blocked_seconds": blocked,
+                    "checkpoint_seconds": time.perf_counter() - began,
+                }
                 self._finished.append(spent | {"checkpoint_bytes": written})
         # whatever it was, training need not end with it: on_failed_save says
         except Exception as error:
             # asked before what was written is removed, which makes room
             reason = _reason(error, self.root)
-            # The other processes see by this that there is nothing to wait for. What could not be made is not ours to remove.
+            # The other processes see by this that there is nothing to wait for. What could not be made is not ours to
+            # remove.
             if not isinstance(error, _NoDirectory):
                 with contextlib.suppress(OSError):
                     steps.remove(directory)
-            before = self._settled is not None and not steps.never_committed(self.root / str(self._settled))
+            before = self._settled is not None and not steps.never_committed(
+                self.root / str(self._settled)
+            )
             intact = f"step {self._settled} is intact" if before else "there is none before it"
             return f"the checkpoint of step {step} could not be written: {reason}; {intact}."
         if is_first():
             try:
                 note_checkpoint(self.root.parent, step)
             except OSError as error:
-                self.say(f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}.")
+                self.say(
+                    f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}."
+                )
             try:
                 self.retain()
             except (OSError, Unreadable) as error:
-                self.say(f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}.")
+                self.say(
+                    f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}."
+                )
         return None
 
     def _make_room(self, path: Path) -> None:
@@ -290,12 +328,14 @@ class Saver:
             try:
                 steps.remove(self.root / str(step))
             except OSError as error:
-                self.say(f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}.")
+                self.say(
+                    f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}."
+                )
 
 
 def _failure(response: Response | Exception, directory: Path, final: Path) -> Exception | None:
-    """Waits until Orbax has written; returns what kept it from it. _FailedElsewhere once another process has removed the directory:
-    Orbax itself would wait for five minutes.
+    """Waits until Orbax has written; returns what kept it from it. _FailedElsewhere once another process has removed
+    the directory: Orbax itself would wait for five minutes.
     """
     if isinstance(response, Exception):
         return response
@@ -323,7 +363,9 @@ def _failure(response: Response | Exception, directory: Path, final: Path) -> Ex
 
 
 def _is_there(directory: Path, opened: int | None) -> bool:
-    """Returns whether it is the one that was opened: one of its name may be what this process's own Orbax made, writing on."""
+    """Returns whether it is the one that was opened: one of its name may be what this process's own Orbax made, writing
+    on.
+    """
     try:
         there = retried(lambda: os.stat(directory))
         return opened is None or os.path.samestat(retried(lambda: os.fstat(opened)), there)
@@ -335,7 +377,10 @@ def _reason(error: BaseException, root: Path | None = None) -> str:
     """Returns the system's reason, under however many layers; `root`: where something could not be written."""
     if isinstance(error, _FailedElsewhere):
         return str(error)
-    reasons = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)]
+    reasons = [
+        os.strerror(number)
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+    ]
     cause: BaseException | None = error
     while cause is not None:
         for sentence in reasons:

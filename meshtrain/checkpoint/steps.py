@@ -11,8 +11,9 @@
       9.removing/       likewise
       15.damaged/       failed verification, or stood where a step belongs: set aside, for a person to look at
 
-A number is a claim: a directory, or a link to one, is the step of its name only if its manifest says the same number. Any other name
-is a person's own, such as best/: never gone on from by itself, and as good as a number where a person gives its path.
+A number is a claim: a directory, or a link to one, is the step of its name only if its manifest says the same number.
+Any other name is a person's own, such as best/: never gone on from by itself, and as good as a number where a person
+gives its path.
 """
 
 import hashlib
@@ -30,18 +31,27 @@ from meshtrain.files import ABSENT, entries, retried, status, sync, unreadable, 
 from meshtrain.run.directory import CHECKPOINTS
 
 # Formats: all in arrays/; frozen weights in frozen/, where the versions before would not look.
-WHOLE, PARTED = 1, 2
+WHOLE = 1
+PARTED = 2
 FORMAT = PARTED  # the newest that is read
-ARRAYS, FROZEN, MANIFEST, DIGESTS, COMMIT = "arrays", "frozen", "manifest.json", "digests.json", "COMMIT"
+ARRAYS = "arrays"
+FROZEN = "frozen"
+MANIFEST = "manifest.json"
+DIGESTS = "digests.json"
+COMMIT = "COMMIT"
 PLACES = (ARRAYS, FROZEN)
-WRITING, REMOVING, DAMAGED = ".writing", ".removing", ".damaged"
+WRITING = ".writing"
+REMOVING = ".removing"
+DAMAGED = ".damaged"
 
 
 class NewerFormat(Exception):
     """A checkpoint of a later version of meshtrain; holds its format number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"it has format {number}, of a later meshtrain (this one reads up to {FORMAT})")
+        super().__init__(
+            f"it has format {number}, of a later meshtrain (this one reads up to {FORMAT})"
+        )
         self.number = number
 
 
@@ -67,7 +77,9 @@ def is_number(name: str) -> bool:
 
 def numbered(root: Path) -> list[Path]:
     """Returns whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
-    return sorted((p for p in entries(root) if is_number(p.name)), key=lambda p: (int(p.name), p.name))
+    return sorted(
+        (p for p in entries(root) if is_number(p.name)), key=lambda p: (int(p.name), p.name)
+    )
 
 
 def committed_in(root: Path) -> list[int]:
@@ -100,7 +112,9 @@ def never_committed(directory: Path) -> bool:
 
 
 def content(path: Path) -> bytes:
-    """Returns the bytes of one of a step's own files; Damaged if there are none, Unreadable if they cannot be read now."""
+    """Returns the bytes of one of a step's own files; Damaged if there are none, Unreadable if they cannot be read
+    now.
+    """
     there = status(path)
     # Reading a pipe would wait for ever.
     if there is not None and not stat.S_ISREG(there.st_mode):
@@ -135,11 +149,15 @@ def commit(directory: Path) -> None:
     """Writes the commit marker of a directory whose digests are written; nothing in it may change afterwards."""
     form = PARTED if (directory / FROZEN).is_dir() else WHOLE
     lines = f"meshtrain checkpoint, format {form}\n{DIGESTS} sha256 {_sha256((directory / DIGESTS).read_bytes())}\n"
-    write_atomically(directory / COMMIT, f"{lines}the lines above sha256 {_sha256(lines.encode())}\n".encode())
+    write_atomically(
+        directory / COMMIT, f"{lines}the lines above sha256 {_sha256(lines.encode())}\n".encode()
+    )
 
 
 def commit_problem(directory: Path) -> str | None:
-    """Returns what is wrong with the commit marker or with the digests it vouches for; NewerFormat, Unreadable if it cannot be judged."""
+    """Returns what is wrong with the commit marker or with the digests it vouches for; NewerFormat, Unreadable if it
+    cannot be judged.
+    """
     if not _is_directory(directory):
         return "it is a link to nothing" if os.path.islink(directory) else "it is no directory"
     if never_committed(directory):
@@ -178,8 +196,11 @@ def remove(directory: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what killed processes, and disks that refused, left half written or half removed; returns a sentence on each."""
-    sentences, unfinished = [], "which a save or a removal left unfinished"
+    """Removes what killed processes, and disks that refused, left half written or half removed; returns a sentence on
+    each.
+    """
+    sentences = []
+    unfinished = "which a save or a removal left unfinished"
     for path in filter(is_left_over, entries(root)):
         try:
             shutil.rmtree(path)
@@ -203,9 +224,11 @@ def make_room(path: Path) -> Path | None:
 
 def set_aside(path: Path) -> Path:
     """Renames what is no step, whatever it is, so that nothing takes it for one; returns its new path."""
-    target, k = path.with_name(path.name + DAMAGED), 2
+    target = path.with_name(path.name + DAMAGED)
+    k = 2
     while os.path.lexists(target):
-        target, k = path.with_name(f"{path.name}{DAMAGED}-{k}"), k + 1
+        target = path.with_name(f"{path.name}{DAMAGED}-{k}")
+        k = k + 1
     os.rename(path, target)
     sync(target.parent)
     return target

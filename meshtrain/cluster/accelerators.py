@@ -54,18 +54,28 @@ class Efficiency:
     `experiments/plan/calibrate.py` fits them on published runs.
     """
 
-    matmul: float = key(0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0)
+    matmul: float = key(
+        0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0
+    )
     half_size: float = key(100.0, "a side of a matrix product that costs half the rate", least=0.0)
     attention: float = key(
-        0.45, "share of the peak that attention reaches forward on very long sequences", above=0.0, most=1.0
+        0.45,
+        "share of the peak that attention reaches forward on very long sequences",
+        above=0.0,
+        most=1.0,
     )
     memory: float = key(0.75, "share of the memory bandwidth reached", above=0.0, most=1.0)
-    link: float = key(0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0)
-    exposed: float = key(
-        0.3, "share of hideable communication that stays exposed: it competes for the device", least=0.0, most=1.0
+    link: float = key(
+        0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0
     )
-    # Measured, not fitted: of torchtitan's and Transformer Engine's pieces 36 to 49% were hidden, one machine with and without. A piece is a
-    # smaller product, and its message takes multiprocessors from it.
+    exposed: float = key(
+        0.3,
+        "share of hideable communication that stays exposed: it competes for the device",
+        least=0.0,
+        most=1.0,
+    )
+    # Measured, not fitted: of torchtitan's and Transformer Engine's pieces 36 to 49% were hidden, one machine with and
+    # without. A piece is a smaller product, and its message takes multiprocessors from it.
     exposed_tensor: float = key(
         0.57, "share of a tensor collective sent in pieces that stays exposed", least=0.0, most=1.0
     )
@@ -74,13 +84,25 @@ class Efficiency:
 @dataclass(frozen=True)
 class Accelerator:
     name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
-    platform: Literal["gpu", "tpu", "cpu"] = key("gpu", "what JAX takes it for; of one known by name that is known")
-    memory: float = key(0.0, "memory in GiB, as the device reports it", least=0.0, most=1e5, unit=GIB)
+    platform: Literal["gpu", "tpu", "cpu"] = key(
+        "gpu", "what JAX takes it for; of one known by name that is known"
+    )
+    memory: float = key(
+        0.0, "memory in GiB, as the device reports it", least=0.0, most=1e5, unit=GIB
+    )
     reserved: float = key(
-        0.0, "GiB of it that programs cannot have: context, collective buffers, fragmentation", least=0.0, most=1e5, unit=GIB
-    )  # fmt: skip
-    bandwidth: float = key(0.0, "memory bandwidth in GB/s", least=0.0, most=1e5, unit="GB/s (3.35 TB/s are 3350)")
-    watts: float = key(0.0, "power at which the rates hold (informative)", least=0.0, most=1e5, unit="watts")
+        0.0,
+        "GiB of it that programs cannot have: context, collective buffers, fragmentation",
+        least=0.0,
+        most=1e5,
+        unit=GIB,
+    )
+    bandwidth: float = key(
+        0.0, "memory bandwidth in GB/s", least=0.0, most=1e5, unit="GB/s (3.35 TB/s are 3350)"
+    )
+    watts: float = key(
+        0.0, "power at which the rates hold (informative)", least=0.0, most=1e5, unit="watts"
+    )
     peak: Peak = field(default_factory=Peak)
     efficiency: Efficiency = field(default_factory=Efficiency)
 
@@ -104,26 +126,52 @@ class Accelerator:
 
 # Fitted by `calibrate` on three rows of `experiments/plan/tpu.py`, whose four others it predicts within 9%.
 TPU_V5P = Efficiency(
-    matmul=0.844, half_size=102.0, attention=0.441, memory=0.737, link=0.741, exposed=0.319, exposed_tensor=0.319
+    matmul=0.844,
+    half_size=102.0,
+    attention=0.441,
+    memory=0.737,
+    link=0.741,
+    exposed=0.319,
+    exposed_tensor=0.319,
 )
 
 
-def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, watts: float, efficiency: Efficiency, bfloat16: float | None = None, float8: float = 0.0) -> Accelerator:  # fmt: skip
-    peak = Peak(float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8)
-    return Accelerator(name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency)
+def _gpu(
+    name: str,
+    memory: float,
+    bandwidth: float,
+    half: float,
+    single: float,
+    watts: float,
+    efficiency: Efficiency,
+    bfloat16: float | None = None,
+    float8: float = 0.0,
+) -> Accelerator:
+    peak = Peak(
+        float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8
+    )
+    return Accelerator(
+        name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency
+    )
 
 
-# Fitted by `experiments/plan/calibrate.py` on published runs, most of them of PyTorch; `python -m experiments.plan.sources` prints the fit,
-# and what it says of each source that it was not fitted on.
-AMPERE = Efficiency(matmul=0.786, half_size=60.1, attention=0.576, memory=0.717, link=0.75, exposed=0.318)
+# Fitted by `experiments/plan/calibrate.py` on published runs, most of them of PyTorch; `python -m
+# experiments.plan.sources` prints the fit, and what it says of each source that it was not fitted on.
+AMPERE = Efficiency(
+    matmul=0.786, half_size=60.1, attention=0.576, memory=0.717, link=0.75, exposed=0.318
+)
 CPU = Efficiency(matmul=0.8, half_size=32.0, exposed=1.0)
-HOPPER = Efficiency(matmul=0.713, half_size=160.0, attention=0.673, memory=0.614, link=0.795, exposed=0.388)
-# Of the sheet's peak a GPU reaches less where its power, and so its clock, is held below it: the share of `matmul` alone was fitted.
+HOPPER = Efficiency(
+    matmul=0.713, half_size=160.0, attention=0.673, memory=0.614, link=0.795, exposed=0.388
+)
+# Of the sheet's peak a GPU reaches less where its power, and so its clock, is held below it: the share of `matmul`
+# alone was fitted.
 HOPPER_500_W = replace(HOPPER, matmul=0.65)
 BLACKWELL = replace(HOPPER, matmul=0.55)
 
-# What our own step reaches on a device alone: steps of seven models, by `python -m experiments.gpu`. By these rates published runs of several H100s
-# are planned 4 to 9% too fast, those of XLA (MaxText) 8%: what devices lose beside others is not known apart, but is in the fit.
+# What our own step reaches on a device alone: steps of seven models, by `python -m experiments.gpu`. By these rates
+# published runs of several H100s are planned 4 to 9% too fast, those of XLA (MaxText) 8%: what devices lose beside
+# others is not known apart, but is in the fit.
 _HOPPER_ALONE = replace(HOPPER, matmul=0.818, memory=0.65)
 ALONE = {"h100": _HOPPER_ALONE, "h200": _HOPPER_ALONE}
 
@@ -138,13 +186,16 @@ ACCELERATORS: dict[str, Accelerator] = {
         _gpu("b200", 178.4, 7700, 2250, 1100, 1000, BLACKWELL, float8=4500),
         _gpu("gb200", 185.0, 8000, 2500, 1250, 1200, BLACKWELL, float8=5000),
         _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
-        Accelerator("tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P),
+        Accelerator(
+            "tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P
+        ),
         Accelerator("cpu", "cpu", 16.0, 0.0, 33.0, 0.0, Peak(0.45, 0.44, 0.44), CPU),
     )
 }
 
-# What JAX calls a device (`device_kind`; NVIDIA's driver names its own), without its maker, whose rates we know. The PCIe and NVL
-# boards of the H100 are slower than the SXM one, and stand here no more than any other that has no data sheet.
+# What JAX calls a device (`device_kind`; NVIDIA's driver names its own), without its maker, whose rates we know. The
+# PCIe and NVL boards of the H100 are slower than the SXM one, and stand here no more than any other that has no data
+# sheet.
 KINDS = {
     "a100-sxm4-40gb": "a100-40", "a100-pcie-40gb": "a100-40", "a100-sxm4-80gb": "a100-80", "a100-80gb-pcie": "a100-80",
     "h100-80gb-hbm3": "h100", "h200": "h200", "b200": "b200", "gb200": "gb200",
@@ -153,13 +204,17 @@ KINDS = {
 
 
 def canonical(kind: str) -> str:
-    """The name of a device in `ACCELERATORS`; of one that is not there what JAX calls it, in lower case with hyphens."""
+    """The name of a device in `ACCELERATORS`; of one that is not there what JAX calls it, in lower case with
+    hyphens.
+    """
     name = re.sub("[^a-z0-9]+", "-", kind.lower()).strip("-")
     return KINDS.get(re.sub("^(nvidia|tesla)-", "", name), name)
 
 
 def reaching(accelerator: Accelerator, devices: int) -> Accelerator:
-    """Returns the accelerator with what it reaches alone or beside others, where its figures are ours and both are known."""
+    """Returns the accelerator with what it reaches alone or beside others, where its figures are ours and both are
+    known.
+    """
     beside = ACCELERATORS.get(accelerator.name, accelerator).efficiency
     alone = ALONE.get(accelerator.name, beside)
     if accelerator.efficiency not in (alone, beside):
@@ -170,10 +225,14 @@ def reaching(accelerator: Accelerator, devices: int) -> Accelerator:
 # Whose efficiencies those have that no run of theirs was fitted on, and that are another chip than the fitted ones.
 LENDERS = {"b200": "GB200", "v100": "Ampere"}
 _FITTED = {
-    "a100-40": "published runs on A100s, six sources", "a100-80": "published runs on A100s, six sources", "h100": "published runs on H100s, four sources",
-    "h200": "published runs on H100s, whose chip it has", "h100-96": "published runs at 500 W, one source", "gb200": "published runs on GB200s, one source",
+    "a100-40": "published runs on A100s, six sources",
+    "a100-80": "published runs on A100s, six sources",
+    "h100": "published runs on H100s, four sources",
+    "h200": "published runs on H100s, whose chip it has",
+    "h100-96": "published runs at 500 W, one source",
+    "gb200": "published runs on GB200s, one source",
     "tpu-v5p": "published runs on v5p, one source",
-}  # fmt: skip
+}
 
 
 def evidence(accelerator: Accelerator) -> str:
@@ -194,4 +253,8 @@ def lender(accelerator: Accelerator) -> str | None:
     own = astuple(accelerator.efficiency)
     if not any(a == b for a, b in zip(own, astuple(known.efficiency), strict=True)):
         return None
-    return LENDERS.get(accelerator.name) if accelerator.name in ACCELERATORS else "no device in particular"
+    return (
+        LENDERS.get(accelerator.name)
+        if accelerator.name in ACCELERATORS
+        else "no device in particular"
+    )

@@ -1,8 +1,7 @@
 """What a collective costs, in the alpha-beta model: alpha seconds a message, beta seconds a byte.
 
-S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin
-with on a device.
-n devices, k = ceil(log2 n).
+S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an
+all-to-all begin with on a device. n devices, k = ceil(log2 n).
 
     all-reduce      steps      bytes that a device sends         source
     ring            2 (n-1)    2 S (n-1)/n                       Patarasuk & Yuan 2009
@@ -10,13 +9,14 @@ n devices, k = ceil(log2 n).
     tree            2 k        2 S                               two binary trees, each half of S: Sanders et al. 2009; NCCL 2.4
     hierarchical    reduce-scatter inside the block of the lowest level, all-reduce of a share between blocks, all-gather inside
 
-An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half. An all-to-all has
+An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half. An
+all-to-all has
 nothing to pass on: a device sends each other one its part of S/n, by itself.
 
     all-to-all      n-1        S (n-1)/n, each part over all levels between the two      pairwise exchange, Thakur et al. 2005, section 4.6
 
-On a torus whose dimensions are known, and on a hypercube, far partners share wires: `meshtrain.cluster.topology` counts them.
-On GPUs the choice is NCCL's: `meshtrain.cluster.nccl`. Elsewhere the cheapest of these is taken.
+On a torus whose dimensions are known, and on a hypercube, far partners share wires: `meshtrain.cluster.topology` counts
+them. On GPUs the choice is NCCL's: `meshtrain.cluster.nccl`. Elsewhere the cheapest of these is taken.
 """
 
 import functools
@@ -26,8 +26,11 @@ from dataclasses import dataclass
 from meshtrain.cluster import nccl
 from meshtrain.cluster.topology import TORUS, Group, Load
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+PERMUTE = "permute"
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE)
 
 
@@ -46,33 +49,45 @@ def sent(kind: str, size: int, nbytes: float) -> float:
 
 
 def ring(kind: str, group: Group, nbytes: float) -> float:
-    """A ring over all members; on a torus one ring for each direction of a dimension, which the bandwidth counts already."""
-    n, passes = group.size, 2 if kind == ALL_REDUCE else 1
+    """A ring over all members; on a torus one ring for each direction of a dimension, which the bandwidth counts
+    already.
+    """
+    n = group.size
+    passes = 2 if kind == ALL_REDUCE else 1
     if group.paths:
         return passes * _on_torus(group, group.paths.ring, nbytes)
     return passes * ((n - 1) * group.latency + nbytes * (n - 1) / n / group.bytes_per_second)
 
 
 def butterfly(kind: str, group: Group, nbytes: float) -> float:
-    """Halving and doubling among 2^k ranks. What is beyond, up to as many again, hands all it has to one of them before and is
-    given the result after, S and a step each time (Thakur et al. 2005, section 4.5).
+    """Halving and doubling among 2^k ranks.
 
-    Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link."""
+    What is beyond, up to as many again, hands all it has to one of them before and is given the result after, S and a
+    step each time (Thakur et al. 2005, section 4.5).
+
+    Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link.
+    """
     if group.paths:
         load = group.paths.butterfly
-        return (2 if kind == ALL_REDUCE else 1) * _on_torus(group, load, nbytes) if load else math.inf
-    passes, k = 2 if kind == ALL_REDUCE else 1, group.size.bit_length() - 1
+        return (
+            (2 if kind == ALL_REDUCE else 1) * _on_torus(group, load, nbytes) if load else math.inf
+        )
+    passes = 2 if kind == ALL_REDUCE else 1
+    k = group.size.bit_length() - 1
     n = 1 << k
     crossing = max(1.0, n / 8) if group.topology == TORUS else 1.0
     folded = 0.0 if n == group.size else group.latency + nbytes / group.bytes_per_second
-    return passes * (folded + k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second)
+    return passes * (
+        folded + k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second
+    )
 
 
 def tree(kind: str, group: Group, nbytes: float) -> float:
     """Two binary trees, pipelined; only all-reduce. Members that share a block cross it once for all of them.
 
-    On a torus an edge to a rank 2^l away passes all wires on the way, so that an edge of each of the k levels shares a wire (as if
-    the ranks stood along one dimension)."""
+    On a torus an edge to a rank 2^l away passes all wires on the way, so that an edge of each of the k levels shares a
+    wire (as if the ranks stood along one dimension).
+    """
     if kind != ALL_REDUCE:
         return math.inf
     if group.paths:
@@ -83,13 +98,23 @@ def tree(kind: str, group: Group, nbytes: float) -> float:
 
 
 def hierarchical(kind: str, group: Group, nbytes: float) -> float:
-    """Level by level: inside the lowest block first, then each member with its like in the other blocks, on its share."""
+    """Level by level: inside the lowest block first, then each member with its like in the other blocks, on its
+    share.
+    """
     if len(group.hops) < 2:
         return math.inf
-    passes, seconds, share = 2 if kind == ALL_REDUCE else 1, 0.0, float(nbytes)
+    passes = 2 if kind == ALL_REDUCE else 1
+    seconds = 0.0
+    share = float(nbytes)
     for hop in group.hops:
-        steps = hop.paths.ring.hops if hop.paths else min(hop.fan - 1, 2 * math.ceil(math.log2(hop.fan)))
-        seconds += passes * (steps * hop.latency + share * (hop.fan - 1) / hop.fan / hop.bytes_per_second)
+        steps = (
+            hop.paths.ring.hops
+            if hop.paths
+            else min(hop.fan - 1, 2 * math.ceil(math.log2(hop.fan)))
+        )
+        seconds += passes * (
+            steps * hop.latency + share * (hop.fan - 1) / hop.fan / hop.bytes_per_second
+        )
         share /= hop.fan
     return seconds
 
@@ -97,10 +122,14 @@ def hierarchical(kind: str, group: Group, nbytes: float) -> float:
 def exchange(group: Group, nbytes: float) -> tuple[float, float]:
     """An all-to-all's (seconds of latency if one message follows the other, seconds of bytes), level by level.
 
-    Nobody shares the work of crossing a level: what leaves a block is all that its members send to others. On a torus a message passes
-    n/4 wires on its way along a ring of n, of which it has two directions: n/8 times as much as to a neighbour, if n is that large.
+    Nobody shares the work of crossing a level: what leaves a block is all that its members send to others. On a torus a
+    message passes n/4 wires on its way along a ring of n, of which it has two directions: n/8 times as much as to a
+    neighbour, if n is that large.
     """
-    n, inside, latency, seconds = group.size, 1, 0.0, 0.0
+    n = group.size
+    inside = 1
+    latency = 0.0
+    seconds = 0.0
     for hop in group.hops:
         others = min(inside * hop.fan, n) - inside
         crossing = max(1.0, n / 8) if group.topology == TORUS else 1.0
@@ -111,7 +140,9 @@ def exchange(group: Group, nbytes: float) -> tuple[float, float]:
 
 
 def permute(group: Group, nbytes: float) -> float:
-    """One message to a neighbour, over the widest level that any of the neighbours must cross, and on another rail if it stands there."""
+    """One message to a neighbour, over the widest level that any of the neighbours must cross, and on another rail if
+    it stands there.
+    """
     if group.paths:
         return _on_torus(group, group.paths.permute, nbytes)
     latency = max(h.latency + h.detour for h in group.hops)
@@ -132,7 +163,10 @@ def best(kind: str, group: Group, nbytes: float) -> Cost:
         return Cost(0.0, "none")
     if kind == PERMUTE:
         return Cost(permute(group, nbytes), "direct")
-    return min((Cost(seconds, name) for name, seconds in all_of(kind, group, nbytes).items()), key=lambda c: c.seconds)
+    return min(
+        (Cost(seconds, name) for name, seconds in all_of(kind, group, nbytes).items()),
+        key=lambda c: c.seconds,
+    )
 
 
 def all_of(kind: str, group: Group, nbytes: float) -> dict[str, float]:

@@ -4,8 +4,8 @@
     rail    ├──────────┐        ├──────────┐
     node   [12345678] [12345678] ...
 
-A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. What else messages meet on
-the way is the network's shape: `meshtrain.cluster.topology`.
+A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. What else
+messages meet on the way is the network's shape: `meshtrain.cluster.topology`.
 """
 
 import functools
@@ -19,7 +19,18 @@ from typing import Any, Literal
 
 from meshtrain.cluster import topology as shapes
 from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical, reaching
-from meshtrain.cluster.topology import DRAGONFLY, FAT_TREE, HYPERCUBE, LEVELS, RAILS, TORUS, Group, Legs, Levels, Links
+from meshtrain.cluster.topology import (
+    DRAGONFLY,
+    FAT_TREE,
+    HYPERCUBE,
+    LEVELS,
+    RAILS,
+    TORUS,
+    Group,
+    Legs,
+    Levels,
+    Links,
+)
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.load import filled, read_given
 from meshtrain.config.schema import key
@@ -36,14 +47,17 @@ class Cluster:
     name: str = key("", "what the report calls it")
     nodes: int = key(1, "machines", least=1)
     devices_per_node: int = key(8, "accelerators in a machine", least=1)
-    shared: bool = key(False, "fake devices: all devices are one machine, and the accelerator's figures are of all of them together")
-    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(FAT_TREE, "shape of the network")
+    shared: bool = key(False, "fake devices: all devices are one machine, and the accelerator's figures are of all of "
+                              "them together")
+    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(FAT_TREE, "shape of the "
+                                                                                                               "network")
     dimensions: tuple[int, ...] = key(
         (), "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
         least=1
     )
     between_rails: Literal["node", "spine"] = key(
-        "node", "rail_optimised: the way to a device of another number in its node, over the node's links first (NCCL's PXN) or over the spine"
+        "node", "rail_optimised: the way to a device of another number in its node, over the node's links first "
+                "(NCCL's PXN) or over the spine"
     )
     failures_per_device_hour: float = key(
         2e-5, "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
@@ -51,22 +65,28 @@ class Cluster:
     )
     restart_seconds: float = key(300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds")
     save_seconds: float = key(
-        0.2, "for which a save stops training however little it copies (barrier, directory, names of arrays): the quickstart's 10 MB, median of 10",
+        0.2, "for which a save stops training however little it copies (barrier, directory, names of arrays): the "
+             "quickstart's 10 MB, median of 10",
         least=0.0, most=3600.0, unit="seconds"
     )
     save_seconds_per_host: float = key(
-        0.002, "the stop's growth: each host calls at one barrier; MegaScale (Jiang et al. 2024, section 4.4): several seconds on 1,536",
+        0.002, "the stop's growth: each host calls at one barrier; MegaScale (Jiang et al. 2024, section 4.4): "
+               "several seconds on 1,536",
         least=0.0, most=60.0, unit="seconds a host"
     )
-    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one node")
+    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one "
+                                                                                                                            "node")
     storage_bandwidth_total: float = key(
-        200.0, "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama 3's takes 2,000 (section 3.3.1)",
+        200.0, "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama "
+               "3's takes 2,000 (section 3.3.1)",
         least=0.001, most=1e6, unit="GB/s of the store"
     )
-    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one device")
+    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one "
+                                                                                                                   "device")
     price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
     device_order: tuple[str, ...] = key(
-        (), "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take them so"
+        (), "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take "
+            "them so"
     )
     accelerator: Accelerator = field(default_factory=Accelerator)
     links: Links = field(default_factory=Links)
@@ -113,7 +133,8 @@ class Cluster:
         if not self.levels():
             return 0.0
         name, top = self.levels()[-1]
-        devices, network = top.devices, self.network
+        devices = top.devices
+        network = self.network
         if network.torus and network.torus_level == name:
             return network.torus.bisection * top.reached * (devices // network.torus.size) / network.torus.links
         blocks = devices // (self.levels()[-2][1].devices if len(self.levels()) > 1 else 1)
@@ -123,9 +144,12 @@ class Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise. What it leaves out of an accelerator known by name,
-    ours or its driver's, comes from that one's data sheet."""
-    values, source = read_given(Cluster, path, "cluster description", "--cluster", EXAMPLE), short(path)
+    """The checked cluster of a YAML file; ConfigError (one sentence) otherwise.
+
+    What it leaves out of an accelerator known by name, ours or its driver's, comes from that one's data sheet.
+    """
+    values = read_given(Cluster, path, "cluster description", "--cluster", EXAMPLE)
+    source = short(path)
     device = values.get("accelerator", {})
     sheet = ACCELERATORS.get(canonical(device.get("name", "")))
     if sheet:
@@ -159,12 +183,14 @@ def checked(cluster: Cluster, source: str) -> Cluster:
         if accelerator.name in ACCELERATORS:
             raise ConfigError(f"{source}: {needed} is 0; leave it out for what the data sheet says.")
         raise ConfigError(
-            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
+            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of "
+            f"{', '.join(ACCELERATORS)}"
             + (nearest(accelerator.name, ACCELERATORS) or f"; a new one needs {needed}.")
         )
     if accelerator.reserved >= accelerator.memory:
         raise ConfigError(
-            f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of {accelerator.memory:g} GiB."
+            f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of "
+            f"{accelerator.memory:g} GiB."
         )
     levels = cluster.levels()
     for name in (name for name, link in levels if not link.bandwidth):
@@ -174,7 +200,8 @@ def checked(cluster: Cluster, source: str) -> Cluster:
     for (inner, below), (name, link) in itertools.pairwise(levels):
         if link.devices <= below.devices:
             raise ConfigError(
-                f"{source}: links.{name}.devices {link.devices} is not more than links.{inner}.devices {below.devices}; "
+                f"{source}: links.{name}.devices {link.devices} is not more than links.{inner}.devices "
+                f"{below.devices}; "
                 "levels must grow from island to spine."
             )
     _check_shape(cluster, source)
@@ -187,7 +214,8 @@ def checked(cluster: Cluster, source: str) -> Cluster:
     if not cluster.shared and reach < cluster.devices:
         top = "rail or spine" if cluster.nodes > 1 else "node"
         raise ConfigError(
-            f"{source}: no link joins all {cluster.devices} devices ({cluster.nodes} nodes of {cluster.devices_per_node}): the widest level given "
+            f"{source}: no link joins all {cluster.devices} devices ({cluster.nodes} nodes of "
+            f"{cluster.devices_per_node}): the widest level given "
             f"reaches {reach}; add links.{top} with devices: {cluster.devices}."
         )
     return replace(cluster, name=cluster.name or Path(source).stem)
@@ -195,10 +223,12 @@ def checked(cluster: Cluster, source: str) -> Cluster:
 
 def _check_shape(cluster: Cluster, source: str) -> None:
     """ConfigError for a shape that lacks what it needs, or has what is another's."""
-    levels, topology = dict(cluster.levels()), cluster.topology
+    levels = dict(cluster.levels())
+    topology = cluster.topology
     if cluster.dimensions and topology != TORUS:
         raise ConfigError(f"{source}: dimensions are a torus's, and topology is {topology}; leave them out.")
-    below, joined = 1, []
+    below = 1
+    joined = []
     for name, link in levels.items():
         blocks = link.devices // below
         joined.append(f"{blocks} at links.{name}")
@@ -210,7 +240,8 @@ def _check_shape(cluster: Cluster, source: str) -> None:
     if cluster.dimensions and cluster.network.torus is None:
         places = math.prod(cluster.dimensions)
         raise ConfigError(
-            f"{source}: dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins as many; there are {', '.join(joined)}."
+            f"{source}: dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins "
+            f"as many; there are {', '.join(joined)}."
         )
     if topology == RAILS:
         needed = ("node", "rail", *["spine"] * (cluster.between_rails == "spine"))
@@ -223,14 +254,17 @@ def _check_shape(cluster: Cluster, source: str) -> None:
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
-    """The same kind of cluster with at least this many devices, its highest level stretched to join them; of one what that reaches alone."""
+    """The same kind of cluster with at least this many devices, its highest level stretched to join them; of one what
+    that reaches alone.
+    """
     if cluster.shared:
         return _divided(cluster, devices)
     cluster = replace(cluster, accelerator=reaching(cluster.accelerator, devices))
     per_node = cluster.devices_per_node
     nodes = math.ceil(devices / per_node)
     if devices < per_node:
-        nodes, per_node = 1, devices
+        nodes = 1
+        per_node = devices
     levels: dict[str, Any] = dict(cluster.levels())
     if levels and nodes > cluster.nodes:
         top = list(levels)[-1]
@@ -267,7 +301,9 @@ def named(name: str, devices: int) -> Cluster:
 
 
 def machine_devices(name: str) -> int | None:
-    """Returns the devices that a node of a named cluster or of a file's has; None where one machine is faked to be several."""
+    """Returns the devices that a node of a named cluster or of a file's has; None where one machine is faked to be
+    several.
+    """
     cluster = known()[name] if name in known() else named(name, 1)
     return None if cluster.shared or name == "cpu" else cluster.devices_per_node
 

@@ -1,4 +1,5 @@
-"""Levels of links found in a measured matrix: which devices stand together, what each level costs, and an order that keeps to them.
+"""Levels of links found in a measured matrix: which devices stand together, what each level costs, and an order that
+keeps to them.
 
     measured [from, to]              clustered                      levels
     .  1  9  9  1                    0 ─┐                           2 devices    α, β of pairs within
@@ -6,9 +7,10 @@
     9  9  .  1                       1 ─┐ │                         order 0, 4, 1, ...
     ...                              2 ─┴─┘
 
-Devices are joined by average linkage (Sokal & Michener 1958): the two clusters between which messages take least, on average, become
-one, until one is left. On the way there are partitions into blocks of one size; those are levels between which messages become
-`ALIKE` times slower. What noise joins first inside a block is told apart by that: 20% more or less are 1.5 times at most.
+Devices are joined by average linkage (Sokal & Michener 1958): the two clusters between which messages take least, on
+average, become one, until one is left. On the way there are partitions into blocks of one size; those are levels
+between which messages become `ALIKE` times slower. What noise joins first inside a block is told apart by that: 20%
+more or less are 1.5 times at most.
 """
 
 import itertools
@@ -40,8 +42,9 @@ class MeasuredLevel:
 
 @dataclass(frozen=True)
 class Clustered:
-    """Levels, innermost first, and an order [devices] in which blocks of every level are neighbours; where devices stand in such an
-    order already, it is 0, 1, 2, ..."""
+    """Levels, innermost first, and an order [devices] in which blocks of every level are neighbours; where devices
+    stand in such an order already, it is 0, 1, 2, ...
+    """
 
     levels: tuple[MeasuredLevel, ...]
     order: tuple[int, ...]
@@ -52,14 +55,18 @@ class Clustered:
 
 
 def clustered(sizes: Sequence[int], seconds: np.ndarray) -> Clustered:
-    """Clusters devices by messages of `sizes` bytes, ascending, and their seconds [sizes, from, to], NaN where none was sent."""
+    """Clusters devices by messages of `sizes` bytes, ascending, and their seconds [sizes, from, to], NaN where none was
+    sent.
+    """
     # Levels may differ in latency, in bandwidth or in both: the smallest and the largest message count alike.
     far = np.log(seconds[[0, -1]]).mean(0)
     everything = list(range(len(far)))
     partitions = [[[i] for i in everything], *_partitions(far)]
     while len(partitions) > 2:
         steps = [_typical(far, inner, outer) for inner, outer in itertools.pairwise(partitions)]
-        least, at = min((outer - inner, i) for i, (inner, outer) in enumerate(itertools.pairwise(steps)))
+        least, at = min(
+            (outer - inner, i) for i, (inner, outer) in enumerate(itertools.pairwise(steps))
+        )
         if least > math.log(ALIKE):
             break
         del partitions[at + 1]
@@ -75,12 +82,17 @@ def clustered(sizes: Sequence[int], seconds: np.ndarray) -> Clustered:
     return Clustered(levels, tuple(order))
 
 
-def cost(seconds: np.ndarray, order: Sequence[int], mesh: MeshConfig, nbytes: Mapping[str, float]) -> float:
-    """Seconds that rings over each axis of a mesh take in an order of devices [devices]: bytes of the axis times the slowest neighbours' seconds
-    [from, to]."""
-    placed, total = np.asarray(order), 0.0
+def cost(
+    seconds: np.ndarray, order: Sequence[int], mesh: MeshConfig, nbytes: Mapping[str, float]
+) -> float:
+    """Seconds that rings over each axis of a mesh take in an order of devices [devices]: bytes of the axis times the
+    slowest neighbours' seconds [from, to].
+    """
+    placed = np.asarray(order)
+    total = 0.0
     for axis, weight in nbytes.items():
-        members, stride = mesh.ways(axis), mesh.stride(axis)
+        members = mesh.ways(axis)
+        stride = mesh.stride(axis)
         rings = placed.reshape(-1, members, stride)
         if members > 1:
             total += weight * seconds[rings, np.roll(rings, -1, axis=1)].max()
@@ -88,10 +100,14 @@ def cost(seconds: np.ndarray, order: Sequence[int], mesh: MeshConfig, nbytes: Ma
 
 
 def _partitions(far: np.ndarray) -> Iterator[Blocks]:
-    """Yields the partitions into blocks of one size on the way from single devices to all of them, by average linkage."""
+    """Yields the partitions into blocks of one size on the way from single devices to all of them, by average
+    linkage.
+    """
     known = ~np.isnan(far)
-    total, count = np.where(known, far, 0.0), known.astype(float)
-    total, count = total + total.T, count + count.T
+    total = np.where(known, far, 0.0)
+    count = known.astype(float)
+    total = total + total.T
+    count = count + count.T
     mean = _mean(total, count)
     np.fill_diagonal(mean, np.inf)
     blocks: dict[int, list[int]] = {i: [i] for i in range(len(far))}

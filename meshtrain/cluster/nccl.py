@@ -1,7 +1,8 @@
-"""What NCCL, which XLA calls on GPUs, makes of a collective: it takes the cheapest of a few algorithms, each in three protocols.
+"""What NCCL, which XLA calls on GPUs, makes of a collective: it takes the cheapest of a few algorithms, each in three
+protocols.
 
-It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc of 2.28.7), whose constants stand here: seconds = start +
-latencies of the steps + bytes / bandwidth. n ranks, m of them in each of B machines.
+It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc of 2.28.7), whose constants stand here: seconds =
+start + latencies of the steps + bytes / bandwidth. n ranks, m of them in each of B machines.
 
     algorithm   what for                          latencies                                    seconds for S bytes, bandwidth W
     ring        everything                        passes (n - B of a machine, B - 1 between)   passes S (n-1)/n / W
@@ -14,12 +15,14 @@ latencies of the steps + bytes / bandwidth. n ranks, m of them in each of B mach
     LL128       0.56, 0.29: flags beside 120 of 128 bytes                       0.92
     Simple      1, 1: fences                                                    1
 
-Two figures are measured, where NCCL's own are far off: 0.75 (NVIDIA/nccl, issue 1455: 8 H100 sum 273 GB/s where their ring carries
-368) and 140 µs (two machines of 8 B200, dstack's documentation of clusters on GCP). Left out: its correction of trees in the middle
-sizes, CollNet, which needs switches of a network that sum, and PAT, which its constants never put before LL.
+Two figures are measured, where NCCL's own are far off: 0.75 (NVIDIA/nccl, issue 1455: 8 H100 sum 273 GB/s where their
+ring carries 368) and 140 µs (two machines of 8 B200, dstack's documentation of clusters on GCP). Left out: its
+correction of trees in the middle sizes, CollNet, which needs switches of a network that sum, and PAT, which its
+constants never put before LL.
 
-Against published runs of nccl-tests (`tests/cluster/test_nccl.py`) the median error is 6 to 24% by machine, the worst 51%: two
-machines are predicted too fast below 64 MiB, where measured networks have more latency than the InfiniBand described here.
+Against published runs of nccl-tests (`tests/cluster/test_nccl.py`) the median error is 6 to 24% by machine, the worst
+51%: two machines are predicted too fast below 64 MiB, where measured networks have more latency than the InfiniBand
+described here.
 """
 
 import functools
@@ -30,7 +33,10 @@ from dataclasses import dataclass
 from meshtrain.cluster.topology import Group, Hop
 
 INSIDE = ("island", "node")  # levels of NVLink, others are of a network
-SUMMED, SUM_SECONDS, SUM_BETWEEN_SECONDS = 0.75, 25e-6, 140e-6  # of NVLS
+# of NVLS
+SUMMED = 0.75
+SUM_SECONDS = 25e-6
+SUM_BETWEEN_SECONDS = 140e-6
 TREE = 0.92  # of a link's bandwidth that trees reach
 
 
@@ -56,17 +62,31 @@ class Protocol:
 # Of the latencies for NVLink and network, in µs, each over that of a ring in Simple: 3.4 and 14.
 PROTOCOLS = (
     Protocol(
-        "LL", 6.6e-6, 6.8e-6, (0.6 / 3.4, 2.7 / 14), (0.6 / 3.4, 5 / 14), 1 / 2, (1 / 3.8, 1 / 3.8), (87.7e9, 19e9)
+        "LL",
+        6.6e-6,
+        6.8e-6,
+        (0.6 / 3.4, 2.7 / 14),
+        (0.6 / 3.4, 5 / 14),
+        1 / 2,
+        (1 / 3.8, 1 / 3.8),
+        (87.7e9, 19e9),
     ),
-    Protocol("LL128", 14e-6, 14e-6, (1.9 / 3.4, 4 / 14), (1.25 / 3.4, 8.5 / 14), 0.92, (7 / 9, 120 / 128)),
+    Protocol(
+        "LL128", 14e-6, 14e-6, (1.9 / 3.4, 4 / 14), (1.25 / 3.4, 8.5 / 14), 0.92, (7 / 9, 120 / 128)
+    ),
     Protocol("Simple", 8.4e-6, 8.4e-6, (1.0, 1.0), (4 / 3.4, 1.0), 1.0, (1.0, 1.0)),
 )
 
 
 def costs(passes: int, group: Group, nbytes: float) -> Iterator[tuple[str, float]]:
-    """(algorithm and protocol, seconds) of all that may run: two passes make an all-reduce, one a gather or a scatter."""
-    n, rate, between = group.size, group.bytes_per_second, int(group.hops[-1].level not in INSIDE)
-    steps, depths = _ring_steps(group), _tree_depths(group)
+    """(algorithm and protocol, seconds) of all that may run: two passes make an all-reduce, one a gather or a
+    scatter.
+    """
+    n = group.size
+    rate = group.bytes_per_second
+    between = int(group.hops[-1].level not in INSIDE)
+    steps = _ring_steps(group)
+    depths = _tree_depths(group)
     for p in PROTOCOLS:
         bandwidth = min(rate * p.ring_share, p.most[between])
         latency = sum(s * h.latency * p.ring_latency[_is_between(h)] for s, h in steps)
@@ -80,7 +100,9 @@ def costs(passes: int, group: Group, nbytes: float) -> Iterator[tuple[str, float
 
 
 def direct(latency: float, seconds: float) -> float:
-    """An all-to-all, of `algorithms.exchange`, in Simple: single messages are sent so from 16 KiB on (NCCL_P2P_LL_THRESHOLD)."""
+    """An all-to-all, of `algorithms.exchange`, in Simple: single messages are sent so from 16 KiB on
+    (NCCL_P2P_LL_THRESHOLD).
+    """
     return PROTOCOLS[-1].ring_start + latency / AT_ONCE + seconds
 
 
@@ -93,7 +115,9 @@ def _summed(group: Group, nbytes: float) -> tuple[str, float]:
     machines = math.prod(h.fan for h in outer)
     network = min(h.bytes_per_second * h.members for h in outer) / (1 if machines == 2 else 2)
     latency = 2 * sum(math.log2(h.fan) * h.latency for h in outer)
-    return "NVLS tree", SUM_BETWEEN_SECONDS + latency + nbytes / min(SUMMED * inner.bytes_per_second, network)
+    return "NVLS tree", SUM_BETWEEN_SECONDS + latency + nbytes / min(
+        SUMMED * inner.bytes_per_second, network
+    )
 
 
 def _is_between(hop: Hop) -> bool:
@@ -103,7 +127,8 @@ def _is_between(hop: Hop) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _ring_steps(group: Group) -> tuple[tuple[int, Hop], ...]:
     """How many of the n - 1 steps of a ring go over each level: it enters every block once."""
-    steps, blocks = [], 1
+    steps = []
+    blocks = 1
     for hop in reversed(group.hops):
         steps.append((blocks * (hop.fan - 1), hop))
         blocks *= hop.fan

@@ -10,7 +10,9 @@ The shape says what else messages meet on the way:
     topology         the file says besides its levels     what it changes                                          source
     flat             nothing                              nothing: every message has its way to itself
     fat_tree         links.LEVEL.oversubscription: 2      a device's share of the way into that level is 1/2       Leiserson 1985; Al-Fares et al.
-                                                                                                                   2008, section 2.1
+                                                                                                                   2008,
+                                                                                                                   section
+                                                                                                                   2.1
     rail_optimised   between_rails: node | spine          a switch joins the devices of one number in their        Wang et al. 2023, section 2
                                                           nodes; to others it goes over NVLink first, or the spine
     dragonfly        nothing: groups are the blocks       a block that talks to one other has 1/(g-1) of its       Kim et al. 2008, sections 3, 4
@@ -18,8 +20,9 @@ The shape says what else messages meet on the way:
     torus            dimensions: [4, 4, 8]                rings along dimensions; far partners share wires         Dally & Towles 2004, chapter 5
     hypercube        nothing                              a torus whose dimensions are all 2                       Saad & Schultz 1988
 
-A torus has its last dimension's neighbours next to each other in the numbering, as `mesh.order` has its last axis. One whose dimensions
-the file leaves out is known by its name alone: a group is a ring of its own, with all of a device's links (`algorithms.butterfly`).
+A torus has its last dimension's neighbours next to each other in the numbering, as `mesh.order` has its last axis. One
+whose dimensions the file leaves out is known by its name alone: a group is a ring of its own, with all of a device's
+links (`algorithms.butterfly`).
 
     torus 2 x 4      0 ── 1 ── 2 ── 3 ─┐      a group of 4, 1 apart: a ring all around        two ways
                      │    │    │    │         a group of 2, 1 apart: a part of it             one way
@@ -33,11 +36,16 @@ from typing import NamedTuple
 
 from meshtrain.config.schema import key
 
-FAT_TREE, RAILS, TORUS, DRAGONFLY, HYPERCUBE = "fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube"
+FAT_TREE = "fat_tree"
+RAILS = "rail_optimised"
+TORUS = "torus"
+DRAGONFLY = "dragonfly"
+HYPERCUBE = "hypercube"
 LEVELS = ("island", "node", "rail", "spine")
 
 # The bounds are wider than any machine of 2026 and narrower than a slip of units.
-SECONDS, ONE_WAY = "seconds (3 µs are 3e-06)", "GB/s that one device sends in one direction (400 Gbit/s are 50)"
+SECONDS = "seconds (3 µs are 3e-06)"
+ONE_WAY = "GB/s that one device sends in one direction (400 Gbit/s are 50)"
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,19 @@ class Link:
 
     devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
     latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS)
-    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY)
-    sums: bool = key(False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper")
+    bandwidth: float = key(
+        0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY
+    )
+    sums: bool = key(
+        False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper"
+    )
     oversubscription: float = key(
-        1.0, "times that what a block's devices can send exceeds what its switches carry out of it to this level; Llama 3 (section 3.3.1): 7 between pods",
-        least=1.0, most=64.0
-    )  # fmt: skip
+        1.0,
+        "times that what a block's devices can send exceeds what its switches carry out of it to this level; Llama 3 "
+        "(section 3.3.1): 7 between pods",
+        least=1.0,
+        most=64.0,
+    )
 
     @property
     def reached(self) -> float:
@@ -64,7 +79,9 @@ class Cable(Link):
     """A level between machines: the world is some 0.1 s wide, and a device has network cards for 1.6 Tbit/s at most."""
 
     latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.1, unit=SECONDS)
-    bandwidth: float = key(0.0, "GB/s that one device can send (one direction)", least=0.001, most=200.0, unit=ONE_WAY)
+    bandwidth: float = key(
+        0.0, "GB/s that one device can send (one direction)", least=0.001, most=200.0, unit=ONE_WAY
+    )
 
 
 @dataclass(frozen=True)
@@ -76,11 +93,15 @@ class Links:
 
 
 Levels = tuple[tuple[str, Link], ...]  # innermost first, without those of no devices
-Legs = tuple[tuple[int, int], ...]  # (devices, how far apart in the numbering), one for each axis of a group
+Legs = tuple[
+    tuple[int, int], ...
+]  # (devices, how far apart in the numbering), one for each axis of a group
 
 
 class Load(NamedTuple):
-    """What one pass of an algorithm meets: links that its messages pass one after another, and how many times S / bandwidth it takes."""
+    """What one pass of an algorithm meets: links that its messages pass one after another, and how many times S /
+    bandwidth it takes.
+    """
 
     hops: float
     load: float
@@ -88,7 +109,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Paths:
-    """A group on a torus, by algorithm. The loads of all but `ring` are over the bandwidth that its rings reach: `share` of a device's."""
+    """A group on a torus, by algorithm.
+
+    The loads of all but `ring` are over the bandwidth that its rings reach: `share` of a device's.
+    """
 
     share: float
     ring: Load
@@ -111,8 +135,9 @@ class Run(NamedTuple):
 
     @property
     def links(self) -> float:
-        """Links of a device that its rings fill: a part of a dimension is a ring folded, out over one half of the wires and back over
-        the other; groups that lie between each other share them."""
+        """Links of a device that its rings fill: a part of a dimension is a ring folded, out over one half of the wires
+        and back over the other; groups that lie between each other share them.
+        """
         return (2 if self.closed else 1) / self.apart
 
     @property
@@ -122,8 +147,10 @@ class Run(NamedTuple):
 
     @property
     def partners(self) -> list[tuple[int, float]]:
-        """(links, messages that share the busiest of them) of a butterfly's partners 1, 2, 4, ... members away: as many as lie between
-        two partners send over the wire in their middle, and half of them where it is as near the other way around."""
+        """(links, messages that share the busiest of them) of a butterfly's partners 1, 2, 4, ... members away: as many
+        as lie between two partners send over the wire in their middle, and half of them where it is as near the other
+        way around.
+        """
         distances = [self.apart << step for step in range(self.members.bit_length() - 1)]
         return [(d, d / 2 if self.closed and 2 * d == self.length else d) for d in distances]
 
@@ -159,7 +186,9 @@ class Torus:
 
     def runs(self, size: int, stride: int) -> tuple[Run, ...]:
         """How a group of `size` places, `stride` apart in the numbering, lies along the dimensions, the last first."""
-        runs, inner, left = [], 1, size
+        runs = []
+        inner = 1
+        left = size
         for length in reversed(self.dimensions):
             apart = max(1, stride // inner)
             if left > 1 and apart < length:
@@ -173,9 +202,9 @@ class Torus:
     def paths(self, size: int, stride: int) -> Paths:
         """What the messages of such a group meet, all such groups sending at once.
 
-        Rings run along all dimensions at once, each with its part of the bytes, along one dimension after the other (Jain & Sabharwal
-        2010, section 3). So do butterflies: a part begins with each dimension (Ho & Johnsson 1986). Of a tree's levels each has an edge
-        over the busiest wire.
+        Rings run along all dimensions at once, each with its part of the bytes, along one dimension after the other
+        (Jain & Sabharwal 2010, section 3). So do butterflies: a part begins with each dimension (Ho & Johnsson 1986).
+        Of a tree's levels each has an edge over the busiest wire.
         """
         runs = self.runs(size, stride)
         links = sum(run.links for run in runs)
@@ -183,7 +212,11 @@ class Torus:
         halved = sum(shared / 2 ** (step + 1) for step, (_, shared) in enumerate(partners))
         depths = [math.ceil(math.log2(run.members)) / run.links for run in runs]
         folds = any(run.members.bit_count() > 1 for run in runs)
-        edges = [max(self.hops(i * stride, (i + 1) % size * stride) for i in range(size))] if size > 1 else [0]
+        edges = (
+            [max(self.hops(i * stride, (i + 1) % size * stride) for i in range(size))]
+            if size > 1
+            else [0]
+        )
         hops = sum(distance for distance, _ in partners)
         return Paths(
             share=links / self.links,
@@ -204,7 +237,9 @@ class Network(NamedTuple):
     torus_level: str
 
 
-def torus_of(levels: Levels, topology: str, dimensions: tuple[int, ...]) -> tuple[Torus | None, str]:
+def torus_of(
+    levels: Levels, topology: str, dimensions: tuple[int, ...]
+) -> tuple[Torus | None, str]:
     """The torus of a network and the level that it is; a hypercube joins the blocks of its highest level."""
     below = 1
     for name, link in levels:
@@ -225,7 +260,9 @@ class Hop:
     fan: int
     latency: float
     bytes_per_second: float
-    members: int  # devices of the group in one of the blocks that meet: they share the work of crossing
+    members: (
+        int  # devices of the group in one of the blocks that meet: they share the work of crossing
+    )
     sums: bool = False
     paths: Paths | None = None  # on a torus; bytes_per_second is then what rings reach
     detour: float = 0.0  # seconds more for a message to a device of another rail
@@ -234,7 +271,10 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Devices that talk to each other, and the levels they cross, lowest first. Equal groups of a cluster are one object."""
+    """Devices that talk to each other, and the levels they cross, lowest first.
+
+    Equal groups of a cluster are one object.
+    """
 
     size: int
     hops: tuple[Hop, ...]
@@ -252,15 +292,20 @@ class Group:
 
     @functools.cached_property
     def bytes_per_second(self) -> float:
-        """What one device can send when all of the group send at once, members of a block sharing its way out evenly."""
+        """What one device can send when all of the group send at once, members of a block sharing its way out
+        evenly.
+        """
         return min((h.bytes_per_second * h.members for h in self.hops), default=math.inf)
 
 
 @functools.lru_cache(maxsize=4096)
 def group(levels: Levels, reached: float, network: Network, library: str, legs: Legs) -> Group:
     """The group of devices that legs span; `reached`: share of a link's bandwidth."""
-    size, stride = math.prod(n for n, _ in legs), min(apart for _, apart in legs)
-    hops, inside, block = [], 1, 1
+    size = math.prod(n for n, _ in legs)
+    stride = min(apart for _, apart in legs)
+    hops = []
+    inside = 1
+    block = 1
     for name, link in levels:
         members = math.prod(max(1, min(n, link.devices // apart)) for n, apart in legs)
         if members > inside:
@@ -278,8 +323,8 @@ def _on_network(hop: Hop, levels: Levels, network: Network, block: int, stride: 
         paths = network.torus.paths(hop.fan, max(1, stride // block))
         return replace(hop, bytes_per_second=hop.bytes_per_second * paths.share, paths=paths)
     if network.topology == DRAGONFLY and hop.level == levels[-1][0]:
-        # To one other group lead one of g - 1 parts of a group's links, or by way of third groups all of them, twice (Valiant's routing;
-        # Kim et al. 2008, section 4.2).
+        # To one other group lead one of g - 1 parts of a group's links, or by way of third groups all of them, twice
+        # (Valiant's routing; Kim et al. 2008, section 4.2).
         narrower = min(max(levels[-1][1].devices // block - 1, 1), 2)
         return replace(hop, bytes_per_second=hop.bytes_per_second / narrower)
     # A group that keeps to one number in each node keeps to its rail.

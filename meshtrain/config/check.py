@@ -56,13 +56,20 @@ def hooks(config: Config) -> dict[str, Any]:
         return {}
     from meshtrain.config.imports import named
 
-    return {key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None}
+    return {
+        key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None
+    }
 
 
 def hook_texts(config: Config) -> dict[str, str | None]:
     """Returns the keys that name functions, with what they name."""
-    model, train = config.model, config.train
-    return {"model.block": model.block, "model.attention": model.attention, "train.loss": train.loss}
+    model = config.model
+    train = config.train
+    return {
+        "model.block": model.block,
+        "model.attention": model.attention,
+        "train.loss": train.loss,
+    }
 
 
 def _steps(config: Config) -> float:
@@ -71,7 +78,9 @@ def _steps(config: Config) -> float:
 
 
 def _model_problems(config: Config) -> Iterator[str]:
-    model, tensor, length = config.model, config.mesh.tensor, config.train.sequence_length
+    model = config.model
+    tensor = config.mesh.tensor
+    length = config.train.sequence_length
     family = FAMILIES[model.family]
     if family.positions == "learned" and model.max_positions < length:
         longer = f"train.sequence_length {length} is longer than model.max_positions {model.max_positions}"
@@ -82,56 +91,74 @@ def _model_problems(config: Config) -> Iterator[str]:
     yield from context_problems(config)
     yield from _expert_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
-        legal, patches = listed_divisors(math.gcd(length, model.heads)), length - 1
+        legal = listed_divisors(math.gcd(length, model.heads))
+        patches = length - 1
         if family.images and model.pool == "class" and not patches % tensor:
             legal += f", or with model.pool: mean, which has no class token beside the {patches} patches, {tensor} too"
         uneven = (
-            f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel needs"
+            f"mesh.tensor {tensor} does not divide train.sequence_length {length}, as parallel.sequence_parallel "
+            "needs"
         )
         yield f"{uneven}; legal for mesh.tensor are {legal}."
 
 
 def _expert_problems(config: Config) -> Iterator[str]:
-    experts, expert = config.model.moe.experts, config.mesh.expert
+    experts = config.model.moe.experts
+    expert = config.mesh.expert
     if not experts:
         if expert > 1:
             yield f"mesh.expert is {expert}, but the model has no experts; give model.moe.experts, or leave it out."
         if config.parallel.experts.capacity is not None:
-            yield "parallel.experts.capacity is given, but the model has no experts; give model.moe.experts, or leave it out."
+            yield (
+                "parallel.experts.capacity is given, but the model has no experts; give model.moe.experts, or leave "
+                "it out."
+            )
         return
     if experts % expert:
         yield f"mesh.expert {expert} does not divide model.moe.experts {experts}; legal are {listed_divisors(experts)}."
     if expert > 1 and (compression := config.parallel.reduce.compression) != "none":
         yield (
-            f"parallel.reduce.compression is {compression}, but with mesh.expert {expert} gradients of experts are summed over other ranks "
+            f"parallel.reduce.compression is {compression}, but with mesh.expert {expert} gradients of experts are "
+            "summed over other ranks "
             "than those of the other weights, and a residual of each would be kept; leave one of them out."
         )
 
 
 def context_problems(config: Config) -> Iterator[str]:
     """Yields a sentence on each thing that a row cannot be split over context for."""
-    context, strategy, model = config.mesh.context, config.parallel.context_strategy, config.model
+    context = config.mesh.context
+    strategy = config.parallel.context_strategy
+    model = config.model
     if context == 1:
         return
     if FAMILIES[model.family].images:
-        yield f"mesh.context is {context}, but model.family {model.family} reads images, whose patches are few; leave it out."
+        yield (
+            f"mesh.context is {context}, but model.family {model.family} reads images, whose patches are few; leave "
+            "it out."
+        )
     if strategy == "ring" and model.window:
         waste = f"whose messages all go round though model.window {model.window} hides most of them"
         yield f"parallel.context_strategy is ring, {waste}; legal are all_gather and ulysses."
     heads = model.heads // config.mesh.tensor
     if strategy == "ulysses" and heads % context:
         yield (
-            f"mesh.context {context} does not divide the {heads} heads of a tensor rank, as parallel.context_strategy ulysses needs; "
+            f"mesh.context {context} does not divide the {heads} heads of a tensor rank, as parallel.context_strategy "
+            "ulysses needs; "
             f"legal are {listed_divisors(heads)}, or the strategies all_gather and ring."
         )
     yield from _length_problems(config, config.train.sequence_length)
 
 
 def _length_problems(config: Config, length: int) -> Iterator[str]:
-    context, zigzag = config.mesh.context, config.parallel.context_strategy != "ulysses"
+    context = config.mesh.context
+    zigzag = config.parallel.context_strategy != "ulysses"
     parts = 2 * context if zigzag else context
     if length % parts:
-        way = "which gives each rank two chunks of a row, one from each end" if zigzag else "with ulysses"
+        way = (
+            "which gives each rank two chunks of a row, one from each end"
+            if zigzag
+            else "with ulysses"
+        )
         yield f"mesh.context {context}, {way}, needs a row of a multiple of {parts} tokens, but it has {length}."
     if config.parallel.sequence_parallel and length // context % config.mesh.tensor:
         left = f"the {length // context} tokens that mesh.context {context} leaves of a row"
@@ -145,8 +172,11 @@ def check_length(config: Config, length: int) -> None:
 
 
 def _batch_problems(config: Config) -> Iterator[str]:
-    batch, data, microbatches = config.train.global_batch_size, config.mesh.data, config.parallel.microbatches
-    rows, own = padded_batch_size(config), batch // data
+    batch = config.train.global_batch_size
+    data = config.mesh.data
+    microbatches = config.parallel.microbatches
+    rows = padded_batch_size(config)
+    own = batch // data
     if (tokens := rows * config.train.sequence_length) > MOST_TOKENS:
         padded = f" (padded to {rows:,})" if rows > batch else ""
         size = f"train.global_batch_size {batch}{padded} x train.sequence_length {config.train.sequence_length}"
@@ -163,8 +193,12 @@ def _batch_problems(config: Config) -> Iterator[str]:
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
-    layers, stages, parallel = config.model.layers, config.mesh.pipeline, config.parallel
-    schedule, chunks, microbatches = parallel.schedule, parallel.virtual_stages, parallel.microbatches
+    layers = config.model.layers
+    stages = config.mesh.pipeline
+    parallel = config.parallel
+    schedule = parallel.schedule
+    chunks = parallel.virtual_stages
+    microbatches = parallel.microbatches
     is_table = schedule.endswith(".csv")
     if is_table and not os.path.isfile(os.path.expanduser(schedule)):
         path = Path(os.path.expanduser(schedule))
@@ -178,7 +212,10 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             raise NotImported(schedule)
         legal = ", ".join([AUTO, *SCHEDULES])
         ending = nearest(schedule, [AUTO, *SCHEDULES]) or "."
-        yield f"parallel.schedule is {short(repr(schedule))}; it must be one of {legal}, or the path of a .csv table{ending}"
+        yield (
+            f"parallel.schedule is {short(repr(schedule))}; it must be one of {legal}, or the path of a .csv "
+            f"table{ending}"
+        )
     # Without stages no table is run: neither chunks nor a split of the layers have a use (see `notes`).
     if stages == 1:
         # Whoever names a table of several stages wants it run: a mesh that leaves it unused is a mistake.
@@ -189,19 +226,26 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         free = ", ".join(name for name in SCHEDULES if legal_chunks(name) is None)
         but = f"parallel.virtual_stages is {chunks}, but {schedule} always has {fixed}"
         yield f"{but}; leave it out, or set parallel.schedule to one that has any number: {free}."
-    what = f"mesh.pipeline {stages}" + (f" x parallel.virtual_stages {chunks}" if chunks > 1 else "")
+    what = f"mesh.pipeline {stages}" + (
+        f" x parallel.virtual_stages {chunks}" if chunks > 1 else ""
+    )
     if stages * chunks > layers and parallel.layer_split is None:
-        legal = f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
+        legal = (
+            f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
+        )
         yield f"{what} makes {stages * chunks} stages, more than model.layers {layers}; {legal}."
     if stages * (chunks * microbatches + stages) > MAX_ENTRIES:
         most = (MAX_ENTRIES // stages - stages) // chunks
         legal = f"{most} microbatches" if most > 0 else f"{math.isqrt(MAX_ENTRIES // 2)} stages"
-        too_many = f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
+        too_many = (
+            f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
+        )
         yield f"{too_many}; legal are at most {legal}."
     split = parallel.layer_split
     if split is not None and (len(split) != stages * chunks or sum(split) != layers):
         yield (
-            f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must have "
+            f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must "
+            "have "
             f"{stages * chunks} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
     # A table from outside may be none that can run.
@@ -210,14 +254,21 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[str]:
-    data, tensor, batch = config.data, config.mesh.tensor, config.train.global_batch_size
+    data = config.data
+    tensor = config.mesh.tensor
+    batch = config.train.global_batch_size
     if data.format == images.IMAGES:
         return
     if (data.source == MIXTURE) != bool(data.mixture):
-        but = "names sources; set data.source to mixture, or leave it out" if data.mixture else "names no sources; list them"  # fmt: skip
+        but = (
+            "names sources; set data.source to mixture, or leave it out"
+            if data.mixture
+            else "names no sources; list them"
+        )
         yield f"data.source is {short(data.source)}, but data.mixture {but}."
     if len(data.weights) != len(data.mixture):
-        numbers, sources = len(data.weights), len(data.mixture)
+        numbers = len(data.weights)
+        sources = len(data.mixture)
         yield f"data.weights has {numbers} numbers for the {sources} sources of data.mixture; give one each."
     if unmixable := [name for name in data.mixture if name == MIXTURE or not has_documents(name)]:
         words = ", ".join(filter(has_documents, SOURCES))
@@ -235,7 +286,9 @@ def _data_problems(config: Config) -> Iterator[str]:
     by_length = data.batching in ("grouped", "budget")
     if by_length and config.mesh.context > 1:
         of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"
-        yield from (f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple))
+        yield from (
+            f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple)
+        )
     if by_length and config.parallel.sequence_parallel and data.length_multiple % tensor:
         odd = f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}"
         needs = f"as parallel.sequence_parallel needs with data.batching {data.batching}"
@@ -253,48 +306,78 @@ def _remat_problems(config: Config) -> Iterator[str]:
     for name in ("remat_keep", "remat_offload"):
         activations = getattr(parallel, name)
         if activations and parallel.remat != "names":
-            but = f"but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names"
+            but = (
+                f"but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names"
+            )
             yield f"parallel.{name} is given, {but}."
         for activation in activations:
             if activation not in ACTIVATIONS:
                 ending = nearest(activation, ACTIVATIONS) or "."
                 yield f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}{ending}"
-    if both := [activation for activation in parallel.remat_keep if activation in parallel.remat_offload]:
+    if both := [
+        activation for activation in parallel.remat_keep if activation in parallel.remat_offload
+    ]:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
     if parallel.remat_offload and runs_table(config):
         stages = config.mesh.pipeline
-        but = f"but mesh.pipeline is {stages}" if stages > 1 else f"but parallel.schedule is {parallel.schedule}"
+        but = (
+            f"but mesh.pipeline is {stages}"
+            if stages > 1
+            else f"but parallel.schedule is {parallel.schedule}"
+        )
         kept = "stages keep what is in flight on the device, so leave it out, or keep less with parallel.remat_keep"
         yield f"parallel.remat_offload is given, {but}; {kept}."
 
 
 def float8_problems(config: Config) -> Iterator[str]:
     """Yields a sentence on each thing that products in float8 cannot be made of."""
-    precision, model, skip, tensor = config.precision, config.model, config.precision.float8_skip, config.mesh.tensor
+    precision = config.precision
+    model = config.model
+    skip = config.precision.float8_skip
+    tensor = config.mesh.tensor
     for name, legal in (("matmul", ("compute", "float8")), ("float8_recipe", RECIPES)):
         value = getattr(precision, name)
         if value.lower() in ("mxfp8", "nvfp4"):
-            yield f"precision.{name} is {value}, whose products are Blackwell's, and not here; legal are {', '.join(legal)}."
+            yield (
+                f"precision.{name} is {value}, whose products are Blackwell's, and not here; legal are "
+                f"{', '.join(legal)}."
+            )
         elif value not in legal:
-            yield f"precision.{name} is {short(repr(value))}; legal are {', '.join(legal)}{nearest(value, legal) or '.'}"
+            yield (
+                f"precision.{name} is {short(repr(value))}; legal are "
+                f"{', '.join(legal)}{nearest(value, legal) or '.'}"
+            )
     if precision.matmul != "float8":
         return
     if len(skip) != 2:
-        yield f"precision.float8_skip is {short(list(skip))}; give two numbers, of the first layers and of the last ones."
+        yield (
+            f"precision.float8_skip is {short(list(skip))}; give two numbers, of the first layers and of the last "
+            "ones."
+        )
     elif sum(skip) >= model.layers:
-        yield f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are fewer in all."
+        yield (
+            f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are "
+            "fewer in all."
+        )
     widths = (
-        ("model.d_model", model.d_model, 1), ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
-        ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1), ("model.d_ff", model.d_ff, tensor),
-    )  # fmt: skip
+        ("model.d_model", model.d_model, 1),
+        ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
+        ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1),
+        ("model.d_ff", model.d_ff, tensor),
+    )
     for name, width, ranks in widths if precision.float8_recipe != "blockwise" else ():
         if width % (16 * ranks):
             over = f" over mesh.tensor {ranks}" if ranks > 1 else ""
-            yield f"{name} {width}{over} is no multiple of 16, as products in float8 need; widen it, or set precision.matmul to compute."
+            yield (
+                f"{name} {width}{over} is no multiple of 16, as products in float8 need; widen it, or set "
+                "precision.matmul to compute."
+            )
 
 
 def _tuning_problems(config: Config) -> Iterator[str]:
-    lora, train, data = config.lora, config.train, config.data
+    lora = config.lora
+    train = config.train
+    data = config.data
     is_dpo = train.objective == "dpo"
     have = model.projections(config.model)
     for target in lora.targets:
@@ -310,7 +393,10 @@ def _tuning_problems(config: Config) -> Iterator[str]:
         template = f"data.template is {short(data.template)}"
         yield f"{template}, but data.format is text, which has none; set data.format to chat or pairs."
     if is_dpo and train.trainable:
-        yield "train.objective dpo takes the model without its adapters as reference, which train.trainable would have move; leave it out."
+        yield (
+            "train.objective dpo takes the model without its adapters as reference, which train.trainable would "
+            "have move; leave it out."
+        )
     for name in ("label_smoothing", "z_loss"):
         if is_dpo and (value := getattr(train, name)):
             yield f"train.{name} is {value}, but train.objective dpo takes plain log-probabilities; leave it out."
@@ -323,8 +409,11 @@ def _tuning_problems(config: Config) -> Iterator[str]:
 
 
 def _survive_problems(config: Config) -> Iterator[str]:
-    survive, devices = config.survive, config.mesh.devices
-    least, wanted, most = survive.least, survive.wanted, survive.most
+    survive = config.survive
+    devices = config.mesh.devices
+    least = survive.least
+    wanted = survive.wanted
+    most = survive.most
     if not least <= wanted <= most:
         keys = f"survive.least {least}, survive.wanted {wanted} and survive.most {most}"
         yield f"{keys} must be in this order, each at most the next."

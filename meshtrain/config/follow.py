@@ -18,14 +18,18 @@ from meshtrain.families import FAMILIES
 from meshtrain.registry import NotImported
 from meshtrain.schedule.generators import SCHEDULES, has_table
 
-# train.loss_chunk: auto. Fewer tokens, and what a chunk adds to the sum of the head's gradient takes longer than its products.
-CHUNK, ROOM = 2048, 2**32  # tokens; bytes of float32 logits
+# train.loss_chunk: auto. Fewer tokens, and what a chunk adds to the sum of the head's gradient takes longer than its
+# products. tokens; bytes of float32 logits
+CHUNK = 2048
+ROOM = 2**32
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def resolve(config: AnyConfig, as_far: bool = False) -> AnyConfig:
-    """Returns the config in which no key is left to follow from the others. Raises ConfigError where one does not follow.
+    """Returns the config in which no key is left to follow from the others.
+
+    Raises ConfigError where one does not follow.
 
     `as_far`: a default that stands for itself stays where what it follows from is not imported.
     """
@@ -40,14 +44,24 @@ def resolve(config: AnyConfig, as_far: bool = False) -> AnyConfig:
 
 
 def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
-    """Returns a resolved config with other values, by section: replaced(config, mesh={"data": 2}). What followed follows again."""
+    """Returns a resolved config with other values, by section: replaced(config, mesh={"data": 2}).
+
+    What followed follows again.
+    """
     return resolve(put(unresolved(config), **sections))
 
 
 def as_run_on(platform: str, config: AnyConfig) -> AnyConfig:
-    """Returns a resolved config as devices of a platform run it: CPUs, which hide no messages, without pairs that nobody named."""
+    """Returns a resolved config as devices of a platform run it: CPUs, which hide no messages, without pairs that
+    nobody named.
+    """
     schedule = config.parallel.schedule
-    if platform == "cpu" and isinstance(schedule, Followed) and (entry := SCHEDULES.get(schedule)) and entry.paired:
+    if (
+        platform == "cpu"
+        and isinstance(schedule, Followed)
+        and (entry := SCHEDULES.get(schedule))
+        and entry.paired
+    ):
         return put(config, parallel={"schedule": Followed(without_pairs(config))})
     return config
 
@@ -60,7 +74,8 @@ def unresolved(config: AnyConfig) -> AnyConfig:
 
 
 def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
-    """Returns a config with other values, by section, and nothing else: whoever makes many of them fills in what follows.
+    """Returns a config with other values, by section, and nothing else: whoever makes many of them fills in what
+    follows.
 
     A few times as fast as `dataclasses.replace`, which searches notice.
     """
@@ -76,9 +91,12 @@ def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
 
 def followed(config: Config, path: str) -> bool:
     """Returns whether the value of a key is the one that follows from the others."""
-    key, value = keys(type(config))[path], value_of(config, path)
+    key = keys(type(config))[path]
+    value = value_of(config, path)
     try:
-        return isinstance(value, Followed) or (key.follows is not None and value == key.follows(config))
+        return isinstance(value, Followed) or (
+            key.follows is not None and value == key.follows(config)
+        )
     except ConfigError:
         return False
 
@@ -90,9 +108,12 @@ def value_of(config: Any, path: str) -> Any:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key path, old, new) of the keys that both configs have and that differ."""
     for name in (name for name in new if name in old):
-        before, after = old[name], new[name]
+        before = old[name]
+        after = new[name]
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from ((f"{name}.{inner}", *values) for inner, *values in differences(before, after))
+            yield from (
+                (f"{name}.{inner}", *values) for inner, *values in differences(before, after)
+            )
             continue
         # tuples and lists are the same
         before, after = (json.loads(json.dumps(value)) for value in (before, after))
@@ -129,7 +150,8 @@ def padded_batch_size(config: Config) -> int:
 
 
 def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
-    """Returns how many of `tokens` have logits at once (train.loss_chunk), on a device of `rows` ids each; None: all, in one piece.
+    """Returns how many of `tokens` have logits at once (train.loss_chunk), on a device of `rows` ids each; None: all,
+    in one piece.
 
     auto spares the sum of the head's gradient, which each chunk reads and writes, where there is room for the logits.
     """
@@ -142,11 +164,17 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
 
 
 def expert_room(experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int) -> int:
-    """Returns how many rows a rank with `local` experts has room for, of `tokens` tokens on each of the `ranks` ranks: all that could come or,
-    with a capacity, so many times an even load. all_to_all has equal room for what each rank sends."""
-    most, pairs, capacity = tokens * min(top_k, local), tokens * top_k, experts.capacity
+    """Returns how many rows a rank with `local` experts has room for, of `tokens` tokens on each of the `ranks` ranks:
+    all that could come or, with a capacity, so many times an even load. all_to_all has equal room for what each rank
+    sends.
+    """
+    most = tokens * min(top_k, local)
+    pairs = tokens * top_k
+    capacity = experts.capacity
     if ranks > 1 and experts.dispatch == "all_to_all":
-        return ranks * (most if capacity is None else min(most, math.ceil(capacity * pairs / ranks)))
+        return ranks * (
+            most if capacity is None else min(most, math.ceil(capacity * pairs / ranks))
+        )
     return ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * pairs))
 
 
@@ -165,7 +193,9 @@ def skips_idle_work(config: Config, platform: str) -> bool:
 
 
 def drops(config: Config) -> bool:
-    """Whether a step drops anything: no policy of pairs does, since its reference does not, and noise in one of the two is no preference."""
+    """Whether a step drops anything: no policy of pairs does, since its reference does not, and noise in one of the two
+    is no preference.
+    """
     return config.train.objective != "dpo" and (config.model.dropout > 0 or config.lora.dropout > 0)
 
 

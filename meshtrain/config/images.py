@@ -32,17 +32,20 @@ class ImagesConfig:
     operations: int = key(2, "randaugment: operations an image", least=1, most=16, resume=REFUSED)
     magnitude: float = key(9.0, "randaugment: how far each goes, of 30", least=0.0, most=30.0, resume=REFUSED)
     crop: float = key(
-        1.0, "training: least share of the image's area that a random crop keeps, which is then resized (Szegedy et al. 2015: 0.08); 1: none",
+        1.0, "training: least share of the image's area that a random crop keeps, which is then resized (Szegedy et "
+             "al. 2015: 0.08); 1: none",
         least=0.01, most=1.0, resume=REFUSED
     )
     shift: int = key(0, "training: images are moved by up to so many pixels each way, zeros where nothing is", least=0, resume=REFUSED)
     flip: float = key(0.0, "training: probability of mirroring left and right", least=0.0, most=1.0, resume=REFUSED)
     mixup: float = key(
-        0.0, "training: two images of a batch are blended by a share drawn from Beta(mixup, mixup) (Zhang et al. 2018); 0: none",
+        0.0, "training: two images of a batch are blended by a share drawn from Beta(mixup, mixup) (Zhang et al. "
+             "2018); 0: none",
         least=0.0, most=100.0, resume=REFUSED
     )
     cutmix: float = key(
-        0.0, "training: a box of another image of the batch is pasted, its share of the area likewise (Yun et al. 2019); 0: none",
+        0.0, "training: a box of another image of the batch is pasted, its share of the area likewise (Yun et al. "
+             "2019); 0: none",
         least=0.0, most=100.0, resume=REFUSED
     )
     switch: float = key(0.5, "mixup and cutmix: probability that an image gets cutmix", least=0.0, most=1.0, resume=REFUSED)
@@ -52,10 +55,16 @@ class ImagesConfig:
 
 def problems(config: Any) -> Iterator[str]:
     """Yields a sentence on keys that contradict a family of images, or one of text."""
-    model, data, train = config.model, config.data, config.train
-    family, of_images = FAMILIES[model.family], " or ".join(name for name in FAMILIES if FAMILIES[name].images)
+    model = config.model
+    data = config.data
+    train = config.train
+    family = FAMILIES[model.family]
+    of_images = " or ".join(name for name in FAMILIES if FAMILIES[name].images)
     reads = f"model.family {family.name} reads {'images' if family.images else 'text'}"
-    for name, value, wanted in (("data.format", data.format, IMAGES), ("train.objective", train.objective, "classify")):
+    for name, value, wanted in (
+        ("data.format", data.format, IMAGES),
+        ("train.objective", train.objective, "classify"),
+    ):
         if family.images and value != wanted:
             yield f"{name} is {value}, but {reads}; leave it out, or set it to {wanted}."
         if value == wanted and not family.images:
@@ -75,10 +84,17 @@ def problems(config: Any) -> Iterator[str]:
 
 def _source_problems(data: Any) -> Iterator[str]:
     words = " or ".join(filter(has_images, SOURCES))
-    for name, value in (("data.source", data.source), ("data.validation_source", data.validation_source)):
+    for name, value in (
+        ("data.source", data.source),
+        ("data.validation_source", data.validation_source),
+    ):
         if value is not None and not has_images(value):
             yield f"{name} is {value}, which holds no images; name a folder of them, arrays, or {words}."
-    if data.source in SOURCES and SOURCES[data.source].rows is not None and data.validation_source is not None:
+    if (
+        data.source in SOURCES
+        and SOURCES[data.source].rows is not None
+        and data.validation_source is not None
+    ):
         with_source = f"with data.source {data.source} the held-out images are drawn too"
         yield f"data.validation_source is given, but {with_source}; leave it out."
     # Keys of text alone, and their defaults.
@@ -95,7 +111,8 @@ def _source_problems(data: Any) -> Iterator[str]:
 
 
 def _size_problems(model: Any, images: ImagesConfig) -> Iterator[str]:
-    size, channels = model.image_size, model.channels
+    size = model.image_size
+    channels = model.channels
     if size % model.patch_size:
         legal = listed_divisors(size)
         yield f"model.patch_size {model.patch_size} does not divide model.image_size {size}; legal are {legal}."

@@ -1,20 +1,23 @@
-"""Python files and modules that a config names, in which families, optimizers, schedules, sources and hooks are registered or defined.
+"""Python files and modules that a config names, in which families, optimizers, schedules, sources and hooks are
+registered or defined.
 
     run:   {imports: [FILE, team.optimizers]}      imported before anything else of the config is read, in every command
     train: {loss: "team.optimizers:capped"}        what a file (by its name without .py) or a module defines
 
-An installed distribution brings its own without being named: an entry point of the group `meshtrain.plugins` is loaded before a config is.
+An installed distribution brings its own without being named: an entry point of the group `meshtrain.plugins` is loaded
+before a config is.
 
     [project.entry-points."meshtrain.plugins"]
     team = "team.plugin"                          a module, or a function in it that is called
 
-A file is told from a module by its `.py`. An absolute path is that file. A relative one counts from the folder of the config, else from the
-working directory; where both have one and they differ, it is refused. Of a run it is copied into the directory `imports` beside config.yaml:
-whoever opens the run by its config.yaml or its checkpoints takes that copy, so that a file that was edited or moved since does not change
-what the run is.
+A file is told from a module by its `.py`. An absolute path is that file. A relative one counts from the folder of the
+config, else from the working directory; where both have one and they differ, it is refused. Of a run it is copied into
+the directory `imports` beside config.yaml: whoever opens the run by its config.yaml or its checkpoints takes that copy,
+so that a file that was edited or moved since does not change what the run is.
 
-Code runs where it is the user's own: the file, the config that names it and the directories on the way belong to the user, or to root, and
-others may not write to them. Elsewhere, and where a command only reads a run, it runs with `--trust RUN` alone.
+Code runs where it is the user's own: the file, the config that names it and the directories on the way belong to the
+user, or to root, and others may not write to them. Elsewhere, and where a command only reads a run, it runs with
+`--trust RUN` alone.
 """
 
 import functools
@@ -56,7 +59,10 @@ _TAKEN: dict[str, _Taken] = {}  # by the name before `:`
 
 @functools.cache
 def plugins() -> tuple[str, ...]:
-    """Loads the plug-ins of installed distributions, once, and returns each as its name and version. ConfigError for one that fails."""
+    """Loads the plug-ins of installed distributions, once, and returns each as its name and version.
+
+    ConfigError for one that fails.
+    """
     loaded = []
     for entry in metadata.entry_points(group=PLUGINS):
         of = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
@@ -68,7 +74,9 @@ def plugins() -> tuple[str, ...]:
             if _is_request_to_stop(error):
                 raise
             what = f"{type(error).__name__}: {_message(error)}"
-            raise ConfigError(f"the plug-in {entry.name} ({entry.value}) of {of} cannot be loaded: {what}; mend or uninstall it.") from error  # fmt: skip
+            raise ConfigError(
+                f"the plug-in {entry.name} ({entry.value}) of {of} cannot be loaded: {what}; mend or uninstall it."
+            ) from error
         _TAKEN.setdefault(entry.module, _Taken(sys.modules[entry.module], None, ""))
         loaded.append(f"{entry.name} of {of}")
     return tuple(loaded)
@@ -77,8 +85,9 @@ def plugins() -> tuple[str, ...]:
 def take(entries: Sequence[str], named_by: Path | None, run: Path | None = None) -> tuple[str, ...]:
     """Imports what is not imported yet, and returns the entries with files by their absolute paths.
 
-    `named_by`: the file that lists them, which must be the user's own or trusted; None: the command line, or Python. `run`: the directory of
-    the run that has written that file. ConfigError for what cannot be imported, with the line of the file.
+    `named_by`: the file that lists them, which must be the user's own or trusted; None: the command line, or Python.
+    `run`: the directory of the run that has written that file. ConfigError for what cannot be imported, with the line
+    of the file.
     """
     for entry in entries:
         if isinstance(entry, Unimported):
@@ -88,34 +97,46 @@ def take(entries: Sequence[str], named_by: Path | None, run: Path | None = None)
         for path in dict.fromkeys((named_by, root / "config.yaml" if run else named_by)):
             _refuse_others(path, root)
     folder = Path.cwd() if named_by is None else named_by.absolute().parent
-    return tuple(_take_file(entry, folder, run) if entry.endswith(".py") else _take_module(entry) for entry in entries)
+    return tuple(
+        _take_file(entry, folder, run) if entry.endswith(".py") else _take_module(entry)
+        for entry in entries
+    )
 
 
 def is_of_run(config: Path) -> bool:
     """Returns whether a file is the config.yaml of a run, beside which the run keeps its copies."""
-    return config.name == "config.yaml" and any(os.path.lexists(config.parent / name) for name in OF_A_RUN)
+    return config.name == "config.yaml" and any(
+        os.path.lexists(config.parent / name) for name in OF_A_RUN
+    )
 
 
 def lies_in_run(config: Path) -> bool:
     """Returns whether a file may be a part of a run directory: a command that reads takes it for one."""
     path = config.absolute()
     return path.name == "config.yaml" or any(
-        os.path.lexists(folder / "config.yaml") and any(os.path.lexists(folder / name) for name in (COPIES, *OF_A_RUN))
+        os.path.lexists(folder / "config.yaml")
+        and any(os.path.lexists(folder / name) for name in (COPIES, *OF_A_RUN))
         for folder in path.parents
     )
 
 
 def left_out(named_by: Path) -> str | None:
-    """Returns what would have to be trusted for a command that only reads to import what a file names; None if it may."""
+    """Returns what would have to be trusted for a command that only reads to import what a file names; None if it
+    may.
+    """
     folder = named_by.absolute().parent
-    if is_trusted(named_by) or (not lies_in_run(named_by) and not any(map(_fault, _on_the_way(named_by)))):
+    if is_trusted(named_by) or (
+        not lies_in_run(named_by) and not any(map(_fault, _on_the_way(named_by)))
+    ):
         return None
     return str(folder)
 
 
 def is_trusted(path: Path) -> bool:
     """Returns whether a path lies in a trusted directory, where links lead to too."""
-    trusted = [Path(folder).resolve() for folder in os.environ.get(TRUST, "").split(os.pathsep) if folder]
+    trusted = [
+        Path(folder).resolve() for folder in os.environ.get(TRUST, "").split(os.pathsep) if folder
+    ]
     return any(path.resolve().is_relative_to(folder) for folder in trusted)
 
 
@@ -155,7 +176,8 @@ def _fault(path: Path) -> str | None:
 def _is_private(info: os.stat_result) -> bool:
     """Returns whether the group of a file has its owner alone in it, as many systems give each user one."""
     try:
-        owner, group = pwd.getpwuid(info.st_uid).pw_name, grp.getgrgid(info.st_gid)
+        owner = pwd.getpwuid(info.st_uid).pw_name
+        group = grp.getgrgid(info.st_gid)
     except KeyError:
         return info.st_uid == info.st_gid
     return group.gr_name == owner and set(group.gr_mem) <= {owner}
@@ -171,10 +193,15 @@ def _take_module(name: str) -> str:
 
 
 def _refuse_others_module(name: str) -> None:
-    """ConfigError for a module that others may have written, as one in the working directory; installed ones are as Python itself."""
+    """ConfigError for a module that others may have written, as one in the working directory; installed ones are as
+    Python itself.
+    """
     spec = _guarded(name, "", lambda: importlib.util.find_spec(name))
     places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
-    installed = [Path(folder).resolve() for folder in {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}]
+    installed = [
+        Path(folder).resolve()
+        for folder in {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}
+    ]
     for place in filter(os.path.exists, filter(None, places)):
         if not any(Path(place).resolve().is_relative_to(folder) for folder in installed):
             _refuse_others(Path(place), Path(place).absolute().parent)
@@ -182,11 +209,15 @@ def _refuse_others_module(name: str) -> None:
 
 def _take_file(entry: str, folder: Path, run: Path | None) -> str:
     path = _found(entry, folder, run).absolute()
-    text, name = read_text(path, "Python file", "run.imports takes Python files", (".py",), LARGEST), path.stem
+    text = read_text(path, "Python file", "run.imports takes Python files", (".py",), LARGEST)
+    name = path.stem
     if (taken := _TAKEN.get(name)) is not None:
         if taken.text != text:
             there = taken.path or "a module"
-            raise ConfigError(f"run.imports: {short(path)} is not the {name} that was imported from {there}; give it another name, or start anew.")  # fmt: skip
+            raise ConfigError(
+                f"run.imports: {short(path)} is not the {name} that was imported from {there}; give it another name, "
+                "or start anew."
+            )
         return str(path)
     _refuse_others(path, run or path.parent)
     # Under a name that hides no module of anyone's; of the text that was read, and without bytecode beside it.
@@ -203,11 +234,15 @@ def _found(entry: str, folder: Path, run: Path | None) -> Path:
     given = Path(entry).expanduser()
     if run is not None and (copy := run / COPIES / given.name).is_file():
         return copy
-    beside, here = folder / given, Path.cwd() / given
+    beside = folder / given
+    here = Path.cwd() / given
     if not here.is_file() or beside == here:
         return beside
     if beside.is_file() and beside.read_bytes() != here.read_bytes():
-        raise ConfigError(f"run.imports: {short(entry)} is {short(beside)} or {short(here)}, which differ; give the path of the one that is meant.")  # fmt: skip
+        raise ConfigError(
+            f"run.imports: {short(entry)} is {short(beside)} or {short(here)}, which differ; give the path of the one "
+            "that is meant."
+        )
     return beside if beside.is_file() else here
 
 
@@ -218,18 +253,28 @@ def _guarded(entry: str, file: str, run: Callable[[], Any]) -> Any:
     except BaseException as error:
         if _is_request_to_stop(error):
             raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
         if isinstance(error, SyntaxError) and error.filename == file:
             lines.append(error.lineno)
         where = f", line {lines[-1]}" if lines else ""
         what = error.msg if isinstance(error, SyntaxError) else _message(error)
-        raise ConfigError(f"run.imports: {short(entry)}{where}: {type(error).__name__}: {what}.") from error
+        raise ConfigError(
+            f"run.imports: {short(entry)}{where}: {type(error).__name__}: {what}."
+        ) from error
 
 
 def _is_request_to_stop(error: BaseException) -> bool:
-    """Returns whether an exception is the user's Ctrl-C, and not raised by the code: a command's is a class of its own."""
+    """Returns whether an exception is the user's Ctrl-C, and not raised by the code: a command's is a class of its
+    own.
+    """
     by_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return isinstance(error, KeyboardInterrupt) and (by_default or type(error).__module__.startswith("meshtrain."))
+    return isinstance(error, KeyboardInterrupt) and (
+        by_default or type(error).__module__.startswith("meshtrain.")
+    )
 
 
 def _message(error: BaseException) -> str:
@@ -251,14 +296,24 @@ def named(key: str, text: str) -> Any:
         )
     module = _TAKEN[name].module
     if not callable(found := getattr(module, attribute, None)):
-        functions = [n for n, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-        raise ConfigError(f"{key}: {name} has no function {short(attribute)}{nearest(attribute, functions) or '.'}")
+        functions = [
+            n
+            for n, value in vars(module).items()
+            if callable(value) and value.__module__ == module.__name__
+        ]
+        raise ConfigError(
+            f"{key}: {name} has no function {short(attribute)}{nearest(attribute, functions) or '.'}"
+        )
     return found
 
 
 def files(entries: Sequence[str]) -> dict[str, str]:
     """Returns the text of each imported file by its name."""
-    return {Path(entry).name: _TAKEN[Path(entry).stem].text for entry in entries if entry.endswith(".py")}
+    return {
+        Path(entry).name: _TAKEN[Path(entry).stem].text
+        for entry in entries
+        if entry.endswith(".py")
+    }
 
 
 def keep(entries: Sequence[str], run_directory: Path) -> None:
@@ -273,4 +328,6 @@ def keep(entries: Sequence[str], run_directory: Path) -> None:
 
 def digest(entries: Sequence[str]) -> str:
     """Returns a digest of all imported files and the names of plug-ins: what nodes must agree on."""
-    return hashlib.sha256(repr((sorted(files(entries).items()), sorted(plugins()))).encode()).hexdigest()
+    return hashlib.sha256(
+        repr((sorted(files(entries).items()), sorted(plugins()))).encode()
+    ).hexdigest()

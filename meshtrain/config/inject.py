@@ -3,7 +3,8 @@
     kill@40:1       rank 1 is killed as soon as 40 steps are taken
     kill@40:1.b     the same once more: what was done stays done, in RUN/survive/injected/, and a name of its own asks again
 
-A training process does its own (`survive.injector`), the supervisor those of nodes; some are made before the run begins. Imports no JAX.
+A training process does its own (`survive.injector`), the supervisor those of nodes; some are made before the run
+begins. Imports no JAX.
 """
 
 import os
@@ -78,17 +79,28 @@ class FaultRequest:
 
 
 def parse(text: str, where: str = "survive.inject") -> list[FaultRequest]:
-    """Returns the faults that KIND@STEP:RANK asks for, one or (kill-two) two; ConfigError, which names `where`, for what asks for none."""
+    """Returns the faults that KIND@STEP:RANK asks for, one or (kill-two) two; ConfigError, which names `where`, for
+    what asks for none.
+    """
     match = re.fullmatch(r"([^@]*)@(\d{1,9}):(\d{1,5})(\.\w{1,16})?", text, re.ASCII)
     if match is None:
-        raise ConfigError(f"{where} has {short(repr(text))}; it must be KIND@STEP:RANK, as in kill@40:1.")
-    name, step, rank = match[1], int(match[2]), int(match[3])
+        raise ConfigError(
+            f"{where} has {short(repr(text))}; it must be KIND@STEP:RANK, as in kill@40:1."
+        )
+    name = match[1]
+    step = int(match[2])
+    rank = int(match[3])
     if name not in KINDS:
         ending = nearest(name, KINDS) or f"; legal are {', '.join(KINDS)}."
-        raise ConfigError(f"{where} has {short(repr(text))}, but there is no fault {short(name)}{ending}")
+        raise ConfigError(
+            f"{where} has {short(repr(text))}, but there is no fault {short(name)}{ending}"
+        )
     ranks = (rank, rank + 1) if name == "kill-two" else (rank,)
     # the name of the second says whom it is for
-    return [FaultRequest(text if r == rank else f"{text}+{r - rank}", KINDS[name], step, r) for r in ranks]
+    return [
+        FaultRequest(text if r == rank else f"{text}+{r - rank}", KINDS[name], step, r)
+        for r in ranks
+    ]
 
 
 def requests(texts: Iterable[str], where: str = "survive.inject") -> list[FaultRequest]:
@@ -97,7 +109,9 @@ def requests(texts: Iterable[str], where: str = "survive.inject") -> list[FaultR
 
 
 def claimed(done: Path, request: FaultRequest) -> bool:
-    """Returns whether this process injects the fault: the first that asks, ever; kinds that are done always are for all."""
+    """Returns whether this process injects the fault: the first that asks, ever; kinds that are done always are for
+    all.
+    """
     if request.kind.always:
         return True
     try:

@@ -16,16 +16,24 @@ class Resume(Enum):
     FREE = "nothing: the key is of the command, not of the run"
     REPORTED = "it goes on, and says so"
     REFUSED = "it is refused, unless checkpoint.allow names the key"
-    FUNCTION = "another function goes on, and says so; back to the built-in part it is refused, unless checkpoint.allow names the key"
+    FUNCTION = (
+        "another function goes on, and says so; back to the built-in part it is refused, unless "
+        "checkpoint.allow names the key"
+    )
     ADAPTERS = "it is refused; weights alone are taken from where there are no adapters yet"
     CONTENT = "it is refused, unless checkpoint.allow names the key; the digest of the data follows from it"
-    TOKENS = "it is refused, unless checkpoint.allow names the key; and with the weights alone too, which mean nothing for other tokens"
+    TOKENS = (
+        "it is refused, unless checkpoint.allow names the key; and with the weights alone too, which mean "
+        "nothing for other tokens"
+    )
     SHAPE = "it is refused, with the weights alone too: what they are, and what the model computes with them"
     SIZE = "it is refused; but the weights alone are taken as far as they fit, if checkpoint.allow names the key"
 
 
 class Followed(str):
-    """A text that follows from other keys and was named by nobody: who runs the config may choose again (`follow.as_run_on`)."""
+    """A text that follows from other keys and was named by nobody: who runs the config may choose again
+    (`follow.as_run_on`).
+    """
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ def keys(kind: type) -> dict[str, Key]:
     entries: dict[str, Key] = {}
     for declared in fields(kind):
         if isinstance(declared.type, type) and is_dataclass(declared.type):
-            entries |= {f"{declared.name}.{name}": rules for name, rules in keys(declared.type).items()}
+            entries |= {
+                f"{declared.name}.{name}": rules for name, rules in keys(declared.type).items()
+            }
         elif "key" in declared.metadata:
             entries[declared.name] = declared.metadata["key"]
     return entries
@@ -77,6 +87,7 @@ def known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for declared in fields(kind):
         if declared.name in values:
-            value, of_section = values[declared.name], isinstance(declared.type, type) and is_dataclass(declared.type)
+            value = values[declared.name]
+            of_section = isinstance(declared.type, type) and is_dataclass(declared.type)
             entries[declared.name] = known(value, declared.type) if of_section else value  # type: ignore[arg-type]
     return entries

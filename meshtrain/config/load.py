@@ -1,7 +1,7 @@
 """Loads a config: strict YAML, overrides, and one plain sentence with the line for what is wrong.
 
-Values are decoded by the type that `schema` declares, since YAML itself reads `1e-3` as a string. No loader that we know gives
-`--set a.b=c` over YAML with line numbers and a suggestion, hence this one.
+Values are decoded by the type that `schema` declares, since YAML itself reads `1e-3` as a string. No loader that we
+know gives `--set a.b=c` over YAML with line numbers and a suggestion, hence this one.
 """
 
 import contextlib
@@ -23,7 +23,16 @@ from meshtrain.config.key import Followed, Resume, keys
 from meshtrain.config.places import config_file, placed
 from meshtrain.config.schema import AUTO, Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
-from meshtrain.config.values import NULL, TOO_DEEP, compose, names_accepted, plain, problem, shape, value
+from meshtrain.config.values import (
+    NULL,
+    TOO_DEEP,
+    compose,
+    names_accepted,
+    plain,
+    problem,
+    shape,
+    value,
+)
 from meshtrain.errors import ConfigError, masked, names_secret, nearest, short
 from meshtrain.files import read_text
 from meshtrain.registry import PLUGINS, NotImported, Unimported
@@ -39,13 +48,17 @@ EXAMPLE = "it needs at least one section, such as 'mesh: {data: 2}'"
 
 
 def load(
-    source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = (), *, reading: bool = False
+    source: str | Path | Mapping[str, Any] | Config | None,
+    overrides: Sequence[str] = (),
+    *,
+    reading: bool = False,
 ) -> Config:
-    """Returns the checked, resolved config of a YAML file or of one that comes along by its name, of nested dicts, of another config or (None) of the defaults, with a list of
-    `key.path=value` overrides in their order. What follows from other keys follows from the overridden ones.
+    """Returns the checked, resolved config of a YAML file or of one that comes along by its name, of nested dicts, of
+    another config or (None) of the defaults, with a list of `key.path=value` overrides in their order. What follows
+    from other keys follows from the overridden ones.
 
-    With `reading` no code of a run directory or of others is imported unless it is trusted: names that it would bring are taken as they are
-    (`registry.Unimported`). Raises ConfigError, one sentence, for what is no config.
+    With `reading` no code of a run directory or of others is imported unless it is trusted: names that it would bring
+    are taken as they are (`registry.Unimported`). Raises ConfigError, one sentence, for what is no config.
     """
     values: dict[str, Any] = {}
     # A text is a sequence of texts too, its letters.
@@ -63,12 +76,16 @@ def load(
         values = _of_mapping(source)
     elif source is not None and not isinstance(source, Config):
         if not isinstance(source, str | os.PathLike):
-            raise ConfigError(f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None.")
+            raise ConfigError(
+                f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None."
+            )
         file = config_file(source)
         given, left_out = _read_config(file, reading)
         values = placed(given, keys(Config), Path(file).parent)
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
-    model_keys = set(_changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {})))
+    model_keys = set(
+        _changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {}))
+    )
     for override in overrides:
         config = _override(config, override)
         model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
@@ -77,7 +94,9 @@ def load(
     elif isinstance(source, Config):
         config = put(config, run={"imports": _take(config.run.imports, None)})
     # What a run has written may be of an older version.
-    if not (reading and isinstance(source, str | os.PathLike) and Path(source).name == "config.yaml"):
+    if not (
+        reading and isinstance(source, str | os.PathLike) and Path(source).name == "config.yaml"
+    ):
         _refuse_secrets(config)
     if left_out is not None:
         return _only_read(config, left_out)
@@ -87,18 +106,27 @@ def load(
 
 
 def _refuse_secrets(config: Config) -> None:
-    """ConfigError for a text that logs somebody in: config.yaml, checkpoints, trackers and jobs hold what a config does, for all to read."""
+    """ConfigError for a text that logs somebody in: config.yaml, checkpoints, trackers and jobs hold what a config
+    does, for all to read.
+    """
     for path in keys(type(config)):
         values = value_of(config, path)
         for text in values if isinstance(values, tuple) else (values,):
             # a path may have an = in it
-            if not isinstance(text, str) or not ("://" in text or path == ALERTS or "=" not in text):
+            if not isinstance(text, str) or not (
+                "://" in text or path == ALERTS or "=" not in text
+            ):
                 continue
             url = text.removeprefix("webhook:")
             if masked(url) != url or (url != text and url[:1] != "$" and holds_secret(url)):
-                way = "write webhook:$VARIABLE, and the address" if url != text else "leave it out, and put it"
+                way = (
+                    "write webhook:$VARIABLE, and the address"
+                    if url != text
+                    else "leave it out, and put it"
+                )
                 raise ConfigError(
-                    f"{path} holds a secret, which a run would write into its files; {way} into a variable of the environment."
+                    f"{path} holds a secret, which a run would write into its files; {way} into a variable of the "
+                    "environment."
                 )
 
 
@@ -123,12 +151,16 @@ class _Dumper(yaml.SafeDumper):
         if isinstance(data, (bytes, set)):
             raise yaml.representer.RepresenterError("no value of a config", data)
         if isinstance(data, int) and data.bit_length() > MAX_BITS:
-            data = hex(data)  # Python writes no decimals of so many digits; where it stands it is refused
+            data = hex(
+                data
+            )  # Python writes no decimals of so many digits; where it stands it is refused
         return super().represent_data(data)
 
 
 def _changed(section: Any) -> Iterator[str]:
-    return (path for path, key in keys(type(section)).items() if value_of(section, path) != key.default)
+    return (
+        path for path, key in keys(type(section)).items() if value_of(section, path) != key.default
+    )
 
 
 def _by_path(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -141,7 +173,9 @@ def _by_path(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _with_weights(config: Config, model_keys: Set[str]) -> Config:
-    """Fills the section model from the config.json of model.weights. Raises ConfigError where one of `model_keys` contradicts it.
+    """Fills the section model from the config.json of model.weights.
+
+    Raises ConfigError where one of `model_keys` contradicts it.
 
     A config that says all of it, as a run's own does, needs the directory no longer.
     """
@@ -154,7 +188,9 @@ def _with_weights(config: Config, model_keys: Set[str]) -> Config:
     try:
         _of_mapping({"model": theirs})
     except ConfigError as error:
-        raise ConfigError(f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}") from None
+        raise ConfigError(
+            f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}"
+        ) from None
     # what no weight depends on may be otherwise
     free = {path for path, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
     for path, wanted in _by_path(theirs).items():
@@ -189,7 +225,9 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str | None]:
-    """Returns the values of a config's file once what its run.imports names is imported; and where that was left out, what to trust."""
+    """Returns the values of a config's file once what its run.imports names is imported; and where that was left out,
+    what to trust.
+    """
     node, source = _composed(file, "config", "--config", EXAMPLE)
     if entries := _imports(node, source):
         # what is legal elsewhere may be registered there
@@ -221,13 +259,16 @@ def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
         node = next((inner for key_node, inner in pairs if key_node.value == name), None)
     if node is None:
         return ()
-    hint, where = typing.get_type_hints(RunConfig)["imports"], f"{_at(source, node)}: {IMPORTS}"
+    hint = typing.get_type_hints(RunConfig)["imports"]
+    where = f"{_at(source, node)}: {IMPORTS}"
     entries: tuple[str, ...] = value(hint, keys(RunConfig)["imports"], node, where)
     return entries
 
 
 def _only_read(config: Config, run: str) -> Config:
-    """Returns a config whose imports were left out, resolved and checked as far as that goes without them. `run`: what to trust.
+    """Returns a config whose imports were left out, resolved and checked as far as that goes without them.
+
+    `run`: what to trust.
 
     NotImported where a value follows from what they would bring.
     """
@@ -237,7 +278,10 @@ def _only_read(config: Config, run: str) -> Config:
         names["parallel.schedule"] = schedule
     for key, text in names.items():
         config = put(config, **nested(key, Unimported(text, key, run)))
-    config = put(config, run={"imports": tuple(Unimported(entry, IMPORTS, run) for entry in config.run.imports)})
+    config = put(
+        config,
+        run={"imports": tuple(Unimported(entry, IMPORTS, run) for entry in config.run.imports)},
+    )
     config = resolve(config, as_far=True)
     with contextlib.suppress(NotImported):
         check(config)
@@ -272,7 +316,9 @@ def to_yaml(config: Config) -> str:
 
 
 def read_section(kind: type, path: str | Path, what: str, flag: str, example: str) -> Any:
-    """Reads a dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its errors."""
+    """Reads a dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its
+    errors.
+    """
     return filled(kind(), read_given(kind, path, what, flag, example))
 
 
@@ -286,20 +332,26 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
 
 
 def read_given(kind: type, path: str | Path, what: str, flag: str, example: str) -> dict[str, Any]:
-    """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a section is a dict."""
+    """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a
+    section is a dict.
+    """
     node, source = _composed(path, what, flag, example)
     return _section(kind, node, "", source, what)
 
 
 def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yaml.Node, str]:
     """Returns the root of a YAML file, and the file as sentences name it."""
-    text = read_text(path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MAX_BYTES)
+    text = read_text(
+        path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MAX_BYTES
+    )
     source = short(path)
     try:
         node = compose(text)
     except yaml.YAMLError as error:
         line, reason = problem(error)
-        raise ConfigError(f"{source}{f', line {line}' if line else ''} is not valid YAML: {reason}.") from None
+        raise ConfigError(
+            f"{source}{f', line {line}' if line else ''} is not valid YAML: {reason}."
+        ) from None
     if node is None:
         raise ConfigError(f"{source} is empty; {example}.")
     return node, source
@@ -308,8 +360,11 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
 def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
-        raise ConfigError(f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}.")
-    hints, values = typing.get_type_hints(kind), dict[str, Any]()
+        raise ConfigError(
+            f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
+        )
+    hints = typing.get_type_hints(kind)
+    values = dict[str, Any]()
     for key_node, value_node in node.value:
         where = _at(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
@@ -322,8 +377,12 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
         if dataclasses.is_dataclass(hints[name]):
             section = typing.cast(type, hints[name])
             empty = value_node.tag == NULL
-            values[name] = {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
-        elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(typing.get_args(hints[name])[0]):
+            values[name] = (
+                {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
+            )
+        elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(
+            typing.get_args(hints[name])[0]
+        ):
             section = typing.get_args(hints[name])[0]
             values[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
         else:
@@ -334,9 +393,12 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
 
 def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
-        raise ConfigError(f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings.")
+        raise ConfigError(
+            f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings."
+        )
     return tuple(
-        filled(kind(), _section(kind, item, f"{name}[{i}].", source, what)) for i, item in enumerate(node.value)
+        filled(kind(), _section(kind, item, f"{name}[{i}].", source, what))
+        for i, item in enumerate(node.value)
     )
 
 
@@ -345,7 +407,9 @@ def _override(config: Config, text: str) -> Config:
     source = f"--set {short(text)}"
     *sections, name = path.split(".")
     if not (equals and sections and all(sections) and name):
-        raise ConfigError(f"{source}: write --set section.key=value, for example --set mesh.data=2.")
+        raise ConfigError(
+            f"{source}: write --set section.key=value, for example --set mesh.data=2."
+        )
     kind: type = Config
     prefix = ""
     for section in sections:
@@ -354,7 +418,8 @@ def _override(config: Config, text: str) -> Config:
             raise ConfigError(f"{source}: {_unknown(kind, prefix, section)}")
         if not dataclasses.is_dataclass(hint):
             raise ConfigError(f"{source}: {prefix}{section} is a key and has none of its own.")
-        kind, prefix = typing.cast(type, hint), f"{prefix}{section}."
+        kind = typing.cast(type, hint)
+        prefix = f"{prefix}{section}."
     hints = typing.get_type_hints(kind)
     if name not in hints:
         raise ConfigError(f"{source}: {_unknown(kind, prefix, name)}")
@@ -366,7 +431,12 @@ def _override(config: Config, text: str) -> Config:
     if new.startswith(("[", "{", "'", '"')):
         with contextlib.suppress(yaml.YAMLError):
             node = compose(new)
-    return put(config, **nested(path, value(hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}")))
+    return put(
+        config,
+        **nested(
+            path, value(hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}")
+        ),
+    )
 
 
 def _unknown(kind: type, prefix: str, name: str) -> str:
@@ -376,7 +446,9 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
         return f"there is no key {prefix}{short(name)}; {secret}."
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
-    return f"there is no {what} {prefix}{shown}" + (nearest(name, hints) or f"; legal are {', '.join(hints)}.")
+    return f"there is no {what} {prefix}{shown}" + (
+        nearest(name, hints) or f"; legal are {', '.join(hints)}."
+    )
 
 
 def _at(source: str, node: yaml.Node) -> str:

@@ -19,7 +19,9 @@ from meshtrain.config.key import key
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 
 DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
-ISLAND, EXPERT, CONTEXT = "island", "expert", "context"
+ISLAND = "island"
+EXPERT = "expert"
+CONTEXT = "context"
 ALL_AXES = (ISLAND, DATA, EXPERT, CONTEXT, TENSOR, PIPELINE)
 ORDER = (ISLAND, PIPELINE, DATA, TENSOR)  # outermost first
 
@@ -32,32 +34,41 @@ class MeshConfig:
     tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
     pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
     islands: int = key(
-        1, "islands that data consists of, with slow links between them: ZeRO shards within each, and each has all of the state (HSDP)", least=1
+        1, "islands that data consists of, with slow links between them: ZeRO shards within each, and each has all of "
+           "the state (HSDP)", least=1
     )
     context: int = key(
-        1, "context-parallel ranks: the tokens of a row are split over this axis, and ZeRO shards state over it too; the row must divide by twice as many",
+        1, "context-parallel ranks: the tokens of a row are split over this axis, and ZeRO shards state over it too; "
+           "the row must divide by twice as many",
         least=1
     )
     expert: int = key(
-        1, "data ranks that share the experts of a layer between them, a part of data: the rows that choose an expert travel to its rank", least=1
+        1, "data ranks that share the experts of a layer between them, a part of data: the rows that choose an expert "
+           "travel to its rank", least=1
     )
     order: tuple[str, ...] = key(
-        ORDER, f"axes in the order in which devices are numbered, the outermost first: neighbours talk over the last one; legal are {', '.join(ORDER)}; "
+        ORDER, "axes in the order in which devices are numbered, the outermost first: neighbours talk over the last "
+               f"one; legal are {', '.join(ORDER)}; "
         "context may stand among them, else it is next to tensor, outside of it; and expert, else inside data"
     )
     cluster: str | None = key(
-        None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX numbers as neighbours: the mesh takes them so", path=True
+        None, "a cluster file with a device_order, as the probe writes it where links join other devices than JAX "
+              "numbers as neighbours: the mesh takes them so", path=True
     )
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
-        islands, expert = sizes.get(ISLAND, 1), sizes.get(EXPERT, 1)
+        islands = sizes.get(ISLAND, 1)
+        expert = sizes.get(EXPERT, 1)
         return cls(sizes[DATA] * islands * expert, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1), expert)
 
     @classmethod
     def read(cls, text: str, axes: tuple[str, ...] = (*AXES, "islands"), why: str = ".") -> "MeshConfig":
-        """Reads data=2,tensor=4 of these axes: what is not named is 1. ConfigError, with `why` others are not legal, for another text."""
+        """Reads data=2,tensor=4 of these axes: what is not named is 1.
+
+        ConfigError, with `why` others are not legal, for another text.
+        """
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, number = (word.strip() for word in part.partition("="))
@@ -105,7 +116,9 @@ class MeshConfig:
         return self.tensor * self.expert * self.context > 1
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:
-        """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an island alone."""
+        """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an
+        island alone.
+        """
         context = (CONTEXT,) if self.context > 1 else ()
         return tuple(axis for axis in (*self.data_axes, *context) if across or axis != ISLAND)
 
@@ -138,7 +151,9 @@ class MeshConfig:
 
 
 def problems(mesh: MeshConfig) -> Iterator[str]:
-    """Yields a sentence on islands and expert ranks that data cannot be cut into, and on an order that is none of the axes."""
+    """Yields a sentence on islands and expert ranks that data cannot be cut into, and on an order that is none of the
+    axes.
+    """
     if mesh.data % mesh.islands:
         legal = listed_divisors(mesh.data)
         yield f"mesh.islands {mesh.islands} does not divide mesh.data {mesh.data}; legal are {legal}."
@@ -148,7 +163,9 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
     if mesh.data // mesh.islands % mesh.expert:
         ranks = mesh.data // mesh.islands
-        of_island = f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
+        of_island = (
+            f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
+        )
         yield f"mesh.expert {mesh.expert} does not divide {of_island}; legal are {listed_divisors(ranks)}."
     if len(set(mesh.order)) < len(mesh.order) or not set(ORDER) <= set(mesh.order) <= set(ALL_AXES):
         yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."

@@ -9,7 +9,11 @@ from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
 from meshtrain.families import FAMILIES
 
-REFUSED, SHAPE, SIZE, ADAPTERS, FUNCTION = Resume.REFUSED, Resume.SHAPE, Resume.SIZE, Resume.ADAPTERS, Resume.FUNCTION
+REFUSED = Resume.REFUSED
+SHAPE = Resume.SHAPE
+SIZE = Resume.SIZE
+ADAPTERS = Resume.ADAPTERS
+FUNCTION = Resume.FUNCTION
 
 # What LoRA may adapt, in the order in which a layer has it.
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
@@ -57,7 +61,8 @@ def _d_ff(config: Any) -> int:
 
 def problems(model: "ModelConfig") -> Iterator[str]:
     """Yields a sentence on keys of a resolved section that contradict each other."""
-    family, positions = FAMILIES[model.family], positions_of(model)
+    family = FAMILIES[model.family]
+    positions = positions_of(model)
     yield from _expert_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
@@ -78,38 +83,60 @@ def problems(model: "ModelConfig") -> Iterator[str]:
 
 def projections(model: "ModelConfig") -> list[str]:
     """Returns the projections of a layer that may have adapters: of experts those that every token is computed by."""
-    lacks = {"gate"} if not FAMILIES[model.family].gated else set() if model.d_ff else {"gate", "up", "down"}
+    lacks = (
+        {"gate"}
+        if not FAMILIES[model.family].gated
+        else set()
+        if model.d_ff
+        else {"gate", "up", "down"}
+    )
     return [name for name in PROJECTIONS if name not in lacks]
 
 
 def _expert_problems(model: "ModelConfig") -> Iterator[str]:
-    moe, family = model.moe, FAMILIES[model.family]
+    moe = model.moe
+    family = FAMILIES[model.family]
     if moe.balance not in BALANCE:
         why = nearest(moe.balance, BALANCE) or "."
         if moe.balance == "batch":
-            why = ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, bias by the load of a whole step."
+            why = (
+                ": a loss over a batch changes with its microbatches and the mesh; sequence is over each sequence, "
+                "bias by the load of a whole step."
+            )
         yield f"model.moe.balance is {short(repr(moe.balance))}; it must be one of {', '.join(BALANCE)}{why}"
     if not moe.experts:
         if not model.d_ff:
             yield "model.d_ff is 0; without model.moe.experts it must be at least 1."
         return
     if not family.gated or family.biases:
-        gated = ", ".join(name for name, other in FAMILIES.items() if other.gated and not other.biases)
-        yield f"model.moe.experts is {moe.experts}, but the MLP of {family.name} is not gated, or has biases; legal are {gated}."
+        gated = ", ".join(
+            name for name, other in FAMILIES.items() if other.gated and not other.biases
+        )
+        yield (
+            f"model.moe.experts is {moe.experts}, but the MLP of {family.name} is not gated, or has biases; legal "
+            f"are {gated}."
+        )
     if moe.top_k > moe.experts:
         yield f"model.moe.top_k is {moe.top_k}, but there are {moe.experts} experts; legal are at most so many."
     if model.d_ff != moe.shared_experts * model.expert_width:
         yield f"model.d_ff is {model.d_ff}, but an expert's width is model.moe.d_ff; leave model.d_ff out."
     if moe.groups and (
-        len(moe.groups) != 2 or moe.experts % moe.groups[0] or moe.groups[1] > moe.groups[0]
-        or moe.experts // moe.groups[0] < 2 or moe.experts // moe.groups[0] * moe.groups[1] < moe.top_k
-    ):  # fmt: skip
+        len(moe.groups) != 2
+        or moe.experts % moe.groups[0]
+        or moe.groups[1] > moe.groups[0]
+        or moe.experts // moe.groups[0] < 2
+        or moe.experts // moe.groups[0] * moe.groups[1] < moe.top_k
+    ):
         yield (
-            f"model.moe.groups is {short(list(moe.groups))}; it must be two numbers, groups that divide the {moe.experts} experts into two or "
+            f"model.moe.groups is {short(list(moe.groups))}; it must be two numbers, groups that divide the "
+            f"{moe.experts} experts into two or "
             f"more each, and how many of them a token chooses from, which must hold its top_k {moe.top_k} experts."
         )
     if moe.groups and moe.router != "sigmoid":
-        yield f"model.moe.groups is given, but model.moe.router is {moe.router}; groups are chosen by scores of sigmoid."
+        yield (
+            f"model.moe.groups is given, but model.moe.router is {moe.router}; groups are chosen by scores of "
+            "sigmoid."
+        )
 
 
 # Losses and rules that keep the experts' loads even and are the same on every mesh.
@@ -121,7 +148,8 @@ BALANCE = ("none", "sequence", "bias")
 @dataclass(frozen=True)
 class MoeConfig:
     experts: int = key(
-        None, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP; null: as many as the family has",
+        None, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP; null: as many as "
+              "the family has",
         least=0, most=65536, follows=_of_family("experts"), resume=SHAPE
     )
     top_k: int = key(
@@ -131,7 +159,8 @@ class MoeConfig:
     d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE, counts=_has_experts)
     shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE, counts=_has_experts)
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
-        None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each logit; softmax_top_k: the "
+        None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each "
+              "logit; softmax_top_k: the "
         "logits, and a softmax over those chosen; null: as the family has it", follows=_of_family("router"), resume=SHAPE, counts=_has_experts
     )
     normalize: bool = key(
@@ -140,13 +169,17 @@ class MoeConfig:
     )
     route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE, counts=_has_experts)
     groups: tuple[int, ...] = key(
-        (), "[groups, chosen]: a token chooses among the experts of so many groups, those with the highest sums of their two best scores "
+        (), "[groups, chosen]: a token chooses among the experts of so many groups, those with the highest sums of "
+            "their two best scores "
         "(DeepSeek-V3, section 2.1.2); empty: among all", least=1, resume=SHAPE, counts=_has_experts
     )
-    z_loss: float = key(0.0, "weight of the mean of log(sum of exp of the router's logits)^2 (Zoph et al. 2022, section 3.1)", least=0.0, counts=_has_experts)
+    z_loss: float = key(0.0, "weight of the mean of log(sum of exp of the router's logits)^2 (Zoph et al. 2022, "
+                             "section 3.1)", least=0.0, counts=_has_experts)
     balance: str = key(
-        "none", "what keeps loads even: none; sequence: a loss over each sequence; bias: each expert's score gets a bias that goes up "
-        "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on every mesh", counts=_has_experts
+        "none", "what keeps loads even: none; sequence: a loss over each sequence; bias: each expert's score gets a "
+                "bias that goes up "
+        "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on "
+        "every mesh", counts=_has_experts
     )
     balance_weight: float = key(1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)", least=0.0, counts=_has_experts)
     bias_rate: float = key(1e-3, "balance bias: the change of a step", above=0.0, counts=_has_experts)
@@ -156,8 +189,10 @@ class MoeConfig:
 class ModelConfig:
     family: str = key(
         "llama",
-        "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults below; mixtral, "
-        "qwen3_moe, olmoe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned positions, GELU, biases; vit: the same for images, attention both "
+        "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults "
+        "below; mixtral, "
+        "qwen3_moe, olmoe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned "
+        "positions, GELU, biases; vit: the same for images, attention both "
         "ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE
     )
@@ -177,7 +212,8 @@ class ModelConfig:
     )
     vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
     dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
-    block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports (model.hooks)", resume=FUNCTION)
+    block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports "
+                                  "(model.hooks)", resume=FUNCTION)
     attention: str | None = key(None, "a function in the place of attention, likewise", resume=FUNCTION)
     tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_of_family("tied_head"), resume=SHAPE)
     qkv_bias: bool = key(
@@ -185,16 +221,19 @@ class ModelConfig:
         follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
     )
     qk_norm: bool = key(
-        None, "RMSNorm over each head's queries and keys (olmoe: over those of all heads together), before they are turned; null: as the "
+        None, "RMSNorm over each head's queries and keys (olmoe: over those of all heads together), before they are "
+              "turned; null: as the "
         "family has it",
         follows=_of_family("qk_norm"), resume=SHAPE
     )
     activation: str = key(
-        None, "the MLP's function: silu, gelu (by tanh), gelu_exact, gelu_quick (by sigmoid), relu; null: as the family has it",
+        None, "the MLP's function: silu, gelu (by tanh), gelu_exact, gelu_quick (by sigmoid), relu; null: as the "
+              "family has it",
         one_of=FUNCTIONS, follows=_of_family("activation"), resume=SHAPE
     )
     window: int = key(
-        None, "positions that a query sees, its own and those before it (sliding window); 0: all; null: as the family has it",
+        None, "positions that a query sees, its own and those before it (sliding window); 0: all; null: as the family "
+              "has it",
         least=0, follows=_of_family("window"), resume=SHAPE
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=1.0, resume=SHAPE)
@@ -204,7 +243,8 @@ class ModelConfig:
     rope_factor: float = key(1.0, "rope_scaling: by how much", least=1.0, resume=SHAPE)
     rope_original: int = key(8192, "rope_scaling llama3, yarn: the sequence length before", least=1, resume=SHAPE)
     rope_slow: float = key(
-        1.0, "llama3, yarn: frequencies that go round so often in rope_original, or less, are slowed by the whole factor", above=0.0, resume=SHAPE
+        1.0, "llama3, yarn: frequencies that go round so often in rope_original, or less, are slowed by the whole "
+             "factor", above=0.0, resume=SHAPE
     )
     rope_fast: float = key(
         None, "llama3, yarn: those that go round so often, or more, stay; null: 4 (llama3), 32 (yarn)",
@@ -217,7 +257,8 @@ class ModelConfig:
         least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
-    init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get std / sqrt(2 layers)", above=0.0)
+    init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get "
+                                "std / sqrt(2 layers)", above=0.0)
     norm_plus_one: bool = key(
         None, "RMSNorm multiplies by 1 + its scale, which begins at 0; null: as the family has it",
         follows=_of_family("norm_plus_one"), resume=SHAPE
@@ -239,12 +280,14 @@ class ModelConfig:
         None, "the same of the logits, before the loss", least=0.0, follows=_of_family("logit_cap"), resume=SHAPE
     )
     global_every: int = key(
-        None, "one layer of so many, the last of them, sees all positions and the others the window; 0: with a window all layers have it; "
+        None, "one layer of so many, the last of them, sees all positions and the others the window; 0: with a window "
+              "all layers have it; "
         "null: as the family has it",
         least=0, follows=_of_family("global_every"), resume=SHAPE
     )
     rope_theta_local: float = key(
-        None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those that see all; null: as "
+        None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those "
+              "that see all; null: as "
         "the family has it",
         least=0.0, follows=_of_family("rope_theta_local"), resume=SHAPE
     )
@@ -271,6 +314,7 @@ class LoraConfig:
         None, "adapters are scaled by alpha / rank; null: 2 rank",
         above=0.0, follows=lambda c: 2.0 * max(1, c.lora.rank), resume=REFUSED
     )
-    targets: tuple[str, ...] = key((), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the family has", resume=ADAPTERS)
+    targets: tuple[str, ...] = key((), f"projections that get adapters: {', '.join(PROJECTIONS)}; empty: all that the "
+                                       "family has", resume=ADAPTERS)
     dropout: float = key(0.0, "probability of dropping an input of the adapters", least=0.0, most=0.99)
     rslora: bool = key(False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023)", resume=REFUSED)

@@ -9,18 +9,28 @@ from meshtrain.config.schema import AUTO, Config, pairs_may_hide, planned_schedu
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
-WORTH_SAYING = 1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
+WORTH_SAYING = (
+    1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
+)
 
 
 def notes(config: Config) -> list[str]:
-    """Returns a sentence on each thing that is legal but costs something; `parallel.placement.notes` has the padding of the weights."""
+    """Returns a sentence on each thing that is legal but costs something; `parallel.placement.notes` has the padding of
+    the weights.
+    """
     sentences = [*_notes(config), *reduce.notes(config)]
-    unused = [path for path in _unused(config) if not any(path in sentence for sentence in sentences)]
-    return sentences + [f"{path} has no use here: nothing depends on it, as the other keys are." for path in unused]
+    unused = [
+        path for path in _unused(config) if not any(path in sentence for sentence in sentences)
+    ]
+    return sentences + [
+        f"{path} has no use here: nothing depends on it, as the other keys are." for path in unused
+    ]
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """Yields the keys that have a value of their own though nothing depends on them; a schedule may be named for meshes of any pipeline."""
+    """Yields the keys that have a value of their own though nothing depends on them; a schedule may be named for meshes
+    of any pipeline.
+    """
     for path, key in keys(type(config)).items():
         if (
             path != "parallel.schedule"
@@ -32,16 +42,25 @@ def _unused(config: Config) -> Iterator[str]:
 
 
 def _notes(config: Config) -> Iterator[str]:
-    mesh, parallel = config.mesh, config.parallel
-    batch, rows = config.train.global_batch_size, padded_batch_size(config)
+    mesh = config.mesh
+    parallel = config.parallel
+    batch = config.train.global_batch_size
+    rows = padded_batch_size(config)
     if rows > batch:
         over = f"mesh.data {mesh.data} x parallel.microbatches {parallel.microbatches}"
         padded = f"padded to {rows} rows, {rows / batch - 1:.1%} more work"
         yield f"train.global_batch_size {batch} does not divide over {over}: {padded}."
     if mesh.pipeline > 1:
         yield from _pipeline_notes(config)
-    if config.lora.rank and config.model.weights is None and config.checkpoint.resume in ("auto", "never"):
-        yield "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or checkpoint.resume with its path."
+    if (
+        config.lora.rank
+        and config.model.weights is None
+        and config.checkpoint.resume in ("auto", "never")
+    ):
+        yield (
+            "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or "
+            "checkpoint.resume with its path."
+        )
     if config.train.objective == "dpo":
         for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
             if rate:
@@ -52,7 +71,10 @@ def _notes(config: Config) -> Iterator[str]:
         yield f"{more}: the run ends before the learning rate is at its peak."
     if mesh.pipeline == 1:
         if parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
-            yield "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient accumulation."
+            yield (
+                "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient "
+                "accumulation."
+            )
         if parallel.schedule.endswith(".csv"):
             yield "parallel.schedule has no use with mesh.pipeline 1: a table is for several stages."
         if parallel.layer_split is not None:
@@ -67,8 +89,11 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def _pipeline_notes(config: Config) -> Iterator[str]:
-    parallel, stages = config.parallel, config.mesh.pipeline
-    schedule, microbatches, chunks = parallel.schedule, parallel.microbatches, parallel.virtual_stages
+    parallel = config.parallel
+    stages = config.mesh.pipeline
+    schedule = parallel.schedule
+    microbatches = parallel.microbatches
+    chunks = parallel.virtual_stages
 
     def idle(microbatches: int) -> str:
         from meshtrain.schedule import Durations, simulate
@@ -90,26 +115,38 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     from meshtrain.schedule import simulate
 
     table = make_table(schedule, stages, microbatches, chunks)
-    lockstep, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
+    lockstep, alone = (
+        simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous")
+    )
     if lockstep >= WORTH_SAYING * alone:
         yield (
-            f"parallel.schedule {short(schedule)} takes {lockstep / alone:.2f} times as long here as if every stage ran on its own "
-            f"({lockstep / table.chunks:.4g} against {alone / table.chunks:.4g} forwards of a stage): a clock costs what any stage does in it, "
+            f"parallel.schedule {short(schedule)} takes {lockstep / alone:.2f} times as long here as if every stage "
+            "ran on its own "
+            f"({lockstep / table.chunks:.4g} against {alone / table.chunks:.4g} forwards of a stage): a clock costs "
+            "what any stage does in it, "
             "so let all do the same in a clock."
         )
 
 
 def chosen(config: Config) -> list[str]:
-    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages or messages that pairs could hide, and
-    one on parallel.context_strategy where tokens are split over context; none where it was named."""
-    sentences, stages, pairs = [], config.mesh.pipeline, pairs_may_hide(config)
+    """Returns a sentence on what parallel.schedule: auto stands for in a resolved config with stages or messages that
+    pairs could hide, and one on parallel.context_strategy where tokens are split over context; none where it was named.
+    """
+    sentences = []
+    stages = config.mesh.pipeline
+    pairs = pairs_may_hide(config)
     if (stages > 1 or pairs) and followed(config, "parallel.schedule"):
-        schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages if stages > 1 else 1
+        schedule = config.parallel.schedule
+        chunks = config.parallel.virtual_stages if stages > 1 else 1
         name, why = planned_schedule(config) if pairs else (schedule, "")
         if name != schedule:
             why = f"CPU devices hide no messages, for which it would be {name} on accelerators"
         choice = f"schedule: {AUTO} -> {'no pairs' if schedule == AUTO else schedule}"
-        sentences.append(choice + (f", {chunks} virtual stages" if chunks > 1 else "") + (f": {why}" if why else ""))
+        sentences.append(
+            choice
+            + (f", {chunks} virtual stages" if chunks > 1 else "")
+            + (f": {why}" if why else "")
+        )
     if config.mesh.context > 1 and followed(config, "parallel.context_strategy"):
         sentences.append("context: {} -> {}: {}".format(AUTO, *planned_strategy(config)))
     return sentences

@@ -1,7 +1,7 @@
 """Where files of a config lie: configs that come along by name, and paths that a file names.
 
-A relative path in a file counts from that file's folder where something of that name lies there, else from the working directory. One that
-is given with --set counts from the working directory.
+A relative path in a file counts from that file's folder where something of that name lies there, else from the working
+directory. One that is given with --set counts from the working directory.
 """
 
 import os
@@ -31,20 +31,36 @@ def config_file(source: str | os.PathLike[str]) -> str | Path:
     if source in names:
         return CONFIGS / f"{source}.yaml"
     ending = nearest(source, names) or "."
-    raise ConfigError(f"there is no config {short(source)}; give a YAML file, or one of {', '.join(names)}{ending}")
+    raise ConfigError(
+        f"there is no config {short(source)}; give a YAML file, or one of {', '.join(names)}{ending}"
+    )
 
 
 def from_file(path: str, folder: Path) -> str:
     """Returns a path that a file in `folder` names as it counts from the working directory."""
     beside = folder / path
-    if path in WORDS or path in SOURCES or path.startswith(("~", "/")) or not os.path.lexists(beside):
+    if (
+        path in WORDS
+        or path in SOURCES
+        or path.startswith(("~", "/"))
+        or not os.path.lexists(beside)
+    ):
         return path
     # as it is written, where both are the same
-    return path if os.path.exists(path) and os.path.realpath(path) == os.path.realpath(beside) else str(beside)
+    return (
+        path
+        if os.path.exists(path) and os.path.realpath(path) == os.path.realpath(beside)
+        else str(beside)
+    )
 
 
-def placed(values: Mapping[str, Any], rules: Mapping[str, Key], folder: Path, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a config's file with the paths in it as they count from the working directory. `rules`: keys by path."""
+def placed(
+    values: Mapping[str, Any], rules: Mapping[str, Key], folder: Path, prefix: str = ""
+) -> dict[str, Any]:
+    """Returns the values of a config's file with the paths in it as they count from the working directory.
+
+    `rules`: keys by path.
+    """
     entries: dict[str, Any] = {}
     for name, value in values.items():
         key = rules.get(f"{prefix}{name}")

@@ -14,7 +14,9 @@ MOST_RATIO = 0.5
 
 
 def _feedback(config: Any) -> bool:
-    return COMPRESSIONS[config.parallel.reduce.compression].fed_back and not config.parallel.sync.every
+    return (
+        COMPRESSIONS[config.parallel.reduce.compression].fed_back and not config.parallel.sync.every
+    )
 
 
 def _compresses(config: Any) -> bool:
@@ -26,19 +28,23 @@ def _compresses(config: Any) -> bool:
 @dataclass(frozen=True)
 class ReduceConfig:
     algorithm: str = key(
-        "psum", "how gradients are summed over data: psum (what XLA and NCCL choose), or one of our own programs of messages, to learn from",
+        "psum", "how gradients are summed over data: psum (what XLA and NCCL choose), or one of our own programs of "
+                "messages, to learn from",
         one_of=ALGORITHMS
     )
     compression: str = key(
-        "none", "what gradients are sent as: bfloat16; float8, int8 and int4 in blocks with a scale each; topk, the largest alone; powersgd, "
+        "none", "what gradients are sent as: bfloat16; float8, int8 and int4 in blocks with a scale each; topk, the "
+                "largest alone; powersgd, "
         "two thin matrices (Vogels et al. 2019)", one_of=COMPRESSIONS
     )
-    over: Literal["data", "islands"] = key("data", "what compression is for: sums over data, or those across islands alone", counts=_compresses)
+    over: Literal["data", "islands"] = key("data", "what compression is for: sums over data, or those across islands "
+                                                   "alone", counts=_compresses)
     block: int = key(256, "float8, int8, int4: numbers that share a scale", least=16, most=65536, counts=_compresses)
     ratio: float = key(0.01, "topk: share of a gradient's numbers that is sent", above=0.0, most=1.0, counts=_compresses)
     rank: int = key(4, "powersgd: columns of its two matrices", least=1, most=4096, counts=_compresses)
     feedback: bool = key(
-        None, "keep what compression left out, and add it to the next step's gradient; null: true for int4, topk and powersgd",
+        None, "keep what compression left out, and add it to the next step's gradient; null: true for int4, topk and "
+              "powersgd",
         follows=_feedback, counts=_compresses
     )
 
@@ -46,14 +52,17 @@ class ReduceConfig:
 @dataclass(frozen=True)
 class SyncConfig:
     every: int = key(
-        0, "steps that islands take by themselves before they are brought together (local SGD, DiLoCo: Douillard et al. 2023); 0: every "
+        0, "steps that islands take by themselves before they are brought together (local SGD, DiLoCo: Douillard et "
+           "al. 2023); 0: every "
         "step sums gradients over all islands", least=0, resume=Resume.REFUSED
     )
-    outer_learning_rate: float = key(0.7, "of the outer step, SGD with Nesterov momentum along the mean of what the islands moved", above=0.0)
+    outer_learning_rate: float = key(0.7, "of the outer step, SGD with Nesterov momentum along the mean of what the "
+                                          "islands moved", above=0.0)
     outer_momentum: float = key(0.9, "of the outer step; 0: none", least=0.0, most=0.99999)
     start: int = key(0, "steps with gradients summed over all islands before the first one alone", least=0, resume=Resume.REFUSED)
     fragments: int = key(
-        1, "parts of the model that are brought together one after the other, each every `every` steps (Streaming DiLoCo: Douillard et al. "
+        1, "parts of the model that are brought together one after the other, each every `every` steps (Streaming "
+           "DiLoCo: Douillard et al. "
         "2025)", least=1, resume=Resume.REFUSED
     )
     delay: int = key(0, "steps that islands go on while what they sent is under way", least=0, resume=Resume.REFUSED)
@@ -64,38 +73,56 @@ class SyncConfig:
 
 
 def gathers_at_use(config: Any) -> bool:
-    """Returns whether weights are gathered where they are used, forward and backward: ZeRO-3 without holding (see `parallel.zero`)."""
-    return config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
+    """Returns whether weights are gathered where they are used, forward and backward: ZeRO-3 without holding (see
+    `parallel.zero`).
+    """
+    return (
+        config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
+    )
 
 
 def scatters_at_use(config: Any) -> bool:
     """Returns whether gradients are scattered where they are made, in the backward: ZeRO-2 and 3 without holding."""
-    return config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
+    return (
+        config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
+    )
 
 
 def overlaps_reduce_scatter(config: Any) -> bool:
-    """Returns whether gradients that are held over the step are scattered over data as soon as they are complete, while the device goes on.
+    """Returns whether gradients that are held over the step are scattered over data as soon as they are complete, while
+    the device goes on.
 
-    A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum has to wait for
-    the first, and XLA then hides neither.
+    A compression with a memory needs one reduction of all of a weight's gradient. With several islands the second sum
+    has to wait for the first, and XLA then hides neither.
     """
-    scatters = config.parallel.zero_stage > 0 and config.mesh.shards > 1 and config.mesh.islands == 1
-    return scatters and not scatters_at_use(config) and not keeps_feedback(config) and not sums_in_place(config)
+    scatters = (
+        config.parallel.zero_stage > 0 and config.mesh.shards > 1 and config.mesh.islands == 1
+    )
+    return (
+        scatters
+        and not scatters_at_use(config)
+        and not keeps_feedback(config)
+        and not sums_in_place(config)
+    )
 
 
 def sends_by_table(config: Any) -> bool:
-    """Returns whether the schedule's table says when a chunk's weights are gathered over data and its gradient is reduced (see
-    `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs all weights before. Of adapters
-    alone there is little to send, and their base, which is never gathered, would be copied beside.
+    """Returns whether the schedule's table says when a chunk's weights are gathered over data and its gradient is
+    reduced (see `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs
+    all weights before. Of adapters alone there is little to send, and their base, which is never gathered, would be
+    copied beside.
     """
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
     gathers = not config.lora.rank or config.parallel.zero_stage == 3
-    return chunked and gathers and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
+    return (
+        chunked and gathers and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
+    )
 
 
 def sums_in_place(config: Any) -> bool:
-    """Returns whether whole gradients of several microbatches on one stage are summed in bfloat16, to save memory: on accelerators a
-    layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced early they would lie there twice.
+    """Returns whether whole gradients of several microbatches on one stage are summed in bfloat16, to save memory: on
+    accelerators a layer's are added where the sums lie, and reduced once activations and weights have gone. Reduced
+    early they would lie there twice.
     """
     parallel = config.parallel
     by_table = has_table(parallel.schedule, config.mesh.pipeline, parallel.microbatches)
@@ -106,7 +133,9 @@ def sums_in_place(config: Any) -> bool:
 def keeps_feedback(config: Any) -> bool:
     """Returns whether compression keeps something from step to step: what it left out, or PowerSGD's Q."""
     reduce = config.parallel.reduce
-    return reduce.compression != "none" and (reduce.feedback or COMPRESSIONS[reduce.compression].low_rank)
+    return reduce.compression != "none" and (
+        reduce.feedback or COMPRESSIONS[reduce.compression].low_rank
+    )
 
 
 def problems(config: Any) -> Iterator[str]:
@@ -117,20 +146,29 @@ def problems(config: Any) -> Iterator[str]:
 
 
 def _algorithm_problems(config: Any) -> Iterator[str]:
-    mesh, zero, reduce = config.mesh, config.parallel.zero_stage, config.parallel.reduce
-    named, algorithm = f"parallel.reduce.algorithm is {reduce.algorithm}", ALGORITHMS[reduce.algorithm]
+    mesh = config.mesh
+    zero = config.parallel.zero_stage
+    reduce = config.parallel.reduce
+    named = f"parallel.reduce.algorithm is {reduce.algorithm}"
+    algorithm = ALGORITHMS[reduce.algorithm]
     if reduce.algorithm == "psum" or mesh.data == 1:
         return
     if reduce.compression != "none":
-        other = f"parallel.reduce.compression {reduce.compression}, which has an exchange of its own"
+        other = (
+            f"parallel.reduce.compression {reduce.compression}, which has an exchange of its own"
+        )
         yield f"{named}, and {other}; leave one of them out."
     if algorithm.by_levels and mesh.islands == 1:
         yield f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
     if not zero or mesh.shards == 1:
         return
-    # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be waited for.
+    # On CPU a stage that is idle skips its work, and a message is one of all devices: those that skip it would be
+    # waited for.
     if zero >= 2 and mesh.pipeline > 1 and not config.parallel.zero_hold:
-        but = f"but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each stage scatters gradients by itself"
+        but = (
+            f"but with parallel.zero_stage {zero} and mesh.pipeline {mesh.pipeline} each stage scatters gradients "
+            "by itself"
+        )
         yield f"{named}, whose messages all stages send together, {but}; set parallel.zero_hold to true."
     if why := algorithm.no_scatter(mesh.shards):
         but = f"but parallel.zero_stage is {zero} and {mesh.shards} data ranks shard its state"
@@ -138,7 +176,8 @@ def _algorithm_problems(config: Any) -> Iterator[str]:
 
 
 def _compression_problems(config: Any) -> Iterator[str]:
-    reduce, zero = config.parallel.reduce, config.parallel.zero_stage
+    reduce = config.parallel.reduce
+    zero = config.parallel.zero_stage
     named = f"parallel.reduce.compression {reduce.compression}"
     if reduce.compression != "none" and reduce.over == "data" and config.mesh.data > 1 and not zero:
         islands = ", or parallel.reduce.over to islands" if config.mesh.islands > 1 else ""
@@ -148,7 +187,10 @@ def _compression_problems(config: Any) -> Iterator[str]:
     if keeps_feedback(config) and reduce.over == "data" and scatters_at_use(config):
         what = "with parallel.reduce.feedback" if reduce.feedback else "with its Q"
         but = f"but parallel.zero_stage {zero} scatters them wherever they are made"
-        yield f"{named} {what} compresses a step's gradients once, {but}; set parallel.zero_hold to true, or zero_stage to 1."
+        yield (
+            f"{named} {what} compresses a step's gradients once, {but}; set parallel.zero_hold to true, or "
+            "zero_stage to 1."
+        )
     if reduce.compression == "topk" and reduce.ratio > MOST_RATIO:
         but = "but topk sends 8 bytes for a number and its place, which float32 needs 4 for"
         give = f"give at most {MOST_RATIO}, or leave parallel.reduce.compression out"
@@ -156,8 +198,10 @@ def _compression_problems(config: Any) -> Iterator[str]:
 
 
 def _sync_problems(config: Any) -> Iterator[str]:
-    sync, reduce = config.parallel.sync, config.parallel.reduce
-    islands, layers = config.mesh.islands, config.model.layers
+    sync = config.parallel.sync
+    reduce = config.parallel.reduce
+    islands = config.mesh.islands
+    layers = config.model.layers
     if not sync.every:
         for name, unused in (("start", 0), ("fragments", 1), ("delay", 0)):
             if (value := getattr(sync, name)) != unused:
@@ -174,7 +218,9 @@ def _sync_problems(config: Any) -> Iterator[str]:
         more = f"more than parallel.sync.every {sync.every} steps or model.layers {layers}"
         own = "each has a step and a layer of its own"
         yield f"parallel.sync.fragments {sync.fragments} is {more}: {own}; legal are at most {most}."
-    if reduce.compression != "none" and (reduce.feedback or not COMPRESSIONS[reduce.compression].in_blocks):
+    if reduce.compression != "none" and (
+        reduce.feedback or not COMPRESSIONS[reduce.compression].in_blocks
+    ):
         yield (
             f"parallel.reduce.compression {reduce.compression} keeps from step to step what it left out, but with "
             "parallel.sync.every islands send what they moved, not gradients; give bfloat16, float8, int8 or int4 with "
@@ -184,7 +230,9 @@ def _sync_problems(config: Any) -> Iterator[str]:
 
 def notes(config: Any) -> Iterator[str]:
     """Yields a sentence on what is legal but costs something, or has no use."""
-    reduce, mesh, sync = config.parallel.reduce, config.mesh, config.parallel.sync
+    reduce = config.parallel.reduce
+    mesh = config.mesh
+    sync = config.parallel.sync
     no_use = f"parallel.reduce.compression {reduce.compression} has no use"
     if reduce.compression != "none" and mesh.data == 1:
         yield f"{no_use} with mesh.data 1: no gradients are sent."
@@ -192,11 +240,16 @@ def notes(config: Any) -> Iterator[str]:
         yield f"{no_use} over islands with mesh.islands 1: none is far from another."
     if not sync.every:
         return
-    steps, left = config.train.steps, (config.train.steps - sync.start) % sync.every
+    steps = config.train.steps
+    left = (config.train.steps - sync.start) % sync.every
     if steps <= sync.start:
-        yield f"parallel.sync.start {sync.start} is not less than train.steps {steps}: islands never step by themselves."
+        yield (
+            f"parallel.sync.start {sync.start} is not less than train.steps {steps}: islands never step by "
+            "themselves."
+        )
     elif lost := left or sync.delay:
         yield (
-            f"the last {lost} steps of islands by themselves never reach the shared model: train.steps - parallel.sync.start is "
+            f"the last {lost} steps of islands by themselves never reach the shared model: train.steps - "
+            "parallel.sync.start is "
             f"{steps - sync.start}, parallel.sync.every {sync.every}, parallel.sync.delay {sync.delay}."
         )

@@ -1,6 +1,7 @@
 """Every key of the configuration in one line: its type, its default, and what `key` takes besides.
 
-Sections with a file of their own: `data.images` (`images`), `mesh`, `model` and `lora` (`model`), `parallel.reduce` and `parallel.sync` (`reduce`), `telemetry`. Nothing here reads a file or touches a device.
+Sections with a file of their own: `data.images` (`images`), `mesh`, `model` and `lora` (`model`), `parallel.reduce` and
+`parallel.sync` (`reduce`), `telemetry`. Nothing here reads a file or touches a device.
 """
 
 from dataclasses import dataclass, field
@@ -19,43 +20,67 @@ from meshtrain.registry import late
 from meshtrain.schedule.generators import PAIRED, SCHEDULES, chosen_chunks, has_table, legal_chunks
 from meshtrain.shown import Shown
 
-FREE, REFUSED, CONTENT, TOKENS = Resume.FREE, Resume.REFUSED, Resume.CONTENT, Resume.TOKENS
+FREE = Resume.FREE
+REFUSED = Resume.REFUSED
+CONTENT = Resume.CONTENT
+TOKENS = Resume.TOKENS
 
 MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
 
 
-AUTO, CHUNKED, PLAIN = "auto", "interleaved", "1f1b"  # what auto stands for: with several chunks a stage, with one
+# what auto stands for: with several chunks a stage, with one
+AUTO = "auto"
+CHUNKED = "interleaved"
+PLAIN = "1f1b"
 
 
 def _chosen(config: "Config") -> int:
     """Returns the chunks of a stage by default: those that parallel.layer_split is for, or the best number."""
-    parallel, stages = config.parallel, config.mesh.pipeline
+    parallel = config.parallel
+    stages = config.mesh.pipeline
     if parallel.layer_split is not None and stages > 1:
         return max(1, len(parallel.layer_split) // stages)
     return chosen_chunks(config.model.layers, stages, parallel.microbatches)
 
 
 def _virtual_stages(config: "Config") -> int:
-    schedule, chunks = config.parallel.schedule, _chosen(config)
+    schedule = config.parallel.schedule
+    chunks = _chosen(config)
     is_open = schedule == AUTO or isinstance(schedule, Followed)
     if is_open or (config.parallel.virtual_stages == chunks > 1 and schedule == _schedule(config)):
         return chunks
     return legal_chunks(schedule) or 1
 
 
-# (config) -> (what parallel.context_strategy or, where pairs have messages to hide, parallel.schedule: auto stands for, why)
-planned_strategy, planned_schedule = (late(f"meshtrain.plan.choices:{of}") for of in ("context_strategy", "schedule"))
+# (config) -> (what parallel.context_strategy or, where pairs have messages to hide, parallel.schedule: auto stands for,
+# why)
+planned_strategy, planned_schedule = (
+    late(f"meshtrain.plan.choices:{of}") for of in ("context_strategy", "schedule")
+)
 
 
 def by_parts(config: "Config") -> bool:
-    """Returns whether all-to-all may send each tensor rank's own part of a sequence, to experts that lie over tensor too."""
-    expert, tensor = config.mesh.expert, config.mesh.tensor
-    return config.parallel.sequence_parallel and tensor > 1 and config.model.moe.experts % (expert * tensor) == 0
+    """Returns whether all-to-all may send each tensor rank's own part of a sequence, to experts that lie over tensor
+    too.
+    """
+    expert = config.mesh.expert
+    tensor = config.mesh.tensor
+    return (
+        config.parallel.sequence_parallel
+        and tensor > 1
+        and config.model.moe.experts % (expert * tensor) == 0
+    )
 
 
 def sends_less(config: "Config") -> str:
-    """Returns what parallel.experts.dispatch: auto stands for. With room for all rows that may come all-gather sends no more than all-to-all."""
-    expert, tensor, capacity, moe = config.mesh.expert, config.mesh.tensor, config.parallel.experts.capacity, config.model.moe  # fmt: skip
+    """Returns what parallel.experts.dispatch: auto stands for.
+
+    With room for all rows that may come all-gather sends no more than all-to-all.
+    """
+    expert = config.mesh.expert
+    tensor = config.mesh.tensor
+    capacity = config.parallel.experts.capacity
+    moe = config.model.moe
     if expert == 1:
         return AUTO
     ranks = expert * (tensor if by_parts(config) else 1)
@@ -66,20 +91,31 @@ def _schedule(config: "Config") -> str:
     """One chunk where more would be chosen comes from a schedule that was named."""
     if config.mesh.pipeline > 1 and config.parallel.virtual_stages == 1 < _chosen(config):
         return AUTO
-    return Followed(planned_schedule(config)[0] if pairs_may_hide(config) else without_pairs(config))
+    return Followed(
+        planned_schedule(config)[0] if pairs_may_hide(config) else without_pairs(config)
+    )
 
 
 def without_pairs(config: "Config") -> str:
-    """Returns what parallel.schedule: auto stands for without pairs: on one stage, which then runs no schedule, it stays."""
+    """Returns what parallel.schedule: auto stands for without pairs: on one stage, which then runs no schedule, it
+    stays.
+    """
     if config.mesh.pipeline == 1:
         return AUTO
     return CHUNKED if config.parallel.virtual_stages > 1 else PLAIN
 
 
 def pairs_may_hide(config: "Config") -> bool:
-    """Returns whether there are messages that pairs could hide, and the config asks for no fake devices, which hide none."""
-    mesh, on_fakes = config.mesh, config.run.fake_devices > 0 and config.mesh.cluster is None
-    return mesh.splits_layers and has_table(PAIRED, mesh.pipeline, config.parallel.microbatches) and not on_fakes
+    """Returns whether there are messages that pairs could hide, and the config asks for no fake devices, which hide
+    none.
+    """
+    mesh = config.mesh
+    on_fakes = config.run.fake_devices > 0 and config.mesh.cluster is None
+    return (
+        mesh.splits_layers
+        and has_table(PAIRED, mesh.pipeline, config.parallel.microbatches)
+        and not on_fakes
+    )
 
 
 # A key keeps together what it says.
@@ -94,7 +130,8 @@ class RunConfig:
         least=0, most=MOST_FAKE_DEVICES
     )
     imports: tuple[str, ...] = key(
-        (), "Python files and modules that register families, optimizers, schedules, sources, or define functions that keys name; a file is "
+        (), "Python files and modules that register families, optimizers, schedules, sources, or define functions "
+            "that keys name; a file is "
         "looked for beside the config and copied into the run directory", resume=FREE
     )
 
@@ -107,12 +144,14 @@ SELECTIVE = ("qkv", "attention", "attention_out", "mlp_in", "mlp_out")
 @dataclass(frozen=True)
 class ExpertsConfig:
     dispatch: Literal["auto", "all_gather", "all_to_all"] = key(
-        "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a reduce-scatter; all_to_all: each to where "
+        "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a "
+                "reduce-scatter; all_to_all: each to where "
         "it is computed; auto: which sends less, all_gather where capacity is null",
         follows=sends_less, counts=lambda c: c.mesh.expert > 1
     )
     capacity: float | None = key(
-        None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room for all", above=0.0
+        None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room "
+              "for all", above=0.0
     )
 
 
@@ -122,44 +161,56 @@ class ParallelConfig:
         1, "what is sharded over data: 0 nothing, 1 optimizer state and masters, 2 also gradients, 3 also parameters"
     )
     zero_hold: bool = key(
-        False, "ZeRO-2/3 with several microbatches: hold full gradients (2, which is stage 1 then) or gathered weights (3) over the whole "
+        False, "ZeRO-2/3 with several microbatches: hold full gradients (2, which is stage 1 then) or gathered "
+               "weights (3) over the whole "
         "step; more memory, and traffic that does not grow with the microbatches"
     )
     prefetch: Literal[1] = key(
-        1, "layers whose weights ZeRO-3 gathers ahead: one, the layer that computes; further ahead costs more in copies than it hides"
+        1, "layers whose weights ZeRO-3 gathers ahead: one, the layer that computes; further ahead costs more in "
+           "copies than it hides"
     )
-    sequence_parallel: bool = key(False, "split activations between the blocks over tensor along the sequence (Korthikanti et al.)")
+    sequence_parallel: bool = key(False, "split activations between the blocks over tensor along the sequence "
+                                         "(Korthikanti et al.)")
     context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
         "auto",
-        "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, which takes windows too; "
-        "ulysses: tokens are swapped for heads, which must divide; auto: the one of them with which a layer takes least by the plan",
+        "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, "
+        "which takes windows too; "
+        "ulysses: tokens are swapped for heads, which must divide; auto: the one of them with which a layer takes "
+        "least by the plan",
         follows=lambda c: planned_strategy(c)[0] if c.mesh.context > 1 else AUTO, counts=lambda c: c.mesh.context > 1
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",
-        "what the backward pass recomputes: nothing, only what is cheap (norms, activations, scores of an attention hook), all of a layer, all "
+        "what the backward pass recomputes: nothing, only what is cheap (norms, activations, scores of an attention "
+        "hook), all of a layer, all "
         "but matmul outputs, or all but the names in remat_keep"
     )
-    remat_keep: tuple[str, ...] = key((), f"remat: names keeps these activations on the device: {', '.join(ACTIVATIONS)}")
+    remat_keep: tuple[str, ...] = key((), "remat: names keeps these activations on the device: "
+                                          f"{', '.join(ACTIVATIONS)}")
     remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
-    microbatches: int = key(1, "pieces that each data rank's share of the batch is cut into; gradient accumulation when pipeline is 1", least=1)
+    microbatches: int = key(1, "pieces that each data rank's share of the batch is cut into; gradient accumulation "
+                               "when pipeline is 1", least=1)
     # Follows before the schedule, which follows from it.
     virtual_stages: int = key(
-        1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the most that divide the "
+        1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the "
+           "most that divide the "
         "layers of a stage, up to 8",
         least=1, follows=_virtual_stages, counts=lambda c: c.mesh.pipeline > 1
     )
     schedule: str = key(
         AUTO,
         f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
-        "1f1b where a stage has one chunk, or with pairs where they are clearly faster by the plan; on one stage only paired has a use",
+        "1f1b where a stage has one chunk, or with pairs where they are clearly faster by the plan; on one stage only "
+        "paired has a use",
         path=True, follows=_schedule, counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
-    layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as can be", least=0)
+    layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as "
+                                                    "can be", least=0)
     vocab: Literal["spread", "edge"] = key(
         "spread",
-        "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over tensor alone, on the first and last stage"
+        "spread: embedding and head are sharded over pipeline x tensor and all stages share their work; edge: over "
+        "tensor alone, on the first and last stage"
     )
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
@@ -171,8 +222,8 @@ class ParallelConfig:
         return SELECTIVE if self.remat == "selective" else self.remat_keep
 
 
-# Where Megatron-LM begins. One token's share of a batch of 4 M still gets 2^10 times its gradient there: more would only take
-# longer to come down from, and end at infinity.
+# Where Megatron-LM begins. One token's share of a batch of 4 M still gets 2^10 times its gradient there: more would
+# only take longer to come down from, and end at infinity.
 LARGEST_LOSS_SCALE = 2.0**32
 
 
@@ -186,31 +237,38 @@ def _in_float8(config: "Config") -> bool:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    compute: Literal["float32", "bfloat16", "float16"] = key("float32", "dtype of weights and activations in the step; masters stay float32")
+    compute: Literal["float32", "bfloat16", "float16"] = key("float32", "dtype of weights and activations in the "
+                                                                        "step; masters stay float32")
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data")
     gradient_sums: Literal["float32", "bfloat16"] = key(
         "float32", "dtype in which a data rank sums its gradients over the microbatches",
         counts=lambda c: c.parallel.microbatches > 1 or c.mesh.pipeline > 1
     )
     matmul: str = key(
-        "compute", "the products of the layers: compute, in that dtype; float8, of operands that are rounded to 8 bits, experts' multiplied "
+        "compute", "the products of the layers: compute, in that dtype; float8, of operands that are rounded to 8 "
+                   "bits, experts' multiplied "
         "in the compute dtype. Head, embedding, router, norms and adapters stay as they are"
     )
     float8_recipe: str = key(
-        "rowwise", "numbers that share a scale: rowwise, a row or column of what is summed over; tensorwise, all on a device, so that losses depend "
-        "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the compute dtype", counts=_in_float8)
+        "rowwise", "numbers that share a scale: rowwise, a row or column of what is summed over; tensorwise, all on a "
+                   "device, so that losses depend "
+        "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the "
+        "compute dtype", counts=_in_float8)
     float8_wgrad: Literal["compute", "float8"] = key("compute", "what the gradients of weights are multiplied in", counts=_in_float8)
     float8_skip: tuple[int, ...] = key((1, 1), "how many of the first and of the last layers stay in the compute dtype", least=0, counts=_in_float8)
     float8_gather: bool = key(
-        True, "gather what is rounded: over tensor with sequence_parallel, and weights over data with zero_stage 3, blockwise those whose "
+        True, "gather what is rounded: over tensor with sequence_parallel, and weights over data with zero_stage 3, "
+              "blockwise those whose "
         "shards have blocks whole", counts=_in_float8)
     float8_frozen: bool = key(
-        True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; they are saved as what they "
+        True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; "
+              "they are saved as what they "
         "were rounded to", counts=_in_float8)
     loss_scale: float = key(65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE)
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(
-        2, "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does too",
+        2, "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does "
+           "too",
         least=1
     )
 
@@ -219,14 +277,17 @@ class PrecisionConfig:
 class DataConfig:
     source: str = key(
         "stdlib",
-        "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or synthetic "
-        "(random tokens, for benchmarks); of images a folder with a folder for each class, arrays (.npz, or a folder of .npy), digits "
+        "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or "
+        "synthetic "
+        "(random tokens, for benchmarks); of images a folder with a folder for each class, arrays (.npz, or a folder "
+        "of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
         path=True, resume=CONTENT
     )
     tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", path=True, resume=TOKENS)
     begin: str | None = key(
-        None, "the token before each document, and before each prompt that no chat template makes, or none; null: as the files of the "
+        None, "the token before each document, and before each prompt that no chat template makes, or none; null: as "
+              "the files of the "
         "tokenizer say", resume=CONTENT
     )
     end: str | None = key(None, "the token behind each document; null: as the files of the tokenizer say", resume=CONTENT)
@@ -238,13 +299,16 @@ class DataConfig:
     )
     batching: Literal["window", "packed", "grouped", "budget"] = key(
         "window",
-        "window: sequences that follow one another in the text; packed: whole documents side by side, attention and loss kept within each; "
-        "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they are; conversations "
+        "window: sequences that follow one another in the text; packed: whole documents side by side, attention and "
+        "loss kept within each; "
+        "grouped: documents of about equal length together, padded; budget: the same with more rows the shorter they "
+        "are; conversations "
         "are never cut like window, so there packed stands for it",
         follows=lambda c: "packed" if c.data.format in ("chat", "pairs") else "window", resume=REFUSED
     )
     last: Literal["drop", "pad"] = key(
-        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, unless there is no other, or pad it; "
+        "drop", "what an epoch does with a last batch (or sequence) that is not full: leave it out, unless there is "
+                "no other, or pad it; "
         "of what is held out none is left out", resume=REFUSED
     )
     lengths: int = key(8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED)
@@ -254,29 +318,35 @@ class DataConfig:
         least=1, follows=lambda c: c.train.global_batch_size, resume=REFUSED
     )
     validation: float | None = key(
-        None, "share of the documents held out for evaluation, of conversations one at least; null: 0.01 (stdlib: 0.05), or what prepared shards were made with",
+        None, "share of the documents held out for evaluation, of conversations one at least; null: 0.01 (stdlib: "
+              "0.05), or what prepared shards were made with",
         least=0.0, most=0.5, resume=CONTENT
     )
     validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source", path=True)
     text_field: str = key("text", "the field of a JSON Lines record that holds its text", resume=CONTENT)
     bad_documents: Literal["skip", "refuse"] = key(
         "skip",
-        "a document that is empty, not UTF-8 or without text, met while preparing: name it in a log and skip it, or refuse",
+        "a document that is empty, not UTF-8 or without text, met while preparing: name it in a log and skip it, or "
+        "refuse",
         resume=CONTENT
     )
     verify: bool = key(
-        True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core), and bit by bit while they are read; "
+        True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core), and bit by bit "
+              "while they are read; "
         "sizes, and files that change meanwhile, always are"
     )
     prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
     format: Literal["text", "chat", "pairs", "images"] = key(
         "text",
-        "text: every token is learned; chat: conversations (OpenAI messages, ShareGPT, Alpaca), of which the answers are learned; pairs: "
-        "a chosen and a rejected answer to each prompt, for train.objective: dpo; images: with a class each, what a family of images reads",
+        "text: every token is learned; chat: conversations (OpenAI messages, ShareGPT, Alpaca), of which the answers "
+        "are learned; pairs: "
+        "a chosen and a rejected answer to each prompt, for train.objective: dpo; images: with a class each, what a "
+        "family of images reads",
         follows=lambda c: "images" if FAMILIES[c.model.family].images else "text", resume=CONTENT
     )
     template: str | None = key(
-        None, "format chat, pairs: a chat template (Jinja), or the tokenizer_config.json that holds one; null: the one beside data.tokenizer",
+        None, "format chat, pairs: a chat template (Jinja), or the tokenizer_config.json that holds one; null: the "
+              "one beside data.tokenizer",
         path=True, resume=CONTENT
     )
     images: ImagesConfig = field(default_factory=ImagesConfig)
@@ -288,7 +358,8 @@ class TrainConfig:
     global_batch_size: int = key(16, "sequences a step, over all devices", least=1, resume=REFUSED)
     uneven_batch: Literal["refuse", "pad"] = key(
         "refuse",
-        "a batch whose rows mesh.data x parallel.microbatches does not divide: refuse it, or pad it at its end with rows that weigh "
+        "a batch whose rows mesh.data x parallel.microbatches does not divide: refuse it, or pad it at its end with "
+        "rows that weigh "
         "nothing; losses and gradients stay those of the batch"
     )
     sequence_length: int = key(
@@ -297,25 +368,30 @@ class TrainConfig:
     )
     label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
     z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
-    loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports (model.hooks)", resume=Resume.FUNCTION)
+    loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports "
+                                 "(model.hooks)", resume=Resume.FUNCTION)
     loss_chunk: int | Literal["auto"] = key(
-        "auto", "tokens whose logits are alive at once, for losses and gradients. auto: all of a microbatch, or 2,048 where they would take more "
+        "auto", "tokens whose logits are alive at once, for losses and gradients. auto: all of a microbatch, or 2,048 "
+                "where they would take more "
         "than 4 GiB a device",
         least=1, counts=lambda c: not FAMILIES[c.model.family].images
     )
     epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
     trainable: tuple[str, ...] = key(
-        (), "weights that are trained, by name or pattern (blocks.attention.*), the others frozen; empty: all, or with lora.rank the "
+        (), "weights that are trained, by name or pattern (blocks.attention.*), the others frozen; empty: all, or "
+            "with lora.rank the "
         "adapters alone",
         resume=REFUSED
     )
     objective: Literal["next_token", "dpo", "classify"] = key(
-        "next_token", "next_token: cross-entropy; dpo: direct preference optimisation (Rafailov et al. 2023), the model without its adapters "
+        "next_token", "next_token: cross-entropy; dpo: direct preference optimisation (Rafailov et al. 2023), the "
+                      "model without its adapters "
         "as reference; classify: cross-entropy of an image's class",
         follows=lambda c: "classify" if FAMILIES[c.model.family].images else "next_token", resume=REFUSED
     )
     gc_every: int = key(
-        100, "steps between two collections of Python's garbage, which all processes make at the same step, so that none keeps the others "
+        100, "steps between two collections of Python's garbage, which all processes make at the same step, so that "
+             "none keeps the others "
         "waiting; 0: each whenever Python thinks fit",
         least=0, resume=FREE
     )
@@ -327,7 +403,8 @@ class OptimizerConfig:
     name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
     schedule: str = key(
-        "cosine", "shape of the learning rate after the warm-up: cosine and linear fall to final_ratio, constant stays, wsd (warmup-stable-decay) stays, "
+        "cosine", "shape of the learning rate after the warm-up: cosine and linear fall to final_ratio, constant "
+                  "stays, wsd (warmup-stable-decay) stays, "
         "then falls over the last decay_ratio of the steps; or one registered from outside", one_of=LEARNING_RATES
     )
     warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)
@@ -343,20 +420,25 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = key(0, "steps between checkpoints, before each of which all copies of the state are compared; 0: only at the end", least=0)
+    every: int = key(0, "steps between checkpoints, before each of which all copies of the state are compared; 0: "
+                        "only at the end", least=0)
     keep: int = key(3, "newest checkpoints kept", least=1)
     keep_best: int = key(
-        1, "checkpoints kept for their eval loss, the lowest ones; 0: none, else each evaluation with the lowest loss so far is followed by a "
+        1, "checkpoints kept for their eval loss, the lowest ones; 0: none, else each evaluation with the lowest loss "
+           "so far is followed by a "
         "save", least=0
     )
     keep_every: int = key(0, "checkpoints at multiples of this step are kept for ever; 0: none are", least=0)
     resume: str = key(
         "auto",
-        "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run or of one "
-        "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no checkpoint of its own",
+        "auto: go on from the newest intact checkpoint of the run directory; never; or the path of another run or of "
+        "one "
+        "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no "
+        "checkpoint of its own",
         path=True, resume=FREE
     )
-    weights_only: bool = key(False, "resume: PATH takes the weights alone; step, optimizer state and data position start anew", resume=FREE)
+    weights_only: bool = key(False, "resume: PATH takes the weights alone; step, optimizer state and data position "
+                                    "start anew", resume=FREE)
     allow: tuple[str, ...] = key(
         (), "keys that may differ from the checkpoint's although that is refused otherwise, such as data.source; "
         "with weights_only also model.layers and model.vocab_size: what the checkpoint lacks stays as initialised",
@@ -372,15 +454,18 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
-    batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until a source comes round)", least=1)
-    patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all its steps", least=0)
+    batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until "
+                          "a source comes round)", least=1)
+    patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all "
+                           "its steps", least=0)
 
 
 @dataclass(frozen=True)
 class LogConfig:
     every: int = key(1, "steps between rows of metrics.jsonl", least=1)
     batches: bool = key(
-        False, "under `meshtrain.survive` every process writes checksums of the rows that it reads, to compare one run's batches with another's",
+        False, "under `meshtrain.survive` every process writes checksums of the rows that it reads, to compare one "
+               "run's batches with another's",
         resume=FREE
     )
 
@@ -390,17 +475,21 @@ class SurviveConfig:
     wanted: int = key(1, "nodes that the mesh is for, one process each; a run begins when so many are there", least=1, most=65536, resume=FREE)
     least: int = key(1, "fewest nodes to go on with", least=1, most=65536, resume=FREE)
     most: int = key(
-        None, "most nodes to use: the data axis grows beyond the mesh's where they return; null: wanted, others are spares",
+        None, "most nodes to use: the data axis grows beyond the mesh's where they return; null: wanted, others are "
+              "spares",
         least=1, most=65536, follows=lambda c: c.survive.wanted, resume=FREE
     )
     join_timeout: float = key(300.0, "seconds to wait for `wanted` nodes before going on with at least `least`", least=0.0, resume=FREE)
     step_timeout: float = key(
-        0.0, "seconds without a sign of progress within a step that are a hang; 0: 10 times the median step, at least 60",
+        0.0, "seconds without a sign of progress within a step that are a hang; 0: 10 times the median step, at least "
+             "60",
         least=0.0, resume=FREE
     )
-    node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost, or a frozen process ended", least=1.0, resume=FREE)
+    node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost, or a frozen process "
+                                    "ended", least=1.0, resume=FREE)
     restarts: int = key(20, "restarts for faults that a run may take in 24 hours before it is given up", least=0, resume=FREE)
-    inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `meshtrain survive inject --list` has the kinds", resume=FREE)
+    inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `meshtrain survive inject --list` has "
+                                      "the kinds", resume=FREE)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,8 @@
-"""YAML text to nodes whose types nobody has guessed, and a node to a value by the type and bounds that its key declares.
+"""YAML text to nodes whose types nobody has guessed, and a node to a value by the type and bounds that its key
+declares.
 
-YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, or a text) and off (false, or a text). The declared type
-decides where there is one way to read a value, and what has two is refused with both.
+YAML readers disagree about 1e-3 (a text, or 0.001), 010 (8, or 10), 1:30 (90, or a text) and off (false, or a text).
+The declared type decides where there is one way to read a value, and what has two is refused with both.
 """
 
 import contextlib
@@ -19,10 +20,12 @@ from meshtrain.config.key import LARGEST, TINIEST, Key
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.registry import Unimported
 
-NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+NULL = "tag:yaml.org,2002:null"
+BOOL = "tag:yaml.org,2002:bool"
 MAX_DEPTH = 8  # a config is 4 deep: section, key, list, entry
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
-TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
+TRUE = {"true", "yes", "on"}
+FALSE = {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 MAX_CHARACTERS = 1024  # of a text: what every system allows a path
 MAX_DIGITS = 40  # of a whole number: more are too large for every key
@@ -36,14 +39,19 @@ _LEADING_ZERO = re.compile(r"[-+]?0_?[0-9][0-9_]*")
 
 
 class _Composer(yaml.SafeLoader):
-    """Refuses tags and deep nesting. An alias stands for the node it names, without a copy: a short text cannot grow."""
+    """Refuses tags and deep nesting.
+
+    An alias stands for the node it names, without a copy: a short text cannot grow.
+    """
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         if getattr(event, "tag", None) is not None:
-            raise yaml.composer.ComposerError(None, None, f"there is a tag, {event.tag}", event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"there is a tag, {event.tag}", event.start_mark
+            )
         if self.depth == MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
         self.depth += 1
@@ -70,18 +78,26 @@ def compose(text: str) -> yaml.Node | None:
 def problem(error: yaml.YAMLError) -> tuple[int | None, str]:
     """Returns the line, where it is known, and the reason for which a text is not valid YAML."""
     mark = getattr(error, "problem_mark", None)
-    return mark.line + 1 if mark else None, short(getattr(error, "problem", None) or str(error).splitlines()[0])
+    return mark.line + 1 if mark else None, short(
+        getattr(error, "problem", None) or str(error).splitlines()[0]
+    )
 
 
 def plain(text: str) -> yaml.ScalarNode:
     """Returns the scalar node of a text without quotes, whatever is in it."""
-    return yaml.ScalarNode(yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)), text)
+    return yaml.ScalarNode(
+        yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)), text
+    )
 
 
 def shape(node: yaml.Node) -> str:
     if isinstance(node, yaml.SequenceNode):
         return "a list"
-    return "a mapping" if isinstance(node, yaml.MappingNode) else f"the single value {short(repr(node.value))}"
+    return (
+        "a mapping"
+        if isinstance(node, yaml.MappingNode)
+        else f"the single value {short(repr(node.value))}"
+    )
 
 
 def as_text(value: object) -> str:
@@ -94,23 +110,30 @@ def as_text(value: object) -> str:
 
 
 def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
-    """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for one. Raises
-    ConfigError, which begins with `where`.
+    """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for
+    one. Raises ConfigError, which begins with `where`.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if key.null and node.tag == NULL:
         return None
     if origin in (typing.Union, types.UnionType):
         if node.tag == NULL and type(None) in args:
             return None
-        words = [word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)]
+        words = [
+            word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)
+        ]
         return value(next(a for a in args if a is not type(None)), key, node, where, words)
     if origin is tuple:
         if not isinstance(node, yaml.SequenceNode):
-            given = node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
+            given = (
+                node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
+            )
             example = short(given) if args[0] is str else "2, 3"
             raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
-        return tuple(value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value))
+        return tuple(
+            value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value)
+        )
     # the legal values by their text, where they are counted out
     listed = args if origin is Literal else key.one_of or ()
     choices = {str(choice): choice for choice in listed}
@@ -139,8 +162,11 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
 
 
 def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
-    """Returns in words what a `hint` takes within the bounds of its `key`, those that are its own unless `bounds` are given."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    """Returns in words what a `hint` takes within the bounds of its `key`, those that are its own unless `bounds` are
+    given.
+    """
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if a is type(None) else takes(a, key, bounds) for a in args)
     if origin is tuple:
@@ -174,16 +200,26 @@ def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | fl
         decimal = int(text)
         octal = decimal if re.search("[89]", text) else int(text, 8)
         meant = str(decimal) if octal == decimal else f"{decimal} or {octal}"
-        raise ConfigError(f"{where} is '{text}', which some readers of YAML take for octal; write {meant}.")
+        raise ConfigError(
+            f"{where} is '{text}', which some readers of YAML take for octal; write {meant}."
+        )
     if hint is int and not (_WHOLE.fullmatch(text) and len(text) <= MAX_DIGITS):
         raise ConfigError(wrong + _nearest_integer(text))
     number = hint(text) if _FRACTION.fullmatch(text) else float("nan")
     if not abs(number) < float("inf"):
         raise ConfigError(f"{wrong}.")
     if hint is float and 0 < abs(number) < TINIEST:
-        raise ConfigError(f"{where} is {number:g}, which is 0 in float32; it must be {_range(hint, key)}.")
-    least, above, most = key.least, key.above, _most(hint, key)
-    if (least is not None and number < least) or (above is not None and number <= above) or number > most:
+        raise ConfigError(
+            f"{where} is {number:g}, which is 0 in float32; it must be {_range(hint, key)}."
+        )
+    least = key.least
+    above = key.above
+    most = _most(hint, key)
+    if (
+        (least is not None and number < least)
+        or (above is not None and number <= above)
+        or number > most
+    ):
         raise ConfigError(f"{where} is {number}; it must be {_range(hint, key)}.")
     return number
 
@@ -200,8 +236,10 @@ def _nearest_integer(text: str) -> str:
 
 def _range(hint: type, key: Key) -> str:
     bounds = {"at least": key.least, "above": key.above, "at most": _most(hint, key)}
-    text = lambda bound: f"{bound:g}" if isinstance(bound, float) else str(bound)  # noqa: E731
-    legal = " and ".join(f"{word} {text(bound)}" for word, bound in bounds.items() if bound is not None)
+    text = lambda bound: f"{bound:g}" if isinstance(bound, float) else str(bound)
+    legal = " and ".join(
+        f"{word} {text(bound)}" for word, bound in bounds.items() if bound is not None
+    )
     return f"{legal}, in {key.unit}" if key.unit else legal
 
 

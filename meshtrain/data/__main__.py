@@ -1,6 +1,8 @@
-"""python -m meshtrain.data: prepares token shards from text or conversations, shows what is learned of these, trains a tokenizer, checks shards.
+"""python -m meshtrain.data: prepares token shards from text or conversations, shows what is learned of these, trains a
+tokenizer, checks shards.
 
-Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go on).
+Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go
+on).
 """
 
 import argparse
@@ -51,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("stopped; run the same command again to go on.")
         return STOPPED
     except (BrokenProcessPool, MemoryError):
-        say("memory ran out, or a worker was killed; run the same command again to go on, with fewer --workers.")
+        say(
+            "memory ran out, or a worker was killed; run the same command again to go on, with fewer --workers."
+        )
         return FAILED
     except Failed as error:
         say(error)
@@ -81,19 +85,35 @@ def parser() -> Parser:
 
     prepares = commands.add_parser("prepare", help="text or conversations to token shards")
     _add_input(prepares)
-    prepares.add_argument("--format", choices=get_args(Contents), default="text", help="as data.format")
+    prepares.add_argument(
+        "--format", choices=get_args(Contents), default="text", help="as data.format"
+    )
     _add_tokenizer(prepares)
-    prepares.add_argument("--output", required=True, type=_directory, help="directory of the shards")
+    prepares.add_argument(
+        "--output", required=True, type=_directory, help="directory of the shards"
+    )
     workers = os.cpu_count() or 1
-    prepares.add_argument("--workers", type=whole_number, default=workers, help="processes (default: all cores)")
+    prepares.add_argument(
+        "--workers", type=whole_number, default=workers, help="processes (default: all cores)"
+    )
     share = "share of the documents held out"
-    prepares.add_argument("--validation", type=number_from(0, 0.5), default=PrepareOptions.validation, help=share)
+    prepares.add_argument(
+        "--validation", type=number_from(0, 0.5), default=PrepareOptions.validation, help=share
+    )
     bad = "documents that are empty, damaged, not UTF-8, without text"
     prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
     prepares.set_defaults(run=_prepare)
 
-    shows = commands.add_parser("show", help="an example of conversations, what is learned of it in colour")
-    shows.add_argument("--input", required=True, nargs="+", metavar="PATH", help="files or folders of conversations")
+    shows = commands.add_parser(
+        "show", help="an example of conversations, what is learned of it in colour"
+    )
+    shows.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files or folders of conversations",
+    )
     shows.add_argument("--format", choices=("chat", "pairs"), default="chat", help="as data.format")
     _add_tokenizer(shows)
     shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1")
@@ -102,16 +122,22 @@ def parser() -> Parser:
     shows.add_argument("--json", action="store_true", help="the same for programs")
     shows.set_defaults(run=_show)
 
-    trains = commands.add_parser("train-tokenizer", help="a byte-level BPE tokenizer.json from text")
+    trains = commands.add_parser(
+        "train-tokenizer", help="a byte-level BPE tokenizer.json from text"
+    )
     _add_input(trains)
-    trains.add_argument("--vocab-size", required=True, type=whole_number, help="ids, the end of document among them")
+    trains.add_argument(
+        "--vocab-size", required=True, type=whole_number, help="ids, the end of document among them"
+    )
     trains.add_argument("--output", required=True, type=Path, help="the tokenizer.json to write")
     trains.set_defaults(run=_train_tokenizer)
 
     verifies = commands.add_parser("verify", help="compares prepared shards with their manifest")
     verifies.add_argument("directory", type=Path)
     verifies.add_argument(
-        "--json", action="store_true", help="the same for programs: documents, tokens and shards of each split"
+        "--json",
+        action="store_true",
+        help="the same for programs: documents, tokens and shards of each split",
     )
     verifies.set_defaults(run=_verify)
     return parser
@@ -127,7 +153,10 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     kinds = "byte, or the path of a tokenizer.json"
     parser.add_argument("--tokenizer", default=PrepareOptions.tokenizer, help=kinds)
-    parser.add_argument("--template", help="of conversations: a chat template, instead of the one beside the tokenizer")
+    parser.add_argument(
+        "--template",
+        help="of conversations: a chat template, instead of the one beside the tokenizer",
+    )
     for name in ("begin", "end"):
         parser.add_argument(f"--{name}", metavar="TOKEN", help=f"as data.{name}")
 
@@ -142,7 +171,10 @@ def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]
     result = find(inputs, wanted_for(contents))
     print(f"{len(result.files)} files, {result.size / 1e6:.1f} MB", file=sys.stderr)
     if result.ignored:
-        print(f"Left out {result.ignored.total()} files of other kinds: {result.describe_ignored()}", file=sys.stderr)
+        print(
+            f"Left out {result.ignored.total()} files of other kinds: {result.describe_ignored()}",
+            file=sys.stderr,
+        )
     if result.left_out:
         print(f"Left out: {result.describe_left_out()}", file=sys.stderr)
     return result.files
@@ -159,24 +191,32 @@ def _prepare(chosen: argparse.Namespace) -> None:
         chosen.begin,
         chosen.end,
     )
-    files, output, began = _find(chosen.input, chosen.format), chosen.output, time.perf_counter()
+    files = _find(chosen.input, chosen.format)
+    output = chosen.output
+    began = time.perf_counter()
     with _writing(output), _progress_bar() as progress:
         manifest = prepare(files, output, options, chosen.workers, progress)
     seconds = time.perf_counter() - began
     for split, shards in manifest.shards.items():
-        documents, tokens = manifest.count(split, "documents"), manifest.count(split, "tokens")
-        print(f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(shards)} shards")
+        documents = manifest.count(split, "documents")
+        tokens = manifest.count(split, "tokens")
+        print(
+            f"{split}: {documents} documents, {tokens} tokens ({manifest.dtype}) in {len(shards)} shards"
+        )
     for counted, count in manifest.counts.items():
         print(f"{counted}: {count:,}")
     if options.validation and not manifest.shards["validation"]:
         # Each document's name decides, so that it stays in its split when others come and go: of few there may be none.
         say(
-            f"no document is held out: of few documents --validation {options.validation} may take none; give a larger share and another "
+            f"no document is held out: of few documents --validation {options.validation} may take none; give a "
+            "larger share and another "
             "--output, or train with eval.every=0, or with text of its own as data.validation_source."
         )
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
-    print(f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s")
+    print(
+        f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s"
+    )
     boundaries = load_tokenizer(chosen.tokenizer, begin=chosen.begin, end=chosen.end).boundaries
     if chosen.format == "text":
         print(boundaries.describe())
@@ -184,7 +224,8 @@ def _prepare(chosen: argparse.Namespace) -> None:
         say(f"{note}.")
     if not manifest.shards["train"]:
         raise ConfigError(
-            f"no document is left to train on: of few documents --validation {options.validation} may take all; give a smaller share and "
+            f"no document is left to train on: of few documents --validation {options.validation} may take all; give "
+            "a smaller share and "
             "another --output."
         )
 
@@ -193,7 +234,13 @@ def _prepare(chosen: argparse.Namespace) -> None:
 def _progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -204,7 +251,11 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 def _show(chosen: argparse.Namespace) -> None:
     options = PrepareOptions(
-        chosen.tokenizer, contents=chosen.format, template=chosen.template, begin=chosen.begin, end=chosen.end
+        chosen.tokenizer,
+        contents=chosen.format,
+        template=chosen.template,
+        begin=chosen.begin,
+        end=chosen.end,
     )
     files = _find(chosen.input, chosen.format)
     encoder = open_encoder(options, last_change(files))
@@ -232,7 +283,9 @@ def _train_tokenizer(chosen: argparse.Namespace) -> None:
 
     first = next(good := texts(), None)
     if first is None:
-        raise ConfigError("the input holds no document" + (f": {describe_skipped(skipped)}." if skipped else "."))
+        raise ConfigError(
+            "the input holds no document" + (f": {describe_skipped(skipped)}." if skipped else ".")
+        )
     with _writing(chosen.output):
         train_bpe(chain([first], good), chosen.vocab_size, chosen.output)
     if skipped:
@@ -247,10 +300,20 @@ def _verify(chosen: argparse.Namespace) -> None:
     if chosen.json:
         counts = {split: _counts(manifest, split) for split in manifest.shards}
         print(
-            json.dumps({"intact": True, "tokenizer": manifest.tokenizer, "digest": manifest.digest, **counts}, indent=2)
+            json.dumps(
+                {
+                    "intact": True,
+                    "tokenizer": manifest.tokenizer,
+                    "digest": manifest.digest,
+                    **counts,
+                },
+                indent=2,
+            )
         )
     else:
-        print(f"{short(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}")
+        print(
+            f"{short(str(chosen.directory))}: every shard is as prepared, digest {manifest.digest[:16]}"
+        )
 
 
 def _counts(manifest: ShardManifest, split: str) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""One global order of batches: which rows make up batch k, whatever the mesh, the process count or the history of the run.
+"""One global order of batches: which rows make up batch k, whatever the mesh, the process count or the history of the
+run.
 
-    EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k, padded for the mesh
-    Grouped, mixtures ──────────────────────────────────────►
+    EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k, padded for
+    the mesh Grouped, mixtures ──────────────────────────────────────►
 
 Of a global batch each process takes the rows that its devices hold.
 """
@@ -23,7 +24,8 @@ from meshtrain.errors import ConfigError
 from meshtrain.inputs import LABELS, pad_rows
 
 # Located at a time, at most: a call of numpy costs as much as a hundred rows, and it takes a hundred calls.
-AHEAD_BATCHES, AHEAD_LABELS = 32, 1 << 20
+AHEAD_BATCHES = 32
+AHEAD_LABELS = 1 << 20
 STEPS = keys(Config)["train.steps"].default
 
 
@@ -67,7 +69,9 @@ class GlobalBatches(Protocol):
 
     def tokens(self, k: int) -> int: ...
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch: ...
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,28 @@ class Portion:
     @property
     def tokens(self) -> int:
         """How many tokens they hold, padding left out."""
-        return self.places.labels if isinstance(self.places, Stretches) else len(self.at) * self.rows.length
+        return (
+            self.places.labels
+            if isinstance(self.places, Stretches)
+            else len(self.at) * self.rows.length
+        )
 
 
 class BatchesOfRows:
     """Batches of `size` rows of several sources of one row length, located many at a time."""
 
     def __init__(self, sources: Sequence[EpochRows], size: int) -> None:
-        self.sources, self.size = list(sources), size
+        self.sources = list(sources)
+        self.size = size
         self.shapes = ((size, sources[0].length),)
         self.places_per_batch = size * sources[0].length
         # of the rows that are read here, and of all of them
         self._located = lru_cache(maxsize=4)(self._locate)
 
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source, which of its items) of these rows [R] of batches ks [B, 1]: int64 [B, R]; source -1: the row is padding."""
+        """Returns (source, which of its items) of these rows [R] of batches ks [B, 1]: int64 [B, R]; source -1: the row
+        is padding.
+        """
         raise NotImplementedError
 
     def batch_shape(self, k: int) -> tuple[int, int]:
@@ -122,16 +133,24 @@ class BatchesOfRows:
         many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
         return self._located(k // many, many, begin, end, step)[k % many], count
 
-    def _locate(self, block: int, many: int, begin: int, end: int, step: int) -> list[list[Portion]]:
+    def _locate(
+        self, block: int, many: int, begin: int, end: int, step: int
+    ) -> list[list[Portion]]:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
-        sources, items = self.choose((block * many + np.arange(many))[:, None], np.arange(begin, end, step))
+        sources, items = self.choose(
+            (block * many + np.arange(many))[:, None], np.arange(begin, end, step)
+        )
         batches: list[list[Portion]] = [[] for _ in range(many)]
         for number, source in enumerate(self.sources):
             own = sources == number
-            places, ends = source.locate(items[own]), np.cumsum(own.sum(1)).tolist()
+            places = source.locate(items[own])
+            ends = np.cumsum(own.sum(1)).tolist()
             for portions, mask, first, last in zip(batches, own, [0, *ends], ends, strict=False):
                 portions.append(Portion(source, places[first:last], np.flatnonzero(mask)))
-        return [[portion for portion in portions if len(portion.at)] or portions[:1] for portions in batches]
+        return [
+            [portion for portion in portions if len(portion.at)] or portions[:1]
+            for portions in batches
+        ]
 
 
 class RowBatches(BatchesOfRows):
@@ -139,8 +158,11 @@ class RowBatches(BatchesOfRows):
 
     def __init__(self, rows: EpochRows, size: int, pad: bool) -> None:
         super().__init__([rows], size)
-        self.rows, self.pad = rows, pad
-        self.batches_per_epoch = self.batches_once = -(-rows.count // size) if pad else rows.count // size
+        self.rows = rows
+        self.pad = pad
+        self.batches_per_epoch = self.batches_once = (
+            -(-rows.count // size) if pad else rows.count // size
+        )
 
     @property
     def tokens_per_batch(self) -> float:
@@ -164,13 +186,18 @@ class SplitBatches:
     source: str
     digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
     multiple: int = field(default=1, kw_only=True)  # rows are padded to a multiple of this
-    notes: tuple[str, ...] = field(default=(), kw_only=True)  # on what is learned and what is left out
+    notes: tuple[str, ...] = field(
+        default=(), kw_only=True
+    )  # on what is learned and what is left out
 
     def __repr__(self) -> str:
         return self.describe()
 
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
-        """These rows of global batch k, or these places of each, ascending. A pure function of (seed, k): the whole state of the data is k."""
+        """These rows of global batch k, or these places of each, ascending.
+
+        A pure function of (seed, k): the whole state of the data is k.
+        """
         (real, _), (total, _) = self.batches.batch_shape(k), self.batch_shape(k)
         if real == total:
             return self.batches.batch(k, rows, columns)
@@ -195,7 +222,9 @@ class SplitBatches:
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (rows, T) that a batch can have."""
-        return tuple((round_up(rows, self.multiple), length) for rows, length in self.batches.shapes)
+        return tuple(
+            (round_up(rows, self.multiple), length) for rows, length in self.batches.shapes
+        )
 
     @property
     def tokens_per_batch(self) -> float:
@@ -208,7 +237,9 @@ class SplitBatches:
         return self.batches.batches_per_epoch
 
     def one_pass(self, most: int) -> range:
-        """The batches of an evaluation: the first `most`, or those before a row comes again, since none is to count twice."""
+        """The batches of an evaluation: the first `most`, or those before a row comes again, since none is to count
+        twice.
+        """
         return range(min(most, self.batches.batches_once))
 
     def fewer(self, most: int) -> list[str]:
@@ -217,7 +248,8 @@ class SplitBatches:
         if there < min(most, self.batches_per_epoch):
             batches = "batch" if there == 1 else "batches"
             return [
-                f"evaluations read {there} {batches}, fewer than eval.batches {most}: then a source of the mixture comes round"
+                f"evaluations read {there} {batches}, fewer than eval.batches {most}: then a source of the mixture "
+                "comes round"
             ]
         are = "batch is all that is" if there == 1 else "batches are all that are"
         return [f"{there} {are} held out, fewer than eval.batches {most}"] if there < most else []
@@ -233,10 +265,11 @@ def few(size: int) -> tuple[str, ...]:
 
 
 def in_epochs(config: Config, batches: int) -> Config:
-    """Returns the config with the `train.steps` that follow from `train.epochs` of so many batches each; as it is without epochs.
+    """Returns the config with the `train.steps` that follow from `train.epochs` of so many batches each; as it is
+    without epochs.
 
-    ConfigError for train.steps that are neither the default nor those. The same data gives the same steps, so that a resumed run has
-    those of its beginning.
+    ConfigError for train.steps that are neither the default nor those. The same data gives the same steps, so that a
+    resumed run has those of its beginning.
     """
     train = config.train
     if not train.epochs:
@@ -244,14 +277,17 @@ def in_epochs(config: Config, batches: int) -> Config:
     steps = max(1, math.ceil(train.epochs * batches - 1e-9))
     if train.steps not in (STEPS, steps):
         raise ConfigError(
-            f"train.steps is {train.steps}, but train.epochs {train.epochs:g} of {batches:,} batches each are {steps:,} steps; "
+            f"train.steps is {train.steps}, but train.epochs {train.epochs:g} of {batches:,} batches each are "
+            f"{steps:,} steps; "
             "give one of the two."
         )
     return replaced(config, train={"steps": steps})
 
 
 def digests(config: Config, data: SplitBatches, validation: SplitBatches | None) -> dict[str, str]:
-    """The digests by which a checkpoint knows its data; none of random tokens, nor of validation text that is a share of the source."""
+    """The digests by which a checkpoint knows its data; none of random tokens, nor of validation text that is a share
+    of the source.
+    """
     entries = {"digest": data.digest}
     if config.data.validation_source is not None and validation is not None:
         entries["validation_digest"] = validation.digest

@@ -19,9 +19,13 @@ from meshtrain.errors import ConfigError
 from meshtrain.files import refuse_passing
 from meshtrain.sources import SOURCES
 
-INLINE_BYTES = 64 << 20  # text up to this is prepared in this process: starting workers would take longer
+INLINE_BYTES = (
+    64 << 20
+)  # text up to this is prepared in this process: starting workers would take longer
 SILENCE = 10  # seconds of preparing between two log records on how far it is
-STDLIB_VALIDATION = 0.05  # of a few hundred files one in a hundred would be too little to measure a loss on
+STDLIB_VALIDATION = (
+    0.05  # of a few hundred files one in a hundred would be too little to measure a loss on
+)
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +37,8 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "meshtrain"
     except RuntimeError:
         raise ConfigError(
-            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with room."
+            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with "
+            "room."
         ) from None
 
 
@@ -41,8 +46,14 @@ def open_files(
     inputs: InputFiles, name: str, options: PrepareOptions, tokenizer: Tokenizer, data: DataConfig
 ) -> Source:
     """Opens the cached shards of these files, made now if they are not there, and again if they are damaged."""
-    key = hashlib.sha256("\0".join(fingerprint(inputs.files, options, tokenizer).values()).encode()).hexdigest()[:16]
-    base = name if name in SOURCES else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:40]
+    key = hashlib.sha256(
+        "\0".join(fingerprint(inputs.files, options, tokenizer).values()).encode()
+    ).hexdigest()[:16]
+    base = (
+        name
+        if name in SOURCES
+        else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:40]
+    )
     directory = cache_directory() / f"{base}-{tokenizer.name}-{key}"
     damage = None
     try:
@@ -57,13 +68,20 @@ def open_files(
     except OSError as error:
         refuse_passing(error.filename or directory, error)
         raise ConfigError(
-            f"the text of {name} cannot be prepared in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with room."
+            f"the text of {name} cannot be prepared in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a "
+            "directory with room."
         ) from None
     return open_shards(directory, name, data, tokenizer)
 
 
 def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOptions) -> None:
-    log.info("preparing %d files (%.1f MB) of %s in %s", len(inputs.files), inputs.size / 1e6, name, directory)
+    log.info(
+        "preparing %d files (%.1f MB) of %s in %s",
+        len(inputs.files),
+        inputs.size / 1e6,
+        name,
+        directory,
+    )
     if inputs.left_out:
         log.warning("%s: left out: %s", name, inputs.describe_left_out())
     workers = 1 if inputs.size <= INLINE_BYTES else os.cpu_count() or 1
@@ -71,7 +89,13 @@ def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOpt
     if manifest.skipped:
         # That a file is empty surprises nobody: the standard library has some.
         level = logging.DEBUG if set(manifest.skipped) == {"empty"} else logging.WARNING
-        log.log(level, "%s: %s; named in %s", name, describe_skipped(manifest.skipped), directory / SKIPPED)
+        log.log(
+            level,
+            "%s: %s; named in %s",
+            name,
+            describe_skipped(manifest.skipped),
+            directory / SKIPPED,
+        )
 
 
 def logged_progress(what: str, name: str) -> Callable[[int, int], None]:

@@ -1,4 +1,6 @@
-"""Reads records of conversations: who says what, and which answers are learned. `CHATS` and `SIDES` name the shapes that are understood.
+"""Reads records of conversations: who says what, and which answers are learned.
+
+`CHATS` and `SIDES` name the shapes that are understood.
 
     messages              {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
                           or conversations, conversation, dialogue ..., and each message in any spelling of messages.py
@@ -7,14 +9,16 @@
     question and answer   {"question": "2+2?", "response": "4"}
     question and calls    {"query": "Rain?", "tools": ..., "answers": [{"name": ..., "arguments": ...}]} (xLAM)
 
-`system` (or system_prompt) goes before any of them; beside them stand `tools` (or functions), `documents` and `chat_template_kwargs`, which
-the template is given. Pairs have two answers, `chosen` and `rejected`, each a text, a message or messages, to one of the prompts above:
+`system` (or system_prompt) goes before any of them; beside them stand `tools` (or functions), `documents` and
+`chat_template_kwargs`, which the template is given. Pairs have two answers, `chosen` and `rejected`, each a text, a
+message or messages, to one of the prompts above:
 
-    {"prompt": ..., "chosen": ..., "rejected": ...}; also question, query, input, instruction (with input, history) or messages
-    {"chosen": whole conversation, "rejected": whole conversation}, as messages or as the text of a dialogue, \\n\\nHuman: ... \\n\\nAssistant: ...
+    {"prompt": ..., "chosen": ..., "rejected": ...}; also question, query, input, instruction (with input, history) or
+    messages {"chosen": whole conversation, "rejected": whole conversation}, as messages or as the text of a dialogue,
+    \\n\\nHuman: ... \\n\\nAssistant: ...
 
-What a record says twice is read once: a prompt beside whole conversations, a system prompt beside a first message of the system. Where the
-two differ, the record is refused; and so is every other shape, by the names of its fields.
+What a record says twice is read once: a prompt beside whole conversations, a system prompt beside a first message of
+the system. Where the two differ, the record is refused; and so is every other shape, by the names of its fields.
 """
 
 import re
@@ -62,7 +66,9 @@ class Conversation:
 
 
 class Shape(NamedTuple):
-    """A shape of records: `needs` has a field of each group; `read` returns the turns, and how many of them come before what is learned."""
+    """A shape of records: `needs` has a field of each group; `read` returns the turns, and how many of them come before
+    what is learned.
+    """
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -83,8 +89,14 @@ class Foreign(NamedTuple):
 
 RANKED = "answers are ranked or rated, which data.format pairs reads as chosen and rejected alone"
 FOREIGN = (
-    Foreign(("kto_tag",), "an answer is marked as good or bad by itself (KTO), which no objective here learns from"),
-    Foreign(("prompt", "completion", "label"), "an answer is marked as good or bad by itself (KTO), which no objective here learns from"),
+    Foreign(
+        ("kto_tag",),
+        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
+    ),
+    Foreign(
+        ("prompt", "completion", "label"),
+        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
+    ),
     Foreign(("answers", "prompt"), RANKED),
     Foreign(("completions",), RANKED),
     Foreign(("generations",), RANKED),
@@ -93,9 +105,12 @@ FOREIGN = (
     Foreign(("response1", "response2"), RANKED),
     Foreign(("response_a", "response_b"), RANKED),
     Foreign(("conversation_a", "conversation_b"), RANKED),
-    Foreign(("parent_id", "text"), "each record is one message of a tree, of which messages make a conversation"),
+    Foreign(
+        ("parent_id", "text"),
+        "each record is one message of a tree, of which messages make a conversation",
+    ),
     Foreign(("chat",), "a dialogue in one text is read as messages"),
-)  # fmt: skip
+)
 
 
 def conversation(record: Any) -> Conversation:
@@ -105,7 +120,9 @@ def conversation(record: Any) -> Conversation:
     shapes = [shape for shape in CHATS if shape.fits(fields)]
     if not shapes:
         if _sides(fields):
-            raise Unfit("no conversation", "(it has chosen and rejected, which data.format pairs reads)")
+            raise Unfit(
+                "no conversation", "(it has chosen and rejected, which data.format pairs reads)"
+            )
         raise Unfit("no conversation", _unknown(fields))
     turns, before = shapes[0].read(fields)
     for other in shapes[1:]:
@@ -123,12 +140,19 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
     if names is None:
         _refuse_foreign(fields, marked=False)
         chat = any(shape.fits(fields) for shape in CHATS)
-        raise Unfit("no pair", "(it has no chosen and rejected" + (", and data.format chat reads it)" if chat else ")"))
+        raise Unfit(
+            "no pair",
+            "(it has no chosen and rejected"
+            + (", and data.format chat reads it)" if chat else ")"),
+        )
     sides = [_side(fields[name], name) for name in names]
     prompts = dict(_prompts(fields))
     whole = [any(turn.message["role"] == USER for turn in side) for side in sides]
     if whole[0] != whole[1]:
-        raise Unfit("ambiguous", "(one of chosen and rejected is a whole conversation, the other only an answer)")
+        raise Unfit(
+            "ambiguous",
+            "(one of chosen and rejected is a whole conversation, the other only an answer)",
+        )
     if whole[0]:
         for name, turns in prompts.items():
             _agree(turns, sides[0], name, names[0])
@@ -143,7 +167,8 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
         sides = _continued(prompts, sides, fields, names)
     else:
         raise Unfit(
-            "no pair", "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)"
+            "no pair",
+            "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)",
         )
     sides = [_with_system(fields, side) for side in sides]
     first, second = ([turn.message for turn in side] for side in sides)
@@ -169,14 +194,20 @@ def _first(fields: Fields, names: Iterable[str]) -> str | None:
 
 
 def _sides(fields: Fields) -> tuple[str, str] | None:
-    return next((names for names in SIDES if all(fields.get(name) is not None for name in names)), None)
+    return next(
+        (names for names in SIDES if all(fields.get(name) is not None for name in names)), None
+    )
 
 
 def _refuse_foreign(fields: Fields, marked: bool) -> None:
-    """Unfit for a shape that is known and cannot be learned from. marked: also where the rest of the record would be understood."""
+    """Unfit for a shape that is known and cannot be learned from. marked: also where the rest of the record would be
+    understood.
+    """
     for foreign in FOREIGN:
         told = all(fields.get(name) is not None for name in foreign.fields)
-        if told and ("KTO" in foreign.why or not marked or not any(shape.fits(fields) for shape in CHATS)):
+        if told and (
+            "KTO" in foreign.why or not marked or not any(shape.fits(fields) for shape in CHATS)
+        ):
             kind = "no conversation" if marked else "no pair"
             raise Unfit(kind, f"(it has {' and '.join(foreign.fields)}: {foreign.why})")
 
@@ -184,7 +215,9 @@ def _refuse_foreign(fields: Fields, marked: bool) -> None:
 def _unknown(fields: Fields) -> str:
     known = sorted({name for shape in CHATS for group in shape.needs for name in group})
     seen = short(", ".join(map(str, fields))) or "nothing"
-    near = next(filter(None, (nearest(str(name), known) for name in fields if name not in known)), "")
+    near = next(
+        filter(None, (nearest(str(name), known) for name in fields if name not in known)), ""
+    )
     shapes = ", nor ".join(" and ".join(group[0] for group in shape.needs) for shape in CHATS)
     return f"(it has neither {shapes}, but {seen}{near})"
 
@@ -194,12 +227,16 @@ def _agree(stated: Sequence[Turn], turns: Sequence[Turn], name: str, other: str)
     there = [text_of(turn.message["content"]).strip() for turn in turns]
     for turn in stated:
         text = text_of(turn.message["content"]).strip()
-        if turn.message["role"] == USER and not any(text in each or (each and each in text) for each in there):
+        if turn.message["role"] == USER and not any(
+            text in each or (each and each in text) for each in there
+        ):
             raise Unfit("ambiguous", f"(its {name} is not what its {other} says)")
 
 
 def _with_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -> list[Turn]:
-    """The turns behind the record's own system prompt, which may be `stated` elsewhere, or stand as their first message already."""
+    """The turns behind the record's own system prompt, which may be `stated` elsewhere, or stand as their first message
+    already.
+    """
     texts = [*stated, *(fields[name] for name in SYSTEMS if fields.get(name))]
     if not texts:
         return turns
@@ -212,12 +249,17 @@ def _with_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) 
 
 
 def _learning(turns: Sequence[Turn], before: int, fields: Fields) -> Conversation:
-    """The conversation of which the answers behind the first `before` turns are learned, but for those that are marked as context."""
+    """The conversation of which the answers behind the first `before` turns are learned, but for those that are marked
+    as context.
+    """
     messages = [turn.message for turn in turns]
     if not any(message["role"] == USER for message in messages):
         raise Unfit("without a user's turn")
     answers = [i for i in range(before, len(messages)) if messages[i]["role"] == ASSISTANT]
-    if any(not text_of(messages[i]["content"]).strip() and not messages[i].get("tool_calls") for i in answers):
+    if any(
+        not text_of(messages[i]["content"]).strip() and not messages[i].get("tool_calls")
+        for i in answers
+    ):
         raise Unfit("with an empty answer")
     learned = tuple(i for i in answers if turns[i].marked is not False)
     if not learned:
@@ -228,7 +270,10 @@ def _learning(turns: Sequence[Turn], before: int, fields: Fields) -> Conversatio
 
 def _tools(fields: Fields, messages: Sequence[Message]) -> list[Any] | None:
     tools = listed(fields.get("tools"), "tools")
-    functions = [{"type": "function", "function": each} for each in listed(fields.get("functions"), "functions")]
+    functions = [
+        {"type": "function", "function": each}
+        for each in listed(fields.get("functions"), "functions")
+    ]
     if tools and functions and tools != functions:
         raise Unfit("ambiguous", "(it has tools and functions, which differ)")
     # Hermes' files have the tools in the system's text, too.
@@ -242,7 +287,11 @@ def _values(fields: Fields) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise Unfit("no conversation", "(its chat_template_kwargs is no object)")
     documents = fields.get("documents")
-    if isinstance(documents, list) and documents and all(isinstance(each, dict) for each in documents):
+    if (
+        isinstance(documents, list)
+        and documents
+        and all(isinstance(each, dict) for each in documents)
+    ):
         return {"documents": documents, **values}
     return dict(values)
 
@@ -266,9 +315,15 @@ def _lists(fields: Fields) -> list[str]:
 
 def _instruction(fields: Fields) -> list[Turn]:
     history = fields.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
         raise Unfit("no conversation", "(its history is no list of questions and answers)")
-    turns = [said(role, text) for turn in history for role, text in zip((USER, ASSISTANT), turn, strict=True)]
+    turns = [
+        said(role, text)
+        for turn in history
+        for role, text in zip((USER, ASSISTANT), turn, strict=True)
+    ]
     parts = [fields["instruction"], fields.get("input") or "", fields.get("context") or ""]
     if not all(isinstance(part, str) for part in parts):
         raise Unfit("no conversation", "(its instruction or input is no text)")
@@ -285,13 +340,20 @@ def _prompt(prompt: Any, name: str) -> list[Turn]:
     if not isinstance(prompt, str):
         return turns_of([prompt] if isinstance(prompt, dict) else prompt, name)
     dialogue = _dialogue(prompt)
-    return dialogue[:-1] if dialogue and not dialogue[-1].message["content"] else dialogue or [said(USER, prompt)]
+    return (
+        dialogue[:-1]
+        if dialogue and not dialogue[-1].message["content"]
+        else dialogue or [said(USER, prompt)]
+    )
 
 
 def _completed(fields: Fields) -> tuple[list[Turn], int]:
     name = str(_first(fields, ("completion", *ANSWERS)))
-    prompt, answer = _prompt(fields["prompt"], "prompt"), _side(fields[name], name)
-    if any(turn.message["role"] == USER for turn in answer) and _same(answer[: len(prompt)], prompt):
+    prompt = _prompt(fields["prompt"], "prompt")
+    answer = _side(fields[name], name)
+    if any(turn.message["role"] == USER for turn in answer) and _same(
+        answer[: len(prompt)], prompt
+    ):
         prompt = []
     return prompt + answer, len(prompt)
 
@@ -305,7 +367,10 @@ def _called(fields: Fields) -> tuple[list[Turn], int]:
     calls = calls_of(fields["answers"], "answers")
     if not calls:
         raise Unfit("without an answer")
-    return [said(USER, fields["query"]), Turn({"role": ASSISTANT, "content": None, "tool_calls": calls})], 0
+    return [
+        said(USER, fields["query"]),
+        Turn({"role": ASSISTANT, "content": None, "tool_calls": calls}),
+    ], 0
 
 
 # The first that fits is read.
@@ -327,7 +392,10 @@ def _dialogue(text: str) -> list[Turn]:
     if start.strip() or not rest:
         return []
     roles = {"Human": USER, "Assistant": ASSISTANT}
-    return [said(roles[name], said_there.strip()) for name, said_there in zip(rest[::2], rest[1::2], strict=True)]
+    return [
+        said(roles[name], said_there.strip())
+        for name, said_there in zip(rest[::2], rest[1::2], strict=True)
+    ]
 
 
 def _side(answer: Any, name: str) -> list[Turn]:
@@ -352,7 +420,10 @@ def _prompts(fields: Fields) -> Iterable[tuple[str, list[Turn]]]:
 
 
 def _continued(
-    prompts: Mapping[str, list[Turn]], sides: Sequence[list[Turn]], fields: Fields, names: tuple[str, str]
+    prompts: Mapping[str, list[Turn]],
+    sides: Sequence[list[Turn]],
+    fields: Fields,
+    names: tuple[str, str],
 ) -> list[list[Turn]]:
     (name, before), *others = prompts.items()
     # A list may hold the chosen answer already.
@@ -362,8 +433,13 @@ def _continued(
         raise Unfit("ambiguous", f"(its {name} ends on an answer, which is not the chosen one)")
     for other, turns in others:
         _agree(turns, before, other, name)
-    texts, prompt = [fields[side] for side in names], fields.get(name)
-    if isinstance(prompt, str) and len(prompt) >= REPEATED and all(str(text).startswith(prompt) for text in texts):
+    texts = [fields[side] for side in names]
+    prompt = fields.get(name)
+    if (
+        isinstance(prompt, str)
+        and len(prompt) >= REPEATED
+        and all(str(text).startswith(prompt) for text in texts)
+    ):
         sides = [[said(ASSISTANT, text[len(prompt) :].strip())] for text in texts]
     return [before + side for side in sides]
 

@@ -2,8 +2,8 @@
 
     RUN/tokenizer/    tokenizer.json, the files beside it that say how texts begin and end, and the template
 
-Training reads the originals; whoever opens the run later reads the copies, so that a file that was edited or moved since does not change
-what the run is.
+Training reads the originals; whoever opens the run later reads the copies, so that a file that was edited or moved
+since does not change what the run is.
 """
 
 import filecmp
@@ -17,7 +17,8 @@ from meshtrain.errors import say, short
 from meshtrain.files import write_atomically
 
 COPIES = "tokenizer"  # in the run directory
-TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
 # Other forms of the vocabulary, which other programs want of an export.
 FORMS = ("tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt", TEMPLATE)
 
@@ -29,17 +30,23 @@ def keep(config: Config, run_directory: Path) -> None:
         if copy.is_file():
             if filecmp.cmp(copy, original, shallow=False):
                 continue
-            say(f"{short(original)} has changed since this run was last started; it goes on with the new one.")
+            say(
+                f"{short(original)} has changed since this run was last started; it goes on with the new one."
+            )
         copy.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(copy, original.read_bytes())
 
 
 def opened_from(data: Mapping[str, Any], run_directory: Path) -> dict[str, Any]:
     """Returns the section data of a run with the copies in the place of the originals, as far as there are any."""
-    values, copies = dict(data), (run_directory / COPIES).absolute()
+    values = dict(data)
+    copies = (run_directory / COPIES).absolute()
     if values.get("tokenizer", "byte") != "byte" and (copies / TOKENIZER).is_file():
         values["tokenizer"] = str(copies / TOKENIZER)
-    if values.get("template") is not None and (copies / _template_name(values["template"])).is_file():
+    if (
+        values.get("template") is not None
+        and (copies / _template_name(values["template"])).is_file()
+    ):
         values["template"] = str(copies / _template_name(values["template"]))
     return values
 
@@ -54,7 +61,9 @@ def _originals(config: Config) -> Iterator[tuple[str, Path]]:
         more = tokenizer.parent / TEMPLATES
         files |= {f"{TEMPLATES}/{path.name}": path for path in sorted(more.glob("*.jinja"))}
         yield from (
-            (name, path) for name, path in files.items() if path.is_file() and name != _template_name(data.template)
+            (name, path)
+            for name, path in files.items()
+            if path.is_file() and name != _template_name(data.template)
         )
     if data.template is not None:
         yield _template_name(data.template), Path(data.template).expanduser()

@@ -1,8 +1,9 @@
-"""Reads documents: text, Markdown, source trees, JSON Lines, each also compressed, and Parquet; conversations from JSON Lines, JSON and Parquet.
+"""Reads documents: text, Markdown, source trees, JSON Lines, each also compressed, and Parquet; conversations from JSON
+Lines, JSON and Parquet.
 
-A file is one document; in JSON Lines a line is one, in Parquet a row, in a JSON list an entry. Work is cut into units that follow from
-the input alone, so that what comes out does not depend on how many workers share them. Of a compressed or Parquet file that is damaged
-nothing is taken.
+A file is one document; in JSON Lines a line is one, in Parquet a row, in a JSON list an entry. Work is cut into units
+that follow from the input alone, so that what comes out does not depend on how many workers share them. Of a compressed
+or Parquet file that is damaged nothing is taken.
 """
 
 import json
@@ -12,15 +13,26 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshtrain.data.formats import DAMAGE, HEAD, is_chat, open_plain, parquet_column, parquet_records
+from meshtrain.data.formats import (
+    DAMAGE,
+    HEAD,
+    is_chat,
+    open_plain,
+    parquet_column,
+    parquet_records,
+)
 from meshtrain.data.input_files import InputFile
 from meshtrain.errors import refusal, short
 from meshtrain.files import refuse_passing, retried
 
 RULES = 3  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
-COMPRESSION_RATIO = 4  # compressed text is about this much larger once unpacked; only used to size the units
+COMPRESSION_RATIO = (
+    4  # compressed text is about this much larger once unpacked; only used to size the units
+)
 UNIT_COUNT = 256  # about as many units as this, so that the shards of a large corpus stay few
-LEAST_UNIT, MOST_UNIT = 4 << 20, 1 << 30  # bytes of input
+# bytes of input
+LEAST_UNIT = 4 << 20
+MOST_UNIT = 1 << 30
 BOM = b"\xef\xbb\xbf"
 
 
@@ -35,7 +47,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or why it is none: the kind of problem and its detail (then `text` is empty). record: the JSON value of a conversation."""
+    """A document, or why it is none: the kind of problem and its detail (then `text` is empty). record: the JSON value
+    of a conversation.
+    """
 
     name: str
     text: str
@@ -49,8 +63,12 @@ class Document:
 
 
 def units(files: Sequence[InputFile]) -> list[tuple[Part, ...]]:
-    """The files in order, cut into units of work of about equal size; only plain JSON Lines can be cut inside a file."""
-    weights = [file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1) for file in files]
+    """The files in order, cut into units of work of about equal size; only plain JSON Lines can be cut inside a
+    file.
+    """
+    weights = [
+        file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1) for file in files
+    ]
     size = min(max(sum(weights) // UNIT_COUNT, LEAST_UNIT), MOST_UNIT)
     cut: list[tuple[Part, ...]] = []
     unit: list[Part] = []
@@ -61,14 +79,18 @@ def units(files: Sequence[InputFile]) -> list[tuple[Part, ...]]:
         for begin, end in pieces if cuttable else [(0, file.size)]:
             if unit and room < min(weight, size):
                 cut.append(tuple(unit))
-                unit, room = [], size
+                unit = []
+                room = size
             unit.append(Part(file, begin, end))
             room -= end - begin if cuttable else weight
     return [*cut, tuple(unit)] if unit else cut
 
 
-def read(part: Part, text_field: str | None, check: Callable[[], None] = lambda: None) -> Iterator[Document]:
-    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet or a list file#row.
+def read(
+    part: Part, text_field: str | None, check: Callable[[], None] = lambda: None
+) -> Iterator[Document]:
+    """The documents of a part, good and bad; one of JSON Lines is named file#byte where its line begins, one of Parquet
+    or a list file#row.
 
     text_field None: records of conversations are read, whole.
     check is called now and then while a file is gone through before its first document, and may raise to stop.
@@ -115,7 +137,9 @@ def _whole(name: str, data: bytes) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _lines(part: Part, take: Callable[[str, bytes], Document], check: Callable[[], None]) -> Iterator[Document]:
+def _lines(
+    part: Part, take: Callable[[str, bytes], Document], check: Callable[[], None]
+) -> Iterator[Document]:
     """A line belongs to the part in which it begins."""
     file = part.file
     if file.compression:
@@ -171,7 +195,9 @@ def _decoded(name: str, data: bytes, take: Callable[[str], Document]) -> Documen
 def _record(name: str, line: bytes, text_field: str) -> Document:
     def take(text: str) -> Document:
         value = FIELDS.decode(text)
-        texts = [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
+        texts = (
+            [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
+        )
         if len(texts) > 1:
             raise _Ambiguous(f"(the field '{short(text_field)}' stands {len(texts)} times)")
         return _field(name, texts[0] if texts else None, text_field)
@@ -192,7 +218,10 @@ def _whole_record(name: str, data: bytes) -> Document:
 def _entries(file: InputFile) -> Iterator[Document]:
     if not is_chat(file.name):
         yield Document(
-            file.name, "", "no conversation", "(they are read from .jsonl, .ndjson, .json and .parquet files)"
+            file.name,
+            "",
+            "no conversation",
+            "(they are read from .jsonl, .ndjson, .json and .parquet files)",
         )
         return
     with open_plain(file.path) as stream:
@@ -200,7 +229,12 @@ def _entries(file: InputFile) -> Iterator[Document]:
     if content.problem:
         yield content
     elif not isinstance(content.record, list):
-        yield Document(file.name, "", "no conversation", "(a file that is no JSON Lines is a JSON list of them)")
+        yield Document(
+            file.name,
+            "",
+            "no conversation",
+            "(a file that is no JSON Lines is a JSON list of them)",
+        )
     else:
         for number, record in enumerate(content.record):
             yield Document(f"{file.name}#{number}", "", record=record)
@@ -229,9 +263,13 @@ def _rows(file: InputFile, text_field: str, check: Callable[[], None]) -> Iterat
 
 
 def _row_records(file: InputFile, check: Callable[[], None]) -> Iterator[Document]:
-    for number, _ in enumerate(parquet_records(file.path)):  # to its end, before a row of it is taken
+    for number, _ in enumerate(
+        parquet_records(file.path)
+    ):  # to its end, before a row of it is taken
         if number % 1024 == 0:
             check()
     for number, record in enumerate(parquet_records(file.path)):
         # A column of times or bytes is none of a conversation's; as text it can be passed on.
-        yield Document(f"{file.name}#{number}", "", record=json.loads(json.dumps(record, default=str)))
+        yield Document(
+            f"{file.name}#{number}", "", record=json.loads(json.dumps(record, default=str))
+        )

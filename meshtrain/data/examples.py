@@ -1,23 +1,24 @@
 """From the record of a conversation to the tokens of an example, each learned or not.
 
-Learned are the answers, with the token that ends each, and nothing else. A template that marks them with {% generation %} says where they
-stand in its text; else what it adds does (prefix differencing): an answer is what stands in the text up to it, and not yet in the
-text before it that ends with the beginning of an answer:
+Learned are the answers, with the token that ends each, and nothing else. A template that marks them with {% generation
+%} says where they stand in its text; else what it adds does (prefix differencing): an answer is what stands in the text
+up to it, and not yet in the text before it that ends with the beginning of an answer:
 
     before    <user>2+2?<end> <assistant>
     up to     <user>2+2?<end> <assistant>4<end>
     whole     <user>2+2?<end> <assistant>4<end> <user>3+3?<end> <assistant>6<end>
                                          ------                            ------    learned
 
-A template may write the same answer differently later on, without its thoughts, say: then the text up to it does not begin the whole, and
-each answer becomes an example of its own, learned as the model would have to say it. White space behind the mark that ends an answer is
-not learned: nobody waits for it. The beginning of an answer may open a thought, which a template leaves out of answers that are written: then
-an answer is learned from where the two part, and counted.
+A template may write the same answer differently later on, without its thoughts, say: then the text up to it does not
+begin the whole, and each answer becomes an example of its own, learned as the model would have to say it. White space
+behind the mark that ends an answer is
+not learned: nobody waits for it. The beginning of an answer may open a thought, which a template leaves out of answers
+that are written: then an answer is learned from where the two part, and counted.
 
 Nothing is learned that says nothing: an answer of which the template writes neither text nor call is refused.
 
-A special token's text in the content of a message is that special token, as it is when `transformers` applies the template, in training
-and in use; messages that hold one are counted, since they can forge the end of a turn.
+A special token's text in the content of a message is that special token, as it is when `transformers` applies the
+template, in training and in use; messages that hold one are counted, since they can forge the end of a turn.
 """
 
 import re
@@ -38,14 +39,16 @@ from meshtrain.errors import short
 
 # Counts of a preparation of conversations.
 EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
-    "examples", "learned answers", "learned tokens", "conversations of which each answer is an example", "messages that hold special tokens",
-)  # fmt: skip
-# Counts of what a template leaves out, or a record asks for in vain; they are named where there are any.
-THOUGHTS, UNWRITTEN, PASSED_OVER = (
-    "answers without the thought that they have, or that the template opens",
-    "messages that the template does not write",
-    "messages marked as learned that are no answers",
+    "examples",
+    "learned answers",
+    "learned tokens",
+    "conversations of which each answer is an example",
+    "messages that hold special tokens",
 )
+# Counts of what a template leaves out, or a record asks for in vain; they are named where there are any.
+THOUGHTS = "answers without the thought that they have, or that the template opens"
+UNWRITTEN = "messages that the template does not write"
+PASSED_OVER = "messages marked as learned that are no answers"
 UNREAD = {field: f"conversations with {field}, which the template does not read" for field in READ}
 NOTED = (THOUGHTS, UNWRITTEN, PASSED_OVER, *UNREAD.values())
 
@@ -73,7 +76,9 @@ class Examples:
     """Makes examples of records, with one template and one tokenizer, and counts what is in them."""
 
     def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.contents, self.template, self.tokenizer = contents, template, tokenizer
+        self.contents = contents
+        self.template = template
+        self.tokenizer = tokenizer
         # The longest first, of which others are the beginning.
         special = sorted(tokenizer.special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
@@ -84,7 +89,10 @@ class Examples:
             sides: tuple[Conversation, ...] = pair(document.record)
             texts = [self._texts(side, document.name, counts) for side in sides]
             if any(len(side) > 1 for side in texts):
-                raise Unfit("no pair", "(it has several answers, which the template writes differently later on)")
+                raise Unfit(
+                    "no pair",
+                    "(it has several answers, which the template writes differently later on)",
+                )
             examples: list[Example] = [tuple(side[0] for side in texts)]
         else:
             sides = (conversation(document.record),)
@@ -92,7 +100,9 @@ class Examples:
             counts[APART] += len(examples) > 1
         if self._special is not None:
             contents = [text_of(message["content"]) for side in sides for message in side.messages]
-            counts[SPECIAL] += sum(self._special.search(content) is not None for content in contents)
+            counts[SPECIAL] += sum(
+                self._special.search(content) is not None for content in contents
+            )
         counts[EXAMPLES] += len(examples)
         counts[ANSWERS] += sum(len(text.learned) for example in examples for text in example)
         return examples
@@ -100,14 +110,20 @@ class Examples:
     def encode(self, examples: Sequence[Example], counts: Counter[str]) -> list[np.ndarray]:
         """Returns the tokens of each example as they are stored: uint32, with LEARNED and REJECTED in their bits."""
         texts = [text for example in examples for text in example]
-        encoded = iter(self.tokenizer.encode_marked([text.text for text in texts], [text.learned for text in texts]))
+        encoded = iter(
+            self.tokenizer.encode_marked(
+                [text.text for text in texts], [text.learned for text in texts]
+            )
+        )
         stored = []
         for example in examples:
             tokens = []
             for bit, _ in zip((np.uint32(0), REJECTED), example, strict=False):
                 ids, learned = next(encoded)
                 counts[TOKENS] += int(learned.sum())
-                tokens.append(ids.astype(np.uint32) | np.where(learned, LEARNED, np.uint32(0)) | bit)
+                tokens.append(
+                    ids.astype(np.uint32) | np.where(learned, LEARNED, np.uint32(0)) | bit
+                )
             stored.append(np.concatenate(tokens))
         return stored
 
@@ -116,7 +132,9 @@ class Examples:
         noted: Counter[str] = Counter()
         texts = self._marked(talk, name, noted) if marks else self._differenced(talk, name, noted)
         noted[PASSED_OVER] += talk.passed_over
-        noted += Counter(UNREAD[field] for field in self.template.unread(talk.messages, talk.tools, talk.values))
+        noted += Counter(
+            UNREAD[field] for field in self.template.unread(talk.messages, talk.tools, talk.values)
+        )
         # Of a record that is refused nothing is counted.
         counts += noted
         return texts
@@ -134,19 +152,26 @@ class Examples:
             for i, (begin, end) in zip(talk.learned, spans, strict=True):
                 counts[THOUGHTS] += self._check(talk.messages[i], text[begin:end])
         elif len(answers) != len(talk.learned):
-            raise Unfit("not to be told apart", f"(the template marks {len(spans)} answers of {len(answers)})")
+            raise Unfit(
+                "not to be told apart",
+                f"(the template marks {len(spans)} answers of {len(answers)})",
+            )
         if not spans:
             raise Unfit("without an answer", "that the template marks")
         counts[UNWRITTEN] += unwritten(talk, text)
         return [LearnedText(text, spans)]
 
-    def _differenced(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
+    def _differenced(
+        self, talk: Conversation, name: str, counts: Counter[str]
+    ) -> list[LearnedText]:
         cuts = [(len(talk.messages), False)]
         for i in talk.learned:
             cuts += [(i, True), (i + 1, False)]
         (whole, *others), _ = self._render(talk, cuts, name)
         answers = []
-        for number, (i, before, upto) in enumerate(zip(talk.learned, others[::2], others[1::2], strict=True), 1):
+        for number, (i, before, upto) in enumerate(
+            zip(talk.learned, others[::2], others[1::2], strict=True), 1
+        ):
             begin: int | None = len(before)
             if not upto.startswith(before):
                 (closed,), _ = self._render(talk, [(i, False)], name)
@@ -154,7 +179,8 @@ class Examples:
             if begin is None:
                 raise Unfit(
                     "not to be told apart",
-                    f"(answer {number} does not begin as the template begins answers, with {short(ascii(before[-40:]))})",
+                    f"(answer {number} does not begin as the template begins answers, with "
+                    f"{short(ascii(before[-40:]))})",
                 )
             content = text_of(talk.messages[i]["content"]).rstrip()
             ended = upto.rstrip()
@@ -162,7 +188,9 @@ class Examples:
             end = len(upto) if content and ended.endswith(content) else len(ended)
             if end <= begin:
                 raise Unfit("without an answer", "in what the template makes of it")
-            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(before)
+            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(
+                before
+            )
             answers.append((upto, (begin, end)))
         counts[UNWRITTEN] += unwritten(talk, whole)
         if all(whole.startswith(upto) for upto, _ in answers):
@@ -170,10 +198,15 @@ class Examples:
         return [LearnedText(upto, [span]) for upto, span in answers]
 
     def _check(self, answer: Message, text: str) -> bool:
-        """Whether a thought is left out; Unfit where the text that would be learned of an answer does not say what the answer does."""
+        """Whether a thought is left out; Unfit where the text that would be learned of an answer does not say what the
+        answer does.
+        """
         for call in answer.get("tool_calls") or ():
             if function_of(call)["name"] not in text:
-                raise Unfit("not written by the template", f"(the call of {short(function_of(call)['name'])})")
+                raise Unfit(
+                    "not written by the template",
+                    f"(the call of {short(function_of(call)['name'])})",
+                )
         content = text_of(answer["content"])
         if content.strip() and not _shows(content, text):
             raise Unfit("with an empty answer", "in what the template makes of it")
@@ -183,12 +216,15 @@ class Examples:
 def common_beginning(closed: str, before: str, upto: str) -> int | None:
     """Returns where an answer begins that the template begins otherwise than its own prompt for one.
 
-    closed: the text before the answer; before: with the beginning of an answer; upto: with the answer itself. None: it is not to be told.
+    closed: the text before the answer; before: with the beginning of an answer; upto: with the answer itself. None: it
+    is not to be told.
 
         the prompt opens a thought, and the answer has none     <user>2+2?<assistant>  <think>     4<end>
         the text before has another end, the prompt follows     <user>2+2?<assistant>4</s>  \\n<assistant>  5</s>
     """
-    parts = (at for at, (ours, theirs) in enumerate(zip(before, upto, strict=False)) if ours != theirs)
+    parts = (
+        at for at, (ours, theirs) in enumerate(zip(before, upto, strict=False)) if ours != theirs
+    )
     shared = next(parts, min(len(before), len(upto)))
     prompt = before.removeprefix(closed)
     if not before.startswith(closed) or not prompt.strip():
@@ -202,14 +238,19 @@ def common_beginning(closed: str, before: str, upto: str) -> int | None:
     opened = OPENING.search(before, len(closed), shared)
     if opened is not None and before[shared:].lstrip().startswith(f"</{opened[1]}>"):
         shared = opened.start()
-    return shared if before[len(closed) : shared].strip() and OPENED.match(before[shared:]) else None
+    return (
+        shared if before[len(closed) : shared].strip() and OPENED.match(before[shared:]) else None
+    )
 
 
 def unwritten(talk: Conversation, text: str) -> int:
     """Counts the messages of others than the model of which the template leaves something out."""
-    contents = (text_of(message["content"]) for message in talk.messages if message["role"] != ASSISTANT)
+    contents = (
+        text_of(message["content"]) for message in talk.messages if message["role"] != ASSISTANT
+    )
     return sum(
-        content.strip() not in text and not all(word in text for word in re.findall(r"\w+", content))
+        content.strip() not in text
+        and not all(word in text for word in re.findall(r"\w+", content))
         for content in contents
     )
 

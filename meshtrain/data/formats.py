@@ -18,7 +18,8 @@ TEXT = (
     ".go", ".rs", ".swift", ".js", ".jsx", ".ts", ".tsx", ".css", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".m", ".hs",
     ".ml", ".clj", ".ex", ".exs", ".erl", ".sh", ".bash", ".sql", ".proto", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg",
 )  # fmt: skip
-GZIP, ZSTD = ".gz", ".zst"
+GZIP = ".gz"
+ZSTD = ".zst"
 LIBRARIES = {ZSTD: "zstandard", PARQUET: "pyarrow"}  # of the extra `data`
 DAMAGE = (OSError, EOFError, zlib.error)  # what reading a file raises that is not whole
 HEAD = 8000  # bytes of a file of which a NUL means binary data, as in git
@@ -55,7 +56,8 @@ def require_libraries(name: str) -> None:
         if name.lower().endswith(ending) and importlib.util.find_spec(library) is None:
             what = "compressed with Zstandard" if ending == ZSTD else "a Parquet file"
             raise ConfigError(
-                f"{name} is {what}, which the {library} library reads; it is not installed: pip install 'meshtrain[data]'."
+                f"{name} is {what}, which the {library} library reads; it is not installed: pip install "
+                "'meshtrain[data]'."
             )
 
 
@@ -69,14 +71,19 @@ def open_plain(path: str) -> IO[bytes]:
 
 
 def _zstandard(path: str) -> Iterator[bytes]:
-    """The frames of a file, one after the other. The library's own reader takes the end of a file within a frame for its end."""
+    """The frames of a file, one after the other.
+
+    The library's own reader takes the end of a file within a frame for its end.
+    """
     import zstandard
 
     decoder: Any = None  # within a frame
     with open(path, "rb") as file:
         while data := file.read(1 << 14):
             while data:
-                decoder = decoder or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                decoder = (
+                    decoder or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                )
                 try:
                     yield decoder.decompress(data)
                 except zstandard.ZstdError as error:
@@ -91,7 +98,8 @@ class _Chunks(io.RawIOBase):
     """Chunks of bytes as a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._ready = chunks, memoryview(b"")
+        self._chunks = chunks
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -100,12 +108,16 @@ class _Chunks(io.RawIOBase):
         while not self._ready and (chunk := next(self._chunks, None)) is not None:
             self._ready = memoryview(chunk)
         n = min(len(into), len(self._ready))
-        into[:n], self._ready = self._ready[:n], self._ready[n:]
+        into[:n] = self._ready[:n]
+        self._ready = self._ready[n:]
         return n
 
 
 def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
-    """The rows of a column of strings, some at a time; KeyError if there is none of this name. OSError: the file is damaged."""
+    """The rows of a column of strings, some at a time; KeyError if there is none of this name.
+
+    OSError: the file is damaged.
+    """
     import pyarrow
     from pyarrow import parquet, types
 

@@ -6,8 +6,9 @@
     what a tool answers     an object, or its JSON as a text
     a call, a tool          with its `function`, or flat
 
-The form in which the record stands comes first. Another is taken where the template fails on this one, or writes less of what it says (a call
-is lost, arguments are lost), or writes it as no model reads it: JSON within JSON, Python's own spelling, None.
+The form in which the record stands comes first. Another is taken where the template fails on this one, or writes less
+of what it says (a call is lost, arguments are lost), or writes it as no model reads it: JSON within JSON, Python's own
+spelling, None.
 """
 
 import json
@@ -37,9 +38,15 @@ Change = Callable[[Form], Form]
 
 
 def spoken(messages: Sequence[Message], words: set[str]) -> list[Message]:
-    """Returns the messages with the roles that a template knows, by the words in it, and a thought under each of its names."""
+    """Returns the messages with the roles that a template knows, by the words in it, and a thought under each of its
+    names.
+    """
     return [
-        _thinking({**message, "role": ROLES[message["role"]]} if message["role"] in ROLES.keys() - words else message)
+        _thinking(
+            {**message, "role": ROLES[message["role"]]}
+            if message["role"] in ROLES.keys() - words
+            else message
+        )
         for message in messages
     ]
 
@@ -47,7 +54,11 @@ def spoken(messages: Sequence[Message], words: set[str]) -> list[Message]:
 def _thinking(message: Message) -> Message:
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     # As transformers does from 5.24 on.
-    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+    return (
+        message
+        if thought is None
+        else {"thinking": thought, **message, "reasoning_content": thought}
+    )
 
 
 def best(first: Form, render: Callable[[Form], str]) -> Form:
@@ -75,7 +86,9 @@ def best(first: Form, render: Callable[[Form], str]) -> Form:
 Found = tuple[tuple[int, ...], str, Form]
 
 
-def _most(choices: Sequence[Form], first: Form, render: Callable[[Form], str]) -> tuple[Found | None, Exception | None]:
+def _most(
+    choices: Sequence[Form], first: Form, render: Callable[[Form], str]
+) -> tuple[Found | None, Exception | None]:
     """The first of the forms with most points; None, with the first error, where all fail."""
     found: Found | None = None
     failed: Exception | None = None
@@ -101,24 +114,39 @@ def _axes(first: Form) -> tuple[list[list[Change]], list[list[Change]]]:
         [_each_content(_joined)],
         [_each_content(_as_json)],
     ]
-    rare: list[list[Change]] = [[_each_call(_flat), _each_call(_wrapped)], [_each_tool(_flat), _each_tool(_wrapped)]]
-    real = [[[change for change in axis if change(first) != first] for axis in axes] for axes in (usual, rare)]
+    rare: list[list[Change]] = [
+        [_each_call(_flat), _each_call(_wrapped)],
+        [_each_tool(_flat), _each_tool(_wrapped)],
+    ]
+    real = [
+        [[change for change in axis if change(first) != first] for axis in axes]
+        for axes in (usual, rare)
+    ]
     return [axis for axis in real[0] if axis], [axis for axis in real[1] if axis]
 
 
 def _combined(first: Form, axes: Sequence[Sequence[Change]]) -> list[Form]:
     """The forms of the same messages, the one in which they stand first, then those with fewest changes."""
-    choices = sorted(product(*([None, *axis] for axis in axes)), key=lambda choice: sum(map(bool, choice)))
+    choices = sorted(
+        product(*([None, *axis] for axis in axes)), key=lambda choice: sum(map(bool, choice))
+    )
     return [
-        reduce(lambda form, change: change(form) if change else form, choice, first) for choice in choices[:MOST_FORMS]
+        reduce(lambda form, change: change(form) if change else form, choice, first)
+        for choice in choices[:MOST_FORMS]
     ]
 
 
 def _names(form: Form) -> Counter[str]:
     """How often each function is called, or said to be there."""
-    calls = (function_of(call)["name"] for message in form.messages for call in message.get("tool_calls") or ())
+    calls = (
+        function_of(call)["name"]
+        for message in form.messages
+        for call in message.get("tool_calls") or ()
+    )
     tools = (function_of(tool) for tool in form.tools or ())
-    return Counter(calls) + Counter(str(tool.get("name")) for tool in tools if isinstance(tool, dict))
+    return Counter(calls) + Counter(
+        str(tool.get("name")) for tool in tools if isinstance(tool, dict)
+    )
 
 
 def _misses(text: str, form: Form) -> bool:
@@ -127,11 +155,20 @@ def _misses(text: str, form: Form) -> bool:
 
 def _points(text: str, form: Form) -> tuple[int, ...]:
     """How much a text has of what is said, and how little that nobody reads; the first number that differs decides."""
-    functions = [function_of(call) for message in form.messages for call in message.get("tool_calls") or ()]
+    functions = [
+        function_of(call) for message in form.messages for call in message.get("tool_calls") or ()
+    ]
     arguments = [_parsed(function.get("arguments")) for function in functions]
     contents = [message["content"] for message in form.messages]
-    odd = {json.dumps(spelt, ensure_ascii=ascii) for value in arguments for spelt in _texts(value) for ascii in (True, False)}  # fmt: skip
-    odd |= {str(value) for value in arguments if value is not None} - {spelt for value in arguments for spelt in _texts(value)}  # fmt: skip
+    odd = {
+        json.dumps(spelt, ensure_ascii=ascii)
+        for value in arguments
+        for spelt in _texts(value)
+        for ascii in (True, False)
+    }
+    odd |= {str(value) for value in arguments if value is not None} - {
+        spelt for value in arguments for spelt in _texts(value)
+    }
     odd |= {json.dumps(content) for content in contents if is_parts(content)}
     odd |= {str(content) for content in contents if isinstance(content, dict | list)}
     said = {text_of(content).strip() for content in contents}
@@ -158,7 +195,10 @@ def _texts(value: Any) -> set[str]:
     """The JSON of arguments as a text, with spaces and without."""
     if value is None:
         return set()
-    return {json.dumps(value, ensure_ascii=False), json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
+    return {
+        json.dumps(value, ensure_ascii=False),
+        json.dumps(value, ensure_ascii=False, separators=(",", ":")),
+    }
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -192,7 +232,9 @@ def _each_tool(change: Callable[[Message], Message]) -> Change:
 
 def _each_content(change: Callable[[Message], Any]) -> Change:
     def changed(form: Form) -> Form:
-        return form._replace(messages=[{**message, "content": change(message)} for message in form.messages])
+        return form._replace(
+            messages=[{**message, "content": change(message)} for message in form.messages]
+        )
 
     return changed
 
@@ -206,7 +248,9 @@ def _with_arguments(call: Message, arguments: Any) -> Message:
 def _object(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     parsed = _parsed(arguments)
-    return _with_arguments(call, parsed) if isinstance(arguments, str) and parsed is not None else call
+    return (
+        _with_arguments(call, parsed) if isinstance(arguments, str) and parsed is not None else call
+    )
 
 
 def _text(call: Message) -> Message:
@@ -219,11 +263,18 @@ def _text(call: Message) -> Message:
 def _flat(call: Message) -> Message:
     if not isinstance(call.get("function"), dict):
         return call
-    return {**{name: value for name, value in call.items() if name not in ("function", "type")}, **call["function"]}
+    return {
+        **{name: value for name, value in call.items() if name not in ("function", "type")},
+        **call["function"],
+    }
 
 
 def _wrapped(call: Message) -> Message:
-    return {"type": "function", **call} if "function" in call else {"type": "function", "function": call}
+    return (
+        {"type": "function", **call}
+        if "function" in call
+        else {"type": "function", "function": call}
+    )
 
 
 def _filled(message: Message) -> Any:
@@ -240,4 +291,6 @@ def _joined(message: Message) -> Any:
 
 def _as_json(message: Message) -> Any:
     content = message["content"]
-    return text_of(content) if isinstance(content, dict | list) and not is_parts(content) else content
+    return (
+        text_of(content) if isinstance(content, dict | list) and not is_parts(content) else content
+    )

@@ -26,10 +26,12 @@ from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 if TYPE_CHECKING:
     from meshtrain.data.pieces import DocumentPieces
 
-# How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be left out.
+# How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be
+# left out.
 WAYS_OUT = {
     "train": ".",
-    "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are prepared), "
+    "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are "
+    "prepared), "
     "give text of its own as data.validation_source, or set eval.every to 0.",
     "all": "; give more text as data.validation_source, or set eval.every to 0.",
 }
@@ -39,15 +41,18 @@ WAYS_OUT = {
 class TextBatches(SplitBatches):
     """The batches of one split of text, and the tokenizer that their ids are of.
 
-    A batch has int32 arrays [rows, T] `tokens` and `labels` (the token after each); where the batching needs them also `segments`
-    (of a row, from 1; 0 is padding) and `positions` (in the segment), and float32 `weights` of the loss (absent: all ones).
+    A batch has int32 arrays [rows, T] `tokens` and `labels` (the token after each); where the batching needs them also
+    `segments` (of a row, from 1; 0 is padding) and `positions` (in the segment), and float32 `weights` of the loss
+    (absent: all ones).
     """
 
     tokenizer: Tokenizer
 
     @property
     def padding(self) -> float:
-        """The share of the places in a batch that hold no label, on average over an epoch; padding rows are not counted."""
+        """The share of the places in a batch that hold no label, on average over an epoch; padding rows are not
+        counted.
+        """
         return 1 - self.tokens_per_batch / self.batches.places_per_batch
 
     def describe(self) -> str:
@@ -60,8 +65,8 @@ class TextBatches(SplitBatches):
 def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
     """Opens training and validation batches, of text or of images; None if nothing is held out. Touches no device.
 
-    Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer or classes too many for the model, too
-    little text, nothing held out though eval.every asks for it.
+    Raises ConfigError (one sentence): a source that is not there or not whole, a tokenizer or classes too many for the
+    model, too little text, nothing held out though eval.every asks for it.
     """
     data = a_config(config, "mt.open_data").data
     if data.format == IMAGES:
@@ -73,27 +78,36 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
         ends = tokenizer.vocab_size == config.model.vocab_size + 1 == tokenizer.end_of_document + 1
         way_out = ", or name the token that ends a document with data.end" if ends else ""
         raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of data.tokenizer {data.tokenizer}; "
+            f"model.vocab_size {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"data.tokenizer {data.tokenizer}; "
             f"give at least {tokenizer.vocab_size}{way_out}."
         )
     if not has_documents(data.source):
         opens = SOURCES[data.source].rows
         assert opens is not None, f"{data.source} is registered without a function that opens it"
-        rows = (RowBatches(opens(config, split), config.train.global_batch_size, pad=False) for split in SPLITS)
-        train, validation = (TextBatches(b, data.source, "", tokenizer, multiple=row_multiple(config)) for b in rows)
+        rows = (
+            RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
+            for split in SPLITS
+        )
+        train, validation = (
+            TextBatches(b, data.source, "", tokenizer, multiple=row_multiple(config)) for b in rows
+        )
         return train, validation
     names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
     key = "data.mixture" if data.mixture else "data.source"
     sources = [_open_source(key, name, data, tokenizer) for name in names]
     train = _batches(config, tokenizer, sources, weights, "train")
     if data.validation_source is not None:
-        sources, weights = [_open_source("data.validation_source", data.validation_source, data, tokenizer)], (1.0,)
+        sources = [_open_source("data.validation_source", data.validation_source, data, tokenizer)]
+        weights = (1.0,)
     try:
         split = "all" if data.validation_source is not None else "validation"
         return train, _batches(config, tokenizer, sources, weights, split)
     except ConfigError as error:
         if config.eval.every:
-            raise ConfigError(f"eval.every is {config.eval.every}, but of held-out text {error}") from None
+            raise ConfigError(
+                f"eval.every is {config.eval.every}, but of held-out text {error}"
+            ) from None
         return train, None
 
 
@@ -126,36 +140,60 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
                 data.begin,
                 data.end,
             )
-            return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
+            return open_files(
+                find([str(path)], wanted_for(data.format)), name, options, tokenizer, data
+            )
     except OSError as error:
         refuse_passing(error.filename or name, error)
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
-    words = [*filter(has_text, SOURCES), MIXTURE] if key == "data.source" else list(filter(has_documents, SOURCES))
+    words = (
+        [*filter(has_text, SOURCES), MIXTURE]
+        if key == "data.source"
+        else list(filter(has_documents, SOURCES))
+    )
     raise ConfigError(
-        f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of text, prepared shards "
+        f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of "
+        "text, prepared shards "
         f"or {' or '.join(words)}" + (nearest(name, words) or ".")
     )
 
 
 def _batches(
-    config: Config, tokenizer: Tokenizer, sources: Sequence[Source], weights: Sequence[float], split: str
+    config: Config,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    weights: Sequence[float],
+    split: str,
 ) -> TextBatches:
-    pairs = [(s, corpus, w) for s, w in zip(sources, weights, strict=True) if (corpus := s.corpus(split)) is not None]
+    pairs = [
+        (s, corpus, w)
+        for s, w in zip(sources, weights, strict=True)
+        if (corpus := s.corpus(split)) is not None
+    ]
     name = " + ".join(source.name for source in sources)
     purpose = f" for {split}" if split != "all" else ""
     if not pairs or (split == "train" and len(pairs) < len(sources)):
         raise ConfigError(f"{name} holds no document{purpose}{WAYS_OUT[split]}")
-    corpora, weights = [corpus for _, corpus, _ in pairs], [w for _, _, w in pairs]
-    length, batching = config.train.sequence_length, config.data.batching
+    corpora = [corpus for _, corpus, _ in pairs]
+    weights = [w for _, _, w in pairs]
+    length = config.train.sequence_length
+    batching = config.data.batching
     for source, corpus, _ in pairs:
         if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
             raise ConfigError(
-                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer {short(config.data.tokenizer)} "
+                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer "
+                f"{short(config.data.tokenizer)} "
                 "knows anything; give the tokenizer that was made for such text."
             )
-        if batching == "window" and split == "train" and corpus.labels < length and config.data.last == "drop":
+        if (
+            batching == "window"
+            and split == "train"
+            and corpus.labels < length
+            and config.data.last == "drop"
+        ):
             raise ConfigError(
-                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length {length}{WAYS_OUT[split]}"
+                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length "
+                f"{length}{WAYS_OUT[split]}"
             )
     tables = [] if batching == "window" else [_pieces(s, c, split, length) for s, c, _ in pairs]
     build = _grouped if batching in ("grouped", "budget") else _rows
@@ -166,38 +204,54 @@ def _batches(
         batches = build(config, corpora, tables, weights, True)
     notes = list(tokenizer.boundaries.notes) if split == "train" else []
     for number, (source, corpus, _) in enumerate(pairs):
-        of_source = [*source.notes, *(source.describe(corpus, tables[number], length) if tables else ())]
+        of_source = [
+            *source.notes,
+            *(source.describe(corpus, tables[number], length) if tables else ()),
+        ]
         notes += [f"{source.name}: {note}" if len(pairs) > 1 else note for note in of_source]
     notes += few(config.train.global_batch_size) if padded else ()
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
-    return TextBatches(batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes))
+    return TextBatches(
+        batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes)
+    )
 
 
 def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> "DocumentPieces":
     from meshtrain.data.cache import cache_directory
     from meshtrain.data.pieces import open_pieces
 
-    pieces = open_pieces(corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}")
+    pieces = open_pieces(
+        corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}"
+    )
     if not len(pieces.first):
         raise ConfigError(
-            f"of the {corpus.documents:,} examples of {source.name} none has a learned answer within train.sequence_length {length}; "
+            f"of the {corpus.documents:,} examples of {source.name} none has a learned answer within "
+            f"train.sequence_length {length}; "
             "give a greater one."
         )
     return pieces
 
 
 def _rows(
-    config: Config, corpora: Sequence[Corpus], tables: "Sequence[DocumentPieces]", weights: Sequence[float], pad: bool
+    config: Config,
+    corpora: Sequence[Corpus],
+    tables: "Sequence[DocumentPieces]",
+    weights: Sequence[float],
+    pad: bool,
 ) -> GlobalBatches:
     """Batching window and packed."""
-    length, seed = config.train.sequence_length, config.run.seed
+    length = config.train.sequence_length
+    seed = config.run.seed
     rows: list[EpochRows]
     if config.data.batching == "window":
         rows = [Windows(corpus, length, pad, seed) for corpus in corpora]
     else:
         from meshtrain.data.packing import Packed
 
-        rows = [Packed(corpus, pieces, length, seed) for corpus, pieces in zip(corpora, tables, strict=True)]
+        rows = [
+            Packed(corpus, pieces, length, seed)
+            for corpus, pieces in zip(corpora, tables, strict=True)
+        ]
     size = config.train.global_batch_size
     if len(rows) == 1:
         return RowBatches(rows[0], size, pad)
@@ -207,13 +261,22 @@ def _rows(
 
 
 def _grouped(
-    config: Config, corpora: Sequence[Corpus], tables: "Sequence[DocumentPieces]", weights: Sequence[float], pad: bool
+    config: Config,
+    corpora: Sequence[Corpus],
+    tables: "Sequence[DocumentPieces]",
+    weights: Sequence[float],
+    pad: bool,
 ) -> GlobalBatches:
     """Batching grouped and budget; the lengths are the same for all sources."""
     from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 
-    data, length, size = config.data, config.train.sequence_length, config.train.global_batch_size
-    shares = [weight * pieces.counts / pieces.counts.sum() for weight, pieces in zip(weights, tables, strict=True)]
+    data = config.data
+    length = config.train.sequence_length
+    size = config.train.global_batch_size
+    shares = [
+        weight * pieces.counts / pieces.counts.sum()
+        for weight, pieces in zip(weights, tables, strict=True)
+    ]
     lengths = choose_lengths(np.sum(shares, axis=0), data.lengths, data.length_multiple)
     if data.batching == "grouped":
         rows = [size] * len(lengths)

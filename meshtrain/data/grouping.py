@@ -3,9 +3,9 @@
     grouped   every batch has the same rows; their length varies:   16 x 64,  16 x 256,  16 x 1024
     budget    every batch has about the same tokens:               256 x 64,  64 x 256,  16 x 1024
 
-The pieces stand in order of length (pieces.py), so a group is a range of them; a few of the longest move up to the next group so
-that every group but the last fills its batches. Which pieces of a group meet in a batch, and the order of the batches of all groups,
-are drawn anew each epoch.
+The pieces stand in order of length (pieces.py), so a group is a range of them; a few of the longest move up to the next
+group so that every group but the last fills its batches. Which pieces of a group meet in a batch, and the order of the
+batches of all groups, are drawn anew each epoch.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class LengthGroup:
 def choose_lengths(counts: np.ndarray, most: int, multiple: int) -> tuple[int, ...]:
     """At most `most` row lengths, multiples of `multiple` or the longest, that together need the least padding.
 
-    counts[l]: pieces (or their weight) of each length l = 0 .. T. Exact, by dynamic programming over the last length taken, among
-    at most CHOICES evenly spaced lengths.
+    counts[l]: pieces (or their weight) of each length l = 0 .. T. Exact, by dynamic programming over the last length
+    taken, among at most CHOICES evenly spaced lengths.
     """
     longest = len(counts) - 1
     step = multiple * -(-longest // (multiple * CHOICES))
@@ -57,7 +57,8 @@ def choose_lengths(counts: np.ndarray, most: int, multiple: int) -> tuple[int, .
         # -1: one length fewer does as well.
         taken[-1] = np.where(better < best, taken[-1], -1)
         best = np.minimum(best, better)
-    lengths, at = [], len(choices) - 1
+    lengths = []
+    at = len(choices) - 1
     for step in reversed(taken):
         if step[at] >= 0:
             lengths.append(int(choices[at]))
@@ -70,10 +71,15 @@ def budget_rows(budget: int, length: int, multiple: int) -> int:
     return max(budget // length // multiple, 1) * multiple
 
 
-def make_groups(pieces: DocumentPieces, lengths: Sequence[int], rows: Sequence[int], pad: bool) -> list[LengthGroup]:
-    """All pieces in groups of these lengths, with these rows a batch; only the last group's last batch may not be full."""
+def make_groups(
+    pieces: DocumentPieces, lengths: Sequence[int], rows: Sequence[int], pad: bool
+) -> list[LengthGroup]:
+    """All pieces in groups of these lengths, with these rows a batch; only the last group's last batch may not be
+    full.
+    """
     groups: list[LengthGroup] = []
-    begin, total = 0, len(pieces.first)
+    begin = 0
+    total = len(pieces.first)
     for length, size in zip(lengths, rows, strict=True):
         end = int(pieces.ends[length])
         batches = (end - begin) // size
@@ -90,11 +96,17 @@ def make_groups(pieces: DocumentPieces, lengths: Sequence[int], rows: Sequence[i
 class Grouped:
     """The batches of an epoch in an order drawn for it. Keys: tokens, labels, weights (0 behind the end of a document).
 
-    Padding stands behind the documents, where causal attention does not see it: neither segments nor positions are needed.
+    Padding stands behind the documents, where causal attention does not see it: neither segments nor positions are
+    needed.
     """
 
-    def __init__(self, corpus: Corpus, pieces: DocumentPieces, groups: Sequence[LengthGroup], seed: int) -> None:
-        self.corpus, self.pieces, self.groups, self.seed = corpus, pieces, list(groups), seed
+    def __init__(
+        self, corpus: Corpus, pieces: DocumentPieces, groups: Sequence[LengthGroup], seed: int
+    ) -> None:
+        self.corpus = corpus
+        self.pieces = pieces
+        self.groups = list(groups)
+        self.seed = seed
         batches = np.array([group.batches for group in groups], np.int64)
         self._ends = np.cumsum(batches)
         self._starts = self._ends - batches
@@ -103,14 +115,19 @@ class Grouped:
 
     @property
     def tokens_per_batch(self) -> float:
-        """Labels on average over an epoch; what a dropped last batch would have held counts as if it came (it is a random one)."""
+        """Labels on average over an epoch; what a dropped last batch would have held counts as if it came (it is a
+        random one).
+        """
         counts = self.pieces.counts
         taken = sum(min(g.batches * g.rows, g.end - g.begin) for g in self.groups)
         return self.pieces.labels * taken / int(counts.sum()) / self.batches_per_epoch
 
     @property
     def places_per_batch(self) -> float:
-        return sum(group.length * group.rows * group.batches for group in self.groups) / self.batches_per_epoch
+        return (
+            sum(group.length * group.rows * group.batches for group in self.groups)
+            / self.batches_per_epoch
+        )
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -128,12 +145,15 @@ class Grouped:
 
     def _stretches(self, k: int, rows: slice) -> Stretches:
         number, index = self._place(k)
-        group, epoch = self.groups[number], k // self.batches_per_epoch
+        group = self.groups[number]
+        epoch = k // self.batches_per_epoch
         positions = index * group.rows + np.arange(group.rows)[rows]
-        size, key = group.end - group.begin, key_of(self.seed, "group", group.length, epoch)
+        size = group.end - group.begin
+        key = key_of(self.seed, "group", group.length, epoch)
         real = positions < size
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
-        lengths, first = self.pieces.lengths(numbers) * real, self.pieces.first[numbers].astype(np.int64)
+        lengths = self.pieces.lengths(numbers) * real
+        first = self.pieces.first[numbers].astype(np.int64)
         return in_rows(group.length, np.ones_like(lengths), first, lengths)
 
     def read(self, places: Stretches) -> Batch:

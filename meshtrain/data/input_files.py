@@ -7,12 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshtrain.data.formats import JSON_LINES, PARQUET, compression, is_text, require_libraries, suffix
+from meshtrain.data.formats import (
+    JSON_LINES,
+    PARQUET,
+    compression,
+    is_text,
+    require_libraries,
+    suffix,
+)
 from meshtrain.data.manifest import is_preparation
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import refuse_passing
 
-LINKS, SPECIAL, TWICE = "links that lead nowhere", "neither files nor directories", "reached twice"
+LINKS = "links that lead nowhere"
+SPECIAL = "neither files nor directories"
+TWICE = "reached twice"
 PREPARED = "directories of prepared shards"
 NAMED = 3  # of what is left out, in a sentence
 
@@ -41,7 +50,9 @@ class InputFile:
 
 @dataclass
 class InputFiles:
-    """The files of an input in their order, and what folders held beside them: files of other kinds by suffix, the rest by reason."""
+    """The files of an input in their order, and what folders held beside them: files of other kinds by suffix, the rest
+    by reason.
+    """
 
     files: list[InputFile] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
@@ -57,24 +68,31 @@ class InputFiles:
     def describe_ignored(self) -> str:
         """5 .png, 1 without a suffix."""
         return ", ".join(
-            f"{count} {short(ending) or 'without a suffix'}" for ending, count in self.ignored.most_common(5)
+            f"{count} {short(ending) or 'without a suffix'}"
+            for ending, count in self.ignored.most_common(5)
         )
 
     def describe_left_out(self) -> str:
         """links that lead nowhere: 1 (docs/c); reached twice: 2 (docs/a, docs/b)."""
         return "; ".join(
-            f"{reason}: {len(names)} ({', '.join(map(short, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
+            f"{reason}: {len(names)} "
+            f"({', '.join(map(short, sorted(names)[:NAMED]))}{', ...' if len(names) > NAMED else ''})"
             for reason, names in sorted(self.left_out.items())
         )
 
 
 def find(
-    inputs: Sequence[str], wanted: Callable[[str], bool] = is_text, without: Sequence[str] = (), what: str = "text"
+    inputs: Sequence[str],
+    wanted: Callable[[str], bool] = is_text,
+    without: Sequence[str] = (),
+    what: str = "text",
 ) -> InputFiles:
-    """Returns the files under the inputs, in the order given and sorted by name within each; a file named itself is always taken.
+    """Returns the files under the inputs, in the order given and sorted by name within each; a file named itself is
+    always taken.
 
-    Links are followed; what is reached again is read once, under the name without a link if it has one. Hidden files and folders,
-    `__pycache__`, prepared shards and the folders named in `without` are left out. ConfigError: nothing there, or nothing to read (`what`).
+    Links are followed; what is reached again is read once, under the name without a link if it has one. Hidden files
+    and folders, `__pycache__`, prepared shards and the folders named in `without` are left out. ConfigError: nothing
+    there, or nothing to read (`what`).
     """
     search = _Search(wanted, {*without, "__pycache__"})
     try:
@@ -87,9 +105,13 @@ def find(
     if not result.files:
         left_out = result.describe_left_out()
         if result.ignored:
-            left_out = f"files of other kinds ({result.describe_ignored()})" + (f"; {left_out}" if left_out else "")
+            left_out = f"files of other kinds ({result.describe_ignored()})" + (
+                f"; {left_out}" if left_out else ""
+            )
             left_out += "; name a file itself to have it read as text" if what == "text" else ""
-        raise ConfigError(f"{short(' '.join(inputs))} holds no {what}: {left_out or 'no file at all'}.")
+        raise ConfigError(
+            f"{short(' '.join(inputs))} holds no {what}: {left_out or 'no file at all'}."
+        )
     return result
 
 
@@ -97,7 +119,8 @@ class _Search:
     """Walks the folders of the inputs; takes each real file and folder once."""
 
     def __init__(self, wanted: Callable[[str], bool], without: set[str]) -> None:
-        self.wanted, self.without = wanted, without
+        self.wanted = wanted
+        self.without = without
         self.result = InputFiles()
         self.seen: set[str] = set()  # real paths
         self.files: list[InputFile] = []  # of one input
@@ -107,12 +130,17 @@ class _Search:
         if not path:
             raise ConfigError("the name of a file or directory to read text from is empty.")
         try:
-            mode, real = os.stat(path).st_mode, os.path.realpath(path)
+            mode = os.stat(path).st_mode
+            real = os.path.realpath(path)
         # ValueError: a NUL in the name.
         except (FileNotFoundError, NotADirectoryError, ValueError):
             if os.path.lexists(path):
-                raise ConfigError(f"{short(path)} is a link that leads nowhere ({short(os.readlink(path))}).") from None
-            raise ConfigError(f"there is no file or directory {short(path)} to read text from.") from None
+                raise ConfigError(
+                    f"{short(path)} is a link that leads nowhere ({short(os.readlink(path))})."
+                ) from None
+            raise ConfigError(
+                f"there is no file or directory {short(path)} to read text from."
+            ) from None
         if stat.S_ISREG(mode):
             self._file(path, os.path.basename(path), real)
         elif stat.S_ISDIR(mode):
@@ -120,10 +148,13 @@ class _Search:
                 raise ConfigError(f"{short(path)} holds prepared shards, no text.")
             self._folder(path, os.path.basename(real), real)
         else:
-            raise ConfigError(f"{short(path)} is neither a file nor a directory; write the text to a file first.")
+            raise ConfigError(
+                f"{short(path)} is neither a file nor a directory; write the text to a file first."
+            )
         # All that is there without a link is taken before what links lead to.
         while self.links:
-            links, self.links = sorted(self.links), []
+            links = sorted(self.links)
+            self.links = []
             for name, link in links:
                 try:
                     mode = os.stat(link).st_mode
@@ -149,7 +180,12 @@ class _Search:
                 if entry.is_symlink():
                     self.links.append((own, entry.path))
                 else:
-                    self._entry(entry.path, own, f"{real}/{entry.name}", entry.stat(follow_symlinks=False).st_mode)
+                    self._entry(
+                        entry.path,
+                        own,
+                        f"{real}/{entry.name}",
+                        entry.stat(follow_symlinks=False).st_mode,
+                    )
 
     def _entry(self, path: str, name: str, real: str, mode: int) -> None:
         base = os.path.basename(name)

@@ -1,9 +1,10 @@
-"""What one rendering of a chat template may take: a template comes with a model from anywhere, and two short loops can take hours.
+"""What one rendering of a chat template may take: a template comes with a model from anywhere, and two short loops can
+take hours.
 
-All that a template does costs work, about a nanosecond each: a turn of a loop, a call, a character that is written, cut, compared or looked
-through. A rendering has an allowance that grows with the conversation, so that the same input is taken or refused on every machine; what
-would make something huge in one step (a width, a product, a power) is refused before it is made. For the rest there is a time of the thread.
-Real templates take less than a hundredth of it.
+All that a template does costs work, about a nanosecond each: a turn of a loop, a call, a character that is written,
+cut, compared or looked through. A rendering has an allowance that grows with the conversation, so that the same input
+is taken or refused on every machine; what would make something huge in one step (a width, a product, a power) is
+refused before it is made. For the rest there is a time of the thread. Real templates take less than a hundredth of it.
 """
 
 import functools
@@ -20,9 +21,15 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.visitor import NodeTransformer
 
-WORK, WORK_OF_CHARACTER = 4_000_000, 1_000  # that a rendering has, and more for each character of the conversation
-SECONDS, CHARACTERS_A_SECOND = 5.0, 10_000
-STEP, CALL, ENTRY = 20, 60, 20  # work of a turn of a loop, of a call, and of an entry of a list
+# that a rendering has, and more for each character of the conversation
+WORK = 4_000_000
+WORK_OF_CHARACTER = 1_000
+SECONDS = 5.0
+CHARACTERS_A_SECOND = 10_000
+# work of a turn of a loop, of a call, and of an entry of a list
+STEP = 20
+CALL = 60
+ENTRY = 20
 WIDEST = 100_000  # of what a number in a call may ask for
 SLOW = 100_000  # characters that a filter which is slow on long texts takes
 BITS = 1 << 16  # of a whole number
@@ -31,10 +38,44 @@ CHECKED = 256  # steps between two looks at the clock
 WIDTHS = ("center", "ljust", "rjust", "zfill")
 BANNED = ("translate", "to_bytes", "fromkeys", "format_map", "expandtabs")
 LAZY = (
-    "length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "default", "d", "items", "reverse",
-    "attr", "batch", "slice",
-)  # fmt: skip
-SHALLOW_TESTS = ("defined", "undefined", "none", "mapping", "sequence", "iterable", "string", "number", "boolean", "true", "false", "callable", "integer", "float", "odd", "even", "filter", "test")  # fmt: skip
+    "length",
+    "count",
+    "first",
+    "last",
+    "list",
+    "map",
+    "select",
+    "reject",
+    "selectattr",
+    "rejectattr",
+    "default",
+    "d",
+    "items",
+    "reverse",
+    "attr",
+    "batch",
+    "slice",
+)
+SHALLOW_TESTS = (
+    "defined",
+    "undefined",
+    "none",
+    "mapping",
+    "sequence",
+    "iterable",
+    "string",
+    "number",
+    "boolean",
+    "true",
+    "false",
+    "callable",
+    "integer",
+    "float",
+    "odd",
+    "even",
+    "filter",
+    "test",
+)
 SLOW_FILTERS = ("urlize", "striptags", "wordwrap", "pprint", "xmlattr", "wordcount", "title")
 ANY_NUMBER = ("default", "d", "int", "float", "abs")
 WIDE_FORMAT = re.compile(r"\d{5}|\*|\{[^{}]*\{")
@@ -59,7 +100,9 @@ class Limits:
     def spend(self, work: int) -> None:
         self.left -= work
         if self.left < 0:
-            raise TooMuch("more work than writing a conversation takes: loops, or texts, without end")
+            raise TooMuch(
+                "more work than writing a conversation takes: loops, or texts, without end"
+            )
         self.steps += 1
         if self.steps % CHECKED == 0:
             self.look()
@@ -90,8 +133,14 @@ class Limits:
         return value
 
     def shown(self, value: Any) -> Any:
-        """Weighs what is written; a function or a generator is spelt with its address, which differs from run to run."""
-        if isgenerator(value) or isinstance(value, BuiltinMethodType | functools.partial) or (callable(value) and not isinstance(value, jinja2.Undefined)):  # fmt: skip
+        """Weighs what is written; a function or a generator is spelt with its address, which differs from run to
+        run.
+        """
+        if (
+            isgenerator(value)
+            or isinstance(value, BuiltinMethodType | functools.partial)
+            or (callable(value) and not isinstance(value, jinja2.Undefined))
+        ):
             raise SecurityError("the spelling of a function, which differs from run to run")
         return self.weigh(value)
 
@@ -165,20 +214,31 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         self.limits = Limits()
         # Between what stands a text that is marked, and whether the template compiled last marks any.
-        self.marks, self.used = ("", ""), False
+        self.marks = ("", "")
+        self.used = False
         super().__init__(finalize=self.limits.shown, **options)
         # What differs from run to run makes two preparations of one input differ.
         del self.globals["lipsum"], self.filters["random"]
 
     def limit(self) -> None:
         """Puts all filters and tests, once they are there, under the limits."""
-        self.filters = {name: self._limited(name, function) for name, function in self.filters.items()}
+        self.filters = {
+            name: self._limited(name, function) for name, function in self.filters.items()
+        }
         self.tests = {name: self._limited_test(name, test) for name, test in self.tests.items()}
         # With a context, so that nothing of it is computed while a template is compiled.
-        self.filters["_step"] = jinja2.pass_context(lambda context, n: self.limits.spend(STEP + n) or True)  # type: ignore[func-returns-value]
-        self.filters["_shown"] = jinja2.pass_context(lambda context, value: self.limits.shown(value))
-        self.filters["_weighed"] = jinja2.pass_context(lambda context, value: self.limits.weigh(value))
-        self.filters["_sized"] = jinja2.pass_context(lambda context, value: self.limits.spend(size(value)) or value)  # type: ignore[func-returns-value]
+        self.filters["_step"] = jinja2.pass_context(
+            lambda context, n: self.limits.spend(STEP + n) or True
+        )  # type: ignore[func-returns-value]
+        self.filters["_shown"] = jinja2.pass_context(
+            lambda context, value: self.limits.shown(value)
+        )
+        self.filters["_weighed"] = jinja2.pass_context(
+            lambda context, value: self.limits.weigh(value)
+        )
+        self.filters["_sized"] = jinja2.pass_context(
+            lambda context, value: self.limits.spend(size(value)) or value
+        )  # type: ignore[func-returns-value]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = Spending().visit(super()._parse(source, name, filename))
@@ -207,9 +267,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:
         method = getattr(obj, "__wrapped__", obj)
-        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        owner = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
         self.limits.spend(CALL)
-        if isinstance(owner, str | bytes | int | float | list | tuple | dict) or owner in (dict, str, int, bytes):
+        if isinstance(owner, str | bytes | int | float | list | tuple | dict) or owner in (
+            dict,
+            str,
+            int,
+            bytes,
+        ):
             args = self._checked(owner, name, args)
             self.limits.spend(size(owner) // 8)
         result = super().call(context, obj, *args, **named)
@@ -242,7 +308,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._check_filter(name, value, [*rest, *named.values()])
             if name == "join" and isgenerator(value):
                 value = list(value)
-                args = (args[0], value, *rest) if hasattr(function, "jinja_pass_arg") else (value, *rest)
+                args = (
+                    (args[0], value, *rest)
+                    if hasattr(function, "jinja_pass_arg")
+                    else (value, *rest)
+                )
                 self._check_filter(name, value, [*rest, *named.values()])
             result = function(*args, **named)
             self.limits.spend(CALL + size(result))
@@ -268,11 +338,21 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             limits.format(value)
         elif name == "join" and texts:
             limits.pieces(texts[0], len(value) if hasattr(value, "__len__") else 0, "a join")
-        elif name == "sum" and any(isinstance(each, list | tuple | str) for each in rest[1:] + rest[:1] if each is not value) and not (texts and len(rest) == 1):  # fmt: skip
+        elif (
+            name == "sum"
+            and any(
+                isinstance(each, list | tuple | str)
+                for each in rest[1:] + rest[:1]
+                if each is not value
+            )
+            and not (texts and len(rest) == 1)
+        ):
             raise TooMuch("something too large (a sum of lists)")
         elif name == "tojson" or name == "indent":
             for text in texts:
-                limits.pieces(text, str(value).count("\n") + 1 if name == "indent" else size(value), name)
+                limits.pieces(
+                    text, str(value).count("\n") + 1 if name == "indent" else size(value), name
+                )
         if name in SLOW_FILTERS and isinstance(value, str) and len(value) > SLOW:
             raise TooMuch(f"{name} of more than {SLOW:,} characters")
 

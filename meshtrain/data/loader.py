@@ -2,9 +2,10 @@
 
 Free of what a batch holds: any object with `batch(k, rows)` will do.
 
-Grain is not used: of the same rows on the same two cores its plain pipeline (shuffle, batch, 16 reading threads) delivered 0.29 of our
-rate at 5 times our processor time, and its packing 0.07 (experiments/bench_data.py, loader); and its packing and bucketing are iterators,
-whose state is more than the one integer k that lets a run go on with any number of processes.
+Grain is not used: of the same rows on the same two cores its plain pipeline (shuffle, batch, 16 reading threads)
+delivered 0.29 of our rate at 5 times our processor time, and its packing 0.07 (experiments/bench_data.py, loader); and
+its packing and bucketing are iterators, whose state is more than the one integer k that lets a run go on with any
+number of processes.
 """
 
 import queue
@@ -22,7 +23,9 @@ Part = tuple[slice, np.ndarray | None]  # rows, and places of a row (None: all)
 class Batches(Protocol):
     """A global order of batches: `batch(k, rows)` is a pure function of k."""
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch: ...
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch: ...
 
     def batch_shape(self, k: int) -> tuple[int, ...]: ...
 
@@ -44,10 +47,14 @@ class Loader:
         depth: int = 2,
     ) -> None:
         self.waited = 0.0
-        self._batches, self._part, self._put = batches, part, put
+        self._batches = batches
+        self._part = part
+        self._put = put
         self._ready: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(start,), name="meshtrain-data", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fill, args=(start,), name="meshtrain-data", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:

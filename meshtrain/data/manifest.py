@@ -1,4 +1,6 @@
-"""manifest.json, which describes a directory of token shards, and the names of all that may lie beside it (shards.py, prepare.py)."""
+"""manifest.json, which describes a directory of token shards, and the names of all that may lie beside it (shards.py,
+prepare.py).
+"""
 
 import hashlib
 import json
@@ -10,7 +12,9 @@ from typing import Any, Literal, get_args
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import refuse_passing, retried
 
-MANIFEST, RECIPE, UNITS = "manifest.json", "plan.json", "units"
+MANIFEST = "manifest.json"
+RECIPE = "plan.json"
+UNITS = "units"
 FORMAT = 1
 SPLITS = ("train", "validation")
 # The kind of documents, as in `data.format`.
@@ -30,14 +34,18 @@ class Shard:
 
     def files(self, directory: Path, token_bytes: int) -> list[tuple[Path, int, str]]:
         """(path, size in bytes, digest) of its tokens and of its offsets, as they were written."""
-        tokens, offsets = directory / f"{self.name}.tokens", directory / f"{self.name}.offsets"
+        tokens = directory / f"{self.name}.tokens"
+        offsets = directory / f"{self.name}.offsets"
         sizes = self.tokens * token_bytes, (self.documents + 1) * 8
         return [(tokens, sizes[0], self.tokens_digest), (offsets, sizes[1], self.offsets_digest)]
 
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """The content of a directory of shards. A pure function of the input's content and the options, whatever prepared it."""
+    """The content of a directory of shards.
+
+    A pure function of the input's content and the options, whatever prepared it.
+    """
 
     tokenizer: str
     tokenizer_digest: str
@@ -50,8 +58,12 @@ class ShardManifest:
     format: int = FORMAT
     contents: Contents = "text"
     template_digest: str = ""
-    counts: dict[str, int] = field(default_factory=dict)  # of conversations: by what is counted (examples.COUNTED)
-    begin: tuple[int, ...] = ()  # what each document begins with; an older manifest does not say so, and has nothing
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # of conversations: by what is counted (examples.COUNTED)
+    begin: tuple[
+        int, ...
+    ] = ()  # what each document begins with; an older manifest does not say so, and has nothing
 
     def count(self, split: str, what: str) -> int:
         return sum(getattr(shard, what) for shard in self.shards[split])
@@ -63,8 +75,12 @@ class ShardManifest:
 
     def digest_of(self, *splits: str) -> str:
         """Names what these splits hold and nothing else: equal digests, equal documents in the same order."""
-        shards = [(s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]]
-        return hashlib.sha256(json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()).hexdigest()
+        shards = [
+            (s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]
+        ]
+        return hashlib.sha256(
+            json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()
+        ).hexdigest()
 
     def to_json(self) -> str:
         values = asdict(self)
@@ -76,7 +92,9 @@ class ShardManifest:
 
 
 def is_preparation(directory: Path) -> bool:
-    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be anybody's."""
+    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be
+    anybody's.
+    """
     if (directory / RECIPE).is_file() and (directory / UNITS).is_dir():
         return True
     path = directory / MANIFEST
@@ -91,21 +109,31 @@ def read_manifest(directory: Path) -> ShardManifest:
     path = directory / MANIFEST
     try:
         if not retried(path.is_file):
-            raise ConfigError(f"{directory} holds no prepared shards: there is no {MANIFEST} in it.")
+            raise ConfigError(
+                f"{directory} holds no prepared shards: there is no {MANIFEST} in it."
+            )
         values: dict[str, Any] = json.loads(retried(path.read_bytes))
         if values["format"] != FORMAT:
             raise ConfigError(
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
             )
-        shards = {split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS}
-        manifest = ShardManifest(**{**values, "shards": shards, "begin": tuple(values.get("begin", ()))})
+        shards = {
+            split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS
+        }
+        manifest = ShardManifest(
+            **{**values, "shards": shards, "begin": tuple(values.get("begin", ()))}
+        )
         if manifest.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {manifest.dtype!r}")
         if manifest.contents not in get_args(Contents):
             raise ValueError(f"contents is {manifest.contents!r}")
         if not all(type(number) is int for number in (manifest.end_of_document, *manifest.begin)):
-            raise ValueError(f"begin is {manifest.begin!r}, end_of_document {manifest.end_of_document!r}")
-        if not all(re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]):
+            raise ValueError(
+                f"begin is {manifest.begin!r}, end_of_document {manifest.end_of_document!r}"
+            )
+        if not all(
+            re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]
+        ):
             raise ValueError("a shard's name is a path")
         return manifest
     except ConfigError:
@@ -114,4 +142,6 @@ def read_manifest(directory: Path) -> ShardManifest:
         refuse_passing(path, error)
         raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the manifest of prepared shards ({str(error)[:200]}).") from None
+        raise ConfigError(
+            f"{path} is not the manifest of prepared shards ({str(error)[:200]})."
+        ) from None

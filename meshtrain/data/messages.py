@@ -1,4 +1,5 @@
-"""Reads messages in any public spelling: who speaks, what is said, which tools are called, and which answers are marked as learned.
+"""Reads messages in any public spelling: who speaks, what is said, which tools are called, and which answers are marked
+as learned.
 
     OpenAI      {"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": text or object}}]}
     legacy      {"role": "assistant", "content": null, "function_call": {"name": ..., "arguments": ...}}, answered by the role `function`
@@ -9,7 +10,8 @@
 
 What is said stays as it stands, null and objects too, and so does every other field: the template may read it.
 
-A message may be marked: `weight`, `train`, `loss` and `loss_mask` are 1 or true where it is learned, and 0 or false where it is context.
+A message may be marked: `weight`, `train`, `loss` and `loss_mask` are 1 or true where it is learned, and 0 or false
+where it is context.
 """
 
 import json
@@ -18,18 +20,49 @@ from typing import Any, NamedTuple
 
 from meshtrain.errors import short
 
-USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+USER = "user"
+ASSISTANT = "assistant"
+SYSTEM = "system"
+TOOL = "tool"
 CALL = "function_call"
 # Who speaks, in the words of public files; templates know the four.
 SPEAKERS = {
-    "human": USER, "user": USER, "prompter": USER, "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT,
-    "bard": ASSISTANT, "model": ASSISTANT, "bot": ASSISTANT, "ai": ASSISTANT, "system": SYSTEM, "observation": TOOL, "tool": TOOL,
-    "function": TOOL, "function_response": TOOL, "tool_response": TOOL, CALL: ASSISTANT, "tool_call": ASSISTANT,
-}  # fmt: skip
+    "human": USER,
+    "user": USER,
+    "prompter": USER,
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bing": ASSISTANT,
+    "bard": ASSISTANT,
+    "model": ASSISTANT,
+    "bot": ASSISTANT,
+    "ai": ASSISTANT,
+    "system": SYSTEM,
+    "observation": TOOL,
+    "tool": TOOL,
+    "function": TOOL,
+    "function_response": TOOL,
+    "tool_response": TOOL,
+    CALL: ASSISTANT,
+    "tool_call": ASSISTANT,
+}
 CALLING = (CALL, "tool_call")
 MARKS = ("weight", "train", "loss", "loss_mask")
 # A field with one of these words in its name says what is learned.
-MARKING = {"weight", "weights", "train", "trainable", "loss", "mask", "masked", "learn", "learned", "ignore", "ignored"}
+MARKING = {
+    "weight",
+    "weights",
+    "train",
+    "trainable",
+    "loss",
+    "mask",
+    "masked",
+    "learn",
+    "learned",
+    "ignore",
+    "ignored",
+}
 SPELT = ("role", "content", "from", "value", "tool_calls", "function_call")
 
 Message = dict[str, Any]  # role, content and whatever else templates know
@@ -40,7 +73,8 @@ class Unfit(Exception):
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
-        self.kind, self.detail = kind, detail
+        self.kind = kind
+        self.detail = detail
 
 
 class Turn(NamedTuple):
@@ -51,11 +85,16 @@ class Turn(NamedTuple):
 
 
 def turns_of(entries: Any, name: str) -> list[Turn]:
-    """Reads a list of messages, in whichever spelling each came; Unfit if it is none. name: of the list in its record."""
+    """Reads a list of messages, in whichever spelling each came; Unfit if it is none. name: of the list in its
+    record.
+    """
     if not isinstance(entries, list) or not entries:
         raise Unfit("no conversation", f"(its {name} is no list of messages)")
     if len(entries) % 2 == 0 and all(isinstance(entry, str) for entry in entries):
-        return [said(role, text) for role, text in zip((USER, ASSISTANT) * (len(entries) // 2), entries, strict=True)]
+        return [
+            said(role, text)
+            for role, text in zip((USER, ASSISTANT) * (len(entries) // 2), entries, strict=True)
+        ]
     turns: list[Turn] = []
     calling = False
     for entry in entries:
@@ -64,7 +103,8 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
         if "input" in entry and "output" in entry and not {"role", "from"} & entry.keys():
             turns += [said(USER, entry["input"]), said(ASSISTANT, entry["output"], _marked(entry))]
             continue
-        turn, called_before = _turn(entry), calling
+        turn = _turn(entry)
+        called_before = calling
         calling = _speaker(entry) in CALLING
         if calling and called_before:
             turns[-1].message["tool_calls"] += turn.message["tool_calls"]
@@ -74,7 +114,9 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
 
 
 def messages_of(entries: Any, name: str) -> list[Message]:
-    """Returns messages as templates take them; Unfit if `entries` is no list of messages. name: of the list in its record."""
+    """Returns messages as templates take them; Unfit if `entries` is no list of messages. name: of the list in its
+    record.
+    """
     return [turn.message for turn in turns_of(entries, name)]
 
 
@@ -98,7 +140,9 @@ def is_parts(content: Any) -> bool:
         isinstance(content, list)
         and bool(content)
         and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
             for part in content
         )
     )
@@ -110,7 +154,9 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """Returns a list, which may stand as JSON in a text, and so may each of its entries; nothing for an empty one, or for null."""
+    """Returns a list, which may stand as JSON in a text, and so may each of its entries; nothing for an empty one, or
+    for null.
+    """
     value = decoded(value, what)
     if isinstance(value, dict) and what != "tools":
         value = [value]
@@ -136,9 +182,14 @@ def calls_of(value: Any, what: str) -> list[dict[str, Any]]:
     """Returns calls in OpenAI's spelling of calls that stand alone, as an object, a list, or JSON of either."""
     calls = listed(value, what)
     for call in calls:
-        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), str | dict):
+        if not isinstance(call.get("name"), str) or not isinstance(
+            call.get("arguments"), str | dict
+        ):
             raise Unfit("no conversation", f"(a {what} is no JSON with name and arguments)")
-    return [{"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}} for call in calls]
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in calls
+    ]
 
 
 def _turn(entry: Mapping[str, Any]) -> Turn:
@@ -149,7 +200,9 @@ def _turn(entry: Mapping[str, Any]) -> Turn:
         calls = calls_of(content, CALL)
         if not calls:
             raise Unfit("no conversation", f"(a {CALL} calls nothing)")
-        return Turn({"role": ASSISTANT, "content": None, "tool_calls": calls, **others}, _marked(entry))
+        return Turn(
+            {"role": ASSISTANT, "content": None, "tool_calls": calls, **others}, _marked(entry)
+        )
     calls = _calls(entry)
     known = SPEAKERS.get(role, role)
     content = _content(content, known, bool(calls))
@@ -165,7 +218,10 @@ def _speaker(entry: Mapping[str, Any]) -> str:
         return role.lower()
     # Templates may know more roles than these, but not by ShareGPT's words.
     if "role" not in entry:
-        raise Unfit("no conversation", f"(nobody is called {short(repr(role))}; known are {', '.join(SPEAKERS)})")
+        raise Unfit(
+            "no conversation",
+            f"(nobody is called {short(repr(role))}; known are {', '.join(SPEAKERS)})",
+        )
     return role
 
 
@@ -184,7 +240,11 @@ def _calls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unfit("no conversation", "(a tool_call has no name of a function)")
     legacy = calls_of(entry.get(CALL), CALL)
-    if calls and legacy and [function_of(call)["name"] for call in calls] != [legacy[0]["function"]["name"]]:
+    if (
+        calls
+        and legacy
+        and [function_of(call)["name"] for call in calls] != [legacy[0]["function"]["name"]]
+    ):
         raise Unfit("ambiguous", f"(a message has tool_calls and {CALL}, which differ)")
     return calls or legacy
 
@@ -197,21 +257,34 @@ def _content(content: Any, role: str, calls: bool) -> Any:
     if role == TOOL and isinstance(content, dict | list) and content:
         return content
     kinds = (
-        {str(part.get("type")) for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+        {str(part.get("type")) for part in content if isinstance(part, dict)}
+        if isinstance(content, list)
+        else set()
     )
     other = ", ".join(sorted(kinds - {"text"}))
-    raise Unfit("no conversation", f"(a message of {short(role)} is no text{f', but {short(other)}' if other else ''})")
+    raise Unfit(
+        "no conversation",
+        f"(a message of {short(role)} is no text{f', but {short(other)}' if other else ''})",
+    )
 
 
 def _marked(entry: Mapping[str, Any]) -> bool | None:
-    marks = {name: value for name, value in entry.items() if value is not None and MARKING & set(name.split("_"))}
+    marks = {
+        name: value
+        for name, value in entry.items()
+        if value is not None and MARKING & set(name.split("_"))
+    }
     for name, value in marks.items():
         if name not in MARKS:
-            raise Unfit("marked in a way that is not known", f"({short(name)}; known marks are {', '.join(MARKS)})")
+            raise Unfit(
+                "marked in a way that is not known",
+                f"({short(name)}; known marks are {', '.join(MARKS)})",
+            )
         if not isinstance(value, int | float) or value not in (0, 1):
             raise Unfit(
                 "marked in a way that is not known",
-                f"({name} is {short(repr(value))}, but an answer is learned, which is 1 or true, or it is not, which is 0 or false)",
+                f"({name} is {short(repr(value))}, but an answer is learned, which is 1 or true, or it is not, which "
+                "is 0 or false)",
             )
     if len(set(map(bool, marks.values()))) > 1:
         raise Unfit("ambiguous", f"(a message has {' and '.join(marks)}, which differ)")

@@ -1,7 +1,7 @@
 """Several sources in fixed shares: which source each row (or batch) comes from, computed from its number.
 
-Numbers come in blocks of BLOCK; in each block every source has its share exactly, in an order drawn for the block. The source's own
-rows follow one another, epoch after epoch, so a source is seen whole before any of it is seen again.
+Numbers come in blocks of BLOCK; in each block every source has its share exactly, in an order drawn for the block. The
+source's own rows follow one another, epoch after epoch, so a source is seen whole before any of it is seen again.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ class Draw:
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, index in that source) of each number; int64, of the shape of `numbers` each."""
         blocks, places = np.divmod(numbers, BLOCK)
-        source, index = np.empty_like(numbers), np.empty_like(numbers)
+        source = np.empty_like(numbers)
+        index = np.empty_like(numbers)
         for block in np.unique(blocks).tolist():
             mask = blocks == block
             sources, ranks = self._block(block)
@@ -46,7 +47,9 @@ class Draw:
         numbers = []
         for source, (count, quota) in enumerate(zip(counts, self.quotas.tolist(), strict=True)):
             block, rank = divmod(count, quota)
-            numbers.append(block * BLOCK + int(np.flatnonzero(self._block(block)[0] == source)[rank]))
+            numbers.append(
+                block * BLOCK + int(np.flatnonzero(self._block(block)[0] == source)[rank])
+            )
         return min(numbers)
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,14 +58,18 @@ class Draw:
         sources = np.repeat(np.arange(len(self.quotas)), self.quotas)[shuffled]
         order = np.argsort(sources, kind="stable")
         ranks = np.empty(BLOCK, np.int64)
-        ranks[order] = np.arange(BLOCK) - np.repeat(np.cumsum(self.quotas) - self.quotas, self.quotas)
+        ranks[order] = np.arange(BLOCK) - np.repeat(
+            np.cumsum(self.quotas) - self.quotas, self.quotas
+        )
         return sources, ranks
 
 
 class MixedRows(BatchesOfRows):
     """Batches whose rows are drawn from several sources of the same kind; weights count rows."""
 
-    def __init__(self, sources: Sequence[EpochRows], weights: Sequence[float], size: int, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[EpochRows], weights: Sequence[float], size: int, seed: int
+    ) -> None:
         super().__init__(sources, size)
         self.draw = Draw(weights, seed)
 
@@ -88,7 +95,8 @@ class MixedGroups:
     """Batches of several grouped sources, each batch of one source; weights count batches."""
 
     def __init__(self, sources: Sequence[Grouped], weights: Sequence[float], seed: int) -> None:
-        self.sources, self.draw = list(sources), Draw(weights, seed)
+        self.sources = list(sources)
+        self.draw = Draw(weights, seed)
         self.shapes = tuple(dict.fromkeys(shape for source in sources for shape in source.shapes))
 
     @property
@@ -103,11 +111,15 @@ class MixedGroups:
 
     @property
     def tokens_per_batch(self) -> float:
-        return float(np.average([s.tokens_per_batch for s in self.sources], weights=self.draw.quotas))
+        return float(
+            np.average([s.tokens_per_batch for s in self.sources], weights=self.draw.quotas)
+        )
 
     @property
     def places_per_batch(self) -> float:
-        return float(np.average([s.places_per_batch for s in self.sources], weights=self.draw.quotas))
+        return float(
+            np.average([s.places_per_batch for s in self.sources], weights=self.draw.quotas)
+        )
 
     def _place(self, k: int) -> tuple[Grouped, int]:
         source, index = self.draw.at(np.array([k]))

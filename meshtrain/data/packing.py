@@ -1,4 +1,5 @@
-"""Batching `packed`: whole documents side by side in rows of T labels; attention and loss never cross from one to the next.
+"""Batching `packed`: whole documents side by side in rows of T labels; attention and loss never cross from one to the
+next.
 
     tokens     E a a a E b b E c c c c c E d d . .      E: end of document, which each document also begins with
     labels     a a a E b b E c c c c c E d d E . .
@@ -6,8 +7,9 @@
     positions  0 1 2 3 0 1 2 0 1 2 3 4 5 0 1 2 0 0
 
 Packing works on the histogram of lengths, not on the documents (Krell et al., "Efficient sequence packing without
-cross-contamination", 2021, section 3, there LPFHP: best fit, the longest first). What comes out is a short list of kinds of row,
-"213 rows of lengths 700 + 300 + 24"; which documents of those lengths meet in a row is drawn anew each epoch.
+cross-contamination", 2021, section 3, there LPFHP: best fit, the longest first). What comes out is a short list of
+kinds of row, "213 rows of lengths 700 + 300 + 24"; which documents of those lengths meet in a row is drawn anew each
+epoch.
 """
 
 import bisect
@@ -31,7 +33,9 @@ class RowKind:
 
 
 def pack(counts: np.ndarray, size: int) -> list[RowKind]:
-    """Kinds of row of `size` that hold counts[l] pieces of each length l (counts [size + 1]), by best fit, the longest first."""
+    """Kinds of row of `size` that hold counts[l] pieces of each length l (counts [size + 1]), by best fit, the longest
+    first.
+    """
     by_room: dict[int, list[RowKind]] = {}  # kinds by the room that their rows have left
     rooms: list[int] = []  # its keys, ascending
 
@@ -65,13 +69,17 @@ class Packed:
     """The rows of an epoch: every piece of every document in exactly one of them."""
 
     def __init__(self, corpus: Corpus, pieces: DocumentPieces, length: int, seed: int) -> None:
-        self.corpus, self.pieces, self.length, self.seed = corpus, pieces, length, seed
+        self.corpus = corpus
+        self.pieces = pieces
+        self.length = length
+        self.seed = seed
         self.labels = pieces.labels
         self._of_length = pieces.counts
         kinds = pack(self._of_length, length)
         # The pieces of a row of each kind: its j-th row takes the (base + j stride)-th piece of that length.
         slots: list[tuple[int, int, int]] = []  # length, base, stride
-        counts, used = [], np.zeros(length + 1, np.int64)
+        counts = []
+        used = np.zeros(length + 1, np.int64)
         for kind in kinds:
             before = len(slots)
             for piece, copies in kind.content:
@@ -90,7 +98,9 @@ class Packed:
         row = permute(positions, self.count, keys_of(epochs, self.seed, "rows"))
         kind = np.searchsorted(self._row_ends, row, side="right")
         counts = self._slot_counts[kind]
-        lengths, bases, strides = self._slots[:, np.repeat(self._slot_starts[kind], counts) + within(counts)]
+        lengths, bases, strides = self._slots[
+            :, np.repeat(self._slot_starts[kind], counts) + within(counts)
+        ]
         of_length = bases + np.repeat(row - self._row_starts[kind], counts) * strides
         keys = np.repeat(keys_of(epochs, self.seed, "pieces"), counts) + lengths.astype(np.uint64)
         numbers = self.pieces.ends[lengths - 1] + permute(of_length, self._of_length[lengths], keys)
@@ -98,4 +108,9 @@ class Packed:
 
     def read(self, places: Stretches) -> Batch:
         segments, positions = places.segments_and_positions()
-        return {"segments": segments, "positions": positions, "weights": places.weights(), **places.read(self.corpus)}
+        return {
+            "segments": segments,
+            "positions": positions,
+            "weights": places.weights(),
+            **places.read(self.corpus),
+        }

@@ -1,8 +1,9 @@
 """A shuffle that is computed, not stored: where index i goes in a pseudo-random order of [0, size), in constant memory.
 
-A generalised Feistel network permutes the pairs (x, y) of a grid of a x b numbers, a b >= size; an index that lands outside is sent
-through again until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, sections 5 and 4). Both steps
-are bijections, so every index of an epoch comes up exactly once. With a = ceil(sqrt(size)) fewer than a numbers are outside.
+A generalised Feistel network permutes the pairs (x, y) of a grid of a x b numbers, a b >= size; an index that lands
+outside is sent through again until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002,
+sections 5 and 4). Both steps are bijections, so every index of an epoch comes up exactly once. With a =
+ceil(sqrt(size)) fewer than a numbers are outside.
 """
 
 import hashlib
@@ -10,7 +11,10 @@ import hashlib
 import numpy as np
 
 ROUNDS = 6
-_ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))  # the multipliers of SplitMix64
+_ODD = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+)  # the multipliers of SplitMix64
 _HALF = np.uint64(32)
 
 
@@ -27,7 +31,9 @@ def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
-    """Where the indices [N] (0 <= index < size < 2^52) go in the order of `key`; size and key may also be arrays [N]. int64 [N]."""
+    """Where the indices [N] (0 <= index < size < 2^52) go in the order of `key`; size and key may also be arrays [N].
+    int64 [N].
+    """
     size = np.asarray(size, np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
@@ -36,13 +42,17 @@ def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarr
         value = _network(index.astype(np.uint64), a, b, key)
         outside = np.flatnonzero(value >= size)
         while outside.size:
-            sizes = (array if array.ndim == 0 else array[outside] for array in (a, b, np.asarray(key)))
+            sizes = (
+                array if array.ndim == 0 else array[outside] for array in (a, b, np.asarray(key))
+            )
             value[outside] = _network(value[outside], *sizes)
             outside = outside[value[outside] >= (size if size.ndim == 0 else size[outside])]
     return value.astype(np.int64)
 
 
-def _network(value: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
+def _network(
+    value: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.uint64 | np.ndarray
+) -> np.ndarray:
     x, y = np.divmod(value, b)
     for turn in range(0, ROUNDS, 2):
         x = (x + _mix(y, key + np.uint64(turn + 1) * _ODD[1])) % a

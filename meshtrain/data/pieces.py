@@ -1,7 +1,7 @@
 """The pieces of a corpus by length: its documents, those longer than a row cut into rows and a rest.
 
-A conversation is not cut into several: what of it does not fit a row is left out, and all of it where no learned token would be left.
-Of a pair nothing is left out but the whole: half an answer is another answer.
+A conversation is not cut into several: what of it does not fit a row is left out, and all of it where no learned token
+would be left. Of a pair nothing is left out but the whole: half an answer is another answer.
 
 The table lies on disk, memory-mapped: a corpus of 10^8 documents needs 800 MB there and almost nothing in memory.
 
@@ -21,7 +21,14 @@ import numpy as np
 
 from meshtrain.data.shards import LEARNED, Corpus
 from meshtrain.errors import ConfigError, refusal
-from meshtrain.files import locked, refuse_passing, remove_temporaries, retried, sync, temporary_beside
+from meshtrain.files import (
+    locked,
+    refuse_passing,
+    remove_temporaries,
+    retried,
+    sync,
+    temporary_beside,
+)
 
 DIGEST = hashlib.sha256().digest_size
 DOCUMENTS_AT_ONCE = 1 << 18  # of which the table is made
@@ -55,7 +62,10 @@ class DocumentPieces:
 
 
 def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
-    """Opens the pieces of at most `longest` labels; the table is made at `path` unless it is there, whole. ConfigError if it cannot be."""
+    """Opens the pieces of at most `longest` labels; the table is made at `path` unless it is there, whole.
+
+    ConfigError if it cannot be.
+    """
     try:
         table = retried(lambda: _read(path))
         if table is None:
@@ -67,11 +77,14 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
                     damaged = os.path.lexists(path)
                     table = _make(corpus, longest, path)
                     if damaged:
-                        log.warning("the table of document lengths %s is damaged; it is made again.", path)
+                        log.warning(
+                            "the table of document lengths %s is damaged; it is made again.", path
+                        )
     except OSError as error:
         refuse_passing(path, error)
         raise ConfigError(
-            f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME to a directory with room."
+            f"the table of document lengths {path} cannot be written or read ({refusal(error)}); set XDG_CACHE_HOME "
+            "to a directory with room."
         ) from None
     return DocumentPieces(table[: longest + 1].astype(np.int64), table[longest + 1 :])
 
@@ -114,13 +127,18 @@ def _make(corpus: Corpus, longest: int, path: Path) -> np.ndarray:
 
 
 def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
-    """All but the digest. By ordinary writes: a full disk refuses them, where it kills a process that writes to a memory map."""
+    """All but the digest.
+
+    By ordinary writes: a full disk refuses them, where it kills a process that writes to a memory map.
+    """
 
     def put(values: np.ndarray, at: int) -> None:
-        data, offset = values.astype("<u8").tobytes(), DIGEST + 8 * at
+        data = values.astype("<u8").tobytes()
+        offset = DIGEST + 8 * at
         while data:
             written = os.pwrite(file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
+            data = data[written:]
+            offset = offset + written
 
     counts = np.zeros(longest + 1, np.int64)
     for _, lengths in _documents(corpus, longest):
@@ -132,14 +150,16 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
     put(ends, 0)
     free = longest + 1 + ends - counts  # where the next piece of each length goes
     for starts, lengths in _documents(corpus, longest):
-        rows, rests = lengths // longest, lengths % longest
+        rows = lengths // longest
+        rests = lengths % longest
         full = np.repeat(starts, rows)
         full += longest * (np.arange(len(full)) - np.repeat(np.cumsum(rows) - rows, rows))
         put(full, free[longest])
         free[longest] += len(full)
         order = np.argsort(rests, kind="stable")
         taken = np.bincount(rests, minlength=longest + 1)
-        firsts, upto = (starts + rows * longest)[order], np.cumsum(taken)
+        firsts = (starts + rows * longest)[order]
+        upto = np.cumsum(taken)
         taken[0] = 0
         for rest in np.flatnonzero(taken).tolist():
             put(firsts[upto[rest] - taken[rest] : upto[rest]], free[rest])
@@ -165,9 +185,14 @@ def stored(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for shard_start, offsets in zip(corpus.starts, corpus.offsets, strict=False):
         for at in range(0, len(offsets) - 1, DOCUMENTS_AT_ONCE):
             edges = offsets[at : at + DOCUMENTS_AT_ONCE + 1].astype(np.int64)
-            starts, lengths = shard_start + edges[:-1] - 1, np.diff(edges)
+            starts = shard_start + edges[:-1] - 1
+            lengths = np.diff(edges)
             # A conversation's first token is nobody's label, nor is the E behind it.
-            yield (starts, lengths) if corpus.contents == "text" else (starts + 1, np.maximum(lengths - 2, 0))
+            yield (
+                (starts, lengths)
+                if corpus.contents == "text"
+                else (starts + 1, np.maximum(lengths - 2, 0))
+            )
 
 
 def shortened(corpus: Corpus, pieces: DocumentPieces, longest: int) -> tuple[int, int]:

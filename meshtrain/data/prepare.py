@@ -1,7 +1,8 @@
-"""From files to token shards: in parallel, to be interrupted and run again, the same bytes whatever the number of workers.
+"""From files to token shards: in parallel, to be interrupted and run again, the same bytes whatever the number of
+workers.
 
-Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a record, so that a later run
-skips it; the manifest comes last, and its presence says that all is there.
+Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a record, so that a
+later run skips it; the manifest comes last, and its presence says that all is there.
 
     DIR/plan.json              what the shards are made from (input, tokenizer, options), so that a later run goes on only with the same
     DIR/units/                 the records of finished units (unit.py)
@@ -31,7 +32,15 @@ from meshtrain.data.input_files import InputFile
 from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
 from meshtrain.data.template import JINJA, OF_TOOLS, find_template
 from meshtrain.data.tokenizer import Tokenizer, use_one_thread
-from meshtrain.data.unit import Encoder, PrepareOptions, Unit, UnitRecord, encoded, open_encoder, read_record
+from meshtrain.data.unit import (
+    Encoder,
+    PrepareOptions,
+    Unit,
+    UnitRecord,
+    encoded,
+    open_encoder,
+    read_record,
+)
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, remove_temporaries, write_atomically
 
@@ -39,10 +48,18 @@ SKIPPED = "skipped.log"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def fingerprint(files: Sequence[InputFile], options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, str]:
+def fingerprint(
+    files: Sequence[InputFile], options: PrepareOptions, tokenizer: Tokenizer
+) -> dict[str, str]:
     """Names what a preparation is made from: two of the same are the same."""
     listing = "\n".join(f"{f.name}\t{f.size}\t{f.modified}" for f in files)
-    apart = ("tokenizer", "template", "begin", "end", *(("contents",) if options.contents == "text" else ()))
+    apart = (
+        "tokenizer",
+        "template",
+        "begin",
+        "end",
+        *(("contents",) if options.contents == "text" else ()),
+    )
     chosen = {k: v for k, v in asdict(options).items() if k not in apart}
     begin = tokenizer.begin if options.contents == "text" else ()
     recipe = {
@@ -71,12 +88,15 @@ def prepare(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ShardManifest:
-    """Writes the shards and their manifest; finished units are kept if they are still as they were, and a second process waits for the first.
+    """Writes the shards and their manifest; finished units are kept if they are still as they were, and a second
+    process waits for the first.
 
-    progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a bad
+    progress is called with (bytes of input done, bytes in all). ConfigError: the directory holds another preparation, a
+    bad
     document with bad: refuse, no document at all.
     """
-    now, parts = last_change(files), units(files)
+    now = last_change(files)
+    parts = units(files)
     sizes = [sum(part.end - part.begin for part in unit) for unit in parts]
     encoder = open_encoder(options, now)
     output.mkdir(parents=True, exist_ok=True)
@@ -84,11 +104,15 @@ def prepare(
         _claim(output, fingerprint(files, options, encoder.tokenizer))
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
-            before = pool.map(lambda i: read_record(output, i, encoder.dtype, verify=True), range(len(parts)))
+            before = pool.map(
+                lambda i: read_record(output, i, encoder.dtype, verify=True), range(len(parts))
+            )
             todo = [i for i, record in enumerate(before) if record is None]
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
-        with contextlib.closing(_run(parts, todo, output, options, encoder, now, workers)) as finished:
+        with contextlib.closing(
+            _run(parts, todo, output, options, encoder, now, workers)
+        ) as finished:
             for number in finished:
                 done += sizes[number]
                 progress(done, sum(sizes))
@@ -101,10 +125,17 @@ def prepare(
 
 
 def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
-    """The unit, and the share that it holds a single one out by, where the share asked for holds out none of the conversations."""
+    """The unit, and the share that it holds a single one out by, where the share asked for holds out none of the
+    conversations.
+    """
     if any(record is None or record.shards["validation"] for record in records):
         return None
-    first = sorted((place, i) for i, record in enumerate(records) if record is not None for place in record.first)
+    first = sorted(
+        (place, i)
+        for i, record in enumerate(records)
+        if record is not None
+        for place in record.first
+    )
     # The only one is to be learned.
     return (first[0][1], math.nextafter(first[0][0] / 2**64, 1)) if len(first) > 1 else None
 
@@ -112,7 +143,9 @@ def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] 
 def _claim(output: Path, recipe: dict[str, str]) -> None:
     path = output / RECIPE
     if not path.is_file():
-        if others := sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.name != UNITS):
+        if others := sorted(
+            p.name for p in output.iterdir() if not p.name.startswith(".") and p.name != UNITS
+        ):
             raise ConfigError(
                 f"{output} is not empty ({short(others[0])}) and holds no preparation of ours; give another --output."
             )
@@ -149,7 +182,9 @@ def _run(
     # A fork of a process that has threads (JAX) may hang.
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
-    with ProcessPoolExecutor(min(workers, len(todo)), spawn, _begin_worker, (options, now, stop)) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(todo)), spawn, _begin_worker, (options, now, stop)
+    ) as pool:
         try:
             # A worker that is interrupted while it starts would print a traceback; the mask is inherited.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -166,11 +201,15 @@ def _run(
             raise
 
 
-_worker: dict[str, Any] = {}  # the encoder of a worker process, loaded once, and the event that stops it
+_worker: dict[
+    str, Any
+] = {}  # the encoder of a worker process, loaded once, and the event that stops it
 
 
 def _begin_worker(options: PrepareOptions, now: float, stop: Event) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of it too, and says when to stop
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent hears of it too, and says when to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     # One that waits for work does not see that a killed parent has none.
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -192,12 +231,18 @@ def _work(number: int, parts: tuple[Part, ...], output: Path, options: PrepareOp
 def _finish(
     output: Path, records: Sequence[UnitRecord | None], options: PrepareOptions, encoder: Encoder
 ) -> ShardManifest:
-    tokenizer, template = encoder.tokenizer, encoder.examples.template if encoder.examples else None
+    tokenizer = encoder.tokenizer
+    template = encoder.examples.template if encoder.examples else None
     finished = [record for record in records if record is not None]
     if len(finished) < len(records):
-        raise ConfigError(f"shards in {output} vanished while others were made; run the same command again.")
+        raise ConfigError(
+            f"shards in {output} vanished while others were made; run the same command again."
+        )
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
-    skipped, counts = (sum((Counter(getattr(r, name)) for r in finished), Counter()) for name in ("skipped", "counts"))
+    skipped, counts = (
+        sum((Counter(getattr(r, name)) for r in finished), Counter())
+        for name in ("skipped", "counts")
+    )
     manifest = ShardManifest(
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
@@ -205,11 +250,16 @@ def _finish(
         end_of_document=tokenizer.end_of_document,
         dtype=encoder.dtype.name,
         validation_fraction=options.validation,
-        shards={split: tuple(s for record in finished if (s := record.shards[split]) is not None) for split in SPLITS},
+        shards={
+            split: tuple(s for record in finished if (s := record.shards[split]) is not None)
+            for split in SPLITS
+        },
         skipped=dict(sorted(skipped.items())),
         contents=options.contents,
         template_digest=template.source.digest if template else "",
-        counts={name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]}
+        counts={
+            name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]
+        }
         if template
         else {},
         begin=encoder.begin,
@@ -217,7 +267,11 @@ def _finish(
     if not any(manifest.shards.values()):
         first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
         name, _, problem = first.partition("\t")
-        skipped_too = f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}" if first else ""
+        skipped_too = (
+            f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}"
+            if first
+            else ""
+        )
         raise ConfigError(f"the input holds no document{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
@@ -234,9 +288,13 @@ def _finish(
 
 def refusal_at(error: OSError) -> str:
     """The system's message, with the file where it names one: is a directory: train-00000.tokens."""
-    return refusal(error) + (f": {short(os.path.basename(error.filename2))}" if error.filename2 else "")
+    return refusal(error) + (
+        f": {short(os.path.basename(error.filename2))}" if error.filename2 else ""
+    )
 
 
 def describe_skipped(skipped: dict[str, int]) -> str:
     """3 skipped: 2 not UTF-8, 1 empty."""
-    return f"{sum(skipped.values())} skipped: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+    return f"{sum(skipped.values())} skipped: " + ", ".join(
+        f"{count} {reason}" for reason, count in skipped.items()
+    )

@@ -1,5 +1,8 @@
-"""Jinja as chat templates expect it. A template comes with a model from anywhere and is a program: as in `transformers`, the sandbox
-keeps it from files and from Python's insides; `limits` keeps it from taking for ever."""
+"""Jinja as chat templates expect it.
+
+A template comes with a model from anywhere and is a program: as in `transformers`, the sandbox keeps it from files and
+from Python's insides; `limits` keeps it from taking for ever.
+"""
 
 import json
 import re
@@ -53,9 +56,15 @@ def _no_file(name: str) -> str:
 
 
 def _json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -63,7 +72,8 @@ def _raise_exception(message: str) -> None:
 
 
 def environment(now: float) -> LimitedEnvironment:
-    """Makes what chat templates expect, as transformers' documentation says ("Writing a chat template"): blocks trimmed, and these functions.
+    """Makes what chat templates expect, as transformers' documentation says ("Writing a chat template"): blocks
+    trimmed, and these functions.
 
     `strftime_now` gives a time that the input decides, so that the same input becomes the same tokens on any day.
     """
@@ -80,13 +90,18 @@ def environment(now: float) -> LimitedEnvironment:
         sandbox.limits.format(form)
         return datetime.fromtimestamp(now, UTC).strftime(form)
 
-    sandbox.globals.update(raise_exception=_raise_exception, strftime_now=strftime_now, namespace=Namespace)
+    sandbox.globals.update(
+        raise_exception=_raise_exception, strftime_now=strftime_now, namespace=Namespace
+    )
     return sandbox
 
 
 def unmarked(text: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
     """Returns a text without its marks, and the spans between them, which may nest: characters [begin, end)."""
-    spans, depth, at, began = [], 0, 0, 0
+    spans = []
+    depth = 0
+    at = 0
+    began = 0
     for piece in re.split(f"([{begin}{end}])", text):
         if piece == begin:
             began = began if depth else at

@@ -5,15 +5,16 @@
     DIR/train-00000.offsets      uint64, little-endian:               1       5           11  14
     DIR/validation-00000.tokens  ...                                  first label of each document, and the end
 
-E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from the E
-before it and ends with the E that it predicts: each stored token but the first is a label exactly once. Where documents begin with a
-token of their own, B, they are predicted from that, and what ends one is E and the B of the next:
+E is the end-of-document token, d a document's own. A shard begins with an E, so that every document is predicted from
+the E before it and ends with the E that it predicts: each stored token but the first is a label exactly once. Where
+documents begin with a token of their own, B, they are predicted from that, and what ends one is E and the B of the
+next:
 
     B d d d E B d d d d d E B d d E B
 
-Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing comes after its last.
-Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in the second half of a pair that they
-are (REJECTED):
+Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing
+comes after its last. Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in
+the second half of a pair that they are (REJECTED):
 
     E d d D D E ...      D: learned        a pair:   E c c C C r r R R R E ...
 """
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from meshtrain.data.pieces import DocumentPieces
 
 PADDING = -1  # the first label of a stretch of zeros
-LEARNED, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30)
+LEARNED = np.uint32(1 << 31)
+REJECTED = np.uint32(1 << 30)
 ID = REJECTED - np.uint32(1)  # the bits of a token that are its id
 SHARE = 0.003  # of the time, for looks at the stamps of shards
 MOST_OPEN = 256  # files at a time; a process may have 1,024
@@ -58,9 +60,10 @@ def _stamp(stat: os.stat_result) -> Stamp:
 class TokenFile:
     """The tokens of one shard, read by position.
 
-    The file can be memory-mapped as it is, but the kernel maps far more around a row than is read: random rows of a 2 GB mapping soon
-    count as 2 GB of resident memory, and giving it back costs more than was saved (a row of 1,024: 1.8 us mapped, 6.1 us mapped and
-    given back, 3.7 us by position; experiments/bench_data.py, reading). And a mapped file that is cut short meanwhile kills the process.
+    The file can be memory-mapped as it is, but the kernel maps far more around a row than is read: random rows of a 2
+    GB mapping soon count as 2 GB of resident memory, and giving it back costs more than was saved (a row of 1,024: 1.8
+    us mapped, 6.1 us mapped and given back, 3.7 us by position; experiments/bench_data.py, reading). And a mapped file
+    that is cut short meanwhile kills the process.
     """
 
     path: Path
@@ -71,7 +74,9 @@ class TokenFile:
 
 
 class _Descriptor:
-    """An open file, closed with the last reference to it: not while it is read, whatever another thread opens meanwhile."""
+    """An open file, closed with the last reference to it: not while it is read, whatever another thread opens
+    meanwhile.
+    """
 
     def __init__(self, path: Path) -> None:
         self.number = retried(lambda: os.open(path, os.O_RDONLY))
@@ -104,13 +109,16 @@ def descriptor(file: TokenFile) -> _Descriptor:
 class _Watch:
     """Finds shards that are altered in place while they are read, in at most SHARE of the time.
 
-    A changed stamp (of a write, but also of a chmod or another link) has the file digested: what that says counts. Not found: what
-    leaves no stamp at once, such as a write on another machine, and what was read in the milliseconds since the last look.
+    A changed stamp (of a write, but also of a chmod or another link) has the file digested: what that says counts. Not
+    found: what leaves no stamp at once, such as a write on another machine, and what was read in the milliseconds since
+    the last look.
     """
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
-        self.files, self.stamps = files, [file.stamp for file in files]
-        self.lock, self.due = threading.Lock(), 0.0
+        self.files = files
+        self.stamps = [file.stamp for file in files]
+        self.lock = threading.Lock()
+        self.due = 0.0
 
     def look(self, shards: Iterable[int]) -> None:
         """Checks shards after they have been read; OSError for one that is not as it was prepared."""
@@ -122,7 +130,8 @@ class _Watch:
             changed = [
                 shard
                 for shard in shards
-                if self.files[shard].digest and descriptor(self.files[shard]).stamp() != self.stamps[shard]
+                if self.files[shard].digest
+                and descriptor(self.files[shard]).stamp() != self.stamps[shard]
             ]
             # Not of the clock: on a busy machine that would put the next look off.
             self.due = began + (time.thread_time() - spent) / SHARE
@@ -132,14 +141,17 @@ class _Watch:
             self.lock.release()
 
     def _judge(self, shard: int) -> None:
-        file, digest, at = descriptor(self.files[shard]), hashlib.sha256(), 0
+        file = descriptor(self.files[shard])
+        digest = hashlib.sha256()
+        at = 0
         self.stamps[shard] = file.stamp()
         while data := file.read(1 << 20, at):
             digest.update(data)
             at += len(data)
         if digest.hexdigest() != self.files[shard].digest:
             raise OSError(
-                f"the shard {self.files[shard].path} was altered while it was being read: its digest is no longer the manifest's; "
+                f"the shard {self.files[shard].path} was altered while it was being read: its digest is no longer the "
+                "manifest's; "
                 "prepare the text again"
             )
 
@@ -151,8 +163,16 @@ class Corpus:
     contents: text, chat or pairs; the documents of the last two are read as `stretches` says, and never cut.
     """
 
-    def __init__(self, tokens: Sequence[TokenFile], offsets: Sequence[np.ndarray], contents: Contents = "text") -> None:
-        self.tokens, self.offsets, self.dtype, self.contents = list(tokens), list(offsets), tokens[0].dtype, contents
+    def __init__(
+        self,
+        tokens: Sequence[TokenFile],
+        offsets: Sequence[np.ndarray],
+        contents: Contents = "text",
+    ) -> None:
+        self.tokens = list(tokens)
+        self.offsets = list(offsets)
+        self.dtype = tokens[0].dtype
+        self.contents = contents
         self.watch = _Watch(self.tokens)
         # The number of each shard's first label, and the count of labels: int64.
         self.starts = np.cumsum([0, *(shard.count - 1 for shard in tokens)])
@@ -166,8 +186,12 @@ class Corpus:
     def documents(self) -> int:
         return sum(len(offsets) - 1 for offsets in self.offsets)
 
-    def cut(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Stretches of labels cut at the borders of shards: how many each becomes; first label and length of each of those."""
+    def cut(
+        self, first: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stretches of labels cut at the borders of shards: how many each becomes; first label and length of each of
+        those.
+        """
         ends = first + lengths
         shards = np.searchsorted(self.starts, first, side="right") - 1
         counts = np.searchsorted(self.starts, ends - 1, side="right") - shards
@@ -177,21 +201,37 @@ class Corpus:
         return counts, begins, np.minimum(np.repeat(ends, counts), self.starts[shards + 1]) - begins
 
     def read(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, labels) of stretches, one behind another: labels first .. first + length of each, and the token before each label.
+        """(tokens, labels) of stretches, one behind another: labels first .. first + length of each, and the token
+        before each label.
 
         No stretch reaches over the border of a shard; one that begins at PADDING is zeros.
         """
         shards = np.searchsorted(self.starts, first, side="right") - 1
         places = first - self.starts[shards]  # in the shard, of the token before the first label
         width = self.dtype.itemsize
-        wanted = list(zip(shards.tolist(), (places * width).tolist(), ((lengths + 1) * width).tolist(), strict=True))
+        wanted = list(
+            zip(
+                shards.tolist(),
+                (places * width).tolist(),
+                ((lengths + 1) * width).tolist(),
+                strict=True,
+            )
+        )
         read = [
-            descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size) for shard, at, size in wanted
+            descriptor(self.tokens[shard]).read(size, at) if shard >= 0 else bytes(size)
+            for shard, at, size in wanted
         ]
-        tokens, labels = b"".join([data[:-width] for data in read]), b"".join([data[width:] for data in read])
+        tokens = b"".join([data[:-width] for data in read])
+        labels = b"".join([data[width:] for data in read])
         if len(tokens) != width * lengths.sum():
-            cut = next(shard for (shard, _, size), data in zip(wanted, read, strict=True) if len(data) < size)
-            raise OSError(f"the shard {self.tokens[cut].path} was cut short while it was being read")
+            cut = next(
+                shard
+                for (shard, _, size), data in zip(wanted, read, strict=True)
+                if len(data) < size
+            )
+            raise OSError(
+                f"the shard {self.tokens[cut].path} was cut short while it was being read"
+            )
         self.watch.look({shard for shard in shards.tolist() if shard >= 0})
         return np.frombuffer(tokens, self.dtype), np.frombuffer(labels, self.dtype)
 
@@ -202,16 +242,26 @@ class Corpus:
 
 def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bool) -> Corpus:
     """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
-    dtype, shards = np.dtype(manifest.dtype).newbyteorder("<"), manifest.shards[split]
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    shards = manifest.shards[split]
     files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
     stamps = {path: _checked_stamp(path, size) for path, size, _ in files}
     if verify:
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
             digests = pool.map(digest_of_file, stamps)
-            altered = next((path for (path, _, digest), now in zip(files, digests, strict=True) if now != digest), None)
+            altered = next(
+                (
+                    path
+                    for (path, _, digest), now in zip(files, digests, strict=True)
+                    if now != digest
+                ),
+                None,
+            )
         if altered is not None:
-            raise ConfigError(f"{altered} has been altered: its digest is not the manifest's; prepare the text again.")
+            raise ConfigError(
+                f"{altered} has been altered: its digest is not the manifest's; prepare the text again."
+            )
     tokens = [
         TokenFile(path, dtype, shard.tokens, digest, stamps[path])
         for shard, (path, _, digest) in zip(shards, files[::2], strict=True)
@@ -267,10 +317,16 @@ class Source:
         """The documents of train, validation or all."""
         if split == "all" and self.train is not None and self.validation is not None:
             return self.train + self.validation
-        return {"train": self.train, "validation": self.validation, "all": self.train or self.validation}[split]
+        return {
+            "train": self.train,
+            "validation": self.validation,
+            "all": self.train or self.validation,
+        }[split]
 
     def describe(self, corpus: Corpus, pieces: "DocumentPieces", longest: int) -> list[str]:
-        """Notes on what of conversations is learned, and what of them does not fit rows of `longest` tokens; none on text."""
+        """Notes on what of conversations is learned, and what of them does not fit rows of `longest` tokens; none on
+        text.
+        """
         manifest = self.manifest
         if manifest.contents == "text":
             return []
@@ -281,7 +337,9 @@ class Source:
         notes = [f"{manifest.counts[TOKENS] / stored:.0%} of the tokens are learned"]
         cut, left_out = shortened(corpus, pieces, longest)
         if cut:
-            notes.append(f"{cut:,} of {corpus.documents:,} examples end at token {longest}, where a row does")
+            notes.append(
+                f"{cut:,} of {corpus.documents:,} examples end at token {longest}, where a row does"
+            )
         if left_out:
             why = (
                 "they are longer than a row"
@@ -291,58 +349,80 @@ class Source:
             notes.append(f"{left_out:,} of {corpus.documents:,} examples are left out, since {why}")
         if special := manifest.counts[SPECIAL]:
             notes.append(f"{special:,} messages hold special tokens, which are read as such")
-        return notes + [f"{count:,} {what}" for what, count in manifest.counts.items() if what in NOTED]
+        return notes + [
+            f"{count:,} {what}" for what, count in manifest.counts.items() if what in NOTED
+        ]
 
 
 def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Opens shards that were prepared for a tokenizer and a validation share, and are still whole; ConfigError if not."""
+    """Opens shards that were prepared for a tokenizer and a validation share, and are still whole; ConfigError if
+    not.
+    """
     if not (directory / MANIFEST).is_file() and (directory / RECIPE).is_file():
-        raise ConfigError(f"the preparation of {name} was not finished; run the same `meshtrain data prepare` again.")
+        raise ConfigError(
+            f"the preparation of {name} was not finished; run the same `meshtrain data prepare` again."
+        )
     manifest = read_manifest(directory)
     if manifest.tokenizer_digest != tokenizer.digest:
         raise ConfigError(
-            f"the shards in {name} were made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} tokens), but data.tokenizer is "
-            f"{data.tokenizer}; set data.tokenizer to {'byte' if manifest.tokenizer == 'byte' else directory / 'tokenizer.json'}."
+            f"the shards in {name} were made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} tokens), "
+            "but data.tokenizer is "
+            f"{data.tokenizer}; set data.tokenizer to "
+            f"{'byte' if manifest.tokenizer == 'byte' else directory / 'tokenizer.json'}."
         )
     if manifest.contents != data.format:
         raise ConfigError(
-            f"the shards in {name} hold {manifest.contents}, but data.format is {data.format}; set data.format to {manifest.contents}."
+            f"the shards in {name} hold {manifest.contents}, but data.format is {data.format}; set data.format to "
+            f"{manifest.contents}."
         )
     if data.template is not None:
         from meshtrain.data.template import find_template
 
         if find_template(data.template, data.tokenizer).digest != manifest.template_digest:
             raise ConfigError(
-                f"the shards in {name} were made with another chat template than data.template {short(data.template)}; leave the key out, or "
+                f"the shards in {name} were made with another chat template than data.template "
+                f"{short(data.template)}; leave the key out, or "
                 "prepare them again."
             )
     if data.validation is not None and data.validation != manifest.validation_fraction:
         raise ConfigError(
-            f"data.validation is {data.validation}, but the shards in {name} were prepared with {manifest.validation_fraction}; "
+            f"data.validation is {data.validation}, but the shards in {name} were prepared with "
+            f"{manifest.validation_fraction}; "
             "leave the key out, or prepare them again."
         )
     train, validation = (
-        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None for split in SPLITS
+        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None
+        for split in SPLITS
     )
-    return Source(name, manifest, train, validation, tuple(_boundary_notes(name, manifest, data, tokenizer)))
+    return Source(
+        name, manifest, train, validation, tuple(_boundary_notes(name, manifest, data, tokenizer))
+    )
 
 
-def _boundary_notes(name: str, manifest: ShardManifest, data: DataConfig, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields where documents begin or end otherwise than texts do when the model is used; ConfigError where a key asks for that."""
-    marks, end = tokenizer.boundaries, (manifest.end_of_document,)
+def _boundary_notes(
+    name: str, manifest: ShardManifest, data: DataConfig, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yields where documents begin or end otherwise than texts do when the model is used; ConfigError where a key asks
+    for that.
+    """
+    marks = tokenizer.boundaries
+    end = (manifest.end_of_document,)
     for key, stored, mark in (("begin", manifest.begin, marks.begin), ("end", end, (marks.end,))):
         # a conversation begins and ends as its template has it
         if manifest.contents != "text" or stored == tuple(one.id for one in mark):
             continue
-        there, wanted = _spelt(tokenizer, stored), " ".join(map(str, mark)) or "nothing"
+        there = _spelt(tokenizer, stored)
+        wanted = " ".join(map(str, mark)) or "nothing"
         if getattr(data, key) is not None:
             raise ConfigError(
-                f"data.{key} is {short(getattr(data, key))}, but the documents in {name} {key} with {there}; prepare them again, or leave the key out."
+                f"data.{key} is {short(getattr(data, key))}, but the documents in {name} {key} with {there}; prepare "
+                "them again, or leave the key out."
             )
         source = f" (of {mark[0].source})" if mark else ""
         legal = _spelt(tokenizer, stored, plain=True)
         yield (
-            f"its documents {key} with {there}, but with {wanted}{source} when the model is used; prepare them again, or set data.{key} to {legal}"
+            f"its documents {key} with {there}, but with {wanted}{source} when the model is used; prepare them again, "
+            f"or set data.{key} to {legal}"
         )
 
 
@@ -350,4 +430,8 @@ def _spelt(tokenizer: Tokenizer, ids: Sequence[int], plain: bool = False) -> str
     if not ids:
         return "none" if plain else "nothing"
     texts = [tokenizer.spell(np.array([number])) or f"id {number}" for number in ids]
-    return texts[0] if plain else " ".join(f"{text} ({number})" for text, number in zip(texts, ids, strict=True))
+    return (
+        texts[0]
+        if plain
+        else " ".join(f"{text} ({number})" for text, number in zip(texts, ids, strict=True))
+    )

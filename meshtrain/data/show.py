@@ -1,4 +1,5 @@
-"""Prints an example as the model will see it, with what is learned of it in colour, or between marks where there are no colours:
+"""Prints an example as the model will see it, with what is learned of it in colour, or between marks where there are no
+colours:
 
     on a terminal   learned tokens green, of a rejected answer red; the others as they are
     elsewhere       <|user|>2+2?<|end|><|assistant|>[[4<|end|>]]      of a rejected answer {{ ... }}
@@ -26,17 +27,23 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder
 from meshtrain.errors import ConfigError, printable, short
 
-GREEN, RED, PLAIN = "\033[1;32m", "\033[1;31m", "\033[0m"
+GREEN = "\033[1;32m"
+RED = "\033[1;31m"
+PLAIN = "\033[0m"
 MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}  # by whether the answer is the rejected one
 
 
-def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str, np.ndarray, list[str]]:
-    """Returns (the name of its record, the tokens as they are stored, notes) of an example, the first being 1; ConfigError if there are fewer.
+def nth(
+    files: Sequence[InputFile], encoder: Encoder, number: int
+) -> tuple[str, np.ndarray, list[str]]:
+    """Returns (the name of its record, the tokens as they are stored, notes) of an example, the first being 1;
+    ConfigError if there are fewer.
 
     Notes say what the template leaves out of the record.
     """
     assert encoder.examples is not None
-    seen, problem = 0, ""
+    seen = 0
+    problem = ""
     for document in documents(files, None):
         if document.problem:
             problem = problem or f"{short(document.name)} is {document.problem}"
@@ -49,7 +56,11 @@ def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str,
             continue
         if seen + len(examples) >= number:
             (tokens,) = encoder.examples.encode([examples[number - seen - 1]], Counter())
-            return document.name, tokens, [f"{counts[what]:,} {what}" for what in NOTED if counts[what]]
+            return (
+                document.name,
+                tokens,
+                [f"{counts[what]:,} {what}" for what in NOTED if counts[what]],
+            )
         seen += len(examples)
     raise ConfigError(
         f"there are {seen:,} examples in the input, of which none is number {number:,}"
@@ -57,13 +68,26 @@ def nth(files: Sequence[InputFile], encoder: Encoder, number: int) -> tuple[str,
     )
 
 
-def draw(name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None, to: TextIO | None = None) -> None:
+def draw(
+    name: str,
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    length: int | None,
+    to: TextIO | None = None,
+) -> None:
     """Prints an example as rows of `length` labels take it."""
     stream = to or sys.stdout
-    colours = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    summary, taken = f"{short(name)}: {len(tokens):,} tokens", _taken(tokens, length)
+    colours = (
+        stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+    summary = f"{short(name)}: {len(tokens):,} tokens"
+    taken = _taken(tokens, length)
     if taken.size < tokens.size:
-        summary += f", of which the first {taken.size:,} are taken" if taken.size else ", of which none are taken"
+        summary += (
+            f", of which the first {taken.size:,} are taken"
+            if taken.size
+            else ", of which none are taken"
+        )
     print("".join(_marked(taken, tokenizer, colours)), file=stream)
     print(f"{summary}, {int(((taken & LEARNED) > 0).sum()):,} learned", file=stream)
 
@@ -73,23 +97,42 @@ def draw_boundaries(tokenizer: Tokenizer, turn: Mark | None) -> None:
     if tokenizer.name == "byte":
         return
     print(printable(tokenizer.boundaries.describe()))
-    print(printable(f"an answer ends with {turn}, of {turn.source}") if turn else "no special token ends an answer")
+    print(
+        printable(f"an answer ends with {turn}, of {turn.source}")
+        if turn
+        else "no special token ends an answer"
+    )
 
 
 def print_json(
-    name: str, tokens: np.ndarray, tokenizer: Tokenizer, length: int | None, turn: Mark | None = None
+    name: str,
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    length: int | None,
+    turn: Mark | None = None,
 ) -> None:
     """Prints the same for programs: what is taken, in parts that are learned, or of a rejected answer, alike."""
-    taken, marks = _taken(tokens, length), tokenizer.boundaries
-    begins, ends = [mark._asdict() for mark in marks.begin], marks.end._asdict()
+    taken = _taken(tokens, length)
+    marks = tokenizer.boundaries
+    begins = [mark._asdict() for mark in marks.begin]
+    ends = marks.end._asdict()
     parts = [
-        {"text": text, "learned": learned, "rejected": rejected} for text, learned, rejected in _runs(taken, tokenizer)
+        {"text": text, "learned": learned, "rejected": rejected}
+        for text, learned, rejected in _runs(taken, tokenizer)
     ]
     learned = int(((taken & LEARNED) > 0).sum())
-    record = {"example": name, "tokens": tokens.size, "taken": taken.size, "learned": learned, "parts": parts}
+    record = {
+        "example": name,
+        "tokens": tokens.size,
+        "taken": taken.size,
+        "learned": learned,
+        "parts": parts,
+    }
     print(
         json.dumps(
-            record | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()}, indent=2
+            record
+            | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()},
+            indent=2,
         )
     )
 

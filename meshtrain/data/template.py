@@ -1,9 +1,10 @@
 """The chat template of a tokenizer: found beside it, and rendered in Jinja's sandbox (`rendering`).
 
-There is no registry of templates here, which would drift from the models': a conversation becomes the text that the template which came
-with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`, and a
-template sees the special tokens by name (`bos_token` ...). Of several, in one file or in `additional_chat_templates/`, a conversation with
-tools has the one called `tool_use`, and every other has `default`.
+There is no registry of templates here, which would drift from the models': a conversation becomes the text that the
+template which came with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the
+`chat_template` of `tokenizer_config.json`, and a template sees the special tokens by name (`bos_token` ...). Of
+several, in one file or in `additional_chat_templates/`, a conversation with tools has the one called `tool_use`, and
+every other has `default`.
 """
 
 import hashlib
@@ -21,15 +22,27 @@ from meshtrain.data.messages import TOOL, Message, Unfit
 from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.files import read_text
 
-CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
-DEFAULT, TOOL_USE = "default", "tool_use"
+CONFIG = "tokenizer_config.json"
+JINJA = "chat_template.jinja"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 # Beside chat_template.jinja, where a model has another template for conversations with tools.
 OF_TOOLS = Path("additional_chat_templates") / f"{TOOL_USE}.jinja"
 MOST_BYTES = 16 << 20  # of either file
 MOST_CHARACTERS = 1 << 18  # of one template
 VALUES = "chat_template_kwargs"
 # Fields of records and of messages that say something, and that not every template reads.
-READ = ("tools", "documents", VALUES, "tool_calls", "name", "reasoning_content", "reasoning", "thinking", "tags")
+READ = (
+    "tools",
+    "documents",
+    VALUES,
+    "tool_calls",
+    "name",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tags",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,9 @@ class TemplateText:
 
 
 def find_template(template: str | None, tokenizer: str) -> TemplateText:
-    """Reads the template that `data.template` names, or the one beside `data.tokenizer`; ConfigError if there is none."""
+    """Reads the template that `data.template` names, or the one beside `data.tokenizer`; ConfigError if there is
+    none.
+    """
     beside = None if tokenizer == "byte" else Path(os.path.expanduser(tokenizer)).parent
     config = _config(beside / CONFIG) if beside is not None and (beside / CONFIG).is_file() else {}
     special = _special_tokens(config)
@@ -67,7 +82,8 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     missing = "the tokenizer byte has none"
     if beside is not None:
         missing = (
-            f"beside the tokenizer {short(tokenizer)} there is neither {JINJA} nor a {CONFIG} with a chat_template"
+            f"beside the tokenizer {short(tokenizer)} there is neither {JINJA} nor a {CONFIG} with a "
+            "chat_template"
         )
     raise ConfigError(
         f"conversations need a chat template, but {missing}; give one with data.template (prepare: --template)."
@@ -93,40 +109,52 @@ def _checked(name: str, special: dict[str, str], text: str, of_tools: str | None
     for each in filter(None, (text, of_tools)):
         if len(each) > MOST_CHARACTERS:
             raise ConfigError(
-                f"the chat template {short(name)} has {len(each):,} characters, but at most {MOST_CHARACTERS:,} are taken."
+                f"the chat template {short(name)} has {len(each):,} characters, but at most {MOST_CHARACTERS:,} are "
+                "taken."
             )
     return TemplateText(name, text, special, of_tools)
 
 
 def _of_jinja(path: Path) -> tuple[str, str | None]:
-    """The text of a Jinja file, and the one for tools, which a tokenizer's own template may have in a folder beside it."""
+    """The text of a Jinja file, and the one for tools, which a tokenizer's own template may have in a folder beside
+    it.
+    """
     more = path.parent / OF_TOOLS
     return _text(path), _text(more) if path.name == JINJA and more.is_file() else None
 
 
 def _of_config(config: dict[str, Any], path: object) -> tuple[str, str | None]:
-    template, of_tools = config.get("chat_template"), None
+    template = config.get("chat_template")
+    of_tools = None
     if isinstance(template, list):
         by_name = {
             entry["name"]: entry.get("template")
             for entry in template
             if isinstance(entry, dict) and isinstance(entry.get("name"), str)
         }
-        template, of_tools = by_name.get(DEFAULT), by_name.get(TOOL_USE)
+        template = by_name.get(DEFAULT)
+        of_tools = by_name.get(TOOL_USE)
     if not isinstance(template, str) or not template:
-        raise ConfigError(f"{short(path)} holds no chat_template (of several, one must be called {DEFAULT}).")
+        raise ConfigError(
+            f"{short(path)} holds no chat_template (of several, one must be called {DEFAULT})."
+        )
     return template, of_tools if isinstance(of_tools, str) and of_tools else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The special tokens by name; each stands in the file as itself or as an object with its content."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in tokens.items()
+    }
     return {name: token for name, token in tokens.items() if isinstance(token, str) and token}
 
 
 class CompiledTemplate:
-    """One template, compiled: whether it marks answers, the variables that it reads, and the words that it compares with."""
+    """One template, compiled: whether it marks answers, the variables that it reads, and the words that it compares
+    with.
+    """
 
     def __init__(self, text: str, environment: Any) -> None:
         from jinja2 import nodes
@@ -137,7 +165,11 @@ class CompiledTemplate:
         self.template = environment.from_string(text)
         self.marks: bool = environment.used
         self.variables = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
-        self.words = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
+        self.words = {
+            constant.value
+            for constant in tree.find_all(nodes.Const)
+            if isinstance(constant.value, str)
+        }
 
 
 class Watched(dict[str, Any]):
@@ -173,7 +205,10 @@ class Watched(dict[str, Any]):
 
 
 class ChatTemplate:
-    """Renders conversations. ConfigError: a template that is no Jinja, or asks for a file, for Python's insides, or for too much."""
+    """Renders conversations.
+
+    ConfigError: a template that is no Jinja, or asks for a file, for Python's insides, or for too much.
+    """
 
     def __init__(self, source: TemplateText, now: float = 0.0) -> None:
         if importlib.util.find_spec("jinja2") is None:
@@ -182,28 +217,44 @@ class ChatTemplate:
 
         from meshtrain.data.rendering import environment
 
-        self.source, self._environment = source, environment(now)
+        self.source = source
+        self._environment = environment(now)
         self._read: set[str] = set()
         try:
             self._usual = CompiledTemplate(source.text, self._environment)
             self._of_tools = (
-                self._usual if source.of_tools is None else CompiledTemplate(source.of_tools, self._environment)
+                self._usual
+                if source.of_tools is None
+                else CompiledTemplate(source.of_tools, self._environment)
             )
         except TemplateSyntaxError as error:
             raise self._refused(f"is not Jinja (line {error.lineno}: {error.message})") from None
         # What is constant in it is computed now, and may fail in any way.
         except Exception as error:
-            raise self._refused(f"cannot be compiled ({short(str(error) or type(error).__name__)})") from None
+            raise self._refused(
+                f"cannot be compiled ({short(str(error) or type(error).__name__)})"
+            ) from None
 
     def compiled(self, tools: Any) -> CompiledTemplate:
         """Returns the template of a conversation with these tools, or without any."""
         return self._of_tools if tools else self._usual
 
-    def unread(self, messages: Sequence[Message], tools: Any, values: Mapping[str, Any]) -> list[str]:
-        """Returns the fields of the conversation rendered last that its template has not read, of those that say something (READ)."""
+    def unread(
+        self, messages: Sequence[Message], tools: Any, values: Mapping[str, Any]
+    ) -> list[str]:
+        """Returns the fields of the conversation rendered last that its template has not read, of those that say
+        something (READ).
+        """
         names = ({"tools"} if tools else set()) | set(values)
-        given = {name if name in READ else VALUES for name in names - self.compiled(tools).variables}
-        there = {field for message in messages for field in message if message["role"] != TOOL and message[field]}
+        given = {
+            name if name in READ else VALUES for name in names - self.compiled(tools).variables
+        }
+        there = {
+            field
+            for message in messages
+            for field in message
+            if message["role"] != TOOL and message[field]
+        }
         read = self._read | (set(THOUGHTS) if self._read & set(THOUGHTS) else set())
         return [field for field in READ if field in given or field in there - read]
 
@@ -215,13 +266,14 @@ class ChatTemplate:
         name: str,
         values: Mapping[str, Any] | None = None,
     ) -> tuple[list[str], list[tuple[int, int]]]:
-        """(a text for each cut, what {% generation %} marks of the first: characters [begin, end)); Unfit if it takes no such messages.
+        """(a text for each cut, what {% generation %} marks of the first: characters [begin, end)); Unfit if it takes
+        no such messages.
 
         A cut (count, prompt) is the first `count` messages, with `prompt` also the beginning of an answer.
         name: of the record, for an error; values: what the record itself gives the template.
 
-        The template sees what the record says, calls and contents as they stand. Where they have another form, and the template fails on
-        this one or writes it worse (`forms`), it sees that.
+        The template sees what the record says, calls and contents as they stand. Where they have another form, and the
+        template fails on this one or writes it worse (`forms`), it sees that.
         """
         from jinja2.exceptions import SecurityError
 
@@ -235,7 +287,9 @@ class ChatTemplate:
         begin, end = islice((mark for mark in PRIVATE if mark not in request + self.source.text), 2)
         given = {"documents": None, **(values or {}), **self.source.special}
 
-        def rendered(form: Form, count: int, prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
+        def rendered(
+            form: Form, count: int, prompt: bool, marks: tuple[str, str] = ("", "")
+        ) -> str:
             # What was marked of another text would stand in this one.
             self._environment.marks = marks
             self._environment.limits.reset(len(request))
@@ -259,9 +313,13 @@ class ChatTemplate:
         except ConfigError:
             raise
         except Exception as error:
-            raise Unfit("not taken by the template", f"({short(str(error) or type(error).__name__)})") from None
+            raise Unfit(
+                "not taken by the template", f"({short(str(error) or type(error).__name__)})"
+            ) from None
         texts[0], spans = unmarked(texts[0], begin, end)
         return texts, spans
 
     def _refused(self, why: str) -> ConfigError:
-        return ConfigError(f"the chat template {self.source.name} {why}; mend it, or give another with data.template.")
+        return ConfigError(
+            f"the chat template {self.source.name} {why}; mend it, or give another with data.template."
+        )

@@ -1,5 +1,6 @@
-"""Rows of tokens, made of stretches of a corpus: which labels stand side by side in each row, the tokens not yet read. Batching `window`,
-and source `synthetic`.
+"""Rows of tokens, made of stretches of a corpus: which labels stand side by side in each row, the tokens not yet read.
+
+Batching `window`, and source `synthetic`.
 
     row         E a a a E b b . .      two stretches and the padding behind them
     first       17   4031   PADDING    number of each stretch's first label
@@ -8,8 +9,8 @@ and source `synthetic`.
 
 Everything here is numpy over all stretches at once: a line of Python for each costs more than reading it.
 
-Of conversations the weights say which labels are learned. Of pairs each stretch is two segments, the chosen and the rejected
-conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a place is of:
+Of conversations the weights say which labels are learned. Of pairs each stretch is two segments, the chosen and the
+rejected conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a place is of:
 
     tokens      c c C C C r r R R . .      c, r: what comes before the answer, C, R: the answer
     labels      c C C C r r R R R . .      (the label at the border is not learned: it weighs 0)
@@ -32,7 +33,10 @@ from meshtrain.data.shards import ID, LEARNED, PADDING, REJECTED, Corpus
 
 @dataclass(frozen=True)
 class Stretches:
-    """The first label, length and segment number of each stretch; edges [rows + 1]: where each row's begin and end. A row is `length` long."""
+    """The first label, length and segment number of each stretch; edges [rows + 1]: where each row's begin and end.
+
+    A row is `length` long.
+    """
 
     length: int
     first: np.ndarray
@@ -46,10 +50,18 @@ class Stretches:
         begin, end, _ = rows.indices(len(self.edges) - 1)
         edges = self.edges[begin : end + 1]
         which = slice(edges[0], edges[-1])
-        return Stretches(self.length, self.first[which], self.lengths[which], self.segments[which], edges - edges[0])
+        return Stretches(
+            self.length,
+            self.first[which],
+            self.lengths[which],
+            self.segments[which],
+            edges - edges[0],
+        )
 
     def at(self, columns: np.ndarray) -> "Stretches":
-        """What stands in these places of each row, ascending: rows of as many labels, of which those of a stretch may be several stretches."""
+        """What stands in these places of each row, ascending: rows of as many labels, of which those of a stretch may
+        be several stretches.
+        """
         runs = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
         row, begins = np.divmod(np.cumsum(self.lengths) - self.lengths, self.length)
         low = np.maximum(begins, np.array([[run[0]] for run in runs]))
@@ -58,14 +70,24 @@ class Stretches:
         skipped = low[run, which] - begins[which]
         first = np.where(self.first[which] == PADDING, PADDING, self.first[which] + skipped)
         edges = np.searchsorted(row[which], np.arange(len(self.edges)))
-        return Stretches(len(columns), first, (high - low)[run, which], self.segments[which], edges, skipped)
+        return Stretches(
+            len(columns), first, (high - low)[run, which], self.segments[which], edges, skipped
+        )
 
     def read(self, corpus: Corpus) -> Batch:
-        """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and pairs."""
+        """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and
+        pairs.
+        """
         tokens, labels = corpus.read(self.first, self.lengths)
         if corpus.contents == "text":
-            return {"tokens": self._rows(tokens.astype(np.int32)), "labels": self._rows(labels.astype(np.int32))}
-        arrays = {"tokens": (tokens & ID).astype(np.int32), "labels": (labels & ID).astype(np.int32)}
+            return {
+                "tokens": self._rows(tokens.astype(np.int32)),
+                "labels": self._rows(labels.astype(np.int32)),
+            }
+        arrays = {
+            "tokens": (tokens & ID).astype(np.int32),
+            "labels": (labels & ID).astype(np.int32),
+        }
         weights = ((labels & LEARNED) > 0).astype(np.int32)
         if corpus.contents == "pairs":
             second = ((tokens & REJECTED) > 0).astype(np.int32)
@@ -78,7 +100,10 @@ class Stretches:
 
     @staticmethod
     def _restarting(segments: np.ndarray) -> np.ndarray:
-        """Each label's place in its segment; 0 in the padding. A row begins with a pair's first side and never ends with one."""
+        """Each label's place in its segment; 0 in the padding.
+
+        A row begins with a pair's first side and never ends with one.
+        """
         places = np.arange(len(segments), dtype=np.int32)
         begins = np.append(True, segments[1:] != segments[:-1])
         return (places - np.maximum.accumulate(np.where(begins, places, 0))) * (segments > 0)
@@ -93,10 +118,14 @@ class Stretches:
         return self._rows(np.repeat((self.segments > 0).astype(np.float32), self.lengths))
 
     def segments_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32 [rows, length]."""
+        """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32
+        [rows, length].
+        """
         segments = np.repeat(self.segments.astype(np.int32), self.lengths)
         positions = np.arange(len(segments), dtype=np.int32)
-        positions -= np.repeat((np.cumsum(self.lengths) - self.lengths - self.skipped).astype(np.int32), self.lengths)
+        positions -= np.repeat(
+            (np.cumsum(self.lengths) - self.lengths - self.skipped).astype(np.int32), self.lengths
+        )
         positions *= segments > 0
         return self._rows(segments), self._rows(positions)
 
@@ -106,19 +135,29 @@ class Stretches:
 
 def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
     """Rows of `length`, each of its count of stretches and padding behind them; stretches of length 0 are dropped."""
-    ends, rows = np.cumsum(counts), np.arange(len(counts))
-    padding, real = ends + rows, np.arange(len(first)) + np.repeat(rows, counts)  # where each stands
+    ends = np.cumsum(counts)
+    rows = np.arange(len(counts))
+    # where each stands
+    padding = ends + rows
+    real = np.arange(len(first)) + np.repeat(rows, counts)
     columns = np.zeros((3, len(first) + len(rows)), np.int64)
-    columns[0, padding], columns[1, padding] = PADDING, length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
-    columns[0, real], columns[1, real], columns[2, real] = first, lengths, within(counts) + 1
+    columns[0, padding] = PADDING
+    columns[1, padding] = length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    columns[0, real] = first
+    columns[1, real] = lengths
+    columns[2, real] = within(counts) + 1
     nonempty = columns[1] > 0
     starts, sizes, segments = columns[:, nonempty]
-    return Stretches(length, starts, sizes, segments, np.concatenate([[0], np.cumsum(nonempty)[padding]]))
+    return Stretches(
+        length, starts, sizes, segments, np.concatenate([[0], np.cumsum(nonempty)[padding]])
+    )
 
 
 def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
-    """Returns what `rows` has at `places`, of each row these columns (None: all). No more is read of stretches, but of pairs, whose second
-    halves begin where their tokens say."""
+    """Returns what `rows` has at `places`, of each row these columns (None: all).
+
+    No more is read of stretches, but of pairs, whose second halves begin where their tokens say.
+    """
     if columns is not None and isinstance(places, Stretches) and rows.corpus.contents != "pairs":
         return rows.read(places.at(columns))
     batch = rows.read(places)
@@ -132,20 +171,27 @@ def within(counts: np.ndarray) -> np.ndarray:
 
 
 class Windows:
-    """Batching `window`: rows that follow one another in the corpus, whatever documents they cut; window w holds the labels [w T, (w + 1) T); with pad also the shorter last one.
+    """Batching `window`: rows that follow one another in the corpus, whatever documents they cut; window w holds the
+    labels [w T, (w + 1) T); with pad also the shorter last one.
 
     Keys of a batch: tokens, labels; with pad also weights (0 where nothing stands).
     """
 
     def __init__(self, corpus: Corpus, length: int, pad: bool, seed: int) -> None:
-        self.corpus, self.length, self.pad, self.seed = corpus, length, pad, seed
+        self.corpus = corpus
+        self.length = length
+        self.pad = pad
+        self.seed = seed
         self.count = corpus.labels // length + (pad and corpus.labels % length > 0)
         self.labels = corpus.labels if pad else self.count * length  # an epoch's labels
 
     def locate(self, items: np.ndarray) -> Stretches:
         epochs, positions = np.divmod(items, self.count)
         first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
-        return in_rows(self.length, *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)))
+        return in_rows(
+            self.length,
+            *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)),
+        )
 
     def read(self, places: Stretches) -> Batch:
         batch = places.read(self.corpus)
@@ -153,12 +199,15 @@ class Windows:
 
 
 class SyntheticRows:
-    """Source `synthetic`, for benchmarks: uniform random tokens, row r of all rows a pure function of (seed, split, r)."""
+    """Source `synthetic`, for benchmarks: uniform random tokens, row r of all rows a pure function of (seed, split,
+    r).
+    """
 
     count = 1 << 40  # rows of an epoch: more than anyone asks for
 
     def __init__(self, config: Config, split: str) -> None:
-        self.vocab_size, self.length = config.model.vocab_size, config.train.sequence_length
+        self.vocab_size = config.model.vocab_size
+        self.length = config.train.sequence_length
         self.labels = self.count * self.length
         self.key = key_of(config.run.seed, "synthetic", split)
 

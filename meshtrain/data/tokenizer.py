@@ -25,7 +25,9 @@ class Tokenizer(Protocol):
     end_of_document: int
     digest: str
     special: tuple[str, ...]  # special tokens, as they are spelled
-    begin: tuple[int, ...]  # what stands before every document, and before a prompt that no template makes
+    begin: tuple[
+        int, ...
+    ]  # what stands before every document, and before a prompt that no template makes
     usual_end: int  # `end_of_document` as versions before data.end took it
 
     @property
@@ -37,7 +39,9 @@ class Tokenizer(Protocol):
         """Returns the ids of each text, without `end_of_document`."""
         ...
 
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Spans]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (ids, whether a token has a character of the spans) of each text that a chat template makes."""
         ...
 
@@ -68,7 +72,9 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Spans]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         outputs = []
         for text, marked in zip(texts, spans, strict=True):
             learned = np.zeros(len(text), bool)
@@ -84,8 +90,11 @@ class ByteTokenizer:
     spell = decode
 
 
-def load_tokenizer(name: str, chat: bool = False, begin: str | None = None, end: str | None = None) -> Tokenizer:
-    """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it is neither.
+def load_tokenizer(
+    name: str, chat: bool = False, begin: str | None = None, end: str | None = None
+) -> Tokenizer:
+    """`byte`, or the tokenizer of a tokenizer.json file, to read text or what a chat template makes; ConfigError if it
+    is neither.
 
     begin, end: data.begin and data.end.
     """
@@ -97,10 +106,14 @@ def load_tokenizer(name: str, chat: bool = False, begin: str | None = None, end:
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
-        raise ConfigError(f"the tokenizer {name} is a directory; name the file in it: {path / 'tokenizer.json'}.")
+        raise ConfigError(
+            f"the tokenizer {name} is a directory; name the file in it: {path / 'tokenizer.json'}."
+        )
     if not os.path.isfile(path):
         near = nearest(name, ["byte"]) or "."
-        raise ConfigError(f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}")
+        raise ConfigError(
+            f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}"
+        )
     from meshtrain.data.tokenizer_file import FileTokenizer
 
     return FileTokenizer(path, chat, begin, end)

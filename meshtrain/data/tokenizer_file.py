@@ -23,12 +23,16 @@ MOST_VOCABULARY = 1 << 24  # the tokenizers library sets room aside for all of i
 
 
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json; how texts begin and end is as it and the files beside it say (`meshtrain.data.boundaries`).
+    """The tokenizer of a tokenizer.json; how texts begin and end is as it and the files beside it say
+    (`meshtrain.data.boundaries`).
 
-    chat: special tokens that stand in a text are read as such, as in what a chat template makes. begin, end: data.begin and data.end.
+    chat: special tokens that stand in a text are read as such, as in what a chat template makes. begin, end: data.begin
+    and data.end.
     """
 
-    def __init__(self, path: Path, chat: bool = False, begin: str | None = None, end: str | None = None) -> None:
+    def __init__(
+        self, path: Path, chat: bool = False, begin: str | None = None, end: str | None = None
+    ) -> None:
         library = _library()
         self._path = path
         try:
@@ -51,7 +55,9 @@ class FileTokenizer:
         with self._said("has a post-processor that the tokenizers library cannot run"):
             self.boundaries = read_boundaries(path, self._tokenizer, size, begin, end)
         # what versions that read no file beside it took for the end
-        self.usual_end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), size)
+        self.usual_end = next(
+            (vocabulary[token] for token in END_TOKENS if token in vocabulary), size
+        )
         self.begin = tuple(mark.id for mark in self.boundaries.begin)
         self.end_of_document = self.boundaries.end.id
         self.vocab_size = max(size, self.end_of_document + 1)
@@ -63,7 +69,9 @@ class FileTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Spans]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         outputs = []
         with self._said(ENCODING):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -84,7 +92,9 @@ class FileTokenizer:
 
     @contextmanager
     def _said(self, what: str) -> Iterator[None]:
-        """Turns what the library raises into a sentence: nothing more specific than Exception, and of a panic in Rust not even that."""
+        """Turns what the library raises into a sentence: nothing more specific than Exception, and of a panic in Rust
+        not even that.
+        """
         try:
             yield
         except ConfigError:
@@ -92,30 +102,40 @@ class FileTokenizer:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != PANIC:
                 raise
-            raise ConfigError(f"{self._path} {what} ({short(str(error))}); mend the file, or give another.") from None
+            raise ConfigError(
+                f"{self._path} {what} ({short(str(error))}); mend the file, or give another."
+            ) from None
 
 
 def _tokens(encoding: Any, begin: int, end: int) -> slice:
     """The tokens of the characters [begin, end), those between them that have no character among them.
 
-    A character may have several tokens, all of which count (of the last one transformers' mask has the first alone), and some (white
-    space, to some tokenizers) none. By asking for each border: all offsets as Python's numbers would take as long as tokenizing.
+    A character may have several tokens, all of which count (of the last one transformers' mask has the first alone),
+    and some (white space, to some tokenizers) none. By asking for each border: all offsets as Python's numbers would
+    take as long as tokenizing.
     """
     tokens = (encoding.char_to_token(at) for at in range(begin, end))
     first = next((token for token in tokens if token is not None), None)
     if first is None:
         return slice(0, 0)
-    last = next(token for at in range(end - 1, begin - 1, -1) if (token := encoding.char_to_token(at)) is not None)
+    last = next(
+        token
+        for at in range(end - 1, begin - 1, -1)
+        if (token := encoding.char_to_token(at)) is not None
+    )
     while last + 1 < len(encoding) and (encoding.token_to_chars(last + 1) or (end, end))[0] < end:
         last += 1
     return slice(first, last + 1)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
-    """Trains a byte-level BPE of `vocab_size` ids, the end of document among them, and writes it as a tokenizer.json."""
+    """Trains a byte-level BPE of `vocab_size` ids, the end of document among them, and writes it as a
+    tokenizer.json.
+    """
     if not LEAST_VOCABULARY <= vocab_size <= MOST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size is {vocab_size}; it must be from {LEAST_VOCABULARY}, the bytes and the end of document, to {MOST_VOCABULARY}."
+            f"--vocab-size is {vocab_size}; it must be from {LEAST_VOCABULARY}, the bytes and the end of document, to "
+            f"{MOST_VOCABULARY}."
         )
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())

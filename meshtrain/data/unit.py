@@ -29,7 +29,9 @@ from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import refuse_passing, temporary_beside, write_atomically
 
-ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})  # so that a name is one field of one line
+ESCAPED = str.maketrans(
+    {"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+)  # so that a name is one field of one line
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
 T = TypeVar("T", str, Example)
 
@@ -38,15 +40,22 @@ class ShardWriter:
     """Writes one shard: appended to, digested on the way, renamed when whole."""
 
     def __init__(
-        self, directory: Path, name: str, end_of_document: int, dtype: np.dtype, begin: Sequence[int] = ()
+        self,
+        directory: Path,
+        name: str,
+        end_of_document: int,
+        dtype: np.dtype,
+        begin: Sequence[int] = (),
     ) -> None:
-        self.name, self.dtype = name, dtype
+        self.name = name
+        self.dtype = dtype
         # A document is predicted from what it begins with, else from the end of the one before it.
         self.rest = np.array(begin[1:], dtype)
         self.end = np.array([end_of_document, *begin[:1]], dtype)
         self.path = directory / f"{name}.tokens"
         self.temporary = temporary_beside(self.path)
-        self.digest, self.tokens = hashlib.sha256(), 1
+        self.digest = hashlib.sha256()
+        self.tokens = 1
         self.offsets = [1]
         self.waiting = [self.end[-1:]]
 
@@ -112,7 +121,9 @@ class UnitRecord:
     shards: dict[str, Shard | None]
     skipped: dict[str, int]
     counts: dict[str, int]
-    first: list[int]  # of its conversations the places (`place`) of the two that a growing share would hold out first
+    first: list[
+        int
+    ]  # of its conversations the places (`place`) of the two that a growing share would hold out first
 
 
 @dataclass(frozen=True)
@@ -124,8 +135,12 @@ class Encoder:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since a token has bits of its own."""
-        return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None else "<u4")
+        """The smallest of uint16 and uint32 that holds every id, little-endian; of conversations uint32, since a token
+        has bits of its own.
+        """
+        return np.dtype(
+            "<u2" if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None else "<u4"
+        )
 
     @property
     def begin(self) -> tuple[int, ...]:
@@ -134,12 +149,17 @@ class Encoder:
 
 
 def open_encoder(options: PrepareOptions, now: float) -> Encoder:
-    """ConfigError for a tokenizer or a template that is none; now: the time that templates see, in seconds since 1970."""
-    tokenizer = load_tokenizer(options.tokenizer, options.contents != "text", options.begin, options.end)
+    """ConfigError for a tokenizer or a template that is none; now: the time that templates see, in seconds since
+    1970.
+    """
+    tokenizer = load_tokenizer(
+        options.tokenizer, options.contents != "text", options.begin, options.end
+    )
     if options.contents == "text":
         if options.template is not None:
             raise ConfigError(
-                f"text has no chat template; leave {short(options.template)} out, or say that the input is chat or pairs."
+                f"text has no chat template; leave {short(options.template)} out, or say that the input is chat or "
+                "pairs."
             )
         return Encoder(tokenizer)
     template = ChatTemplate(find_template(options.template, options.tokenizer), now)
@@ -169,11 +189,22 @@ class Unit:
     """Reads, tokenizes and writes one unit, and leaves its record."""
 
     def __init__(
-        self, number: int, output: Path, options: PrepareOptions, encoder: Encoder, stop: Event | None = None
+        self,
+        number: int,
+        output: Path,
+        options: PrepareOptions,
+        encoder: Encoder,
+        stop: Event | None = None,
     ) -> None:
-        self.number, self.output, self.options, self.encoder, self.stop = number, output, options, encoder, stop
+        self.number = number
+        self.output = output
+        self.options = options
+        self.encoder = encoder
+        self.stop = stop
         how = encoder.tokenizer.end_of_document, encoder.dtype, encoder.begin
-        self.writers = {split: ShardWriter(output, f"{split}-{number:05d}", *how) for split in SPLITS}
+        self.writers = {
+            split: ShardWriter(output, f"{split}-{number:05d}", *how) for split in SPLITS
+        }
         self.skipped: Counter[str] = Counter()
         self.log: list[str] = []  # the skipped ones by name
         self.counts: Counter[str] = Counter()
@@ -184,8 +215,12 @@ class Unit:
             if (examples := self.encoder.examples) is None:
                 self._write(self._texts(parts), self.encoder.tokenizer.encode, len)
             else:
-                characters = lambda example: sum(len(text.text) for text in example)  # noqa: E731
-                self._write(self._examples(parts, examples), partial(examples.encode, counts=self.counts), characters)
+                characters = lambda example: sum(len(text.text) for text in example)
+                self._write(
+                    self._examples(parts, examples),
+                    partial(examples.encode, counts=self.counts),
+                    characters,
+                )
             shards = {split: writer.close() for split, writer in self.writers.items()}
             record = UnitRecord(shards, dict(self.skipped), dict(self.counts), self.first)
             path = self.output / UNITS / f"{self.number:05d}"
@@ -205,12 +240,15 @@ class Unit:
         """Encodes and writes entries (writer, what to encode, whether the document ends there), many at a time."""
         more = True
         while more:
-            batch, size = [], 0
+            batch = []
+            size = 0
             while size < BATCH_CHARACTERS and (more := (entry := next(entries, None)) is not None):
                 batch.append(entry)
                 size += characters(entry[1])
             self._check()
-            for (writer, _, ends), ids in zip(batch, encode([content for _, content, _ in batch]), strict=True):
+            for (writer, _, ends), ids in zip(
+                batch, encode([content for _, content, _ in batch]), strict=True
+            ):
                 writer.add(ids)
                 if ends:
                     writer.end_document()
@@ -224,7 +262,9 @@ class Unit:
             yield from ((writer, text, False) for text in others)
             yield writer, last, True
 
-    def _examples(self, parts: tuple[Part, ...], examples: Examples) -> Iterator[tuple[ShardWriter, Example, bool]]:
+    def _examples(
+        self, parts: tuple[Part, ...], examples: Examples
+    ) -> Iterator[tuple[ShardWriter, Example, bool]]:
         for document in self._documents(parts, None):
             try:
                 entries = examples.of(document, self.counts)
@@ -243,7 +283,9 @@ class Unit:
                     yield document
 
     def _writer(self, document: Document) -> ShardWriter:
-        return self.writers["validation" if held_out(document.name, self.options.validation) else "train"]
+        return self.writers[
+            "validation" if held_out(document.name, self.options.validation) else "train"
+        ]
 
     def _skip(self, document: Document) -> None:
         if self.options.bad == "refuse":
@@ -268,21 +310,34 @@ def cut(text: str, longest: int = BATCH_CHARACTERS) -> Iterator[str]:
     yield text[at:]
 
 
-def read_record(output: Path, number: int, dtype: np.dtype, verify: bool = False) -> UnitRecord | None:
+def read_record(
+    output: Path, number: int, dtype: np.dtype, verify: bool = False
+) -> UnitRecord | None:
     """The record of a unit whose shards are all there in full length and (with verify) unaltered."""
     path = output / UNITS / f"{number:05d}.json"
     try:
         if not path.is_file() or not path.with_suffix(".skipped").is_file():
             return None
         values = json.loads(path.read_bytes())
-        shards = {split: Shard(**values["shards"][split]) if values["shards"][split] else None for split in SPLITS}
-        files = [file for shard in shards.values() if shard for file in shard.files(output, dtype.itemsize)]
+        shards = {
+            split: Shard(**values["shards"][split]) if values["shards"][split] else None
+            for split in SPLITS
+        }
+        files = [
+            file
+            for shard in shards.values()
+            if shard
+            for file in shard.files(output, dtype.itemsize)
+        ]
         if any(path.stat().st_size != size for path, size, _ in files):
             return None
         if verify and any(digest_of_file(path) != digest for path, _, digest in files):
             return None
         return UnitRecord(
-            shards, dict(values["skipped"]), dict(values.get("counts", {})), list(values.get("first", []))
+            shards,
+            dict(values["skipped"]),
+            dict(values.get("counts", {})),
+            list(values.get("first", [])),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, OSError):

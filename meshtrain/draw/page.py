@@ -54,18 +54,30 @@ def page(title: str, body: Iterable[str], style: str = "") -> str:
 
 def tiles(values: Iterable[tuple[str, str]]) -> str:
     """Returns boxes of a value and what it is, as many side by side as there is room for."""
-    boxes = [f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in values]
+    boxes = [
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
+        for value, what in values
+    ]
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> str:
-    """Returns rows of HTML cells under plain heads; it scrolls where it is too wide. Columns that hold numbers alone are flush right."""
+    """Returns rows of HTML cells under plain heads; it scrolls where it is too wide.
+
+    Columns that hold numbers alone are flush right.
+    """
     body = [tuple(row) for row in rows]
-    numbers = {i for i, column in enumerate(zip(*body, strict=True)) if all(map(_NUMBER.fullmatch, column))}
+    numbers = {
+        i for i, column in enumerate(zip(*body, strict=True)) if all(map(_NUMBER.fullmatch, column))
+    }
 
     def line(tag: str, cells: Iterable[str]) -> str:
         kinds = (f'{tag} class="n"' if i in numbers else tag for i in count())
-        return "<tr>" + "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=False)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=False))
+            + "</tr>"
+        )
 
     head = line("th", map(escape, heads)) if heads else ""
     return f'<div class="{style}" tabindex="0"><table>{head}{"".join(line("td", row) for row in body)}</table></div>'
@@ -73,7 +85,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "tab
 
 def figure(name: str, about: str, drawing: str) -> str:
     """Returns a drawing under its name, and what is to be said of it."""
-    return f"<figure><figcaption><b>{escape(name)}</b> {escape(about)}</figcaption>{drawing}</figure>"
+    return (
+        f"<figure><figcaption><b>{escape(name)}</b> {escape(about)}</figcaption>{drawing}</figure>"
+    )
 
 
 def figures(drawn: Iterable[str]) -> str:

@@ -50,7 +50,8 @@ def scrolled(drawing: str) -> str:
 def chip(axis: str, text: str = "") -> str:
     """Returns a mesh axis in its colour; of several, as in data+tensor, each."""
     return " ".join(
-        f'<span style="background:{AXES.get(name, FAINT)};color:#fff;border-radius:3px;padding:0 5px">{escape(text or name)}</span>'
+        f'<span style="background:{AXES.get(name, FAINT)};color:#fff;border-radius:3px;padding:0 '
+        f'5px">{escape(text or name)}</span>'
         for name in axis.split("+")
     )
 
@@ -63,15 +64,24 @@ def bar(share: float, colour: str = GREY, width: int = 120) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns rows of HTML cells under plain heads."""
-    head = "".join(f'<th style="{_CELL};{_PALER};font-weight:normal">{escape(h)}</th>' for h in heads)
-    body = "".join("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>" for row in rows)
-    return scrolled(f'<table style="border-collapse:collapse;margin:0;font:inherit"><tr>{head}</tr>{body}</table>')
+    head = "".join(
+        f'<th style="{_CELL};{_PALER};font-weight:normal">{escape(h)}</th>' for h in heads
+    )
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>"
+        for row in rows
+    )
+    return scrolled(
+        f'<table style="border-collapse:collapse;margin:0;font:inherit"><tr>{head}</tr>{body}</table>'
+    )
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Returns a table as text: cells padded to their column's width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        (
+            indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )

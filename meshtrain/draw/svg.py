@@ -1,6 +1,8 @@
-"""Writes SVG: drawings of a fixed size in pixels, charts that shrink to their place in a page, and the colours of both, light and dark.
+"""Writes SVG: drawings of a fixed size in pixels, charts that shrink to their place in a page, and the colours of both,
+light and dark.
 
-A drawing is written in its light colours. Those of `DARK` turn in the dark, by the style sheet of its page, or of its own where it is a file.
+A drawing is written in its light colours. Those of `DARK` turn in the dark, by the style sheet of its page, or of its
+own where it is a file.
 """
 
 import math
@@ -10,8 +12,14 @@ from html import escape
 from urllib.parse import quote
 
 # Okabe and Ito's colours, which the colour-blind tell apart (https://jfly.uni-koeln.de/color/); text on them is INK.
-BLUE, ORANGE, GREEN, YELLOW = "#0072b2", "#e69f00", "#009e73", "#f0e442"
-SKY, VERMILION, PURPLE, GREY = "#56b4e9", "#d55e00", "#cc79a7", "#b4bcc6"
+BLUE = "#0072b2"
+ORANGE = "#e69f00"
+GREEN = "#009e73"
+YELLOW = "#f0e442"
+SKY = "#56b4e9"
+VERMILION = "#d55e00"
+PURPLE = "#cc79a7"
+GREY = "#b4bcc6"
 INK = "#132231"
 # The same, dark enough for white text.
 AXES = {
@@ -22,17 +30,30 @@ AXES = {
     "tensor": "#b85c00",
     "pipeline": "#00805f",
 }
-FIRST, SECOND, PALE = BLUE, VERMILION, SKY  # series; one behind the first
+# series; one behind the first
+FIRST = BLUE
+SECOND = VERMILION
+PALE = SKY
 
 WIDTH = 400  # of a chart, about a phone's: its text keeps its size there
-TEXT, FAINT, GRID, GROUND = "#1d2430", "#5b6675", "#e8ebf0", "#ffffff"
-TRACK, EMPTY, RULE = "#f3f5f8", "#eef0f4", "#8a929c"  # behind a bar; what is free; lines that are looked at
-NOTE, BAD, GOOD = "#6a5200", "#b3261e", "#1e7b3a"
+TEXT = "#1d2430"
+FAINT = "#5b6675"
+GRID = "#e8ebf0"
+GROUND = "#ffffff"
+# behind a bar; what is free; lines that are looked at
+TRACK = "#f3f5f8"
+EMPTY = "#eef0f4"
+RULE = "#8a929c"
+NOTE = "#6a5200"
+BAD = "#b3261e"
+GOOD = "#1e7b3a"
 DARK = {
     TEXT: "#e3e7ee", FAINT: "#9aa5b4", GRID: "#262d37", GROUND: "#14181f", TRACK: "#262d37", EMPTY: "#2f3844", RULE: "#7d8590",
     NOTE: "#e0b94a", BAD: "#ff8a80", GOOD: "#6ccf8e",
 }  # fmt: skip
-TURNS = "".join(f'[fill="{c}"]{{fill:{dark}}}[stroke="{c}"]{{stroke:{dark}}}' for c, dark in DARK.items())
+TURNS = "".join(
+    f'[fill="{c}"]{{fill:{dark}}}[stroke="{c}"]{{stroke:{dark}}}' for c, dark in DARK.items()
+)
 FONT = "system-ui, sans-serif"
 
 
@@ -46,30 +67,36 @@ def chart(height: float, body: Iterable[str], label: str, size: int = 13) -> str
     return _element(WIDTH, height, "", body, label, size)
 
 
-def _element(width: float, height: float, extent: str, body: Iterable[str], label: str, size: int) -> str:
+def _element(
+    width: float, height: float, extent: str, body: Iterable[str], label: str, size: int
+) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {extent} role="img" aria-label="{escape(label)}" '
-        f'font-family="{FONT}" font-size="{size}" fill="{TEXT}" style="font-variant-numeric:tabular-nums">{"".join(body)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {extent} role="img" '
+        f'aria-label="{escape(label)}" '
+        f'font-family="{FONT}" font-size="{size}" fill="{TEXT}" '
+        f'style="font-variant-numeric:tabular-nums">{"".join(body)}</svg>'
     )
 
 
 def file(drawing: str) -> str:
-    """Returns a drawing of `svg` as a file that stands alone: with a title, on a ground of its own, dark where its reader's screen is.
+    """Returns a drawing of `svg` as a file that stands alone: with a title, on a ground of its own, dark where its
+    reader's screen is.
 
     It shrinks to a window as far as one can read it: to 3/5 of its width.
     """
     head, end, body = drawing.partition(">")
     extent, label = re.findall(r'(?: width|label)="([^"]*)', head)
     light = (
-        f"color-scheme:light dark;background:{GROUND};max-width:100%;min-width:{0.6 * float(extent):.0f}px;height:auto"
+        "color-scheme:light "
+        f"dark;background:{GROUND};max-width:100%;min-width:{0.6 * float(extent):.0f}px;height:auto"
     )
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{background:{DARK[GROUND]}}}{TURNS}}}"
     return f"{head}{end}<title>{label}</title><style>:root{{{light}}}{dark}</style>{body}\n"
 
 
 def image(drawing: str, label: str, style: str = "max-width:none") -> str:
-    """Returns an SVG as an img element, on white: notebooks show SVG elements only after whoever opens them has run them, and
-    their themes are no screen's.
+    """Returns an SVG as an img element, on white: notebooks show SVG elements only after whoever opens them has run
+    them, and their themes are no screen's.
     """
     source = "data:image/svg+xml," + quote(drawing, safe=" =:/,;()'[]+-.·×")
     return f'<img alt="{escape(label)}" style="background:{GROUND};padding:4px;{style}" src="{source}"/>'
@@ -83,7 +110,8 @@ def mixed(colour: str, other: str, share: float) -> str:
 
 def figures(y: float, values: Sequence[str], widths: Sequence[float], size: str = "") -> str:
     """Returns values in columns at the right of a chart, each to the right of a column so wide."""
-    out, x = "", float(WIDTH)
+    out = ""
+    x = float(WIDTH)
     for value, width in zip(reversed(values), reversed(widths), strict=True):
         out += f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end"{size}>{escape(value)}</text>'
         x -= width
@@ -96,10 +124,19 @@ def widths(rows: Iterable[Sequence[str]]) -> list[float]:
 
 
 def bar_row(
-    y: float, name: str, values: Sequence[str], columns: Sequence[float], start: float, share: float, colour: str
+    y: float,
+    name: str,
+    values: Sequence[str],
+    columns: Sequence[float],
+    start: float,
+    share: float,
+    colour: str,
 ) -> list[str]:
-    """Returns a line of text with its values in `columns`, and under it a bar from `start` as long as `share` of the width of a chart."""
-    x, width = start * WIDTH, max(share * WIDTH, 1.5)
+    """Returns a line of text with its values in `columns`, and under it a bar from `start` as long as `share` of the
+    width of a chart.
+    """
+    x = start * WIDTH
+    width = max(share * WIDTH, 1.5)
     return [
         f'<text x="0" y="{y + 13}">{escape(name)}</text>{figures(y + 13, values, columns)}',
         f'<rect x="0" y="{y + 18}" width="{WIDTH}" height="9" rx="2" fill="{TRACK}"/>',
@@ -110,12 +147,16 @@ def bar_row(
 def keys(
     entries: Iterable[tuple[str, str]], x: float = 0, y: float = 0, room: float = WIDTH
 ) -> tuple[list[str], float]:
-    """Returns a legend, a square of a colour and what it stands for by each entry, in lines `room` wide; and where it ends."""
-    out, right = [], x
+    """Returns a legend, a square of a colour and what it stands for by each entry, in lines `room` wide; and where it
+    ends.
+    """
+    out = []
+    right = x
     for colour, name in entries:
         wide = 30 + 6.6 * len(name)
         if right > x and right + wide > x + room:
-            right, y = x, y + 18
+            right = x
+            y = y + 18
         square = f'width="12" height="12" rx="2" fill="{colour}" stroke="{RULE}" stroke-width="0.5"'
         text = f'<text x="{right + 17:.0f}" y="{y + 10:.0f}" font-size="12">{escape(name)}</text>'
         out.append(f'<rect x="{right:.0f}" y="{y:.0f}" {square}/>{text}')
@@ -124,17 +165,22 @@ def keys(
 
 
 def ticks(low: float, high: float, base: int = 10, parts: float = 4) -> Iterator[float]:
-    """Yields round numbers that hold the range between them, in at most about so many `parts`; `base`: 2 for bytes, whose are powers of 2."""
+    """Yields round numbers that hold the range between them, in at most about so many `parts`; `base`: 2 for bytes,
+    whose are powers of 2.
+    """
     raw = (high - low) / parts
     if base == 2:
         step = 2.0 ** math.ceil(math.log2(raw))
     else:
         unit = 10.0 ** math.floor(math.log10(raw))
         step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
+    first = math.floor(low / step + 1e-6)
+    last = math.ceil(high / step - 1e-6)
     yield from (k * step for k in range(first, last + 1))
 
 
 def stage_hue(stage: int, stages: int) -> float:
-    """Returns a hue for each stage, from blue (the first) to orange (the last): two ends that the colour-blind tell apart."""
+    """Returns a hue for each stage, from blue (the first) to orange (the last): two ends that the colour-blind tell
+    apart.
+    """
     return 215 + 180 * stage / max(stages - 1, 1)

@@ -1,7 +1,8 @@
-"""python -m meshtrain.evaluate RUN: perplexity of a trained or imported model on text, its results on tasks, or its accuracy on images.
+"""python -m meshtrain.evaluate RUN: perplexity of a trained or imported model on text, its results on tasks, or its
+accuracy on images.
 
-Without --text, --tasks and --images the run's own validation data is taken, and the loss is that of its evaluations. Exit codes: 0 done;
-2 wrong usage or input (one sentence).
+Without --text, --tasks and --images the run's own validation data is taken, and the loss is that of its evaluations.
+Exit codes: 0 done; 2 wrong usage or input (one sentence).
 """
 
 import argparse
@@ -33,7 +34,10 @@ def parser() -> Parser:
     parser.add_model()
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--text", nargs="+", metavar="PATH", help="files or folders: perplexity of the documents in them"
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help="files or folders: perplexity of the documents in them",
     )
     source.add_argument(
         "--tasks",
@@ -41,18 +45,26 @@ def parser() -> Parser:
         metavar="NAME,...",
         help="tasks of lm-evaluation-harness (extra evaluate)",
     )
-    source.add_argument("--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them")
+    source.add_argument(
+        "--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them"
+    )
     of_text = parser.add_argument_group("text")
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     of_text.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
     apart = "tokens from one row of a document to the next (default: half the length)"
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
-    of_tasks.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, YAML files")
+    of_tasks.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="where tasks of your own are, YAML files"
+    )
     examples = "examples before each question (default: the task's own)"
     of_tasks.add_argument("--shots", type=number_from(0, 9999, int), metavar="N", help=examples)
-    of_tasks.add_argument("--limit", type=whole_number, metavar="N", help="questions of each task (default: all)")
-    of_tasks.add_argument("--chat", action="store_true", default=None, help="ask by the model's own chat template")
+    of_tasks.add_argument(
+        "--limit", type=whole_number, metavar="N", help="questions of each task (default: all)"
+    )
+    of_tasks.add_argument(
+        "--chat", action="store_true", default=None, help="ask by the model's own chat template"
+    )
     places = f"tokens of a row (default: what the model was made for; of text at most {USUAL})"
     parser.add_argument("--length", type=whole_number, metavar="N", help=places)
     parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="rows at once")
@@ -61,17 +73,26 @@ def parser() -> Parser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    belongs = {"stride": "text", "include_path": "tasks", "shots": "tasks", "limit": "tasks", "chat": "tasks"}
+    belongs = {
+        "stride": "text",
+        "include_path": "tasks",
+        "shots": "tasks",
+        "limit": "tasks",
+        "chat": "tasks",
+    }
     for name, owner in belongs.items():
         if getattr(options, name) is not None and getattr(options, owner) is None:
-            raise ConfigError(f"--{name.replace('_', '-')} is given without --{owner}, to which it belongs.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given without --{owner}, to which it belongs."
+            )
     if options.length is not None and options.text is None and options.tasks is None:
         raise ConfigError(
             "--length is given without --text or --tasks; what a run holds out has rows of its train.sequence_length."
         )
     if options.length is not None and (options.stride or 0) > options.length:
         raise ConfigError(
-            f"--stride is {options.stride}, but --length {options.length}: what lies between two rows would not be scored."
+            f"--stride is {options.stride}, but --length {options.length}: what lies between two rows would not be "
+            "scored."
         )
 
 

@@ -1,4 +1,7 @@
-"""Evaluates a model: what `python -m meshtrain.evaluate` does once its words are read. Each way returns a record, and it as lines."""
+"""Evaluates a model: what `python -m meshtrain.evaluate` does once its words are read.
+
+Each way returns a record, and it as lines.
+"""
 
 import argparse
 import math
@@ -35,7 +38,8 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         return _images(options, config)
     if options.images is not None:
         raise ConfigError(
-            f"--images is for models of images, but {short(options.path)} is one of text (family {config.model.family})."
+            f"--images is for models of images, but {short(options.path)} is one of text (family "
+            f"{config.model.family})."
         )
     opened = open_asked(options, options.batch, options.length or USUAL)
     evaluated = _tasks if options.tasks else _text if options.text else _validation
@@ -57,8 +61,10 @@ def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], 
     size = None if any(file.compression or file.parquet for file in inputs.files) else inputs.size
     texts = documents(inputs.files, options.text_field)
     with EvaluationProgress("scoring", "bytes") as progress:
-        show = lambda counts: progress(counts.bytes, size)  # noqa: E731
-        counts = perplexity(Scorer(opened.model, options.batch), opened.tokenizer, texts, length, stride, show)
+        show = lambda counts: progress(counts.bytes, size)
+        counts = perplexity(
+            Scorer(opened.model, options.batch), opened.tokenizer, texts, length, stride, show
+        )
     if counts.skipped:
         say(f"{describe_skipped(counts.skipped)}.")
     record = counts.record()
@@ -68,23 +74,40 @@ def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], 
 
 def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     results = run_tasks(
-        opened, options.tasks, include=options.include_path, shots=options.shots, limit=options.limit,
-        chat=bool(options.chat), rows=options.batch, longest=options.length,
-    )  # fmt: skip
+        opened,
+        options.tasks,
+        include=options.include_path,
+        shots=options.shots,
+        limit=options.limit,
+        chat=bool(options.chat),
+        rows=options.batch,
+        longest=options.length,
+    )
     return {name: results[name] for name in SHOWN if name in results}, [table(results)]
 
 
 def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
     if options.text or options.tasks:
-        raise ConfigError(f"--text and --tasks are for models of text, but {short(options.path)} is one of images.")
+        raise ConfigError(
+            f"--text and --tasks are for models of text, but {short(options.path)} is one of images."
+        )
     model = on_mesh(
-        options.path, config, options.mesh, options.batch, positions_of(config.model), options.weights,
-        step=options.step, adapter=options.adapter, precision=options.precision,
-    )  # fmt: skip
+        options.path,
+        config,
+        options.mesh,
+        options.batch,
+        positions_of(config.model),
+        options.weights,
+        step=options.step,
+        adapter=options.adapter,
+        precision=options.precision,
+    )
     with EvaluationProgress("evaluating", "batches") as progress:
         validation, batches = validation_images(options.path, model.config, options.images)
         record = evaluate_images(model, validation, batches, options.batch, progress)
-    return {"model": run_of(options.path).name, "step": model.step} | record, describe_images(record)
+    return {"model": run_of(options.path).name, "step": model.step} | record, describe_images(
+        record
+    )
 
 
 def finite(value: Any) -> Any:

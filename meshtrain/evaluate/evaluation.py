@@ -1,10 +1,11 @@
 """Evaluations on validation data while a run goes on: when, of what loss, and what follows from it.
 
-    due after a step ─► loss of the first eval.batches batches, of all once where there are fewer ─► the lowest so far? ─► saved (checkpoint.keep_best)
+    due after a step ─► loss of the first eval.batches batches, of all once where there are fewer ─► the lowest so far?
+    ─► saved (checkpoint.keep_best)
                                                                └► none lower for eval.patience of them? ─► the run ends
 
-A save for this alone comes at most once an evaluation, and costs what one of checkpoint.every does; of all that were saved the
-`checkpoint.keep` newest and the `checkpoint.keep_best` lowest stay on the disk.
+A save for this alone comes at most once an evaluation, and costs what one of checkpoint.every does; of all that were
+saved the `checkpoint.keep` newest and the `checkpoint.keep_best` lowest stay on the disk.
 """
 
 import math
@@ -26,23 +27,35 @@ from meshtrain.step import Program, Tree
 B = TypeVar("B")
 
 
-def averages(batches: Iterable[B], measure: Callable[[B], tuple[Any, Any]]) -> tuple[list[float], float]:
-    """Averages what `measure` returns of each batch, (mean or several means, how many it is the mean of): (means, how many in all).
+def averages(
+    batches: Iterable[B], measure: Callable[[B], tuple[Any, Any]]
+) -> tuple[list[float], float]:
+    """Averages what `measure` returns of each batch, (mean or several means, how many it is the mean of): (means, how
+    many in all).
 
-    Batches have different numbers of answers and pairs, so that a mean of means would be that of no text. NaN where nothing counts.
+    Batches have different numbers of answers and pairs, so that a mean of means would be that of no text. NaN where
+    nothing counts.
     """
     means, counts = zip(*map(measure, batches), strict=True)
-    values, weights = np.array(jax.device_get(means), float), np.array(jax.device_get(counts), float)
+    values = np.array(jax.device_get(means), float)
+    weights = np.array(jax.device_get(counts), float)
     total = weights.sum()
     columns = values.reshape(len(weights), -1).T
-    return [float(np.sum(x * weights) / total) if total else math.nan for x in columns], float(total)
+    return [float(np.sum(x * weights) / total) if total else math.nan for x in columns], float(
+        total
+    )
 
 
 class Evaluation:
     """Evaluates a run that goes on after step `start`, in each process alike. `metrics`: the run's rows up to there."""
 
-    def __init__(self, program: Program, validation: SplitBatches | None, metrics: Path, start: int) -> None:
-        self.program, self.config, self.validation, self.start = program, program.config, validation, start
+    def __init__(
+        self, program: Program, validation: SplitBatches | None, metrics: Path, start: int
+    ) -> None:
+        self.program = program
+        self.config = program.config
+        self.validation = validation
+        self.start = start
         self.best = Best(**first_decides(lambda: asdict(best_in(metrics))))
         self._counted = jax.jit(counted)
 
@@ -52,28 +65,38 @@ class Evaluation:
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def measure(self, params: Tree, synchronous: bool) -> dict[str, float]:
-        """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation batches, without label
-        smoothing and z-loss; `eval_regularized_loss`, the same with them, where they are trained with; of images also `eval_accuracy`, the
-        share whose class is the argmax. `synchronous`: blocks on each batch."""
+        """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation
+        batches, without label smoothing and z-loss; `eval_regularized_loss`, the same with them, where they are trained
+        with; of images also `eval_accuracy`, the share whose class is the argmax. `synchronous`: blocks on each batch.
+        """
         assert self.validation is not None
-        data, program = self.validation, self.program
+        data = self.validation
+        program = self.program
         names: list[str] = []
 
         def measured(batch: Any) -> tuple[Any, Any]:
             found = program.eval_metrics(params, batch)
             names[:] = found
-            result = list(found.values()), self._counted(batch) if "weights" in batch else batch["labels"].size
+            result = (
+                list(found.values()),
+                self._counted(batch) if "weights" in batch else batch["labels"].size,
+            )
             return jax.block_until_ready(result) if synchronous else result
 
         indices = data.one_pass(self.config.eval.batches)
-        batches = (program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices)
+        batches = (
+            program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices
+        )
         means, _ = averages(batches, measured)
         return dict(zip(names, means, strict=True))
 
     def is_best(self, step: int, loss: float) -> bool:
         """Records an evaluation; whether its state is to be saved as the best so far."""
         # That of the first process, lest another differ in its last bit and save alone.
-        return self.best.add(step, first_decides(lambda: loss)) and self.config.checkpoint.keep_best > 0
+        return (
+            self.best.add(step, first_decides(lambda: loss))
+            and self.config.checkpoint.keep_best > 0
+        )
 
     @property
     def ended(self) -> bool:
@@ -83,10 +106,16 @@ class Evaluation:
     def opening(self) -> list[str]:
         """Returns the lines that a run logs before its first step."""
         asked = self.config.eval
-        lines = self.validation.fewer(asked.batches) if self.validation is not None and asked.every else []
+        lines = (
+            self.validation.fewer(asked.batches)
+            if self.validation is not None and asked.every
+            else []
+        )
         if most := saves_for_best(self.config, self.start):
             times = f"at most {most:,} times (checkpoint.keep_best: 0: never)"
-            lines.append(f"saves also after each evaluation whose loss is the lowest so far, {times}")
+            lines.append(
+                f"saves also after each evaluation whose loss is the lowest so far, {times}"
+            )
         return lines
 
     def closing(self, step: int) -> list[str]:
@@ -105,7 +134,9 @@ class Evaluation:
 
 def saves_for_best(config: Config, start: int) -> int:
     """Returns how many evaluations after `start` have states that are saved only if they are the best so far."""
-    every, saved, steps = config.eval.every, config.checkpoint.every, config.train.steps
+    every = config.eval.every
+    saved = config.checkpoint.every
+    steps = config.train.steps
     if not every or not config.checkpoint.keep_best:
         return 0
     first = (start // every + 1) * every

@@ -1,13 +1,15 @@
-"""A model as lm-evaluation-harness asks for one (which answer is likelier, how likely a text is, how a prompt goes on), and its tasks.
+"""A model as lm-evaluation-harness asks for one (which answer is likelier, how likely a text is, how a prompt goes on),
+and its tasks.
 
     lm-eval ──(context, continuation)──► loglikelihood ─────────┐
             ──(text,)──────────────────► loglikelihood_rolling ─┴─► rows ──scoring──► log-probabilities
             ──(prompt, until ...)──────► generate_until ──generate.engine──► text before a stop string
 
-What is asked becomes tokens as lm-eval's own model `hf` has it, so that the numbers are those that others publish: special tokens in a
-text are themselves, what the tokenizer begins texts with (BOS) is put before a context that does not begin with it, and a context that
-is too long loses its beginning. lm-eval itself (extra `evaluate`) is imported where its class is asked for, so that this needs none.
-What it prints while it works goes to stderr, so that stdout holds the result alone.
+What is asked becomes tokens as lm-eval's own model `hf` has it, so that the numbers are those that others publish:
+special tokens in a text are themselves, what the tokenizer begins texts with (BOS) is put before a context that does
+not begin with it, and a context that is too long loses its beginning. lm-eval itself (extra `evaluate`) is imported
+where its class is asked for, so that this needs none. What it prints while it works goes to stderr, so that stdout
+holds the result alone.
 """
 
 import contextlib
@@ -34,20 +36,31 @@ MOST_TOKENS = 256  # of an answer, where the task does not say
 # How tasks call the most tokens of an answer, the first of them counts; as lm_eval.models.utils has it.
 MOST_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SETTINGS = ("mesh", "precision", "step", "adapter")  # of model_args, as open_model takes them
-SHOWN = ("results", "groups", "n-shot", "versions", "n-samples")  # what --json has of lm-eval's results
+SHOWN = (
+    "results",
+    "groups",
+    "n-shot",
+    "versions",
+    "n-samples",
+)  # what --json has of lm-eval's results
 
 
 class Harness:
     """The requests of lm-eval, answered; each has `args`, a tuple."""
 
     def __init__(self, opened: Opened, rows: int = 8, longest: int | None = None) -> None:
-        """`rows`: scored or generated at once; `longest`: positions of a context with its answer (the model's own by default)."""
+        """`rows`: scored or generated at once; `longest`: positions of a context with its answer (the model's own by
+        default).
+        """
         super().__init__()
-        self.opened, self.scorer = opened, Scorer(opened.model, rows)
+        self.opened = opened
+        self.scorer = Scorer(opened.model, rows)
         self.longest = opened.longest if longest is None else longest
         self.begin = opened.tokenizer.begin  # what a text begins with
         marks = opened.tokenizer.boundaries
-        self.prefix = (marks.bos or marks.end).id  # the empty context, which lm-eval's `hf` has alike
+        self.prefix = (
+            marks.bos or marks.end
+        ).id  # the empty context, which lm-eval's `hf` has alike
 
     def tokens(self, text: str, begun: bool = True) -> list[int]:
         """The tokens of a text; `begun`: behind `begin`, unless it begins with that already."""
@@ -59,31 +72,45 @@ class Harness:
         """A context's tokens and those that follow in the two together: spaces at its end belong to what follows."""
         if not context:
             answer = self.tokens(continuation, begun=False)
-            return (answer[:1], answer[1:]) if answer[:1] == [self.prefix] else ([self.prefix], answer)
+            return (
+                (answer[:1], answer[1:]) if answer[:1] == [self.prefix] else ([self.prefix], answer)
+            )
         bare = context.rstrip()
-        before, both = self.tokens(bare), self.tokens(context + continuation)
+        before = self.tokens(bare)
+        both = self.tokens(context + continuation)
         return before, both[len(before) :]
 
     # --- the methods that lm-eval calls
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns log p(continuation | context) of each (context, continuation), and whether greedy decoding would give it."""
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Returns log p(continuation | context) of each (context, continuation), and whether greedy decoding would give
+        it.
+        """
         rows: list[TokenRow | None] = []
         for context, continuation in (request.args for request in requests):
             before, answer = self.pair(context, continuation)
             if len(answer) > self.longest:
                 raise ConfigError(
-                    f"an answer of {len(answer)} tokens is asked for ({short(continuation)}), but the model takes {self.longest}."
+                    f"an answer of {len(answer)} tokens is asked for ({short(continuation)}), but the model takes "
+                    f"{self.longest}."
                 )
             ids = (before + answer)[-(self.longest + 1) :]
-            rows.append(TokenRow(np.array(ids, np.int32), len(ids) - len(answer)) if answer else None)
+            rows.append(
+                TokenRow(np.array(ids, np.int32), len(ids) - len(answer)) if answer else None
+            )
         with EvaluationProgress("scoring", "answers", quiet=disable_tqdm) as progress:
             scored = iter(self.scorer([row for row in rows if row is not None], progress))
         nothing = (0.0, True)
         return [nothing if row is None else _total(next(scored)) for row in rows]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns log p of all tokens of each (text,), each once; a long one in rows that do not overlap but at its end."""
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns log p of all tokens of each (text,), each once; a long one in rows that do not overlap but at its
+        end.
+        """
         rows: list[TokenRow] = []
         ends = [0]
         for (text,) in (request.args for request in requests):
@@ -95,7 +122,9 @@ class Harness:
         return [sum(totals[begin:end]) for begin, end in pairwise(ends)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns the text that follows each (prompt, settings), up to a stop string, an end token or as many tokens as it may have."""
+        """Returns the text that follows each (prompt, settings), up to a stop string, an end token or as many tokens as
+        it may have.
+        """
         asked = [self._request(*request.args) for request in requests]
         if not asked:
             return []
@@ -121,11 +150,18 @@ class Harness:
                 pass
             engine.close()
         if problems:
-            raise ConfigError(f"the model of {self.opened.name} cannot go on with a prompt: {problems[0]}")
+            raise ConfigError(
+                f"the model of {self.opened.name} cannot go on with a prompt: {problems[0]}"
+            )
         return answers
 
     def _request(self, prompt: str, settings: Mapping[str, Any]) -> Request:
-        most = int(next((settings[name] for name in MOST_NAMES if settings.get(name) is not None), MOST_TOKENS))
+        most = int(
+            next(
+                (settings[name] for name in MOST_NAMES if settings.get(name) is not None),
+                MOST_TOKENS,
+            )
+        )
         if most >= self.longest:
             raise ConfigError(
                 f"a task asks for answers of {most} tokens, but the model takes {self.longest} with its prompt."
@@ -148,8 +184,12 @@ class Harness:
             return None
         return self._conversations().source.text
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt that asks for an answer to messages; without `add_generation_prompt` the last message is left open, to be gone on with."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt that asks for an answer to messages; without `add_generation_prompt` the last message is left
+        open, to be gone on with.
+        """
         text = self._conversations().text(chat_history, prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -158,7 +198,9 @@ class Harness:
 
     def _conversations(self) -> Any:
         if self.opened.template is None:
-            raise ConfigError(f"{short(self.opened.name)} has no chat template beside its tokenizer; ask without one.")
+            raise ConfigError(
+                f"{short(self.opened.name)} has no chat template beside its tokenizer; ask without one."
+            )
         return self.opened.template
 
 
@@ -182,7 +224,9 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
 
 @cache
 def model_class() -> type[Any]:
-    """`MeshtrainLM`, the subclass of lm-eval's LM that `lm_eval --model meshtrain` names, registered there; ConfigError without lm-eval."""
+    """`MeshtrainLM`, the subclass of lm-eval's LM that `lm_eval --model meshtrain` names, registered there; ConfigError
+    without lm-eval.
+    """
     try:
         from lm_eval.api.model import LM
         from lm_eval.api.registry import register_model
@@ -193,18 +237,31 @@ def model_class() -> type[Any]:
         """model_args: path=RUN, and perhaps mesh, precision, step, adapter, max_length."""
 
         def __init__(
-            self, path: str | None = None, *, opened: Opened | None = None, batch_size: int | str = 8, max_length: int | None = None,
+            self,
+            path: str | None = None,
+            *,
+            opened: Opened | None = None,
+            batch_size: int | str = 8,
+            max_length: int | None = None,
             **options: Any,
-        ) -> None:  # fmt: skip
+        ) -> None:
             # what lm-eval tells every model
-            how = {name: value for name, value in options.items() if name not in ("device", "max_batch_size")}
+            how = {
+                name: value
+                for name, value in options.items()
+                if name not in ("device", "max_batch_size")
+            }
             if unknown := [name for name in how if name not in SETTINGS]:
                 near = nearest(unknown[0], ("path", "max_length", *SETTINGS))
-                raise ConfigError(f"model_args has {short(unknown[0])}, which is none of meshtrain's{near or '.'}")
+                raise ConfigError(
+                    f"model_args has {short(unknown[0])}, which is none of meshtrain's{near or '.'}"
+                )
             rows = int(batch_size) if str(batch_size).isdecimal() else 8
             if opened is None:
                 if path is None:
-                    raise ConfigError("model_args lacks path=RUN, a run, a checkpoint or a Hugging Face directory.")
+                    raise ConfigError(
+                        "model_args lacks path=RUN, a run, a checkpoint or a Hugging Face directory."
+                    )
                 opened = open_model(path, slots=rows, **how)
             super().__init__(opened, rows, max_length)
 
@@ -224,8 +281,8 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Returns lm-eval's results of a model on its tasks, and on those whose YAML files are in `include`.
 
-    `shots`: examples before a question (the task's own by default), `limit`: questions of a task, `chat`: by the model's template.
-    ConfigError without lm-eval, and for a task that is not there or cannot be loaded.
+    `shots`: examples before a question (the task's own by default), `limit`: questions of a task, `chat`: by the
+    model's template. ConfigError without lm-eval, and for a task that is not there or cannot be loaded.
     """
     model = model_class()
     from lm_eval import simple_evaluate
@@ -233,7 +290,11 @@ def run_tasks(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(sys.stderr):
-        own = None if include is None else TaskManager(include_path=str(include), include_defaults=False)
+        own = (
+            None
+            if include is None
+            else TaskManager(include_path=str(include), include_defaults=False)
+        )
         # lm-eval's own tasks are thousands of files, which take long to go through
         if own is not None and set(names) <= set(own.all_tasks):
             manager = own
@@ -244,12 +305,18 @@ def run_tasks(
             if name not in manager.all_tasks and not set(name) & set("*?[/"):
                 where = f" in {short(include)} or" if include is not None else ""
                 raise ConfigError(
-                    f"there is no task {short(name)}{where} in lm-eval{nearest(name, manager.all_tasks) or '; lm-eval ls tasks lists them.'}"
+                    f"there is no task {short(name)}{where} in "
+                    f"lm-eval{nearest(name, manager.all_tasks) or '; lm-eval ls tasks lists them.'}"
                 )
         return simple_evaluate(
-            model(opened=opened, batch_size=rows, max_length=longest), tasks=list(names), num_fewshot=shots, limit=limit,
-            task_manager=_Manager(manager), apply_chat_template=chat, log_samples=False,
-        )  # fmt: skip
+            model(opened=opened, batch_size=rows, max_length=longest),
+            tasks=list(names),
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=_Manager(manager),
+            apply_chat_template=chat,
+            log_samples=False,
+        )
 
 
 class _Manager:
@@ -264,7 +331,8 @@ class _Manager:
         # datasets, requests and YAML each raise their own
         except Exception as error:
             raise ConfigError(
-                f"the tasks {', '.join(map(short, tasks))} cannot be loaded ({short(str(error) or type(error).__name__)})."
+                f"the tasks {', '.join(map(short, tasks))} cannot be loaded "
+                f"({short(str(error) or type(error).__name__)})."
             ) from None
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,10 @@
 """Perplexity of a model on text: how well it predicts each token of each document from the tokens before it.
 
-    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──► Perplexity
+    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──►
+    Perplexity
 
-A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is -log p, in
+A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is
+-log p, in
 nats, and divided by what one counts: tokens, which depend on the tokenizer, or words and bytes, which do not.
 """
 
@@ -40,10 +42,14 @@ class Counts:
     words: int = 0
     bytes: int = 0
     documents: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)  # documents by the problem that they have
+    skipped: Counter[str] = field(
+        default_factory=Counter
+    )  # documents by the problem that they have
 
     def record(self) -> dict[str, Any]:
-        """Returns all that is said of the text; `word_perplexity` is None where it has no words (what white space parts)."""
+        """Returns all that is said of the text; `word_perplexity` is None where it has no words (what white space
+        parts).
+        """
         return {
             "nats_per_token": self.nats / self.tokens,
             "perplexity": exp(self.nats / self.tokens),
@@ -57,14 +63,21 @@ class Counts:
         }
 
 
-def described(record: dict[str, Any], lines: Sequence[tuple[str, str, str]], width: int = 20) -> list[str]:
+def described(
+    record: dict[str, Any], lines: Sequence[tuple[str, str, str]], width: int = 20
+) -> list[str]:
     """Returns a line for each (name in the record, label, format), labels padded to a width; a dash for None."""
-    values = [(label, "-" if record[name] is None else format(record[name], form)) for name, label, form in lines]
+    values = [
+        (label, "-" if record[name] is None else format(record[name], form))
+        for name, label, form in lines
+    ]
     return [f"{label:<{width}}  {value}" for label, value in values]
 
 
 def begin_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that a document stands behind: what documents begin with (BOS), else the end of the one before it."""
+    """Returns the tokens that a document stands behind: what documents begin with (BOS), else the end of the one before
+    it.
+    """
     return tokenizer.begin or (tokenizer.end_of_document,)
 
 
@@ -76,8 +89,11 @@ def exp(x: float) -> float:
         return math.inf
 
 
-def rows_of(tokens: np.ndarray, begin: int | Sequence[int], length: int, stride: int) -> Iterator[TokenRow]:
-    """Cuts a document's tokens [n], behind the tokens `begin`, into rows of at most `length` places so that each token is scored once.
+def rows_of(
+    tokens: np.ndarray, begin: int | Sequence[int], length: int, stride: int
+) -> Iterator[TokenRow]:
+    """Cuts a document's tokens [n], behind the tokens `begin`, into rows of at most `length` places so that each token
+    is scored once.
 
         tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
         row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
@@ -111,17 +127,22 @@ def perplexity(
     stride: int,
     progress: Callable[[Counts], None] = lambda _: None,
 ) -> Counts:
-    """Scores the documents in rows of `length` tokens, `stride` from one row to the next. Those that cannot be read (empty, damaged,
-    not UTF-8) are counted by what is wrong with them.
+    """Scores the documents in rows of `length` tokens, `stride` from one row to the next.
 
-    ConfigError where no token is left, for a document with a token beyond the model's vocabulary, and where the model gives NaN.
+    Those that cannot be read (empty, damaged, not UTF-8) are counted by what is wrong with them.
+
+    ConfigError where no token is left, for a document with a token beyond the model's vocabulary, and where the model
+    gives NaN.
     """
     counts = Counts()
     waiting: list[TokenRow] = []
-    begin, most = begin_of(tokenizer), BATCHES * scorer.rows
+    begin = begin_of(tokenizer)
+    most = BATCHES * scorer.rows
 
     def flush() -> None:
-        counts.nats += sum(-float(scores.logprobs.sum(dtype=np.float64)) for scores in scorer(waiting))
+        counts.nats += sum(
+            -float(scores.logprobs.sum(dtype=np.float64)) for scores in scorer(waiting)
+        )
         counts.tokens += sum(row.scored for row in waiting)
         waiting.clear()
         progress(counts)
@@ -147,10 +168,13 @@ def perplexity(
 
 
 def _encoded(document: Document, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    tokens = np.concatenate([ids.astype(np.int32) for ids in tokenizer.encode(list(cut(document.text)))])
+    tokens = np.concatenate(
+        [ids.astype(np.int32) for ids in tokenizer.encode(list(cut(document.text)))]
+    )
     if len(tokens) and tokens.max() >= vocab_size:
         raise ConfigError(
-            f"the document {short(document.name)} has the token {tokens.max()} of the tokenizer {tokenizer.name}, but the model's are 0 to "
+            f"the document {short(document.name)} has the token {tokens.max()} of the tokenizer {tokenizer.name}, but "
+            "the model's are 0 to "
             f"{vocab_size - 1}; the tokenizer is of another model."
         )
     return tokens

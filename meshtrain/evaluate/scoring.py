@@ -6,9 +6,9 @@
     c c c s              │                            │ c c c · · · · · · ·  │
     ─────────────────────┘                            └──────────────────────┘      (c context, s scored, · padding)
 
-The residual stream is taken at the scored places before the head, so that a context costs no logits; the logits stay where they are
-made, in shards of the vocabulary, and some places at a time: neither [B, T, V] nor a full row of V is ever anywhere. Perplexity and
-the harness both use this.
+The residual stream is taken at the scored places before the head, so that a context costs no logits; the logits stay
+where they are made, in shards of the vocabulary, and some places at a time: neither [B, T, V] nor a full row of V is
+ever anywhere. Perplexity and the harness both use this.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,10 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """Scores rows with a model, `rows` at a time (rounded up to what its data axis needs). ConfigError for a mesh with context."""
+    """Scores rows with a model, `rows` at a time (rounded up to what its data axis needs).
+
+    ConfigError for a mesh with context.
+    """
 
     def __init__(self, model: Model, rows: int = 8) -> None:
         if (context := model.config.mesh.context) > 1:
@@ -69,9 +72,13 @@ class Scorer:
         model = self.model.config.model
         return model.max_positions if FAMILIES[model.family].positions == "learned" else None
 
-    def __call__(self, rows: Sequence[TokenRow], progress: Progress = lambda done, total: None) -> list[Scores]:
-        """Returns the scores of each row, in the order given. ConfigError for ids beyond the vocabulary, for a row longer than the
-        positions that the model has learned, and where the model gives NaN.
+    def __call__(
+        self, rows: Sequence[TokenRow], progress: Progress = lambda done, total: None
+    ) -> list[Scores]:
+        """Returns the scores of each row, in the order given.
+
+        ConfigError for ids beyond the vocabulary, for a row longer than the positions that the model has learned, and
+        where the model gives NaN.
         """
         for row in rows:
             self._check(row)
@@ -99,14 +106,22 @@ class Scorer:
             at[k, : row.scored] = np.arange(row.begin - 1, len(row.tokens) - 1)
             labels[k, : row.scored] = row.tokens[row.begin :]
         sharding = self.model.program.batch_sharding
-        return self._program(self.model.params, *(jax.device_put(array, sharding) for array in (tokens, at, labels)))
+        return self._program(
+            self.model.params, *(jax.device_put(array, sharding) for array in (tokens, at, labels))
+        )
 
-    def _finish(self, rows: Sequence[TokenRow], batch: Sequence[int], outputs: Any) -> dict[int, Scores]:
+    def _finish(
+        self, rows: Sequence[TokenRow], batch: Sequence[int], outputs: Any
+    ) -> dict[int, Scores]:
         logprobs, greedy = map(np.asarray, outputs)
-        scores = {n: Scores(logprobs[k, : rows[n].scored], greedy[k, : rows[n].scored]) for k, n in enumerate(batch)}
+        scores = {
+            n: Scores(logprobs[k, : rows[n].scored], greedy[k, : rows[n].scored])
+            for k, n in enumerate(batch)
+        }
         if not all(np.isfinite(row.logprobs).all() for row in scores.values()):
             raise ConfigError(
-                f"the model of {self.model.directory} gives no numbers (NaN) for the text: its weights are damaged or it has diverged; "
+                f"the model of {self.model.directory} gives no numbers (NaN) for the text: its weights are damaged or "
+                "it has diverged; "
                 "give another checkpoint, or --precision float32."
             )
         return scores
@@ -114,10 +129,13 @@ class Scorer:
     def _check(self, row: TokenRow) -> None:
         model = self.model.config.model
         if not 1 <= row.begin < len(row.tokens):
-            raise ValueError(f"a row of {len(row.tokens)} tokens has none to score from {row.begin} on")
+            raise ValueError(
+                f"a row of {len(row.tokens)} tokens has none to score from {row.begin} on"
+            )
         if row.tokens.min() < 0 or row.tokens.max() >= model.vocab_size:
             raise ConfigError(
-                f"the text has the token {row.tokens.max()}, but the model's are 0 to {model.vocab_size - 1}; it is of another tokenizer."
+                f"the text has the token {row.tokens.max()}, but the model's are 0 to {model.vocab_size - 1}; it is "
+                "of another tokenizer."
             )
         if self.longest is not None and len(row.tokens) - 1 > self.longest:
             raise ConfigError(
@@ -126,16 +144,21 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Callable[..., Any]:
-        """(params, tokens [B, T], at [B, N], labels [B, N]) -> float32 and bool [B, N]: the label's log-probability at each place, and
-        whether no other token has a higher one (of equals the first counts, as for argmax).
+        """(params, tokens [B, T], at [B, N], labels [B, N]) -> float32 and bool [B, N]: the label's log-probability at
+        each place, and whether no other token has a higher one (of equals the first counts, as for argmax).
         """
         program = self.model.program
-        forward, zero = program.local.forward, program.local.zero
+        forward = program.local.forward
+        zero = program.local.zero
         vocabulary = forward.parts.vocabulary
 
-        def local(params: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def local(
+            params: Any, tokens: jax.Array, at: jax.Array, labels: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             weights = zero.gather_params(params)
-            x_BTD, resident = stream(forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))})
+            x_BTD, resident = stream(
+                forward, weights, {"tokens": tokens, "rows": jnp.arange(len(tokens))}
+            )
             x_BND = jnp.take_along_axis(x_BTD, at[..., None], axis=1)
             shard = -(-vocabulary.size // forward.collectives.vocabulary_ranks)
             chunks = _chunks(at.shape[1], 4 * shard * len(tokens))
@@ -146,13 +169,16 @@ class Scorer:
                 logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
                 return logprobs, vocabulary.argmax(logits) == labels
 
-            cut = lambda a: jnp.moveaxis(a.reshape(len(a), chunks, -1, *a.shape[2:]), 1, 0)  # noqa: E731
-            joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)  # noqa: E731
+            cut = lambda a: jnp.moveaxis(a.reshape(len(a), chunks, -1, *a.shape[2:]), 1, 0)
+            joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)
             return jax.tree.map(joined, lax.map(score, (cut(x_BND), cut(labels))))
 
         rows = program.rows
         mapped = jax.shard_map(
-            local, mesh=program.mesh, in_specs=(program.layout.shards, rows, rows, rows), out_specs=(rows, rows)
+            local,
+            mesh=program.mesh,
+            in_specs=(program.layout.shards, rows, rows, rows),
+            out_specs=(rows, rows),
         )
         # Replicated, since every process reads all of it.
         return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
@@ -169,5 +195,7 @@ def _padded(n: int, factor: int, most: int | None = None) -> int:
 def _chunks(places: int, bytes_a_place: int) -> int:
     """The number of equal chunks of the places such that the logits of one take at most LOGITS bytes."""
     return next(
-        n for n in range(1, places + 1) if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places)
+        n
+        for n in range(1, places + 1)
+        if places % n == 0 and (places // n * bytes_a_place <= LOGITS or n == places)
     )

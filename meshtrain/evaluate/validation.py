@@ -1,9 +1,11 @@
-"""Evaluates any checkpoint on its run's validation data, or on images of one's own: the loss that the run logged, and accuracy.
+"""Evaluates any checkpoint on its run's validation data, or on images of one's own: the loss that the run logged, and
+accuracy.
 
-    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means over what counts
+    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means over
+    what counts
 
-The batches are those of the run, in its own order, and nothing random is done to images; a run evaluates a whole batch on its mesh,
-and here some rows of it after the other.
+The batches are those of the run, in its own order, and nothing random is done to images; a run evaluates a whole batch
+on its mesh, and here some rows of it after the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,17 +50,24 @@ def validation_text(path: Path, model: Model) -> SplitBatches:
     """Opens the validation batches of the run that a path names; ConfigError if it has none."""
     manifest = None if is_hf_directory(path) else StepManifest.read(model.directory)
     if manifest is None or manifest.weights_alone:
-        raise ConfigError(f"{short(path)} was not trained here, so that it has no held-out text of its own; {WAY_OUT}.")
+        raise ConfigError(
+            f"{short(path)} was not trained here, so that it has no held-out text of its own; {WAY_OUT}."
+        )
     data, validation = open_data(model.config)
     if validation is None:
-        raise ConfigError(f"the run of {short(path)} holds out no text (data.validation); {WAY_OUT}.")
+        raise ConfigError(
+            f"the run of {short(path)} holds out no text (data.validation); {WAY_OUT}."
+        )
     if digests(model.config, data, validation).items() - manifest.data.items():
-        say(f"{validation.source} is not what the run has read: the loss is not that of its evaluations.")
+        say(
+            f"{validation.source} is not what the run has read: the loss is not that of its evaluations."
+        )
     return validation
 
 
 def validation_images(path: Path, config: Config, other: str | None) -> tuple[ImageBatches, int]:
-    """Opens the validation images of a model's run, or all images of the `other` source: (batches, how many of them to evaluate).
+    """Opens the validation images of a model's run, or all images of the `other` source: (batches, how many of them to
+    evaluate).
 
     ConfigError where there are none, and for classes that the model does not have.
     """
@@ -70,22 +79,28 @@ def validation_images(path: Path, config: Config, other: str | None) -> tuple[Im
         return validation, validation.batches_per_epoch
     if is_hf_directory(path):
         raise ConfigError(
-            f"{short(path)} was not trained here, so that it has no held-out images of its own; give some with --images."
+            f"{short(path)} was not trained here, so that it has no held-out images of its own; give some with "
+            "--images."
         )
     _, validation = open_images(config)
     if validation is None:
-        raise ConfigError(f"the run of {short(path)} holds out no images (data.validation); give some with --images.")
+        raise ConfigError(
+            f"the run of {short(path)} holds out no images (data.validation); give some with --images."
+        )
     return validation, config.eval.batches
 
 
 def evaluate_text(
     model: Model, validation: SplitBatches, rows: int, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a batch at a time.
+    """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a
+    batch at a time.
 
-    `perplexity` is None where the loss is no likelihood: of preferences, or of a function of one's own. ConfigError where it is not finite.
+    `perplexity` is None where the loss is no likelihood: of preferences, or of a function of one's own. ConfigError
+    where it is not finite.
     """
-    config, train = model.config, model.config.train
+    config = model.config
+    train = model.config.train
 
     def measure(batch: Batch) -> tuple[float, float]:
         count = float(counted(jax.device_put(batch))) if WEIGHTS in batch else batch[LABELS].size
@@ -96,7 +111,12 @@ def evaluate_text(
     likelihood = train.objective == "next_token" and train.loss is None
     what = "pairs" if train.objective == "dpo" else "tokens"
     perplexity = exp(loss) if likelihood else None
-    return {"text": validation.source, "eval_loss": loss, "perplexity": perplexity, what: round(count)}
+    return {
+        "text": validation.source,
+        "eval_loss": loss,
+        "perplexity": perplexity,
+        what: round(count),
+    }
 
 
 def describe_text(record: dict[str, Any]) -> list[str]:
@@ -107,10 +127,15 @@ def describe_text(record: dict[str, Any]) -> list[str]:
 
 
 def evaluate_images(
-    model: Model, validation: ImageBatches, batches: int, rows: int, progress: Progress = lambda done, total: None
+    model: Model,
+    validation: ImageBatches,
+    batches: int,
+    rows: int,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Returns the loss and accuracy of the first `batches`, or all, `rows` images at a time: the share of images whose class has the
-    highest logit, or one of the TOP highest. ConfigError where the loss is not finite."""
+    """Returns the loss and accuracy of the first `batches`, or all, `rows` images at a time: the share of images whose
+    class has the highest logit, or one of the TOP highest. ConfigError where the loss is not finite.
+    """
     judge = jax.jit(partial(_losses_and_ranks, model.config.model.vocab_size))
 
     def measure(batch: Batch) -> tuple[list[float], float]:
@@ -131,7 +156,9 @@ def describe_images(record: dict[str, Any]) -> list[str]:
     return [f"{record['source']}: {record['images']:,} images", *described(record, IMAGE_LINES, 15)]
 
 
-def _portions(validation: SplitBatches, batches: int, rows: int, progress: Progress) -> Iterator[Batch]:
+def _portions(
+    validation: SplitBatches, batches: int, rows: int, progress: Progress
+) -> Iterator[Batch]:
     for sentence in validation.fewer(batches):
         say(f"{sentence}.")
     indices = validation.one_pass(batches)
@@ -144,13 +171,22 @@ def _portions(validation: SplitBatches, batches: int, rows: int, progress: Progr
 
 def _check(model: Model, loss: float, count: float) -> None:
     if not count or not np.isfinite(loss):
-        why = "nothing counts in its held-out batches" if not count else "its weights are damaged or it has diverged"
+        why = (
+            "nothing counts in its held-out batches"
+            if not count
+            else "its weights are damaged or it has diverged"
+        )
         raise ConfigError(f"the model of {short(model.directory)} has no loss: {why}.")
 
 
-def _losses_and_ranks(classes: int, logits_BV: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The loss of each image, and the rank of its class among all by logit, from 0, [B]; of equals the first comes before."""
-    logits, labels = logits_BV[:, None], labels_B[:, None]
+def _losses_and_ranks(
+    classes: int, logits_BV: jax.Array, labels_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each image, and the rank of its class among all by logit, from 0, [B]; of equals the first comes
+    before.
+    """
+    logits = logits_BV[:, None]
+    labels = labels_B[:, None]
     losses = cross_entropy(logits, labels, Vocabulary(classes, Collectives()))[:, 0]
     own = jnp.take_along_axis(logits_BV, labels, axis=1)
     before = (logits_BV > own) | ((logits_BV == own) & (jnp.arange(classes) < labels))

@@ -1,6 +1,7 @@
 """python -m meshtrain.generate RUN [--prompt TEXT | --chat]: texts gone on with, or a conversation, on the terminal.
 
-Standard output holds what the model says and nothing else, as it comes; what there is to say about it goes to standard error.
+Standard output holds what the model says and nothing else, as it comes; what there is to say about it goes to standard
+error.
 """
 
 import sys
@@ -20,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--prompt and --chat are given; a conversation is typed line by line, or comes from standard input."
         )
     if not options.chat and not options.prompt and (sys.stdin is None or sys.stdin.isatty()):
-        raise ConfigError("there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input.")
+        raise ConfigError(
+            "there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input."
+        )
     # whoever asks for --help does not wait for JAX
     from meshtrain.generate import command as commands
 
@@ -35,16 +38,52 @@ def parser() -> Parser:
     )
     parser.add_model()
     add = parser.add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to go on with, may be repeated: they run together (default: standard input)")  # fmt: skip
-    add("--chat", action="store_true", help="a conversation by the model's own chat template, a line of standard input a message")  # fmt: skip
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text to go on with, may be repeated: they run together (default: standard input)",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="a conversation by the model's own chat template, a line of standard input a message",
+    )
     add("--system", metavar="TEXT", help="of a conversation: what it begins with")
     add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most")
-    add("--temperature", type=number_from(0), metavar="T", help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)")  # fmt: skip
+    add(
+        "--temperature",
+        type=number_from(0),
+        metavar="T",
+        help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)",
+    )
     add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
-    add("--top-p", type=number_from(0, 1), metavar="P", help="among the fewest whose probabilities sum to this")
-    add("--seed", type=number_from(0, kind=int), metavar="S", help="the same one makes the same choices (default: 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="the answer ends before it; may be repeated")
-    add("--length", type=whole_number, metavar="N", help="positions for prompt and answer (default: the model's)")
+    add(
+        "--top-p",
+        type=number_from(0, 1),
+        metavar="P",
+        help="among the fewest whose probabilities sum to this",
+    )
+    add(
+        "--seed",
+        type=number_from(0, kind=int),
+        metavar="S",
+        help="the same one makes the same choices (default: 0)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the answer ends before it; may be repeated",
+    )
+    add(
+        "--length",
+        type=whole_number,
+        metavar="N",
+        help="positions for prompt and answer (default: the model's)",
+    )
     return parser
 
 

@@ -6,8 +6,8 @@
     slot 0           k k k k k · · ·     prefill writes a whole slot, zeros behind the prompt: nothing of an earlier sequence stays
     slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends to all up to it
 
-An array a layer and heads before positions, so that a product reads the cache as it lies: with one array of all layers, or positions
-first, XLA copies it every step (experiments/generate/decode.py).
+An array a layer and heads before positions, so that a product reads the cache as it lies: with one array of all layers,
+or positions first, XLA copies it every step (experiments/generate/decode.py).
 """
 
 from collections.abc import Callable
@@ -57,12 +57,15 @@ class OwnGroups:
         """Returns how many a rank keeps: as many as the rank that needs the most."""
         if self.split:
             return self.groups // self.ranks
-        local, group = self.heads // self.ranks, self.heads // self.groups
+        local = self.heads // self.ranks
+        group = self.heads // self.groups
         firsts = range(0, self.heads, local)
         return max((first + local - 1) // group - first // group + 1 for first in firsts)
 
     def of(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
-        """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it is."""
+        """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it
+        is.
+        """
         if self.split:
             return by_head
         group = self.heads // self.groups
@@ -82,11 +85,15 @@ def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.
     A slot that lies on another data rank, below 0 or from S on, changes nothing.
     """
     slots, _, positions, _ = cache.shape
-    new = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(0, 2, 1, 3)
+    new = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(
+        0, 2, 1, 3
+    )
     new = jnp.pad(new, ((0, 0), (0, 0), (0, positions - new.shape[2]), (0, 0))).astype(cache.dtype)
     place = (jnp.clip(slot, 0, slots - 1), 0, 0, 0)
     here = (slot >= 0) & (slot < slots)
-    new = jnp.where(here, vary(new, varying(cache)), lax.dynamic_slice(cache, place, (1, *cache.shape[1:])))
+    new = jnp.where(
+        here, vary(new, varying(cache)), lax.dynamic_slice(cache, place, (1, *cache.shape[1:]))
+    )
     return lax.dynamic_update_slice(cache, new, place)
 
 
@@ -102,10 +109,21 @@ class PromptAttention:
     """Attends as the training program does, and keeps the keys and values of a prompt as `cache`."""
 
     def __init__(self, attend: Callable[..., jax.Array], groups: OwnGroups) -> None:
-        self.attend, self.groups = attend, groups
+        self.attend = attend
+        self.groups = groups
         self.cache: LayerCache
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        collectives: Collectives,
+        dropout: Dropout,
+        local: jax.Array | bool | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
         self.cache = LayerCache(self.groups.of(k, first), self.groups.of(v, first))
         return self.attend(q, k, v, segments, collectives, dropout, local, sinks)
@@ -114,10 +132,25 @@ class PromptAttention:
 class DecodeAttention:
     """Attends with one new token of every slot to its cache, to which it is added first."""
 
-    def __init__(self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array) -> None:
-        self.model, self.groups, self.cache, self.positions = model, groups, cache, positions
+    def __init__(
+        self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array
+    ) -> None:
+        self.model = model
+        self.groups = groups
+        self.cache = cache
+        self.positions = positions
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | bool | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        collectives: Collectives,
+        dropout: Dropout,
+        local: jax.Array | bool | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
         keys = appended(self.cache.keys, self.groups.of(k, first), self.positions)
         values = appended(self.cache.values, self.groups.of(v, first), self.positions)
@@ -125,11 +158,16 @@ class DecodeAttention:
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
         if not self.groups.split:
             at = self.groups.at(first)
-            keys, values = jnp.take(keys, at, axis=1), jnp.take(values, at, axis=1)
-        return against(q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap, sinks)
+            keys = jnp.take(keys, at, axis=1)
+            values = jnp.take(values, at, axis=1)
+        return against(
+            q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap, sinks
+        )
 
 
-def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool | None) -> jax.Array:
+def seen(
+    positions: jax.Array, length: int, window: int, local: jax.Array | bool | None
+) -> jax.Array:
     """Returns bool [S, P]: which positions the token at each slot's position sees."""
     back = positions[:, None] - jnp.arange(length)
     visible = back >= 0
@@ -139,8 +177,17 @@ def seen(positions: jax.Array, length: int, window: int, local: jax.Array | bool
     return near if local is None else jnp.where(local, near, visible)
 
 
-def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, scale: float, cap: float, sinks_H: jax.Array | None = None) -> jax.Array:  # fmt: skip
-    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S, H*K] in q's dtype.
+def against(
+    q_S1HK: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    scale: float,
+    cap: float,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S,
+    H*K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """
@@ -154,7 +201,13 @@ def against(q_S1HK: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks_H is not None:
         total = total + jnp.exp(
-            sinks_H.astype(jnp.float32).reshape(groups, -1, 1) - jnp.max(scores, axis=-1, keepdims=True)
+            sinks_H.astype(jnp.float32).reshape(groups, -1, 1)
+            - jnp.max(scores, axis=-1, keepdims=True)
         )
-    out = jnp.einsum("sgrp,sgpk->sgrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32) / total
+    out = (
+        jnp.einsum(
+            "sgrp,sgpk->sgrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        / total
+    )
     return out.astype(q_S1HK.dtype).reshape(slots, -1)

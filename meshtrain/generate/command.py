@@ -67,7 +67,12 @@ def run(options: argparse.Namespace) -> int:
         say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
             engine.submit(request(options, opened, prompt), answer.hear)
-        return max([_write(text, answer, len(texts) > 1) for text, answer in zip(texts, answers, strict=True)])
+        return max(
+            [
+                _write(text, answer, len(texts) > 1)
+                for text, answer in zip(texts, answers, strict=True)
+            ]
+        )
 
 
 def open_for(options: argparse.Namespace, slots: int) -> Opened:
@@ -103,7 +108,9 @@ def check_fits(opened: Opened, prompt: int, length: int) -> None:
 
 
 def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
-    """Returns how tokens are chosen: who asks for a share of them, or names a seed, does not want the most likely alone."""
+    """Returns how tokens are chosen: who asks for a share of them, or names a seed, does not want the most likely
+    alone.
+    """
     drawn = any(given is not None for given in (options.top_k, options.top_p, options.seed))
     unasked = usual.temperature or (1.0 if drawn else 0.0)
     temperature = unasked if options.temperature is None else options.temperature
@@ -112,7 +119,12 @@ def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
 
 
 def request(options: argparse.Namespace, opened: Opened, tokens: np.ndarray) -> Request:
-    return Request(tokens, options.tokens, sampling(options, opened.sampling or Sampling()), tuple(options.stop))
+    return Request(
+        tokens,
+        options.tokens,
+        sampling(options, opened.sampling or Sampling()),
+        tuple(options.stop),
+    )
 
 
 def show(text: str) -> None:
@@ -158,7 +170,9 @@ def run_chat(options: argparse.Namespace) -> int:
     opened = open_for(options, slots)
     if opened.template is None:
         raise ConfigError(f"--chat needs a model that was made for conversations: {opened.without}")
-    messages: Messages = [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
+    messages: Messages = (
+        [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
+    )
     # what the template makes of a system prompt is known before anything is waited for
     _prompt(opened, [*messages, {"role": USER, "content": "Hello"}], opened.length, 1)
     code = DONE
@@ -172,13 +186,18 @@ def run_chat(options: argparse.Namespace) -> int:
 def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, line: str) -> int:
     asked = [*messages, {"role": USER, "content": line}]
     try:
-        fitting, tokens = _prompt(engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM))
+        fitting, tokens = _prompt(
+            engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM)
+        )
     except ConfigError as error:
         say(error)
         return DONE
     if left_out := len(asked) - len(fitting):
-        say(f"the oldest {left_out} messages do not fit the {engine.length} positions any more, and are left out.")
-    answer, text = Answer(), ""
+        say(
+            f"the oldest {left_out} messages do not fit the {engine.length} positions any more, and are left out."
+        )
+    answer = Answer()
+    text = ""
     ticket = engine.submit(request(options, engine.opened, tokens), answer.hear)
     try:
         for piece in answer:
@@ -194,24 +213,33 @@ def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, lin
     return exit_code(answer)
 
 
-def _prompt(opened: Opened, messages: Messages, length: int, room: int) -> tuple[Messages, np.ndarray]:
-    """Returns messages and their tokens, without the oldest where else an answer had not this `room`; ConfigError if none is left."""
+def _prompt(
+    opened: Opened, messages: Messages, length: int, room: int
+) -> tuple[Messages, np.ndarray]:
+    """Returns messages and their tokens, without the oldest where else an answer had not this `room`; ConfigError if
+    none is left.
+    """
     assert opened.template is not None
-    tokens, first = opened.template.tokens(messages, most=length), int(messages[0]["role"] == SYSTEM)
+    tokens = opened.template.tokens(messages, most=length)
+    first = int(messages[0]["role"] == SYSTEM)
     while len(tokens) + room > length and len(messages) > first + 2:
         # a message and its answer
         messages = messages[:first] + messages[first + 2 :]
         tokens = opened.template.tokens(messages, most=length)
     if len(tokens) >= length:
         raise ConfigError(
-            f"the message makes the conversation {at_least(len(tokens), length)} tokens long, and there are {length} positions for it and its answer; "
+            f"the message makes the conversation {at_least(len(tokens), length)} tokens long, and there are {length} "
+            "positions for it and its answer; "
             "--length N takes more."
         )
     return messages, tokens
 
 
 def _lines() -> Iterator[str]:
-    """Yields what is typed, or comes from a pipe, line by line until its end; empty lines are no messages. Ctrl-C forgets the line."""
+    """Yields what is typed, or comes from a pipe, line by line until its end; empty lines are no messages.
+
+    Ctrl-C forgets the line.
+    """
     typed = sys.stdin is not None and sys.stdin.isatty()
     edited = typed and sys.stdout.isatty()
     if edited:

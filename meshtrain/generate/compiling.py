@@ -25,8 +25,12 @@ LOG_EVERY = 10.0  # seconds
 class CompilingAhead:
     """Begins with `start`. `changed` is notified of each program; `wanted` names those that requests wait for."""
 
-    def __init__(self, decoding: Any, changed: threading.Condition, wanted: "Callable[[], list[Name]]") -> None:
-        self._decoding, self._changed, self._wanted = decoding, changed, wanted
+    def __init__(
+        self, decoding: Any, changed: threading.Condition, wanted: "Callable[[], list[Name]]"
+    ) -> None:
+        self._decoding = decoding
+        self._changed = changed
+        self._wanted = wanted
         self._closing = False
         self.running = True
         self._thread = threading.Thread(target=self._run, name="meshtrain compiler", daemon=True)
@@ -57,9 +61,16 @@ class CompilingAhead:
                     self._changed.notify_all()
                 if time.monotonic() - logged > LOG_EVERY:
                     logged = time.monotonic()
-                    log.info("compiled %d of %d programs", self._decoding.compiled, len(self._decoding.names))
+                    log.info(
+                        "compiled %d of %d programs",
+                        self._decoding.compiled,
+                        len(self._decoding.names),
+                    )
         except Exception as error:
-            log.warning("a program cannot be compiled ahead (%s); whoever needs it waits for it", reason(error))
+            log.warning(
+                "a program cannot be compiled ahead (%s); whoever needs it waits for it",
+                reason(error),
+            )
         finally:
             with self._changed:
                 self.running = False
@@ -70,7 +81,9 @@ class CompilingAhead:
         return next((name for name in names if not self._decoding.is_compiled(name)), None)
 
     def _left(self, most: int | None = None) -> "list[Name]":
-        return [name for name in self._decoding.names[:most] if not self._decoding.is_compiled(name)]
+        return [
+            name for name in self._decoding.names[:most] if not self._decoding.is_compiled(name)
+        ]
 
 
 def reason(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Many requests through one model at once: each gets a slot as one is free, all slots decode together (continuous batching: Yu et al. 2022).
+"""Many requests through one model at once: each gets a slot as one is free, all slots decode together (continuous
+batching: Yu et al. 2022).
 
     submit ──► waiting ──prefill──► slot 0 ███████████████░░░ a request
        │          (bounded: Busy)   slot 1 ██████┊████████░░░ one ends, the next takes its slot while the others go on
@@ -7,8 +8,9 @@
     device   │ decode n │ decode n + 1 │ decode n + 2 │         The host has dispatched a step before it reads the one before it:
     host          │ reads n, tells │ reads n + 1, tells │       what it takes to make text of tokens costs the device nothing.
 
-A program that is compiled ahead (`warm`) is compiled on a thread of its own: a request that needs one more waits, and the others go on.
-Whether a request ends with a token is known one step late, so that its slot decodes once more, which nobody reads. What a request gets
+A program that is compiled ahead (`warm`) is compiled on a thread of its own: a request that needs one more waits, and
+the others go on. Whether a request ends with a token is known one step late, so that its slot decodes once more, which
+nobody reads. What a request gets
 depends on nothing beside it: its noise follows from its own seed and positions.
 """
 
@@ -23,7 +25,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtrain.generate.compiling import CompilingAhead, reason
-from meshtrain.generate.request import Busy, Closed, EngineStatus, Finish, Listener, Piece, Request, Running, Ticket
+from meshtrain.generate.request import (
+    Busy,
+    Closed,
+    EngineStatus,
+    Finish,
+    Listener,
+    Piece,
+    Request,
+    Running,
+    Ticket,
+)
 from meshtrain.generate.text import Spelling
 
 # A server listens before JAX is imported.
@@ -34,14 +46,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Requests whose token a program chooses, each with its place in the program's arrays (None: they are of one slot).
 Places = list[tuple[int | None, Running]]
-MOST_FAILURES = 3  # of the device's programs, with nothing read between them, until the engine gives up
+MOST_FAILURES = (
+    3  # of the device's programs, with nothing read between them, until the engine gives up
+)
 
 
 class Engine:
     """Runs requests; a context manager, which is a thread of its own from `start` to `close`.
 
-    `length`: positions of a slot, prompt and answer together. `waiting`: requests that may wait for a slot. `keep` False
-    takes the weights over from `opened.model`, which can then be used for nothing else. `decoding`: what makes the device's programs.
+    `length`: positions of a slot, prompt and answer together. `waiting`: requests that may wait for a slot. `keep`
+    False takes the weights over from `opened.model`, which can then be used for nothing else. `decoding`: what makes
+    the device's programs.
     """
 
     def __init__(
@@ -57,18 +72,22 @@ class Engine:
             from meshtrain.generate.programs import Decoding
 
             decoding = partial(Decoding, kind=opened.weights)
-        self.opened, self.slots = opened, slots
+        self.opened = opened
+        self.slots = slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
         self._decoding = decoding(opened.model, slots, self.length, keep)
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[Running | None] = [None] * slots
-        self._unread: deque[tuple[Any, Places]] = deque()  # of programs that were dispatched: their arrays, for whom
+        self._unread: deque[tuple[Any, Places]] = (
+            deque()
+        )  # of programs that were dispatched: their arrays, for whom
         self._failed = 0  # programs in a row
         self._counts = Counter[str]()
         self._turn_began: float | None = None
-        self._last_step, self._compiling = 0.0, False
+        self._last_step = 0.0
+        self._compiling = False
         # What follows is shared between threads, under `_changed`.
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -80,9 +99,12 @@ class Engine:
     # --- from any thread
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Queues a request. The listener is called from the engine's thread, at last with a finish; if it raises, its request is cancelled.
+        """Queues a request.
 
-        Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none will be.
+        The listener is called from the engine's thread, at last with a finish; if it raises, its request is cancelled.
+
+        Busy if as many wait as may, ConfigError for a request that no state of the engine could answer, Closed if none
+        will be.
         """
         request.check(self.length, self._decoding.vocabulary)
         ticket = Ticket(request, listener, self._notify)
@@ -99,16 +121,24 @@ class Engine:
     def status(self) -> EngineStatus:
         with self._changed:
             return EngineStatus(
-                self.slots, self.slots - self._running.count(None), len(self._waiting), **self._counts, compiled=self._decoding.compiled,
-                last_step=self._last_step, turn_began=self._turn_began, broken=self._broken,
+                self.slots,
+                self.slots - self._running.count(None),
+                len(self._waiting),
+                **self._counts,
+                compiled=self._decoding.compiled,
+                last_step=self._last_step,
+                turn_began=self._turn_began,
+                broken=self._broken,
                 compiling=self._compiling or (bool(self._waiting) and self._admissible() is None),
-            )  # fmt: skip
+            )
 
     def start(self) -> "Engine":
         """Begins to answer, on a thread of its own."""
         with self._changed:
             if self._thread is None and self._closing is None:
-                self._thread = threading.Thread(target=self._run, name="meshtrain engine", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="meshtrain engine", daemon=True
+                )
                 self._thread.start()
         return self
 
@@ -129,7 +159,9 @@ class Engine:
         return self._ahead is not None and self._ahead.running
 
     def close(self, drain: bool = False) -> None:
-        """Takes no more requests and ends; `drain`: when all that were taken are answered, else they end with finish cancelled."""
+        """Takes no more requests and ends; `drain`: when all that were taken are answered, else they end with finish
+        cancelled.
+        """
         with self._changed:
             if self._closing != "now":
                 self._closing = "drain" if drain else "now"
@@ -171,13 +203,19 @@ class Engine:
             self._read(keep=1 if dispatched and not self._decoding.synchronous else 0)
         except Exception as error:
             self._fail(error)
-        self._turn_began, self._compiling, self._last_step = None, False, time.monotonic()
+        self._turn_began = None
+        self._compiling = False
+        self._last_step = time.monotonic()
         return self._has_work()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._closing != "now" and (self._closing is None or self._has_work()) and not self._can_step():
+                while (
+                    self._closing != "now"
+                    and (self._closing is None or self._has_work())
+                    and not self._can_step()
+                ):
                     self._changed.wait()
                 if self._closing == "now" or not self._has_work():
                     break
@@ -205,8 +243,12 @@ class Engine:
             self._end_ticket(ticket, Piece("", finish="cancelled"))
 
     def _admit(self) -> bool:
-        """Prefills free slots in the order of submission; whether there were any. While others decode one a turn, so that they go on."""
-        most, prefilled = 1 if self._occupied() else self.slots, False
+        """Prefills free slots in the order of submission; whether there were any.
+
+        While others decode one a turn, so that they go on.
+        """
+        most = 1 if self._occupied() else self.slots
+        prefilled = False
         for slot in [slot for slot, running in enumerate(self._running) if running is None][:most]:
             with self._changed:
                 ticket = self._admissible()
@@ -220,7 +262,9 @@ class Engine:
             if self._state is None:
                 self._state = self._decoding.empty()
             self._compiling |= not self._decoding.is_compiled(self._prefill_of(request))
-            self._state, picked = self._decoding.prefill(self._state, slot, tokens, request.sampling)
+            self._state, picked = self._decoding.prefill(
+                self._state, slot, tokens, request.sampling
+            )
             self._unread.append((picked, [(None, running)]))
             self._count(prompt_tokens=len(tokens))
             prefilled = True
@@ -229,8 +273,12 @@ class Engine:
         return prefilled
 
     def _decode(self) -> bool:
-        running_slots = [(slot, running) for slot, running in enumerate(self._running) if running is not None]
-        places: Places = [(slot, running) for slot, running in running_slots if running.dispatched < running.most]
+        running_slots = [
+            (slot, running) for slot, running in enumerate(self._running) if running is not None
+        ]
+        places: Places = [
+            (slot, running) for slot, running in running_slots if running.dispatched < running.most
+        ]
         if not places:
             return False
         logprobs = any(running.ticket.request.logprobs is not None for _, running in places)
@@ -288,7 +336,10 @@ class Engine:
             self._end_ticket(ticket, Piece("", finish=finish, problem=problem))
 
     def _fail(self, error: Exception) -> None:
-        """A program of the device has failed: what lay there is lost, with all requests that had a slot. The others get a new state."""
+        """A program of the device has failed: what lay there is lost, with all requests that had a slot.
+
+        The others get a new state.
+        """
         problem = f"the device's program failed: {reason(error)}."
         log.error(problem, exc_info=error)
         self._failed += 1
@@ -314,7 +365,9 @@ class Engine:
     def _admissible(self) -> Ticket | None:
         """Returns the first that waits for nothing but a slot."""
         compiled = self._decoding.is_compiled
-        ready = (t for t in self._waiting if not self.warming or compiled(self._prefill_of(t.request)))
+        ready = (
+            t for t in self._waiting if not self.warming or compiled(self._prefill_of(t.request))
+        )
         return next(ready, None)
 
     def _occupied(self) -> list[Running]:

@@ -2,8 +2,9 @@
 
     W [in, out] ──► values, int8 or e4m3 [in, out]  x  scale, float32 [1, out]  ──widened where it is multiplied──► bfloat16
 
-Each output has a scale of its own, of experts each expert's, and those of a weight that splits over tensor are those of all of it, so that
-every mesh multiplies by the same numbers. Embedding, head, norms, routers, biases and adapters stay as they are.
+Each output has a scale of its own, of experts each expert's, and those of a weight that splits over tensor are those of
+all of it, so that every mesh multiplies by the same numbers. Embedding, head, norms, routers, biases and adapters stay
+as they are.
 """
 
 from typing import Any
@@ -24,7 +25,9 @@ TOP = 127  # the largest int8 whose negative is one too
 
 
 def groups(weight: Placed) -> Groups | None:
-    """Returns how many numbers of a layer's weight share a scale along each dimension, 0: all; None of what is not held in 8 bits."""
+    """Returns how many numbers of a layer's weight share a scale along each dimension, 0: all; None of what is not held
+    in 8 bits.
+    """
     return groups_of(weight, "rowwise")
 
 
@@ -34,7 +37,9 @@ def held(kind: str, x: jax.Array, by: Groups) -> Rounded:
         return rounded(x, by).packed()
     shared = tuple(d for d, numbers in enumerate(by) if not numbers)
     wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), shared, keepdims=True) / TOP, jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(
+        jnp.max(jnp.abs(wide), shared, keepdims=True) / TOP, jnp.finfo(jnp.float32).tiny
+    )
     return Rounded(jnp.round(wide / scale).astype(jnp.int8), scale)
 
 
@@ -44,7 +49,9 @@ def is_rounded(x: Any) -> bool:
 
 def multiplied(tree: Any, dtype: Any) -> Any:
     """Returns a tree of weights as products take them."""
-    return jax.tree.map(lambda x: widened(x, dtype) if is_rounded(x) else x, tree, is_leaf=is_rounded)
+    return jax.tree.map(
+        lambda x: widened(x, dtype) if is_rounded(x) else x, tree, is_leaf=is_rounded
+    )
 
 
 def spec(weight: Placed, kind: str | None) -> Any:
@@ -54,7 +61,10 @@ def spec(weight: Placed, kind: str | None) -> Any:
     values = PartitionSpec(*axes)
     if by is None:
         return values
-    return Rounded(values, PartitionSpec(*(of if numbers else None for of, numbers in zip(axes, by, strict=True))))  # type: ignore[arg-type]
+    return Rounded(
+        values,
+        PartitionSpec(*(of if numbers else None for of, numbers in zip(axes, by, strict=True))),
+    )  # type: ignore[arg-type]
 
 
 def round_weights(model: Model, kind: str) -> None:
@@ -63,7 +73,11 @@ def round_weights(model: Model, kind: str) -> None:
     def rounded_leaf(weight: Placed, x: jax.Array) -> jax.Array:
         if (by := groups(weight)) is None:
             return x
-        run = jax.jit(lambda x: widened(held(kind, x, (1, *by)), x.dtype), out_shardings=x.sharding, donate_argnums=0)
+        run = jax.jit(
+            lambda x: widened(held(kind, x, (1, *by)), x.dtype),
+            out_shardings=x.sharding,
+            donate_argnums=0,
+        )
         return run(x)
 
     model.params = model.program.layout.map(rounded_leaf, model.params)
@@ -73,5 +87,7 @@ def note(kind: str, tree: Any, dtype: Any) -> str:
     """Returns a sentence on the bytes of weights that are held in 8 bits."""
     leaves = jax.tree.leaves(tree, is_leaf=is_rounded)
     now = sum(x.nbytes for x in jax.tree.leaves(tree))
-    wide = sum(x.values.size * jnp.dtype(dtype).itemsize if is_rounded(x) else x.nbytes for x in leaves)
+    wide = sum(
+        x.values.size * jnp.dtype(dtype).itemsize if is_rounded(x) else x.nbytes for x in leaves
+    )
     return f"weights held in {kind} take {size(now)} in place of {size(wide)} in {jnp.dtype(dtype).name}."

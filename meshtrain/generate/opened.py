@@ -1,4 +1,5 @@
-"""A model that is opened to be used: its weights on a mesh, its tokenizer, the tokens that end a text, its chat template.
+"""A model that is opened to be used: its weights on a mesh, its tokenizer, the tokens that end a text, its chat
+template.
 
     RUN, checkpoints/12, an import, HF_DIR ── config ──► which mesh ── weights ──► Model
                                            ├─ tokenizer.json, or bytes ──► tokenizer ─┬─► ends: what a model says last
@@ -6,8 +7,8 @@
                                            │                          └─► how tokens are drawn unless somebody says
                                            └─ chat_template.jinja ────────────────────┴─► Conversations
 
-The mesh is the one that is asked for, else one device, or as many as weights and cache need: tensor ranks share both; data ranks have
-the weights once more, and share the slots.
+The mesh is the one that is asked for, else one device, or as many as weights and cache need: tensor ranks share both;
+data ranks have the weights once more, and share the slots.
 
     on one device      weights / tensor  +  cache of slots / data  +  what is there for a moment
 
@@ -62,23 +63,34 @@ class MemoryNeeds:
 
 def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     """Returns what generating takes on the config's mesh, which has no stages."""
-    model, mesh, size = config.model, config.mesh, itemsize(config.precision.compute)
+    model = config.model
+    mesh = config.mesh
+    size = itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
     groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
-    cache = 2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
+    cache = (
+        2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
+    )
     # the stream and what its branches make of it; logits are of one position
     hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
     of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)
-    return MemoryNeeds(sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size))
+    return MemoryNeeds(
+        sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size)
+    )
 
 
 def choose_mesh(
-    config: Config, asked: str | None, slots: int, length: int, devices: Sequence[jax.Device] | None = None
+    config: Config,
+    asked: str | None,
+    slots: int,
+    length: int,
+    devices: Sequence[jax.Device] | None = None,
 ) -> MeshConfig:
     """Returns the mesh for so many slots of `length` positions, of the axes data and tensor.
 
-    `asked` is as "data=2,tensor=2". Else it is one device, and on accelerators whose memory is too small for that the smallest tensor that
-    divides the heads and fits. ConfigError for a mesh that cannot be, and where none is large enough.
+    `asked` is as "data=2,tensor=2". Else it is one device, and on accelerators whose memory is too small for that the
+    smallest tensor that divides the heads and fits. ConfigError for a mesh that cannot be, and where none is large
+    enough.
     """
     if asked is not None:
         mesh = parse_mesh(asked)
@@ -102,7 +114,8 @@ def choose_mesh(
             return MeshConfig(tensor=tensor)
     gib = [f"{n / 2**30:.1f}" for n in (need.weights, need.cache, need.moment, memory)]
     raise ConfigError(
-        f"on tensor {legal[-1]} each device needs {gib[0]} GiB for weights, {gib[1]} for the cache of {slots} x {length} positions and "
+        f"on tensor {legal[-1]} each device needs {gib[0]} GiB for weights, {gib[1]} for the cache of {slots} x "
+        f"{length} positions and "
         f"{gib[2]} besides, and has {gib[3]}; give fewer slots, shorter ones, or more devices."
     )
 
@@ -120,10 +133,20 @@ def parse_mesh(asked: str) -> MeshConfig:
 PRECISIONS: tuple[str, ...] = get_args(get_type_hints(PrecisionConfig)["compute"])
 # What else that file may ask for and nothing here does, with the value that asks for nothing.
 ABSENT: Mapping[str, Any] = {
-    "repetition_penalty": 1, "min_p": 0, "typical_p": 1, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1,
-    "penalty_alpha": 0, "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "typical_p": 1,
+    "no_repeat_ngram_size": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
     "forced_eos_token_id": None,
-}  # fmt: skip
+}
 USUAL = 4096  # positions of a slot, of a model that has more
 
 
@@ -140,10 +163,14 @@ class Opened:
     longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
     # of what a chat template has made: special tokens in it are themselves
     marked: Tokenizer = field(default_factory=ByteTokenizer)
-    without: str = "the model has no chat template."  # why there is no template, where there is none
+    without: str = (
+        "the model has no chat template."  # why there is no template, where there is none
+    )
     sampling: Sampling | None = None  # how its makers have tokens chosen; None: they do not say
     asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences
-    weights: str | None = None  # what holds them, see `generate.held`; None: the dtype that computes
+    weights: str | None = (
+        None  # what holds them, see `generate.held`; None: the dtype that computes
+    )
 
 
 def open_model(
@@ -157,10 +184,12 @@ def open_model(
     slots: int = 1,
     weights: str | None = None,
 ) -> Opened:
-    """Opens any run directory, step, `adopt import` or Hugging Face directory, on whatever mesh it was trained, to go on with texts.
+    """Opens any run directory, step, `adopt import` or Hugging Face directory, on whatever mesh it was trained, to go
+    on with texts.
 
-    `mesh` as "data=2,tensor=2", else the smallest on which the weights and the cache of `slots` x `length` positions fit; `precision`
-    computes and holds the weights (by default what the run computed in), but for those that `weights` (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
+    `mesh` as "data=2,tensor=2", else the smallest on which the weights and the cache of `slots` x `length` positions
+    fit; `precision` computes and holds the weights (by default what the run computed in), but for those that `weights`
+    (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
@@ -173,20 +202,28 @@ def open_model(
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
         raise ConfigError(
-            f"{short(path)} is a model of images (family {config.model.family}), which has no text to go on with; mt.read_model gives its logits."
+            f"{short(path)} is a model of images (family {config.model.family}), which has no text to go on with; "
+            "mt.read_model gives its logits."
         )
-    theirs = read_json(root / CONFIG) if is_hf_directory(root) else extra_files.find_hf_config(root, config)
+    theirs = (
+        read_json(root / CONFIG)
+        if is_hf_directory(root)
+        else extra_files.find_hf_config(root, config)
+    )
     name, files = _tokenizer(root, config)
-    begin, end = config.data.begin, config.data.end
+    begin = config.data.begin
+    end = config.data.end
     tokenizer = load_tokenizer(name, begin=begin, end=end)
     marked = load_tokenizer(name, chat=True, begin=begin, end=end)
     vocabulary = config.model.vocab_size
     # of a tokenizer without one the end of a document may be an id more than the model has
     if tokenizer.vocab_size - (tokenizer.end_of_document >= vocabulary) > vocabulary:
         raise ConfigError(
-            f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; it is another model's."
+            f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; "
+            "it is another model's."
         )
-    template, without = None, ""
+    template = None
+    without = ""
     own = config.data.template
     try:
         source = find_template(own if own and Path(own).expanduser().is_file() else None, name)
@@ -202,27 +239,55 @@ def open_model(
     # of weights whose tokenizer lies elsewhere
     for file, content in ((CONFIG, theirs), (GENERATION, generation)):
         ends |= {i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends}
-    beyond = [f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES]
+    beyond = [
+        f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES
+    ]
     if beyond:
-        asks += (f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}.",)
+        asks += (
+            f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}.",
+        )
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = on_mesh(root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision)
+    model = on_mesh(
+        root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
+    )
     fitting = frozenset(i for i in ends if i < vocabulary)
     model_name = extra_files.run_of(Path(os.path.realpath(root))).name
     return Opened(
-        model, tokenizer, fitting, template, model_name, usual, longest, marked, without, sampling, asks, weights
+        model,
+        tokenizer,
+        fitting,
+        template,
+        model_name,
+        usual,
+        longest,
+        marked,
+        without,
+        sampling,
+        asks,
+        weights,
     )
 
 
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
     """Opens the model that a command line asks for, by the options of `cli.Parser.add_model`."""
-    how = {name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")}
+    how = {
+        name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")
+    }
     return open_model(options.path, length=length, slots=slots, **how)
 
 
-def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: int, weights: str | None, **how: Any) -> Model:  # fmt: skip
-    """Returns the model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that it fits.
+def on_mesh(
+    root: Path,
+    config: Config,
+    mesh: str | None,
+    slots: int,
+    length: int,
+    weights: str | None,
+    **how: Any,
+) -> Model:
+    """Returns the model that `read_config` gave the config of, on the mesh that is asked for, or on the smallest that
+    it fits.
 
     `weights`: what they are rounded to, see `generate.held`.
     """
@@ -230,7 +295,9 @@ def on_mesh(root: Path, config: Config, mesh: str | None, slots: int, length: in
         # JAX starts as it does for every mesh, with the memory that a run would have
         make_mesh(config)
     chosen = choose_mesh(config, mesh, slots, length)
-    model = read_model(root, mesh=make_mesh(replaced(config, mesh=vars(chosen))), masters=False, **how)
+    model = read_model(
+        root, mesh=make_mesh(replaced(config, mesh=vars(chosen))), masters=False, **how
+    )
     if weights is not None:
         round_weights(model, weights)
     return model
@@ -242,13 +309,18 @@ def _check_there(root: Path, given: str) -> None:
     legal = "give a run, one of its checkpoints, or a Hugging Face directory."
     if os.path.lexists(root):
         raise ConfigError(f"{short(given)} is no directory; {legal}")
-    there = [each.name for each in root.parent.iterdir() if each.is_dir()] if root.parent.is_dir() else []
+    there = (
+        [each.name for each in root.parent.iterdir() if each.is_dir()]
+        if root.parent.is_dir()
+        else []
+    )
     if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
     owner, _, model = given.partition("/")
     if model and "/" not in model and not given.startswith((".", "~")) and not Path(owner).is_dir():
         raise ConfigError(
-            f"there is no directory {short(given)}; a repository of Hugging Face's is not downloaded here, so do that first "
+            f"there is no directory {short(given)}; a repository of Hugging Face's is not downloaded here, so do that "
+            "first "
             f"(hf download {short(given)} --local-dir {short(model)}) and give {short(model)}."
         )
     raise ConfigError(f"there is no directory {short(given)}; {legal}")
@@ -259,7 +331,11 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
     imported = (extra_files.run_of(root) / extra_files.HF_CONFIG).is_file()
     if not is_hf_directory(root) and config.data.tokenizer == "byte" and not imported:
         return "byte", {}
-    files = extra_files.tokenizer_files(root) if is_hf_directory(root) else extra_files.find_tokenizer(root, config)
+    files = (
+        extra_files.tokenizer_files(root)
+        if is_hf_directory(root)
+        else extra_files.find_tokenizer(root, config)
+    )
     if "tokenizer.json" in files:
         return str(files["tokenizer.json"]), files
     if files:
@@ -269,20 +345,35 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
             "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
     if is_hf_directory(root) or imported:
-        raise ConfigError(f"{short(root)} has weights but no tokenizer.json; put that of its model beside them.")
+        raise ConfigError(
+            f"{short(root)} has weights but no tokenizer.json; put that of its model beside them."
+        )
     raise ConfigError(
-        f"the run's tokenizer {short(config.data.tokenizer)} is not there any more; put it there again, or a tokenizer.json in "
+        f"the run's tokenizer {short(config.data.tokenizer)} is not there any more; put it there again, or a "
+        "tokenizer.json in "
         f"{short(extra_files.run_of(root))}."
     )
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
-    """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no way to."""
+    """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no
+    way to.
+    """
     if (problem := next(problems(generation, SAMPLING), None)) is not None:
         raise ConfigError(problem)
-    absent = [name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)]
-    asks = [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."] if absent else []
-    values = {name: generation[name] for name in ("temperature", "top_k", "top_p") if generation.get(name) is not None}
+    absent = [
+        name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)
+    ]
+    asks = (
+        [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."]
+        if absent
+        else []
+    )
+    values = {
+        name: generation[name]
+        for name in ("temperature", "top_k", "top_p")
+        if generation.get(name) is not None
+    }
     draws = generation.get("do_sample")
     if draws is None and not values:
         return None, tuple(asks)

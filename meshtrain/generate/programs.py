@@ -4,13 +4,14 @@
                                                       ▼
                        Slots: cache, last token, position, sampling ──► decode ──► Slots, Picked ──► decode ──► ...
 
-A state is donated and the next decode reads the token that the last one chose where it lies, so that a host can dispatch a step before
-it has seen what the one before chose. Layers stand one after the other in the program, each with weights of its own, in the compute dtype
-and whole on every data rank:
+A state is donated and the next decode reads the token that the last one chose where it lies, so that a host can
+dispatch a step before it has seen what the one before chose. Layers stand one after the other in the program, each with
+weights of its own, in the compute dtype and whole on every data rank:
 
     blocks.attention.q [layers, D, H, K] float32  ──►  layer 0 [D, H, K], layer 1 [D, H, K], ...  bfloat16
 
-A layer cut out of a stacked array is a copy of it, every step, which took as long as all else (experiments/generate/decode.py).
+A layer cut out of a stacked array is a copy of it, every step, which took as long as all else
+(experiments/generate/decode.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,13 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.families import FAMILIES
 from meshtrain.generate import held
-from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention, written
+from meshtrain.generate.cache import (
+    DecodeAttention,
+    LayerCache,
+    OwnGroups,
+    PromptAttention,
+    written,
+)
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.sampling import SamplingArrays, sample
 from meshtrain.mesh import DATA, TENSOR, platform
@@ -42,7 +49,9 @@ from meshtrain.reader import Model
 
 Tree = Any
 LEAST_BUCKET = 16  # tokens
-Name = tuple[str, int]  # ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
+Name = tuple[
+    str, int
+]  # ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
 
 
 class Parts(NamedTuple):
@@ -59,13 +68,16 @@ def specs(layout: Layout, kind: str | None = None) -> Parts:
 
 
 def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None) -> Parts:
-    """Returns the weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless `keep`.
+    """Returns the weights of a model on the mesh of `layout`, one after the other; those of the model are freed unless
+    `keep`.
 
     `kind`: those of products are held in it, see `generate.held`.
     """
     by_name: dict[str, list[Any]] = {}
     theirs = model.program.layout
-    for placed, weight, x in zip(theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True):
+    for placed, weight, x in zip(
+        theirs.flat, layout.flat, jax.tree.leaves(model.params), strict=True
+    ):
 
         def cut(x: jax.Array, placed: Placed = placed, weight: Placed = weight) -> list[Any]:
             whole = layout.live_leaf(weight, theirs.canonical_leaf(placed, x))
@@ -74,7 +86,9 @@ def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None
             by = held.groups(weight) if kind else None
             return layers if by is None else [held.held(str(kind), layer, by) for layer in layers]
 
-        shardings = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), _specs(weight, kind))
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(layout.mesh, spec), _specs(weight, kind)
+        )
         by_name[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
         if not keep:
             x.delete()
@@ -83,7 +97,9 @@ def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None
 
 def _by_part(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
     def part(name: str, layer: int = 0) -> Tree:
-        return jax.tree.map(lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed)
+        return jax.tree.map(
+            lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed
+        )
 
     blocks = tuple(part("blocks", layer) for layer in range(layout.config.model.layers))
     return Parts(part("embedding"), blocks, part("head"))
@@ -106,8 +122,12 @@ class Picked(NamedTuple):
     """Chosen tokens; of a prefill those of its slot alone, without the axis S."""
 
     tokens: jax.Array  # int32 [S]
-    logprobs: jax.Array | None = None  # float32 [S], of the model's own distribution (at temperature 1)
-    likeliest_ids: jax.Array | None = None  # int32 [S, MOST_LIKELY], or the whole vocabulary where that is smaller
+    logprobs: jax.Array | None = (
+        None  # float32 [S], of the model's own distribution (at temperature 1)
+    )
+    likeliest_ids: jax.Array | None = (
+        None  # int32 [S, MOST_LIKELY], or the whole vocabulary where that is smaller
+    )
     likeliest_logprobs: jax.Array | None = None  # float32 likewise
 
 
@@ -119,15 +139,20 @@ class UseCollectives(MeshCollectives):
 
 
 class Decoding:
-    """Compiled prefill and decode of one model on one mesh (data x tensor), for so many `slots` of at most `length` positions each.
+    """Compiled prefill and decode of one model on one mesh (data x tensor), for so many `slots` of at most `length`
+    positions each.
 
-    `keep` False frees the model's own arrays as its weights are taken over: it then gives no logits any more, and no more memory is
-    needed than for one weight of all layers besides. `kind`: what holds weights of products, see `generate.held`. ConfigError for a mesh with stages, for slots that data does not divide, for a
-    length that the model has no positions for, and for an attention hook, which knows of no cache.
+    `keep` False frees the model's own arrays as its weights are taken over: it then gives no logits any more, and no
+    more memory is needed than for one weight of all layers besides. `kind`: what holds weights of products, see
+    `generate.held`. ConfigError for a mesh with stages, for slots that data does not divide, for a length that the
+    model has no positions for, and for an attention hook, which knows of no cache.
     """
 
-    def __init__(self, model: Model, slots: int, length: int, keep: bool = True, kind: str | None = None) -> None:
-        self.slots, self.length = slots, length
+    def __init__(
+        self, model: Model, slots: int, length: int, keep: bool = True, kind: str | None = None
+    ) -> None:
+        self.slots = slots
+        self.length = length
         self.kind = kind
         self.mesh = model.program.mesh
         self.config: Config = replaced(
@@ -138,7 +163,9 @@ class Decoding:
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
         self.graphs = Parts(forward.embedding_graph, forward.block_graph, forward.head_graph)
-        self.parts = ModelParts(self.config, self.collectives, Hooks(block=model.program.hooks.block))
+        self.parts = ModelParts(
+            self.config, self.collectives, Hooks(block=model.program.hooks.block)
+        )
         sizes = self.config.model
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
@@ -158,11 +185,20 @@ class Decoding:
 
     def _nothing(self) -> Slots:
         model = self.config.model
-        shape = (self.slots, self.groups.each * self.config.mesh.tensor, self.length, model.head_dim)
-        zeros = lambda: jnp.zeros(shape, self.dtype)  # noqa: E731
+        shape = (
+            self.slots,
+            self.groups.each * self.config.mesh.tensor,
+            self.length,
+            model.head_dim,
+        )
+        zeros = lambda: jnp.zeros(shape, self.dtype)
         cache = tuple(LayerCache(zeros(), zeros()) for _ in range(model.layers))
-        greedy = jax.tree.map(lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling()))
-        return Slots(cache, jnp.zeros(self.slots, jnp.int32), jnp.zeros(self.slots, jnp.int32), greedy)
+        greedy = jax.tree.map(
+            lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling())
+        )
+        return Slots(
+            cache, jnp.zeros(self.slots, jnp.int32), jnp.zeros(self.slots, jnp.int32), greedy
+        )
 
     @property
     def note(self) -> str:
@@ -183,21 +219,32 @@ class Decoding:
         """Whether a program must end before the next is dispatched: fake devices deadlock with two under way."""
         return platform(self.mesh) == "cpu" and self.mesh.size > 1
 
-    def prefill(self, state: Slots, slot: int, tokens: np.ndarray, sampling: Sampling) -> tuple[Slots, Picked]:
-        """Reads a prompt, int [T], into a slot, and chooses the token behind it; the state is used up. Waits for nothing."""
+    def prefill(
+        self, state: Slots, slot: int, tokens: np.ndarray, sampling: Sampling
+    ) -> tuple[Slots, Picked]:
+        """Reads a prompt, int [T], into a slot, and chooses the token behind it; the state is used up.
+
+        Waits for nothing.
+        """
         if not 1 <= len(tokens) <= self.length:
             raise ConfigError(
-                f"a prompt of {len(tokens)} tokens does not fit; it must have 1 to {self.length}, the positions of a slot."
+                f"a prompt of {len(tokens)} tokens does not fit; it must have 1 to {self.length}, the positions of a "
+                "slot."
             )
         bucket = self.bucket(len(tokens))
         padded = np.zeros((1, bucket), np.int32)
         padded[0, : len(tokens)] = tokens
         how = SamplingArrays.of(sampling)
         self.compile(name := ("prefill", bucket))
-        return self._executables[name](self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how)
+        return self._executables[name](
+            self.weights, state, np.int32(slot), padded, np.int32(len(tokens)), how
+        )
 
     def decode(self, state: Slots, likeliest: bool = False) -> tuple[Slots, Picked]:
-        """Chooses one more token for every slot; the state is used up. Waits for nothing. `likeliest`: with log-probabilities."""
+        """Chooses one more token for every slot; the state is used up.
+
+        Waits for nothing. `likeliest`: with log-probabilities.
+        """
         self.compile(name := ("decode", likeliest))
         return self._executables[name](self.weights, state)
 
@@ -225,24 +272,43 @@ class Decoding:
         return len(self._executables) - self._others
 
     def reuse(self, kept: dict[Any, dict[Name, Any]]) -> None:
-        """Shares programs with those that were compiled for the same model at the same sizes; before any is compiled here."""
-        of, hooks = self.config, self.parts.hooks
-        same = repr((of.model, of.precision, of.mesh, of.parallel, of.lora, self.slots, self.length, self.kind))
+        """Shares programs with those that were compiled for the same model at the same sizes; before any is compiled
+        here.
+        """
+        of = self.config
+        hooks = self.parts.hooks
+        same = repr(
+            (
+                of.model,
+                of.precision,
+                of.mesh,
+                of.parallel,
+                of.lora,
+                self.slots,
+                self.length,
+                self.kind,
+            )
+        )
         self._executables = kept.setdefault((same, hooks, self.mesh), self._executables)
         self._others = len(self._executables)
 
     def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:
         """Returns a program, lowered for arrays as they will be."""
         state = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
             jax.eval_shape(self._nothing),
             self.state_specs,
         )
         kind, of = name
         if kind == "decode":
             return self._decode[bool(of)].lower(self.weights, state)
-        tokens, one = np.zeros((1, of), np.int32), np.int32(1)
-        return self._prefill.lower(self.weights, state, one, tokens, one, SamplingArrays.of(Sampling()))
+        tokens = np.zeros((1, of), np.int32)
+        one = np.int32(1)
+        return self._prefill.lower(
+            self.weights, state, one, tokens, one, SamplingArrays.of(Sampling())
+        )
 
     def bucket(self, tokens: int) -> int:
         """Returns the length that a prompt is padded to."""
@@ -256,41 +322,65 @@ class Decoding:
 
     @cached_property
     def _decode(self) -> dict[bool, Any]:
-        one_more = {logprobs: partial(self._one_more, logprobs=logprobs) for logprobs in (False, True)}
-        return {logprobs: self._mapped(function, (), PartitionSpec(DATA)) for logprobs, function in one_more.items()}
+        one_more = {
+            logprobs: partial(self._one_more, logprobs=logprobs) for logprobs in (False, True)
+        }
+        return {
+            logprobs: self._mapped(function, (), PartitionSpec(DATA))
+            for logprobs, function in one_more.items()
+        }
 
-    def _mapped(self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec) -> Any:
-        in_specs, out_specs = (specs(self.layout, self.kind), self.state_specs, *more), (self.state_specs, picked)
+    def _mapped(
+        self, function: Callable[..., Any], more: tuple[Any, ...], picked: PartitionSpec
+    ) -> Any:
+        in_specs = (specs(self.layout, self.kind), self.state_specs, *more)
+        out_specs = (self.state_specs, picked)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, donate_argnums=1)
 
     def _read_prompt(
-        self, weights: Parts, state: Slots, slot: jax.Array, tokens: jax.Array, length: jax.Array, how: SamplingArrays
+        self,
+        weights: Parts,
+        state: Slots,
+        slot: jax.Array,
+        tokens: jax.Array,
+        length: jax.Array,
+        how: SamplingArrays,
     ) -> tuple[Slots, Picked]:
         slots = len(state.tokens)
         slot = slot - lax.axis_index(DATA) * slots
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in state.cache]
         x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-        picked = self._pick(weights, x, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True)
+        picked = self._pick(
+            weights, x, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True
+        )
         of_prompt = tuple(layer.cache for layer in layers)
-        cache = jax.tree.map(lambda old, new: written(old, new, slot, length), state.cache, of_prompt)
+        cache = jax.tree.map(
+            lambda old, new: written(old, new, slot, length), state.cache, of_prompt
+        )
         # a slot of another data rank is none here
         mine = jnp.arange(slots) == slot
-        put = lambda old, new: jnp.where(mine, vary(new, varying(old)), old)  # noqa: E731
+        put = lambda old, new: jnp.where(mine, vary(new, varying(old)), old)
         state = Slots(
-            cache, put(state.tokens, picked.tokens), put(state.positions, length), jax.tree.map(put, state.how, how)
+            cache,
+            put(state.tokens, picked.tokens),
+            put(state.positions, length),
+            jax.tree.map(put, state.how, how),
         )
         return state, jax.tree.map(lambda x: x[0], picked)
 
     def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
-        model, positions = self.config.model, state.positions
+        model = self.config.model
+        positions = state.positions
         layers = [DecodeAttention(model, self.groups, cache, positions) for cache in state.cache]
         x = self._stream(weights, state.tokens[:, None], positions[:, None], layers)
         picked = self._pick(weights, x, state.how, positions + 1, logprobs)
         # a slot that goes on beyond its last position is one that nobody reads
         positions = jnp.minimum(positions + 1, self.length - 1)
-        return Slots(tuple(layer.cache for layer in layers), picked.tokens, positions, state.how), picked
+        return Slots(
+            tuple(layer.cache for layer in layers), picked.tokens, positions, state.how
+        ), picked
 
     def _stream(
         self,
@@ -311,27 +401,43 @@ class Decoding:
             x = y
         return x
 
-    def _pick(self, weights: Parts, x: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool) -> Picked:
+    def _pick(
+        self,
+        weights: Parts,
+        x: jax.Array,
+        how: SamplingArrays,
+        positions: jax.Array,
+        logprobs: bool,
+    ) -> Picked:
         """Chooses from the stream of one position, [S, 1, D], the tokens for the next `positions`."""
         head = nnx.merge(self.graphs.head, weights.head)
         tied = weights.embedding["tokens"] if self.config.model.tied_head else None
         shards = head(x, tied, self.collectives)[:, 0]
-        padded = lax.all_gather(shards, self.collectives.vocabulary, axis=1, tiled=True, to="invarying")
+        padded = lax.all_gather(
+            shards, self.collectives.vocabulary, axis=1, tiled=True, to="invarying"
+        )
         logits = padded[:, : self.config.model.vocab_size]
         tokens = sample(logits, how, positions)
         if not logprobs:
             return Picked(tokens)
         by_id = jax.nn.log_softmax(logits)
         largest, ids = lax.top_k(by_id, min(MOST_LIKELY, logits.shape[1]))
-        return Picked(tokens, jnp.take_along_axis(by_id, tokens[:, None], axis=1)[:, 0], ids, largest)
+        return Picked(
+            tokens, jnp.take_along_axis(by_id, tokens[:, None], axis=1)[:, 0], ids, largest
+        )
 
 
 def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
-    model, mesh = config.model, config.mesh
+    model = config.model
+    mesh = config.mesh
     if not FAMILIES[model.family].causal:
-        raise ConfigError(f"model.family {model.family} reads in both directions; it cannot go on with a text.")
+        raise ConfigError(
+            f"model.family {model.family} reads in both directions; it cannot go on with a text."
+        )
     if mesh.pipeline > 1 or mesh.islands > 1:
-        raise ConfigError(f"the mesh is {mesh}; a model generates on data x tensor, without stages and islands.")
+        raise ConfigError(
+            f"the mesh is {mesh}; a model generates on data x tensor, without stages and islands."
+        )
     if mesh.expert > 1:
         raise ConfigError(
             f"mesh.expert is {mesh.expert}, but a model generates with all experts on a device; leave it out."
@@ -341,10 +447,13 @@ def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
     if length < 1:
         raise ConfigError(f"slots of {length} positions hold nothing; give 1 or more.")
     if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
-        raise ConfigError(f"{length} positions are asked for, but the model has learned {model.max_positions}.")
+        raise ConfigError(
+            f"{length} positions are asked for, but the model has learned {model.max_positions}."
+        )
     if hooks.attention is not None:
         name = model.attention or getattr(hooks.attention, "__qualname__", "a function")
         raise ConfigError(
-            f"the model has an attention of its own ({name}), which knows of no cache of keys and values, so that it cannot generate; "
+            f"the model has an attention of its own ({name}), which knows of no cache of keys and values, so that it "
+            "cannot generate; "
             "mt.read_model gives its logits, and meshtrain evaluate its perplexity."
         )

@@ -25,7 +25,9 @@ class Sampling:
 
     temperature: float = 0.0  # 0: the most likely one (greedy)
     top_k: int = 0  # among so many of the most likely; 0: all
-    top_p: float = 1.0  # among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
+    top_p: float = (
+        1.0  # among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
+    )
     seed: int = 0
 
     def check(self) -> None:
@@ -58,7 +60,9 @@ class Request:
             both = f"prompt and answer together have {length} positions here"
             raise ConfigError(f"the prompt is {len(tokens)} tokens long; {both}.")
         if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
-            raise ConfigError(f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0.")
+            raise ConfigError(
+                f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0."
+            )
         if self.most < 1:
             raise ConfigError(f"{self.most} tokens are asked for; it must be 1 at least.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LIKELY:
@@ -68,12 +72,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A chosen token, its log-probability (of the model's own distribution, at temperature 1) and the likeliest in its place."""
+    """A chosen token, its log-probability (of the model's own distribution, at temperature 1) and the likeliest in its
+    place.
+    """
 
     token: int
     text: str  # of this token alone
     logprob: float = 0.0
-    likeliest: tuple[tuple[int, str, float], ...] = ()  # (token, its text, log-probability), the likeliest first
+    likeliest: tuple[
+        tuple[int, str, float], ...
+    ] = ()  # (token, its text, log-probability), the likeliest first
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,9 @@ class Piece:
     """A bit of an answer, as it comes: text that no later token changes, and once, at last, why it ended."""
 
     text: str
-    chosen: tuple[Chosen, ...] = field(default=())  # what was chosen since the last piece; of logprobs alone
+    chosen: tuple[Chosen, ...] = field(
+        default=()
+    )  # what was chosen since the last piece; of logprobs alone
     tokens: int = 0  # chosen so far, an end token among them
     finish: Finish | None = None
     problem: str = ""  # of finish error, a sentence
@@ -113,7 +123,9 @@ class EngineStatus:
     compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's two
     failures: int = 0  # of the device's programs
     last_step: float = 0.0  # time.monotonic() at the end of the last turn
-    turn_began: float | None = None  # of the turn that goes on; None: nothing is asked of the device
+    turn_began: float | None = (
+        None  # of the turn that goes on; None: nothing is asked of the device
+    )
     compiling: bool = False  # in this turn a program is compiled, or what waits waits for that
     broken: str = ""  # why nothing can be generated any more, a sentence
 
@@ -123,7 +135,8 @@ class Ticket:
 
     def __init__(self, request: Request, listener: Listener, wake: Callable[[], None]) -> None:
         self.request = request
-        self._listener, self._wake = listener, wake
+        self._listener = listener
+        self._wake = wake
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -137,7 +150,8 @@ class Ticket:
             self._listener(piece)
         except Exception:
             log.exception("who listens to a request has failed; it is cancelled")
-            self._listener, self.cancelled = lambda piece: None, True
+            self._listener = lambda piece: None
+            self.cancelled = True
 
 
 class Running:
@@ -146,7 +160,9 @@ class Running:
     def __init__(self, ticket: Ticket, opened: "Opened", spelling: Spelling, length: int) -> None:
         """`length`: positions of the slot."""
         request = ticket.request
-        self.ticket, self.ends, self._spelling = ticket, opened.ends, spelling
+        self.ticket = ticket
+        self.ends = opened.ends
+        self._spelling = spelling
         self.most = min(request.most, length - len(request.tokens))
         self.dispatched = 1  # tokens that are chosen, or are to be by what the device was given
         self.tokens = 0  # those of them that were read
@@ -154,7 +170,8 @@ class Running:
         self._stream = Stream(opened.tokenizer, request.tokens, request.stop)
 
     def next(self, token: int, logprob: Any, ids: Any, logprobs: Any) -> Piece | None:
-        """Returns what one more token makes of it, with its last token a finish; None where there is nothing to tell yet.
+        """Returns what one more token makes of it, with its last token a finish; None where there is nothing to tell
+        yet.
 
         `logprob`: the token's; `ids`, `logprobs`: the most likely tokens and theirs. None where nobody asked for them.
         """
@@ -176,6 +193,8 @@ class Running:
             return self.last("length", text, chosen)
         return Piece(text, chosen, self.tokens) if text or chosen else None
 
-    def last(self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = "") -> Piece:
+    def last(
+        self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = ""
+    ) -> Piece:
         """Returns how it ends, with the text that was held back."""
         return Piece(text + self._stream.close(), chosen, self.tokens, finish, problem)

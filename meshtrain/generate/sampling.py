@@ -5,8 +5,8 @@
                                           └─ top_p  of these the fewest whose probabilities sum to p       nucleus: Holtzman et al. 2020
     those left + Gumbel noise ── the largest ──► the token                                                 Gumbel-max: Maddison et al. 2014
 
-A token's noise follows from the seed, its position and its id alone, so that a sequence gets the same tokens in any slot, whatever runs
-beside it and however the vocabulary is padded.
+A token's noise follows from the seed, its position and its id alone, so that a sequence gets the same tokens in any
+slot, whatever runs beside it and however the vocabulary is padded.
 """
 
 from typing import NamedTuple
@@ -42,8 +42,8 @@ class SamplingArrays(NamedTuple):
 def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> jax.Array:
     """The token of each slot, int32 [S], of float32 logits [S, V]; `positions_S`: where it will stand in its sequence.
 
-    Traceable. Greedy is the argmax exactly, of equals the first. Noise is made only if a slot draws, a sort only if one that draws has
-    top_k or top_p; what a slot gets depends on neither.
+    Traceable. Greedy is the argmax exactly, of equals the first. Noise is made only if a slot draws, a sort only if one
+    that draws has top_k or top_p; what a slot gets depends on neither.
     """
     how = SamplingArrays(*map(jnp.asarray, how))
     draws_S = how.temperature > 0
@@ -67,16 +67,24 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
 
 
 def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Array:
-    """Whether top-k and top-p leave a token, bool [S, V], of logits over their temperature [S, V]. The likeliest is always left."""
-    top_k_S, top_p_S = jnp.asarray(top_k_S), jnp.asarray(top_p_S)
+    """Whether top-k and top-p leave a token, bool [S, V], of logits over their temperature [S, V].
+
+    The likeliest is always left.
+    """
+    top_k_S = jnp.asarray(top_k_S)
+    top_p_S = jnp.asarray(top_p_S)
     vocabulary = scaled_SV.shape[1]
     ids_SV = jnp.broadcast_to(jnp.arange(vocabulary), scaled_SV.shape)
-    falling_SV, order_SV = jax.lax.sort((-scaled_SV, ids_SV), dimension=1, is_stable=True, num_keys=1)
+    falling_SV, order_SV = jax.lax.sort(
+        (-scaled_SV, ids_SV), dimension=1, is_stable=True, num_keys=1
+    )
     most_S = jnp.where(top_k_S > 0, jnp.minimum(top_k_S, vocabulary), vocabulary)
     among_SV = jnp.where(ids_SV < most_S[:, None], -falling_SV, -jnp.inf)
     reached_SV = jnp.cumsum(jax.nn.softmax(among_SV, axis=1), axis=1) >= top_p_S[:, None]
     # Sums of float32 may reach 1 before all are in, or never.
-    enough_S = jnp.where(jnp.any(reached_SV, axis=1), jnp.argmax(reached_SV, axis=1) + 1, vocabulary)
+    enough_S = jnp.where(
+        jnp.any(reached_SV, axis=1), jnp.argmax(reached_SV, axis=1) + 1, vocabulary
+    )
     count_S = jnp.minimum(most_S, jnp.where(top_p_S < 1, enough_S, vocabulary))
     # In order of ids again: what is larger than the last one left, and its equals of no higher id.
     last_S1 = count_S[:, None] - 1

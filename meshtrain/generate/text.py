@@ -2,10 +2,10 @@
 
 A text becomes tokens as its tokenizer begins texts, a conversation as the model's own template writes it.
 
-What is given out no later token changes. A token may end within a character, whose other bytes the next ones bring, and how it is
-written may depend on the one before it (the space that sentencepiece leaves out at the beginning of a text). So a token's text is what
-it adds to that of the tokens before it, held back while it ends on half a character; and what may be the beginning of a stop string is
-held back until it is none.
+What is given out no later token changes. A token may end within a character, whose other bytes the next ones bring, and
+how it is written may depend on the one before it (the space that sentencepiece leaves out at the beginning of a text).
+So a token's text is what it adds to that of the tokens before it, held back while it ends on half a character; and what
+may be the beginning of a stop string is held back until it is none.
 """
 
 import threading
@@ -20,7 +20,9 @@ from meshtrain.data.template import ChatTemplate, TemplateText
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
+HALF = (
+    "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
+)
 MOST_HALF = 3  # tokens that may wait for the rest of a character: one has four bytes at most
 CONTEXT = 8  # tokens of a prompt before which nothing changes how the next is written
 GLANCE = 16  # characters for each token that there is room for: a longer text is judged by its beginning first
@@ -30,8 +32,14 @@ TORN = 64  # tokens by which the beginning of a text may have more than the whol
 class Stream:
     """The text of the tokens that follow a prompt, as they come, up to the first of the stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray = (), stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(filter(None, stop))
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] | np.ndarray = (),
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(filter(None, stop))
         self._ids = [int(i) for i in prompt[-CONTEXT:]]
         # Of the ids: all before `_told` is given on, and what comes next is read behind those from `_from`.
         self._from, self._told = 0, len(self._ids)
@@ -55,7 +63,8 @@ class Stream:
 
     def _new(self, final: bool) -> str:
         to = len(self._ids)
-        known, whole = self._text(self._told), self._text(to)
+        known = self._text(self._told)
+        whole = self._text(to)
         if whole.endswith(HALF) and not final:
             # Bytes that never become a character must not be waited for.
             to = max(self._told, to - MOST_HALF)
@@ -79,10 +88,16 @@ class Stream:
         text = self._held + new
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped = True
+            self._held = ""
             return text[: min(ends)]
         longest = len(text) + 1
-        begun = (n for stop in self._stop for n in range(1, min(len(stop), longest)) if text.endswith(stop[:n]))
+        begun = (
+            n
+            for stop in self._stop
+            for n in range(1, min(len(stop), longest))
+            if text.endswith(stop[:n])
+        )
         keep = max(begun, default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -112,7 +127,8 @@ class Spelling:
 def encoded(tokenizer: Tokenizer, text: str, most: int | None) -> np.ndarray:
     """Returns the ids of a text; if it has far more than `most`, those of a beginning that has more than twice as many.
 
-    Tokenizing all of it would keep others waiting. Characters tell nothing: a token may have any number of them, and some have none.
+    Tokenizing all of it would keep others waiting. Characters tell nothing: a token may have any number of them, and
+    some have none.
     """
     size = GLANCE * max(most or 0, TORN)
     while most is not None and size < len(text):
@@ -143,7 +159,8 @@ class Conversations:
 
     def __init__(self, source: TemplateText, tokenizer: Tokenizer, now: float) -> None:
         """`tokenizer`: one that reads special tokens in a text as such; `now`: the time that the template is told."""
-        self.source, self._tokenizer = source, tokenizer
+        self.source = source
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._template = ChatTemplate(source, now)
 
@@ -163,16 +180,23 @@ class Conversations:
                 return self._template.render(checked, tools, [(len(messages), prompt)], "")[0][0]
         except Unfit as error:
             name = self.source.name
-            raise ConfigError(f"the chat template {name} does not take these messages {error.detail}.") from None
+            raise ConfigError(
+                f"the chat template {name} does not take these messages {error.detail}."
+            ) from None
 
-    def tokens(self, messages: list[dict[str, Any]], tools: Any = None, most: int | None = None) -> np.ndarray:
-        """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is put before it.
+    def tokens(
+        self, messages: list[dict[str, Any]], tools: Any = None, most: int | None = None
+    ) -> np.ndarray:
+        """Returns the prompt that asks for an answer to messages, int32 [T]; the template writes BOS itself, so none is
+        put before it.
 
         `most`: as `encoded` has it.
         """
         return encoded(self._tokenizer, self.text(messages, tools), most).astype(np.int32)
 
     def end_of_turn(self) -> int | None:
-        """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes none there."""
+        """Returns the special token behind an answer, by which a model says that it has ended; None if the template
+        writes none there.
+        """
         turn = end_of_turn(lambda messages: self.text(messages, prompt=False), self._tokenizer)
         return None if turn is None else turn.id

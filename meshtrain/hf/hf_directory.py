@@ -1,4 +1,5 @@
-"""A Hugging Face directory: its config, its tensors (of which boxes are read, never a whole model), and how pixels are prepared.
+"""A Hugging Face directory: its config, its tensors (of which boxes are read, never a whole model), and how pixels are
+prepared.
 
     config.json                     the section `model` (`meshtrain.hf_families`)
     model.safetensors.index.json    {"weight_map": {name: file}}           only files of this directory are opened
@@ -8,8 +9,8 @@
       size {height, width}, or a number           resize stretch
       size {shortest_edge}, do_center_crop        resize crop
 
-Pickles (.bin, .pt) run code when they are opened, so they are refused. Pixels are from 0 to 1 before the mean is taken, here and there
-(rescale_factor 1 / 255). No JAX.
+Pickles (.bin, .pt) run code when they are opened, so they are refused. Pixels are from 0 to 1 before the mean is taken,
+here and there (rescale_factor 1 / 255). No JAX.
 """
 
 import json
@@ -29,7 +30,8 @@ from meshtrain.hf import mxfp4
 from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
 
 ENDING = ".safetensors"
-SINGLE, INDEX = f"model{ENDING}", f"model{ENDING}.index.json"
+SINGLE = f"model{ENDING}"
+INDEX = f"model{ENDING}.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 HEADS = ("lm_head.", "classifier.")  # of the classes with a head, under no prefix
 PREPROCESSOR = "preprocessor_config.json"
@@ -42,8 +44,12 @@ class TensorFiles:
     ConfigError, in a sentence, for what is missing, damaged, or outside of it.
     """
 
-    def __init__(self, directory: Path, stem: str = "model", rename: Callable[[str], str] | None = None) -> None:
-        """`rename`: of the names in the files, what they are called here; of weights without it as their class with a head has them."""
+    def __init__(
+        self, directory: Path, stem: str = "model", rename: Callable[[str], str] | None = None
+    ) -> None:
+        """`rename`: of the names in the files, what they are called here; of weights without it as their class with a
+        head has them.
+        """
         self.directory = directory
         self._open: dict[str, Any] = {}
         self._file: dict[str, str] = {}
@@ -54,7 +60,9 @@ class TensorFiles:
         elif (directory / single).is_file():
             self._file = dict.fromkeys(self._opened(single).keys(), single)
         else:
-            pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+            pickles = sorted(
+                p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+            )
             runs_code = "is a pickle, which runs code when it is opened: save it as safetensors"
             why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
             raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
@@ -62,7 +70,11 @@ class TensorFiles:
         self._rename(rename or _with_prefix(directory, self._file))
         self._mxfp4 = frozenset(
             name
-            for name in (name.removesuffix(mxfp4.BLOCKS) for name in self._file if name.endswith(mxfp4.BLOCKS))
+            for name in (
+                name.removesuffix(mxfp4.BLOCKS)
+                for name in self._file
+                if name.endswith(mxfp4.BLOCKS)
+            )
             if f"{name}{mxfp4.SCALES}" in self._file
         )
 
@@ -70,7 +82,10 @@ class TensorFiles:
         for name in self._file:
             other = self._theirs.setdefault(rename(name), name)
             if other != name:
-                raise ConfigError(f"{short(self.directory)} has both {short(other)} and {short(name)}, which are one tensor; leave one out.")  # fmt: skip
+                raise ConfigError(
+                    f"{short(self.directory)} has both {short(other)} and {short(name)}, which are one tensor; leave "
+                    "one out."
+                )
         self._file = {ours: self._file[theirs] for ours, theirs in self._theirs.items()}
 
     @property
@@ -89,7 +104,9 @@ class TensorFiles:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Returns the name that safetensors has: F32, BF16 ...; of MXFP4 that of the narrowest dtype which holds it exactly."""
+        """Returns the name that safetensors has: F32, BF16 ...; of MXFP4 that of the narrowest dtype which holds it
+        exactly.
+        """
         if name in self._mxfp4:
             return "BF16"
         return str(self._slice(name).get_dtype())
@@ -116,12 +133,18 @@ class TensorFiles:
         for file in sorted(set(names.values())):
             # an index may come from anybody
             if Path(file).name != file or file in ("", ".", ".."):
-                raise ConfigError(f"{short(where)} names {short(repr(file))}, which is no file of its directory.")
+                raise ConfigError(
+                    f"{short(where)} names {short(repr(file))}, which is no file of its directory."
+                )
             if file not in present:
                 raise ConfigError(f"{short(where)} names {short(file)}, which is not there.")
             tensors = set(self._opened(file).keys())
-            if missing := [name for name, of in names.items() if of == file and name not in tensors]:
-                raise ConfigError(f"{short(where)} has {short(missing[0])} in {short(file)}, but it is not in there.")
+            if missing := [
+                name for name, of in names.items() if of == file and name not in tensors
+            ]:
+                raise ConfigError(
+                    f"{short(where)} has {short(missing[0])} in {short(file)}, but it is not in there."
+                )
         self._file = dict(names)
 
     def _opened(self, file: str) -> Any:
@@ -130,13 +153,17 @@ class TensorFiles:
                 import ml_dtypes  # noqa: F401  (numpy's bfloat16)
                 from safetensors import SafetensorError, safe_open
             except ImportError:
-                raise ConfigError("weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'.") from None
+                raise ConfigError(
+                    "weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'."
+                ) from None
             path = self.directory / file
             try:
                 check_regular(path)
                 self._open[file] = safe_open(str(path), framework="np")
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{short(path)} is no whole safetensors file: {short(str(error))}.") from None
+                raise ConfigError(
+                    f"{short(path)} is no whole safetensors file: {short(str(error))}."
+                ) from None
         return self._open[file]
 
     def _slice(self, name: str) -> Any:
@@ -146,7 +173,9 @@ class TensorFiles:
 
 
 def _with_prefix(directory: Path, names: Iterable[str]) -> Callable[[str], str]:
-    """Returns a function that puts before a name what the class with a head has before it, where the files are of the class without."""
+    """Returns a function that puts before a name what the class with a head has before it, where the files are of the
+    class without.
+    """
     path = directory / CONFIG
     family = BY_MODEL_TYPE.get(str(read_json(path).get("model_type"))) if path.is_file() else None
     if family is None or any(name.startswith(family.prefix) for name in names):
@@ -160,7 +189,9 @@ def config_of(directory: Path, source: Path | None = None, overrides: Sequence[s
     Without a source, sequences are short, and pixels are prepared as the directory says.
     """
     if not is_hf_directory(directory):
-        raise ConfigError(f"{short(directory)} has no config.json; give a directory of Hugging Face's.")
+        raise ConfigError(
+            f"{short(directory)} has no config.json; give a directory of Hugging Face's."
+        )
     given = read_json(directory / CONFIG)
     train: dict[str, Any] = {"uneven_batch": "pad"}
     sections: dict[str, Any] = {"parallel": {"zero_stage": 0}, "train": train}
@@ -169,24 +200,34 @@ def config_of(directory: Path, source: Path | None = None, overrides: Sequence[s
         sections["data"] = {"source": "synthetic", "images": images_section(directory)}
     else:
         longest = given.get("max_position_embeddings") or given.get("n_positions")
-        train["sequence_length"] = min(longest, 256) if isinstance(longest, int) and longest > 0 else 256
+        train["sequence_length"] = (
+            min(longest, 256) if isinstance(longest, int) and longest > 0 else 256
+        )
     config = load(source or sections, [*overrides, f"model.weights={directory}"])
     # the directory need not be there later
     return put(config, model={"weights": None})
 
 
 def images_section(directory: Path) -> dict[str, Any]:
-    """Returns the section data.images that a directory asks for, {} without a preprocessor_config.json; ConfigError for what is not computed here."""
+    """Returns the section data.images that a directory asks for, {} without a preprocessor_config.json; ConfigError for
+    what is not computed here.
+    """
     path = directory / PREPROCESSOR
     if not path.is_file():
         return {}
     given = read_json(path)
     scale = given.get("rescale_factor", 1 / 255)
-    if given.get("do_rescale") is False or not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
+    if (
+        given.get("do_rescale") is False
+        or not isinstance(scale, float)
+        or not math.isclose(scale, 1 / 255)
+    ):
         why = "pixels that are not from 0 to 1 are not computed here"
         raise ConfigError(f"{short(path)}: {why}; rescale_factor must be 1 / 255.")
     size = given.get("size")
-    section: dict[str, Any] = {"resize": "crop" if isinstance(size, dict) and "shortest_edge" in size else "stretch"}
+    section: dict[str, Any] = {
+        "resize": "crop" if isinstance(size, dict) and "shortest_edge" in size else "stretch"
+    }
     if given.get("do_normalize") is False:
         return section | {"mean": [0.0], "std": [1.0]}
     for name in ("mean", "std"):
@@ -197,17 +238,26 @@ def images_section(directory: Path) -> dict[str, Any]:
 
 def preprocessor_json(config: Config) -> str:
     """Returns the preprocessor_config.json of a resolved config's images."""
-    images, model = config.data.images, config.model
+    images = config.data.images
+    model = config.model
     fields: dict[str, Any] = {
-        "image_processor_type": "ViTImageProcessor", "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_resize": True,
+        "image_processor_type": "ViTImageProcessor",
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_resize": True,
         "resample": BILINEAR,
-    }  # fmt: skip
+    }
     for name in ("mean", "std"):
         channels = list(getattr(images, name) or (0.5,))
         fields[f"image_{name}"] = channels * (model.channels // len(channels))
     square = {"height": model.image_size, "width": model.image_size}
     if images.resize == "crop":
-        fields |= {"do_center_crop": True, "crop_size": square, "size": {"shortest_edge": model.image_size}}
+        fields |= {
+            "do_center_crop": True,
+            "crop_size": square,
+            "size": {"shortest_edge": model.image_size},
+        }
     else:
         fields["size"] = square
     return json.dumps(fields, indent=2) + "\n"

@@ -1,8 +1,10 @@
-"""Weights straight from files onto a mesh: each device's box of each layer is read piece by piece, placed and forgotten.
+"""Weights straight from files onto a mesh: each device's box of each layer is read piece by piece, placed and
+forgotten.
 
     file (mapped) ── piece of a box of one layer ──► host, cast and padded ──► its place in the device's array
 
-So that neither a model nor a stacked weight is ever in host memory, nor a whole embedding (experiments/adopt/memory.py).
+So that neither a model nor a stacked weight is ever in host memory, nor a whole embedding
+(experiments/adopt/memory.py).
 """
 
 import itertools
@@ -31,49 +33,77 @@ from meshtrain.parallel.placement import Placed
 
 log = logging.getLogger(__name__)
 Tree = Any
-PIECE = 2 << 20  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
+PIECE = (
+    2 << 20
+)  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
 LOG_EVERY = 10.0  # seconds
-# Tensors that transformers also writes: those that follow from the config, and ViT's pooler, which its class never reads.
+# Tensors that transformers also writes: those that follow from the config, and ViT's pooler, which its class never
+# reads.
 IGNORED = (
-    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "vit.pooler.dense.weight", "vit.pooler.dense.bias",
-)  # fmt: skip
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    "vit.pooler.dense.weight",
+    "vit.pooler.dense.bias",
+)
 
 
 def check(model: ModelConfig, files: TensorFiles) -> None:
-    """ConfigError where the files are not the weights of a resolved config's model: one is missing, too many, of another shape or no number."""
-    where, used = short(files.directory), {"lm_head.weight"} if model.tied_head else set()
-    if (head := mappings(model, files).get("head.weight")) and not set(head.tensors(None)) <= set(files.names):
+    """ConfigError where the files are not the weights of a resolved config's model: one is missing, too many, of
+    another shape or no number.
+    """
+    where = short(files.directory)
+    used = {"lm_head.weight"} if model.tied_head else set()
+    if (head := mappings(model, files).get("head.weight")) and not set(head.tensors(None)) <= set(
+        files.names
+    ):
         missing = f"{where} has no {head.tensors(None)[0]}: it is a model without its head"
         raise ConfigError(f"{missing}, which has to be trained with it; give one with its head.")
     for mapping in mappings(model, files).values():
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):
                 used.add(name)
-                shape, dtype = files.shape(name), files.dtype(name)
+                shape = files.shape(name)
+                dtype = files.dtype(name)
                 if shape != mapping.shape():
-                    raise ConfigError(f"{name} in {where} is {list(shape)}; this model's is {list(mapping.shape())}.")
+                    raise ConfigError(
+                        f"{name} in {where} is {list(shape)}; this model's is {list(mapping.shape())}."
+                    )
                 if dtype not in DTYPES:
-                    raise ConfigError(f"{name} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}.")
+                    raise ConfigError(
+                        f"{name} in {where} is {dtype}; it must be one of {', '.join(DTYPES)}."
+                    )
     if model.tied_head and "lm_head.weight" in files.names:
         _check_tied(files, *mappings(model)["embedding.tokens"].tensors(None))
     unused = [name for name in files.names if name not in used and not name.endswith(IGNORED)]
     if unused:
-        raise ConfigError(f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such).")
+        raise ConfigError(
+            f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such)."
+        )
 
 
 def check_finite(files: TensorFiles) -> None:
     """ConfigError where a weight has NaN or infinity: all is read once, a piece at a time."""
-    numbers, read, logged = sum(math.prod(files.shape(name)) for name in files.names), 0, time.monotonic()
+    numbers = sum(math.prod(files.shape(name)) for name in files.names)
+    read = 0
+    logged = time.monotonic()
     for name in files.names:
         shape = files.shape(name)
         for box in _rows(shape) if shape and not name.endswith(IGNORED) else ():
             if not np.isfinite(files.read(name, box)).all():
                 where = short(files.directory)
-                raise ConfigError(f"{short(name)} in {where} has NaN or infinity, so it is no trained weight.")
+                raise ConfigError(
+                    f"{short(name)} in {where} has NaN or infinity, so it is no trained weight."
+                )
         read += math.prod(shape)
         if time.monotonic() - logged > LOG_EVERY:
-            logged, percent = time.monotonic(), 100 * read / numbers
-            log.info("%.0f%% of the weights in %s are looked through for NaN", percent, short(files.directory))
+            logged = time.monotonic()
+            percent = 100 * read / numbers
+            log.info(
+                "%.0f%% of the weights in %s are looked through for NaN",
+                percent,
+                short(files.directory),
+            )
 
 
 def _rows(shape: tuple[int, ...]) -> Iterator[Box]:
@@ -85,8 +115,11 @@ def _rows(shape: tuple[int, ...]) -> Iterator[Box]:
 
 def _check_tied(files: TensorFiles, embedding: str) -> None:
     """ConfigError where a head that is said to be the embedding is another one: it would be lost."""
-    shape, head = files.shape(embedding), "lm_head.weight"
-    equal = (np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape))
+    shape = files.shape(embedding)
+    head = "lm_head.weight"
+    equal = (
+        np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape)
+    )
     if files.shape(head) != shape or not all(equal):
         raise ConfigError(
             f"{short(files.directory)} has an {head} that is not {embedding}, but its config.json ties the two; "
@@ -104,8 +137,11 @@ def layer_source(model: ModelConfig, files: TensorFiles) -> Source:
     return read
 
 
-def read(layout: Layout, directory: Path, initial: Tree | None = None, adapters: Adapters | None = None) -> Tree:
-    """Returns the live weights of a layout, from a Hugging Face directory; LoRA's from `adapters`, or from the `initial` parameters.
+def read(
+    layout: Layout, directory: Path, initial: Tree | None = None, adapters: Adapters | None = None
+) -> Tree:
+    """Returns the live weights of a layout, from a Hugging Face directory; LoRA's from `adapters`, or from the
+    `initial` parameters.
 
     ConfigError if they are not its model's.
     """
@@ -114,7 +150,12 @@ def read(layout: Layout, directory: Path, initial: Tree | None = None, adapters:
     return load(layout, files, initial, adapters)
 
 
-def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapters: Adapters | None = None) -> Tree:
+def load(
+    layout: Layout,
+    files: TensorFiles,
+    initial: Tree | None = None,
+    adapters: Adapters | None = None,
+) -> Tree:
     """Returns the live weights of a layout, from files that `check` has passed; else as `read`."""
     config = layout.config
     by_name = mappings(config.model, files)
@@ -123,11 +164,15 @@ def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapte
     def leaf(placed: Placed, initial: Any = None) -> Any:
         master = layout.array(placed)
         if (mapping := by_name.get(placed.name)) is not None:
-            x = _Leaf(layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)).on(master)
+            x = _Leaf(
+                layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)
+            ).on(master)
             return layout.stored(placed, x)
         if adapters is not None:
             weight = factors[placed.name]
-            return _Leaf(layout, placed, weight, (0,), lambda layer, box: adapters.read(weight, layer)[box]).on(master)
+            return _Leaf(
+                layout, placed, weight, (0,), lambda layer, box: adapters.read(weight, layer)[box]
+            ).on(master)
         assert initial is not None
         return initial
 
@@ -135,16 +180,28 @@ def load(layout: Layout, files: TensorFiles, initial: Tree | None = None, adapte
 
 
 class _Leaf:
-    """Reads one weight onto its devices. `read(layer, box)` is fastest where the box is cut `along` these dimensions, and of all but the
-    last has one place."""
+    """Reads one weight onto its devices.
+
+    `read(layer, box)` is fastest where the box is cut `along` these dimensions, and of all but the last has one place.
+    """
 
     def __init__(
-        self, layout: Layout, placed: Placed, weight: Weight, along: tuple[int, ...], read: Callable[[int | None, Box], np.ndarray]
-    ) -> None:  # fmt: skip
-        self.layout, self.placed, self.weight, self.along, self.read = layout, placed, weight, along, read
+        self,
+        layout: Layout,
+        placed: Placed,
+        weight: Weight,
+        along: tuple[int, ...],
+        read: Callable[[int | None, Box], np.ndarray],
+    ) -> None:
+        self.layout = layout
+        self.placed = placed
+        self.weight = weight
+        self.along = along
+        self.read = read
 
     def on(self, master: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding, shape = master.sharding, master.shape
+        sharding = master.sharding
+        shape = master.shape
         assert isinstance(sharding, NamedSharding)
         shards: list[jax.Array] = []
         by_box: dict[Any, jax.Array] = {}
@@ -152,7 +209,11 @@ class _Leaf:
             box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
             key = tuple((s.start, s.stop) for s in box)
             # read once for all devices that hold the same
-            shard = jax.device_put(by_box[key], device) if key in by_box else self._shard(device, box, master.dtype)
+            shard = (
+                jax.device_put(by_box[key], device)
+                if key in by_box
+                else self._shard(device, box, master.dtype)
+            )
             by_box[key] = shard
             shards.append(shard)
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
@@ -174,16 +235,24 @@ class _Leaf:
                 numbers = self._read_piece(None if layer is None else int(layer), piece, dtype)
                 # the piece before is copied while this one is read, and no more of them wait
                 jax.block_until_ready(array)
-                array = _put(array, numbers[None] if stacked else numbers, [place, *start] if stacked else start)
+                array = _put(
+                    array,
+                    numbers[None] if stacked else numbers,
+                    [place, *start] if stacked else start,
+                )
         return jax.block_until_ready(array)
 
     def _pieces(self, box: Box, itemsize: int) -> Iterator[Box]:
-        """Yields the box in boxes of at most PIECE bytes, or one place of the dimension that is cut where that is more."""
+        """Yields the box in boxes of at most PIECE bytes, or one place of the dimension that is cut where that is
+        more.
+        """
         *single, along = self.along
         sizes = [s.stop - s.start for s in box]
         row = itemsize * math.prod(n for d, n in enumerate(sizes) if d not in self.along)
         steps = {**dict.fromkeys(single, 1), along: max(1, PIECE // max(1, row))}
-        for starts in itertools.product(*(range(box[d].start, box[d].stop, step) for d, step in steps.items())):
+        for starts in itertools.product(
+            *(range(box[d].start, box[d].stop, step) for d, step in steps.items())
+        ):
             piece = list(box)
             for (d, step), start in zip(steps.items(), starts, strict=True):
                 piece[d] = slice(start, min(start + step, box[d].stop))
@@ -191,7 +260,9 @@ class _Leaf:
 
     def _read_piece(self, layer: int | None, box: Box, dtype: Any) -> np.ndarray:
         dims = [n for _, n in self.weight.dims]
-        inside = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(box, dims, strict=True))
+        inside = tuple(
+            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(box, dims, strict=True)
+        )
         array = np.zeros([s.stop - s.start for s in box], dtype)
         if all(s.stop > s.start for s in inside):
             numbers = self.read(layer, inside)

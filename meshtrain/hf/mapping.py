@@ -1,4 +1,5 @@
-"""Our weights in Hugging Face's tensors: which tensor holds a weight (`meshtrain.hf_families`), and where and how its numbers lie in it.
+"""Our weights in Hugging Face's tensors: which tensor holds a weight (`meshtrain.hf_families`), and where and how its
+numbers lie in it.
 
     layout     theirs                                          ours
     plain      as ours, heads and their widths in one axis      [H, K], [D] ...
@@ -11,7 +12,8 @@
     stacked    [E, out, in] of all experts                     [E, in, out]
     half k     [E, 2 out, in]: the k-th half                   [E, in, out]
 
-RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has them otherwise).
+RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has
+them otherwise).
 No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
 """
 
@@ -27,7 +29,9 @@ from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import Weight, weights
 
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
-Source = Callable[[Weight, int | None], np.ndarray]  # returns one layer's full weight as ours, in any dtype
+Source = Callable[
+    [Weight, int | None], np.ndarray
+]  # returns one layer's full weight as ours, in any dtype
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,16 @@ class TensorMapping:
         *inner, last = (math.prod(side) for side in self._sides())
         if self.name.layout == "third":
             last *= 3
-        return (last, *inner) if self.name.layout == "linear" else (1,) * self.name.ones + (*inner, last)
+        return (
+            (last, *inner)
+            if self.name.layout == "linear"
+            else (1,) * self.name.ones + (*inner, last)
+        )
 
     def box(self, box: Box) -> Box:
         """Returns the slices of the tensor that hold a box of our weight; `cut` takes the box out of them."""
-        slices, dimension = [], 0
+        slices = []
+        dimension = 0
         for side in self._sides():
             width = math.prod(side[1:])
             slices.append(slice(box[dimension].start * width, box[dimension].stop * width))
@@ -73,7 +82,9 @@ class TensorMapping:
         return (slice(0, 1),) * self.name.ones + tuple(slices)
 
     def outer(self) -> tuple[int, ...]:
-        """Returns our dimensions that are the outer ones of theirs: boxes along the last of them are contiguous in their file."""
+        """Returns our dimensions that are the outer ones of theirs: boxes along the last of them are contiguous in
+        their file.
+        """
         return (len(self._sides()[0]) if self.name.layout == "linear" else 0,)
 
     def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
@@ -89,16 +100,25 @@ class TensorMapping:
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
         """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in self._sides()])
-        return array.T if self.name.layout == "linear" else array.reshape((1,) * self.name.ones + array.shape)
+        return (
+            array.T
+            if self.name.layout == "linear"
+            else array.reshape((1,) * self.name.ones + array.shape)
+        )
 
     def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tensor that holds what `converted` gave of several weights, of which this is one."""
         return np.concatenate(arrays, -1)
 
     def _sides(self) -> list[list[int]]:
-        """Returns the sizes of our dimensions by the dimension of their tensor that they make up: of a product its inputs, then its outputs."""
-        axes, sizes = [axis for axis, _ in self.weight.dims], [n for _, n in self.weight.dims]
-        if axes[-1] == "head" and len(axes) == 2:  # a bias of heads, or the scales of a norm over all of them
+        """Returns the sizes of our dimensions by the dimension of their tensor that they make up: of a product its
+        inputs, then its outputs.
+        """
+        axes = [axis for axis, _ in self.weight.dims]
+        sizes = [n for _, n in self.weight.dims]
+        if (
+            axes[-1] == "head" and len(axes) == 2
+        ):  # a bias of heads, or the scales of a norm over all of them
             return [sizes]
         if len(axes) == 3:
             return [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
@@ -138,7 +158,9 @@ class ExpertMapping(TensorMapping):
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         experts, inputs, outputs = box
-        return np.stack([files.read(name, (outputs, inputs)).T for name in self.tensors(layer)[experts]])
+        return np.stack(
+            [files.read(name, (outputs, inputs)).T for name in self.tensors(layer)[experts]]
+        )
 
     @property
     def numbers(self) -> int:
@@ -156,14 +178,19 @@ class ExpertMapping(TensorMapping):
 
 
 class MergedMapping(TensorMapping):
-    """A weight of all experts of a layer in one tensor, its last dimension alternating with that of another weight or not."""
+    """A weight of all experts of a layer in one tensor, its last dimension alternating with that of another weight or
+    not.
+    """
 
     @property
     def parts(self) -> int:
         return 2 if self.name.layout == "alternating" else 1
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
-        (name,), last = self.tensors(layer), slice(box[-1].start * self.parts, box[-1].stop * self.parts)
+        (name,), last = (
+            self.tensors(layer),
+            slice(box[-1].start * self.parts, box[-1].stop * self.parts),
+        )
         return files.read(name, (*box[:-1], last))[..., self.name.part :: self.parts]
 
     def shape(self) -> tuple[int, ...]:
@@ -184,7 +211,8 @@ class StackedMapping(TensorMapping):
     """The matrices of all experts of a layer in one tensor, which may be half of each of its matrices."""
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
-        (name,), (experts, inputs, outputs) = self.tensors(layer), box
+        (name,) = self.tensors(layer)
+        (experts, inputs, outputs) = box
         before = self.name.part * self.weight.dims[-1][1]
         rows = slice(before + outputs.start, before + outputs.stop)
         return files.read(name, (experts, rows, inputs)).swapaxes(1, 2)
@@ -217,7 +245,9 @@ class NoTensor(TensorMapping):
 
 
 def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, TensorMapping]:
-    """Returns the mapping of each weight by our name, of a resolved config's model: as they are written or, with files, as these have them."""
+    """Returns the mapping of each weight by our name, of a resolved config's model: as they are written or, with files,
+    as these have them.
+    """
     family = hf_family(model.family)
     names = {name.ours: name for name in family.names(vars(model))}
     if files and family.in_memory and any(".experts.gate_up_proj" in name for name in files.names):

@@ -1,4 +1,5 @@
-"""MXFP4: blocks of 32 numbers of four bits that share a power of two (Open Compute Project, Microscaling Formats 1.0, 2023).
+"""MXFP4: blocks of 32 numbers of four bits that share a power of two (Open Compute Project, Microscaling Formats 1.0,
+2023).
 
     NAME_blocks  uint8 [..., rows, blocks, 16]    two numbers a byte, the lower half first
     NAME_scales  uint8 [..., rows, blocks]        of each block: the exponent, and 127
@@ -11,7 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
@@ -32,7 +34,9 @@ def read(read: Read, name: str, box: tuple[slice, ...]) -> np.ndarray:
     blocks = read(f"{name}{BLOCKS}", (*outer, rows, count, slice(0, BLOCK // 2)))
     scales = read(f"{name}{SCALES}", (*outer, rows, count))
     first = inputs.start - BLOCK * count.start
-    return np.swapaxes(numbers(blocks, scales), -1, -2)[..., first : first + inputs.stop - inputs.start, :]
+    return np.swapaxes(numbers(blocks, scales), -1, -2)[
+        ..., first : first + inputs.stop - inputs.start, :
+    ]
 
 
 def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -1,9 +1,12 @@
-"""Model classes of Hugging Face transformers: their config.json as our section `model` and back, and the names of their weights.
+"""Model classes of Hugging Face transformers: their config.json as our section `model` and back, and the names of their
+weights.
 
     config.json ──model_section──► section `model` ──config_json──► config.json
 
-An entry a class. A family with new computations is an entry in `meshtrain.families` too; one that only has other names or fields stands
-here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `vit`. `family` says what an entry holds, `json_fields` reads config.json.
+An entry a class. A family with new computations is an entry in `meshtrain.families` too; one that only has other names
+or fields stands
+here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `vit`. `family` says what an entry holds, `json_fields`
+reads config.json.
 
 What a class cannot hold of a model's options is refused by name, and not left out in silence:
 
@@ -21,8 +24,9 @@ What a class cannot hold of a model's options is refused by name, and not left o
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Those with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 + scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped
-scores and logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
+Those with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 +
+scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
+logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
 """
 
@@ -40,12 +44,34 @@ from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from meshtrain.hf_families.vit import VIT
 
-__all__ = ["CONFIG", "HF_FAMILIES", "HfFamily", "WeightName", "is_hf_directory", "read_json", "section_of"]
+__all__ = [
+    "CONFIG",
+    "HF_FAMILIES",
+    "HfFamily",
+    "WeightName",
+    "is_hf_directory",
+    "read_json",
+    "section_of",
+]
 
 CONFIG = "config.json"
 HF_FAMILIES = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, GPT2, GEMMA2, GEMMA3, VIT)
-}  # fmt: skip
+    family.name: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+        GPT_OSS,
+        GPT2,
+        GEMMA2,
+        GEMMA3,
+        VIT,
+    )
+}
 BY_MODEL_TYPE = {family.model_type or name: family for name, family in HF_FAMILIES.items()}
 MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.items()}
 
@@ -66,21 +92,28 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     model_type = config.get("model_type")
     if model_type == "gemma3":
         raise ConfigError(
-            f"{where}: model_type 'gemma3' has a vision tower, which is not computed here; take its text model alone, gemma3_text."
+            f"{where}: model_type 'gemma3' has a vision tower, which is not computed here; take its text model alone, "
+            "gemma3_text."
         )
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(BY_MODEL_TYPE)
-        raise ConfigError(f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}.")
+        raise ConfigError(
+            f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}."
+        )
     family = BY_MODEL_TYPE[model_type]
     section = family.section(config, where)
     quantized = config.get("quantization_config")
-    if not (family is GPT_OSS and isinstance(quantized, dict) and quantized.get("quant_method") == MXFP4):
+    if not (
+        family is GPT_OSS and isinstance(quantized, dict) and quantized.get("quant_method") == MXFP4
+    ):
         refuse_unless(where, config, "quantization_config", None)
     return {"family": family.name} | section
 
 
 def config_json(model: Json, length: int, dtype: str) -> dict[str, Any]:
-    """Returns the config.json of a resolved section `model`, trained on sequences of `length` tokens; ConfigError where no class holds it."""
+    """Returns the config.json of a resolved section `model`, trained on sequences of `length` tokens; ConfigError where
+    no class holds it.
+    """
     check_exportable(model)
     family = hf_family(model["family"])
     config = {"model_type": MODEL_TYPES[family.name], "architectures": [family.architecture]}
@@ -93,7 +126,8 @@ def hf_family(name: str) -> HfFamily:
     """Returns the class that holds a family of ours; ConfigError if there is none."""
     if name not in HF_FAMILIES:
         raise ConfigError(
-            f"model.family {name} is no family of transformers; exported are {', '.join(HF_FAMILIES)}: see meshtrain.hf_families."
+            f"model.family {name} is no family of transformers; exported are {', '.join(HF_FAMILIES)}: see "
+            "meshtrain.hf_families."
         )
     return HF_FAMILIES[name]
 
@@ -123,7 +157,8 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return f"model.activation {model['activation']}"
     if model["window"] and not family.window:
         return flag("window")
-    heads, d_model = model["heads"], model["d_model"]
+    heads = model["heads"]
+    d_model = model["d_model"]
     if not family.shared_heads and model["kv_heads"] != heads:
         return f"model.kv_heads {model['kv_heads']} beside model.heads {heads}"
     if not family.wide_heads and model["head_dim"] * heads != d_model:
@@ -139,7 +174,14 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
-    return next((f"model.{name} {model[name]:g}" for name, value in required.items() if model[name] != value), None)
+    return next(
+        (
+            f"model.{name} {model[name]:g}"
+            for name, value in required.items()
+            if model[name] != value
+        ),
+        None,
+    )
 
 
 def _expert_problem(family: HfFamily, moe: Any) -> str | None:

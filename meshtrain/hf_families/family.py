@@ -12,9 +12,9 @@ class WeightName(NamedTuple):
 
     ours: str
     theirs: str  # {} stands for the number of the layer, a second one for that of the expert
-    layout: Literal["plain", "linear", "third", "patches", "experts", "merged", "alternating", "stacked", "half"] = (
-        "plain"
-    )
+    layout: Literal[
+        "plain", "linear", "third", "patches", "experts", "merged", "alternating", "stacked", "half"
+    ] = "plain"
     part: int = 0  # which third or half, or which of the two that alternate
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
 
@@ -23,9 +23,10 @@ class WeightName(NamedTuple):
 class HfFamily:
     """A class of transformers that holds a family of ours. `section` and `config` are inverse to one another.
 
-    section: (config.json, where it stands) -> the keys of the section `model`. config: (section `model`, tokens of a sequence) ->
-    the keys of config.json. names: section `model` -> the names of the weights, as files are written; `in_memory`: of some of them, as
-    transformers has them once loaded. The rest are the options that the class can hold.
+    section: (config.json, where it stands) -> the keys of the section `model`. config: (section `model`, tokens of a
+    sequence) -> the keys of config.json. names: section `model` -> the names of the weights, as files are written;
+    `in_memory`: of some of them, as transformers has them once loaded. The rest are the options that the class can
+    hold.
     """
 
     name: str  # of our family
@@ -33,9 +34,13 @@ class HfFamily:
     section: Callable[[Json, str], dict[str, Any]]
     config: Callable[[Json, int], dict[str, Any]]
     names: Callable[[Json], Iterable[WeightName]]
-    in_memory: Callable[[Json], Iterable[WeightName]] | None = None  # names that some files have in the place of those
+    in_memory: Callable[[Json], Iterable[WeightName]] | None = (
+        None  # names that some files have in the place of those
+    )
     model_type: str = ""  # theirs, where it is not the name
-    prefix: str = "model."  # before the names of all but the head; the class without a head has them without
+    prefix: str = (
+        "model."  # before the names of all but the head; the class without a head has them without
+    )
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool = False
     window: bool = True  # there may be one

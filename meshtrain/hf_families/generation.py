@@ -28,12 +28,19 @@ SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
     "temperature": (_is_number, "a number from 0"),
     "top_k": (_is_whole, "a whole number from 0"),
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, and at most 1"),
+    "top_p": (
+        lambda value: _is_number(value) and 0 < value <= 1,
+        "a number above 0, and at most 1",
+    ),
 }
-IDS = dict.fromkeys(("bos_token_id", "eos_token_id"), (_are_ids, "a whole number from 0, or a list of them"))
+IDS = dict.fromkeys(
+    ("bos_token_id", "eos_token_id"), (_are_ids, "a whole number from 0, or a list of them")
+)
 
 
-def problems(generation: Json, fields: dict[str, tuple[Callable[[Any], bool], str]]) -> Iterator[str]:
+def problems(
+    generation: Json, fields: dict[str, tuple[Callable[[Any], bool], str]]
+) -> Iterator[str]:
     """Yields a sentence on each field that is not legal; null asks for nothing."""
     for name, (legal, words) in fields.items():
         value = generation.get(name)

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.hf_families.family import HfFamily, WeightName
-from meshtrain.hf_families.json_fields import HF_FUNCTIONS, Json, activation, dropout, positive, refuse_unless
+from meshtrain.hf_families.json_fields import (
+    HF_FUNCTIONS,
+    Json,
+    activation,
+    dropout,
+    positive,
+    refuse_unless,
+)
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
@@ -30,10 +37,16 @@ def section(config: Json, where: str) -> dict[str, Any]:
 
 def config(model: Json, length: int) -> dict[str, Any]:
     return {
-        "n_layer": model["layers"], "n_embd": model["d_model"], "n_head": model["heads"], "n_inner": model["d_ff"],
-        "n_positions": model["max_positions"], "n_ctx": model["max_positions"], "layer_norm_epsilon": model["norm_eps"],
-        "activation_function": HF_FUNCTIONS[model["activation"]], **dict.fromkeys(DROPOUTS, model["dropout"]),
-    }  # fmt: skip
+        "n_layer": model["layers"],
+        "n_embd": model["d_model"],
+        "n_head": model["heads"],
+        "n_inner": model["d_ff"],
+        "n_positions": model["max_positions"],
+        "n_ctx": model["max_positions"],
+        "layer_norm_epsilon": model["norm_eps"],
+        "activation_function": HF_FUNCTIONS[model["activation"]],
+        **dict.fromkeys(DROPOUTS, model["dropout"]),
+    }
 
 
 def names(model: Json) -> Iterator[WeightName]:
@@ -45,8 +58,14 @@ def names(model: Json) -> Iterator[WeightName]:
         yield WeightName(f"blocks.{ours}.bias", f"{layer}{theirs}.bias")
     for third, ours in enumerate("qkv"):
         yield WeightName(f"blocks.attention.{ours}", f"{layer}attn.c_attn.weight", "third", third)
-        yield WeightName(f"blocks.attention.{ours}_bias", f"{layer}attn.c_attn.bias", "third", third)
-    for ours, theirs in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+        yield WeightName(
+            f"blocks.attention.{ours}_bias", f"{layer}attn.c_attn.bias", "third", third
+        )
+    for ours, theirs in (
+        ("attention.out", "attn.c_proj"),
+        ("mlp.up", "mlp.c_fc"),
+        ("mlp.down", "mlp.c_proj"),
+    ):
         yield WeightName(f"blocks.{ours}", f"{layer}{theirs}.weight")
         yield WeightName(f"blocks.{ours}_bias", f"{layer}{theirs}.bias")
     yield WeightName("head.norm.scale", "transformer.ln_f.weight")

@@ -13,7 +13,8 @@ from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import alternating, layer_types
 from meshtrain.hf_families.json_fields import Json, positive, refuse_unless
 
-WINDOW, THETA = 128, 150_000.0
+WINDOW = 128
+THETA = 150_000.0
 ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -39,24 +40,39 @@ def section(config: Json, where: str) -> dict[str, Any]:
     window, global_every = alternating(config, where, 2, WINDOW)
     model = llama.sizes_section(config, where, config.get("num_key_value_heads", 8), tied=False)
     model |= {
-        "norm_eps": config.get("rms_norm_eps", 1e-5), "head_dim": config.get("head_dim", 64), "window": window, "global_every": global_every,
-    }  # fmt: skip
+        "norm_eps": config.get("rms_norm_eps", 1e-5),
+        "head_dim": config.get("head_dim", 64),
+        "window": window,
+        "global_every": global_every,
+    }
     moe = {
-        "experts": positive(config, "num_local_experts", where), "top_k": positive(config, "num_experts_per_tok", where),
-        "d_ff": model.pop("d_ff"), "router": "softmax_top_k",
-    }  # fmt: skip
-    stretched = {} if config.get("rope_parameters") or config.get("rope_scaling") else {"rope_parameters": ROPE}
+        "experts": positive(config, "num_local_experts", where),
+        "top_k": positive(config, "num_experts_per_tok", where),
+        "d_ff": model.pop("d_ff"),
+        "router": "softmax_top_k",
+    }
+    stretched = (
+        {}
+        if config.get("rope_parameters") or config.get("rope_scaling")
+        else {"rope_parameters": ROPE}
+    )
     return model | {"moe": moe} | llama.rope_section({**config, **stretched}, where, THETA)
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
-    moe, rope = model["moe"], llama.rope_parameters(model)
+    moe = model["moe"]
+    rope = llama.rope_parameters(model)
     return {
-        **llama.sizes_config(model, length, "silu"), **llama.rope_config(model, rope), **LEGAL, "rope_parameters": rope,
-        "intermediate_size": moe.d_ff or FAMILIES["gpt_oss"].d_ff(model["d_model"]), "num_local_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k, "sliding_window": model["window"] or None,
+        **llama.sizes_config(model, length, "silu"),
+        **llama.rope_config(model, rope),
+        **LEGAL,
+        "rope_parameters": rope,
+        "intermediate_size": moe.d_ff or FAMILIES["gpt_oss"].d_ff(model["d_model"]),
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "sliding_window": model["window"] or None,
         "layer_types": layer_types(model["layers"], model["global_every"]),
-    }  # fmt: skip
+    }
 
 
 def names(model: Json) -> Iterator[WeightName]:
@@ -70,10 +86,20 @@ def names(model: Json) -> Iterator[WeightName]:
         for part, ours in enumerate(("gate", "up")):
             theirs = f"{layer}mlp.experts.gate_up_proj{suffix}"
             yield WeightName(f"blocks.experts.{ours}{suffix}", theirs, "alternating", part)
-        yield WeightName(f"blocks.experts.down{suffix}", f"{layer}mlp.experts.down_proj{suffix}", "merged")
+        yield WeightName(
+            f"blocks.experts.down{suffix}", f"{layer}mlp.experts.down_proj{suffix}", "merged"
+        )
 
 
 GPT_OSS = HfFamily(
-    "gpt_oss", "GptOssForCausalLM", section, config, names, qkv_bias=True, router="softmax_top_k", normalize=None, activation="gelu_quick",
+    "gpt_oss",
+    "GptOssForCausalLM",
+    section,
+    config,
+    names,
+    qkv_bias=True,
+    router="softmax_top_k",
+    normalize=None,
+    activation="gelu_quick",
     window_by_turns=True,
-)  # fmt: skip
+)

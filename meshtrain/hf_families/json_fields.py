@@ -1,4 +1,6 @@
-"""Fields of a config.json. It may come from anybody, so the type of each is checked before anything is computed with it.
+"""Fields of a config.json.
+
+It may come from anybody, so the type of each is checked before anything is computed with it.
 
 Everything that is asked for and not computed here is refused by name.
 """
@@ -15,32 +17,94 @@ Json = Mapping[str, Any]
 # The fields that are read, by the type that they must have where they are given.
 FIELDS: dict[type, tuple[str, ...]] = {
     int: (
-        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "head_dim",
-        "sliding_window", "max_window_layers", "sliding_window_pattern", "max_position_embeddings", "original_max_position_embeddings",
-        "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "num_channels", "num_labels",
-        "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+        "head_dim",
+        "sliding_window",
+        "max_window_layers",
+        "sliding_window_pattern",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_positions",
+        "num_channels",
+        "num_labels",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
     ),
     float: (
-        "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
-        "final_logit_softcapping", "factor", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
-        "swiglu_limit", "swiglu_alpha", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob",
+        "rms_norm_eps",
+        "layer_norm_epsilon",
+        "layer_norm_eps",
+        "rope_theta",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_slow",
+        "beta_fast",
+        "attention_factor",
+        "swiglu_limit",
+        "swiglu_alpha",
+        "attention_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
     ),
-    bool: ("tie_word_embeddings", "use_sliding_window", "truncate", "qkv_bias", "norm_topk_prob", "attention_bias"),
-    str: ("model_type", "hidden_act", "hidden_activation", "activation_function", "rope_type", "type"),
+    bool: (
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "truncate",
+        "qkv_bias",
+        "norm_topk_prob",
+        "attention_bias",
+    ),
+    str: (
+        "model_type",
+        "hidden_act",
+        "hidden_activation",
+        "activation_function",
+        "rope_type",
+        "type",
+    ),
     list: ("layer_types",),
     # rope_parameters holds full_attention and sliding_attention where the layers differ
     dict: ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "id2label"),
-}  # fmt: skip
+}
 LEGAL = {
-    int: "a whole number, not negative", float: "a number, not negative", bool: "true or false", str: "a text",
-    list: "a list of texts", dict: "a mapping",
-}  # fmt: skip
+    int: "a whole number, not negative",
+    float: "a number, not negative",
+    bool: "true or false",
+    str: "a text",
+    list: "a list of texts",
+    dict: "a mapping",
+}
 MOST_LAYERS = 65536
 # Their names of activation functions by ours. transformers' gelu is the exact one.
 FUNCTIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "quick_gelu": "gelu_quick",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "quick_gelu": "gelu_quick",
     "relu": "relu",
-}  # fmt: skip
+}
 HF_FUNCTIONS = {ours: theirs for theirs, ours in reversed(FUNCTIONS.items())}
 
 
@@ -67,7 +131,9 @@ def check_types(config: Json, where: str) -> None:
         for key in names:
             value = config.get(key)
             if value is not None and not _has_type(kind, value):
-                raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be {LEGAL[kind]}.")
+                raise ConfigError(
+                    f"{where}: {key} is {short(repr(value))}; it must be {LEGAL[kind]}."
+                )
     for key in ("num_hidden_layers", "n_layer"):
         if (config.get(key) or 0) > MOST_LAYERS:
             raise ConfigError(f"{where}: {key} is {config[key]}; it must be at most {MOST_LAYERS}.")
@@ -81,13 +147,17 @@ def _has_type(kind: type, value: Any) -> bool:
     if kind in (int, float):
         legal = (int,) if kind is int else (int, float)
         return type(value) in legal and 0 <= value < 2**31
-    return isinstance(value, kind) and not (isinstance(value, list) and any(type(text) is not str for text in value))
+    return isinstance(value, kind) and not (
+        isinstance(value, list) and any(type(text) is not str for text in value)
+    )
 
 
 def positive(config: Json, key: str, where: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: {key} is {short(repr(value))}; it must be a whole number above 0.")
+        raise ConfigError(
+            f"{where}: {key} is {short(repr(value))}; it must be a whole number above 0."
+        )
     return value
 
 
@@ -101,7 +171,9 @@ def number(config: Json, key: str, where: str) -> float:
 def activation(name: str, where: str) -> str:
     if name not in FUNCTIONS:
         known = ", ".join(FUNCTIONS)
-        raise ConfigError(f"{where}: the activation {short(repr(name))} is not computed here; there are {known}.")
+        raise ConfigError(
+            f"{where}: the activation {short(repr(name))} is not computed here; there are {known}."
+        )
     return FUNCTIONS[name]
 
 
@@ -110,7 +182,9 @@ def dropout(config: Json, where: str, default: float, *keys: str) -> float:
     rates = {key: default if config.get(key) is None else config[key] for key in keys}
     if len(set(rates.values())) > 1:
         text = ", ".join(f"{key} {short(rate)}" for key, rate in rates.items())
-        raise ConfigError(f"{where}: {text}: here all are dropped with one probability; give them one there.")
+        raise ConfigError(
+            f"{where}: {text}: here all are dropped with one probability; give them one there."
+        )
     return float(rates[keys[0]])
 
 

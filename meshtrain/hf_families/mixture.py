@@ -1,4 +1,5 @@
-"""MixtralForCausalLM, Qwen3MoeForCausalLM and OlmoeForCausalLM: Llama's fields and names, with experts in the place of each layer's MLP.
+"""MixtralForCausalLM, Qwen3MoeForCausalLM and OlmoeForCausalLM: Llama's fields and names, with experts in the place of
+each layer's MLP.
 
     ours                 Mixtral                  Qwen3-MoE                   OLMoE
     moe.experts          num_local_experts        num_experts, or likewise    num_experts
@@ -6,9 +7,9 @@
     moe.d_ff             intermediate_size        moe_intermediate_size       intermediate_size
     moe.normalize        always                   norm_topk_prob              norm_topk_prob
 
-Files have a tensor for each expert's matrix, which transformers 5 merges in memory; `save_pretrained(save_original_format=False)` leaves
-them so, and both are read. Their `router_aux_loss_coef` is of a loss over
-a batch, which no mesh here would agree on (`model.moe.balance`): it stays in their file.
+Files have a tensor for each expert's matrix, which transformers 5 merges in memory;
+`save_pretrained(save_original_format=False)` leaves them so, and both are read. Their `router_aux_loss_coef` is of a
+loss over a batch, which no mesh here would agree on (`model.moe.balance`): it stays in their file.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,12 @@ from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.json_fields import Json, positive, refuse_unless
 
 # Fields with the one value that is computed here.
-LEGAL = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": [], "clip_qkv": None}
+LEGAL = {
+    "router_jitter_noise": 0.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "clip_qkv": None,
+}
 
 
 def section(family: str, config: Json, where: str) -> dict[str, Any]:
@@ -32,14 +38,18 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     model = llama.section(family, {**config, **sizes}, where)
     normalize = family == "mixtral" or bool(config.get("norm_topk_prob"))
     moe = {
-        "experts": positive({experts: config.get("num_local_experts"), **config}, experts, where), "top_k": positive(config, "num_experts_per_tok", where), "d_ff": model.pop("d_ff"),
-        "router": "softmax", "normalize": normalize,
-    }  # fmt: skip
+        "experts": positive({experts: config.get("num_local_experts"), **config}, experts, where),
+        "top_k": positive(config, "num_experts_per_tok", where),
+        "d_ff": model.pop("d_ff"),
+        "router": "softmax",
+        "normalize": normalize,
+    }
     return model | {"moe": moe}
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
-    family, moe = model["family"], model["moe"]
+    family = model["family"]
+    moe = model["moe"]
     experts, width = _fields(family)
     fields = llama.config(model, length)
     # of Qwen3-MoE it is the width of layers without experts
@@ -51,7 +61,10 @@ def config(model: Json, length: int) -> dict[str, Any]:
     }
     if family == "mixtral":
         return fields
-    return fields | {"norm_topk_prob": moe.normalize, **({"decoder_sparse_step": 1} if family == "qwen3_moe" else {})}
+    return fields | {
+        "norm_topk_prob": moe.normalize,
+        **({"decoder_sparse_step": 1} if family == "qwen3_moe" else {}),
+    }
 
 
 def _fields(family: str) -> tuple[str, str]:
@@ -61,7 +74,9 @@ def _fields(family: str) -> tuple[str, str]:
 
 
 def in_memory(model: Json) -> Iterator[WeightName]:
-    """Yields the names of experts and router where files have them as transformers 5 does (its `conversion_mapping`)."""
+    """Yields the names of experts and router where files have them as transformers 5 does (its
+    `conversion_mapping`).
+    """
     mlp = "model.layers.{}.mlp."
     yield WeightName("blocks.experts.gate", f"{mlp}experts.gate_up_proj", "half", 0)
     yield WeightName("blocks.experts.up", f"{mlp}experts.gate_up_proj", "half", 1)
@@ -71,10 +86,19 @@ def in_memory(model: Json) -> Iterator[WeightName]:
 
 def _family(name: str, architecture: str, **options: Any) -> HfFamily:
     return HfFamily(
-        name, architecture, partial(section, name), config, llama.names, in_memory, router="softmax", **options
+        name,
+        architecture,
+        partial(section, name),
+        config,
+        llama.names,
+        in_memory,
+        router="softmax",
+        **options,
     )
 
 
 MIXTRAL = _family("mixtral", "MixtralForCausalLM")
 QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, normalize=None)
-OLMOE = _family("olmoe", "OlmoeForCausalLM", qk_norm=True, normalize=None, window=False, wide_heads=False)
+OLMOE = _family(
+    "olmoe", "OlmoeForCausalLM", qk_norm=True, normalize=None, window=False, wide_heads=False
+)

@@ -5,7 +5,14 @@ from typing import Any
 
 from meshtrain.errors import ConfigError, short
 from meshtrain.hf_families.family import HfFamily, WeightName
-from meshtrain.hf_families.json_fields import HF_FUNCTIONS, Json, activation, dropout, positive, refuse_unless
+from meshtrain.hf_families.json_fields import (
+    HF_FUNCTIONS,
+    Json,
+    activation,
+    dropout,
+    positive,
+    refuse_unless,
+)
 
 ARCHITECTURE = "ViTForImageClassification"
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -15,9 +22,11 @@ def section(config: Json, where: str) -> dict[str, Any]:
     architectures = config.get("architectures") or [ARCHITECTURE]
     if architectures != [ARCHITECTURE]:
         raise ConfigError(
-            f"{where}: architectures {short(architectures)} has no classes, or more than them; load it with {ARCHITECTURE}, and save that."
+            f"{where}: architectures {short(architectures)} has no classes, or more than them; load it with "
+            f"{ARCHITECTURE}, and save that."
         )
-    d_model, heads = positive(config, "hidden_size", where), positive(config, "num_attention_heads", where)
+    d_model = positive(config, "hidden_size", where)
+    heads = positive(config, "num_attention_heads", where)
     refuse_unless(where, config, "head_dim", d_model // heads)
     return {
         "layers": positive(config, "num_hidden_layers", where),
@@ -41,25 +50,38 @@ def _square(config: Json, key: str, default: int, where: str) -> int:
     value = config.get(key, default)
     sides = value if isinstance(value, list) else [value]
     if len(set(map(str, sides))) != 1 or len(sides) > 2:
-        raise ConfigError(f"{where}: {key} {short(value)} is not computed here; it must be a square's.")
+        raise ConfigError(
+            f"{where}: {key} {short(value)} is not computed here; it must be a square's."
+        )
     return positive({key: sides[0]}, key, where)
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
     labels = [f"LABEL_{i}" for i in range(model["vocab_size"])]
     return {
-        "num_hidden_layers": model["layers"], "hidden_size": model["d_model"], "num_attention_heads": model["heads"],
-        "intermediate_size": model["d_ff"], "hidden_act": HF_FUNCTIONS[model["activation"]], "layer_norm_eps": model["norm_eps"],
-        "qkv_bias": model["qkv_bias"], **dict.fromkeys(DROPOUTS, model["dropout"]), "image_size": model["image_size"],
-        "patch_size": model["patch_size"], "num_channels": model["channels"],
-        "id2label": {str(i): label for i, label in enumerate(labels)}, "label2id": {label: i for i, label in enumerate(labels)},
-    }  # fmt: skip
+        "num_hidden_layers": model["layers"],
+        "hidden_size": model["d_model"],
+        "num_attention_heads": model["heads"],
+        "intermediate_size": model["d_ff"],
+        "hidden_act": HF_FUNCTIONS[model["activation"]],
+        "layer_norm_eps": model["norm_eps"],
+        "qkv_bias": model["qkv_bias"],
+        **dict.fromkeys(DROPOUTS, model["dropout"]),
+        "image_size": model["image_size"],
+        "patch_size": model["patch_size"],
+        "num_channels": model["channels"],
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
 
 
 def names(model: Json) -> Iterator[WeightName]:
     """Yields the names in the files, which transformers 4 has in memory too, and 5 others."""
-    layer, embeddings = "vit.encoder.layer.{}.", "vit.embeddings."
-    yield WeightName("embedding.patches", f"{embeddings}patch_embeddings.projection.weight", "patches")
+    layer = "vit.encoder.layer.{}."
+    embeddings = "vit.embeddings."
+    yield WeightName(
+        "embedding.patches", f"{embeddings}patch_embeddings.projection.weight", "patches"
+    )
     yield WeightName("embedding.bias", f"{embeddings}patch_embeddings.projection.bias")
     yield WeightName("embedding.class_token", f"{embeddings}cls_token", ones=2)
     yield WeightName("embedding.positions", f"{embeddings}position_embeddings", ones=1)
@@ -67,9 +89,13 @@ def names(model: Json) -> Iterator[WeightName]:
         yield WeightName(f"blocks.{ours}.scale", f"{layer}{theirs}.weight")
         yield WeightName(f"blocks.{ours}.bias", f"{layer}{theirs}.bias")
     for ours, theirs in (
-        ("attention.q", "attention.attention.query"), ("attention.k", "attention.attention.key"), ("attention.v", "attention.attention.value"),
-        ("attention.out", "attention.output.dense"), ("mlp.up", "intermediate.dense"), ("mlp.down", "output.dense"),
-    ):  # fmt: skip
+        ("attention.q", "attention.attention.query"),
+        ("attention.k", "attention.attention.key"),
+        ("attention.v", "attention.attention.value"),
+        ("attention.out", "attention.output.dense"),
+        ("mlp.up", "intermediate.dense"),
+        ("mlp.down", "output.dense"),
+    ):
         yield WeightName(f"blocks.{ours}", f"{layer}{theirs}.weight", "linear")
         yield WeightName(f"blocks.{ours}_bias", f"{layer}{theirs}.bias")
     yield WeightName("head.norm.scale", "vit.layernorm.weight")
@@ -79,5 +105,14 @@ def names(model: Json) -> Iterator[WeightName]:
 
 
 VIT = HfFamily(
-    "vit", ARCHITECTURE, section, config, names, prefix="vit.", qkv_bias=None, window=False, shared_heads=False, wide_heads=False
-)  # fmt: skip
+    "vit",
+    ARCHITECTURE,
+    section,
+    config,
+    names,
+    prefix="vit.",
+    qkv_bias=None,
+    window=False,
+    shared_heads=False,
+    wide_heads=False,
+)

@@ -1,7 +1,8 @@
-"""Parses the text of a compiled program: its computations, their calls and iteration counts, and the lines of Python they came from.
+"""Parses the text of a compiled program: its computations, their calls and iteration counts, and the lines of Python
+they came from.
 
-A collective inside loops runs as often as the loops together turn; one inside a conditional runs at most so often, and how often is
-known only to whoever wrote the predicate (for the pipeline: the schedule's table).
+A collective inside loops runs as often as the loops together turn; one inside a conditional runs at most so often, and
+how often is known only to whoever wrote the predicate (for the pipeline: the schedule's table).
 
     ENTRY ──► while (8 turns) ──► conditional ──► while (4 turns) ──► all-reduce        trips 32, at most
 
@@ -47,7 +48,10 @@ def short_path(file: str) -> str:
     path = Path(file)
     if "ipykernel" in file or file.startswith("<"):
         return "cell"
-    for root in (Path(__file__).parents[2], *(parent for parent in path.parents if parent.name == "site-packages")):
+    for root in (
+        Path(__file__).parents[2],
+        *(parent for parent in path.parents if parent.name == "site-packages"),
+    ):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
     return path.name
@@ -68,7 +72,9 @@ class Operation:
     def operands(self) -> tuple[str, ...]:
         """Names of its operands; of a parameter its number."""
         listed = self.attributes[: _closing("(" + self.attributes) - 2]
-        return tuple(operand.split()[-1].lstrip("%") for operand in _parts(listed) if operand.strip())
+        return tuple(
+            operand.split()[-1].lstrip("%") for operand in _parts(listed) if operand.strip()
+        )
 
     @property
     def source(self) -> str:
@@ -98,13 +104,18 @@ class Module:
                 self.entry = current if header.group(1) else self.entry
             elif current and (instruction := _INSTRUCTION.match(line)):
                 root, name, text_of_it = instruction.groups()
-                self.computations[current].append(operation(name, _COMMENT.sub("", text_of_it), root is not None))
+                self.computations[current].append(
+                    operation(name, _COMMENT.sub("", text_of_it), root is not None)
+                )
         if not self.entry:
             raise ValueError("this text is no HLO module: it has no ENTRY computation")
 
     def lines(self, op: Operation) -> tuple[HloLine, ...]:
-        """Returns the lines of Python that an instruction came from, the innermost first; none where XLA does not tell."""
-        lines, number_of_frame = [], _FRAME.search(op.attributes)
+        """Returns the lines of Python that an instruction came from, the innermost first; none where XLA does not
+        tell.
+        """
+        lines = []
+        number_of_frame = _FRAME.search(op.attributes)
         frame = int(number_of_frame.group(1)) if number_of_frame else 0
         files, functions, places, frames = (self._tables[name] for name in _TABLES)
         while frame in frames:
@@ -116,7 +127,10 @@ class Module:
         return tuple(lines)
 
     def walk(
-        self, name: str | None = None, loops: tuple[int | None, ...] = (), conditionals: tuple[int, ...] = ()
+        self,
+        name: str | None = None,
+        loops: tuple[int | None, ...] = (),
+        conditionals: tuple[int, ...] = (),
     ) -> Iterator[tuple[Operation, tuple[int | None, ...], tuple[int, ...]]]:
         """Yields every collective in the call tree, with the loops and the conditionals around it."""
         for op in self.computations[self.entry if name is None else name]:
@@ -126,7 +140,9 @@ class Module:
                 body, condition, turns = self.loop(op)
                 yield from self.walk(body, (*loops, turns), conditionals)
                 yield from self.walk(condition, (*loops, turns), conditionals)
-            elif not op.opcode.endswith(("-done", "-update")):  # those name once more what was started
+            elif not op.opcode.endswith(
+                ("-done", "-update")
+            ):  # those name once more what was started
                 inside = (*conditionals, len(loops)) if op.opcode == "conditional" else conditionals
                 for computation in self.called(op):
                     yield from self.walk(computation, loops, inside)
@@ -134,12 +150,16 @@ class Module:
     def bodies(
         self, name: str | None = None, loops: tuple[int | None, ...] = ()
     ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-        """Yields the computations that are sequences of their own, the entry and each loop's body, with the turns of the loops around them."""
+        """Yields the computations that are sequences of their own, the entry and each loop's body, with the turns of
+        the loops around them.
+        """
         name = self.entry if name is None else name
         yield name, loops
         yield from self._loops_in(name, loops)
 
-    def _loops_in(self, name: str, loops: tuple[int | None, ...]) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    def _loops_in(
+        self, name: str, loops: tuple[int | None, ...]
+    ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
         for op in self.computations[name]:
             if op.opcode == "while":
                 body, _, turns = self.loop(op)
@@ -151,13 +171,19 @@ class Module:
 
     def loop(self, op: Operation) -> tuple[str, str, int | None]:
         """Returns body, condition and turns of a while loop."""
-        body, condition = (re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition"))
+        body, condition = (
+            re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition")
+        )
         assert body and condition, "a while loop has both"
         return body.group(1), condition.group(1), self._turns(op, condition.group(1))
 
     def called(self, op: Operation) -> list[str]:
         """Returns the computations that an instruction names, a loop's apart."""
-        return [name for names in _CALLED.findall(op.attributes) for name in re.findall(r"[\w.\-]+", names)]
+        return [
+            name
+            for names in _CALLED.findall(op.attributes)
+            for name in re.findall(r"[\w.\-]+", names)
+        ]
 
     def named(self, computation: str) -> dict[str, Operation]:
         """Returns the instructions of a computation by name."""
@@ -166,7 +192,9 @@ class Module:
         return self._named[computation]
 
     def _turns(self, op: Operation, condition: str) -> int | None:
-        """Returns the turns as XLA knows them, else the one integer that the condition compares with (JAX counts from 0 by 1)."""
+        """Returns the turns as XLA knows them, else the one integer that the condition compares with (JAX counts from 0
+        by 1).
+        """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.attributes):
             return int(known.group(1))
         compared = list(self.computations[condition])
@@ -185,11 +213,13 @@ class Module:
 def operation(name: str, text: str, root: bool) -> Operation:
     """Parses `type opcode(operands), attributes`; a type is one array, or a tuple in parentheses."""
     end = _closing(text) if text.startswith("(") else text.index(" ")
-    result, rest = text[:end], text[end:].lstrip()
+    result = text[:end]
+    rest = text[end:].lstrip()
     opcode, _, attributes = rest.partition("(")
     base = opcode.removesuffix("-start")
     kind = base if base in KINDS else ""
-    # These start with (operands, results, ...); an all-reduce does so from JAX 0.12 on, with the operands in parentheses.
+    # These start with (operands, results, ...); an all-reduce does so from JAX 0.12 on, with the operands in
+    # parentheses.
     if kind and base != opcode and (kind != "all-reduce" or result.startswith("((")):
         result = _parts(result[1:-1])[1]
     return Operation(name, opcode, kind, result, attributes, root)
@@ -207,7 +237,9 @@ def _closing(text: str) -> int:
 
 def _parts(listed: str) -> list[str]:
     """Splits at commas, but for those inside brackets."""
-    depth, parts, start = 0, [], 0
+    depth = 0
+    parts = []
+    start = 0
     for i, c in enumerate(listed):
         depth += (c in "([{") - (c in ")]}")
         if c == "," and depth == 0:
@@ -223,10 +255,16 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 
     Of a permutation, the pairs.
     """
-    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes):
-        groups = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))]
+    if listed := re.search(
+        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes
+    ):
+        groups = [
+            [int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))
+        ]
         return groups or [list(range(devices))]
-    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}", attributes):
+    if named := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}", attributes
+    ):
         return _named_groups(*named.groups())
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
         return _numbers(iota.group(2)).reshape([int(n) for n in iota.group(1).split(",")]).tolist()
@@ -244,11 +282,16 @@ def _numbers(text: str) -> np.ndarray:
 
 
 def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]:
-    """Returns groups along named axes of a mesh, `['a'=2,'b'=4] {'b'}`, or along parts of them, `'b':(1)2`: 2 of the 4, after 1."""
+    """Returns groups along named axes of a mesh, `['a'=2,'b'=4] {'b'}`, or along parts of them, `'b':(1)2`: 2 of the 4,
+    after 1.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     shape: list[int] = []
     grouped: list[int] = []
-    parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']+)':\((\d+)\)(\d+)", along)}
+    parts = {
+        name: (int(before), int(size))
+        for name, before, size in re.findall(r"'([^']+)':\((\d+)\)(\d+)", along)
+    }
     complete = re.findall(r"'([^']+)'(?!:)", along)
     for name, size in sizes.items():
         before, inside = parts.get(name, (1, size))
@@ -263,7 +306,10 @@ def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]
 
 def byte_count(kind: str) -> int:
     """Returns the bytes of an array type, or of all arrays of a tuple type."""
-    return sum(math.ceil(_width(d) * math.prod(int(i) for i in n.split(",") if i)) for d, n in _ARRAY.findall(kind))
+    return sum(
+        math.ceil(_width(d) * math.prod(int(i) for i in n.split(",") if i))
+        for d, n in _ARRAY.findall(kind)
+    )
 
 
 def _width(dtype: str) -> float:

@@ -1,4 +1,6 @@
-"""What a compiled program sends: its collectives by mesh axis, kind, bytes, times and line, and the bytes that arrays hold."""
+"""What a compiled program sends: its collectives by mesh axis, kind, bytes, times and line, and the bytes that arrays
+hold.
+"""
 
 import dataclasses
 import math
@@ -20,23 +22,29 @@ class Collective:
     """One collective instruction of a compiled program, at one place of its call tree."""
 
     kind: str  # one of KINDS
-    axes: tuple[str, ...]  # the mesh axes along which it talks, in the mesh's order; () if every group is one device
+    axes: tuple[
+        str, ...
+    ]  # the mesh axes along which it talks, in the mesh's order; () if every group is one device
     ranks: int  # devices that talk to each other
     bytes: int  # of the full buffer on one device: what is reduced, what is gathered, what is scattered, the message
     dtype: str  # as HLO writes it: f32, bf16, ...
-    loops: tuple[int | None, ...]  # turns of the enclosing loops, outermost first; None: not known before it runs
-    conditionals: tuple[int, ...]  # for each enclosing conditional, how many of `loops` are around it
+    loops: tuple[
+        int | None, ...
+    ]  # turns of the enclosing loops, outermost first; None: not known before it runs
+    conditionals: tuple[
+        int, ...
+    ]  # for each enclosing conditional, how many of `loops` are around it
     source: str  # the JAX operation it came from
     lines: tuple[HloLine, ...] = ()  # of Python that it came from, the innermost first
     busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
-    senders: float = (
-        1.0  # share of the devices that send: of a permutation not all need to, and `sent` is what one that does sends
-    )
+    senders: float = 1.0  # share of the devices that send: of a permutation not all need to, and `sent` is what one that does sends
 
     @property
     def where(self) -> str:
         """The line that it came from and its caller, in short, without those of `meshtrain.compat`."""
-        return " ← ".join([str(line) for line in self.lines if not Path(line.file).name.startswith("compat")][:2])
+        return " ← ".join(
+            [str(line) for line in self.lines if not Path(line.file).name.startswith("compat")][:2]
+        )
 
     @property
     def backward(self) -> bool:
@@ -50,7 +58,10 @@ class Collective:
 
     @property
     def trips(self) -> int:
-        """Executions in one run of the program, conditionals always taken. ValueError if a loop's turns are not known."""
+        """Executions in one run of the program, conditionals always taken.
+
+        ValueError if a loop's turns are not known.
+        """
         if None in self.loops:
             raise ValueError(
                 f"the {self.kind} of {self.source} stands in a loop whose number of turns HLO does not tell"
@@ -64,7 +75,9 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends in one execution, by a ring: n-1 of n parts, twice for an all-reduce; a message once."""
+        """Bytes that one device sends in one execution, by a ring: n-1 of n parts, twice for an all-reduce; a message
+        once.
+        """
         if self.kind == "collective-permute":
             return float(self.bytes)
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
@@ -96,9 +109,13 @@ class CompiledCollectives(Shown, list[Collective]):
 
 
 def collectives(
-    compiled: str | jax.stages.Compiled | Module, mesh: Mesh | AbstractMesh, busy: float = 1.0, body: str | None = None
+    compiled: str | jax.stages.Compiled | Module,
+    mesh: Mesh | AbstractMesh,
+    busy: float = 1.0,
+    body: str | None = None,
 ) -> CompiledCollectives:
-    """Returns every collective of a compiled program (its HLO text, its `Module`) for `mesh`, or those of one turn of one loop's body.
+    """Returns every collective of a compiled program (its HLO text, its `Module`) for `mesh`, or those of one turn of
+    one loop's body.
 
     `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
     """
@@ -139,7 +156,11 @@ def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
 
 def senders(op: Operation, devices: int) -> float:
     """Returns the share of the devices that send."""
-    return len(replica_groups(op.attributes, devices)) / devices if op.kind == "collective-permute" else 1.0
+    return (
+        len(replica_groups(op.attributes, devices)) / devices
+        if op.kind == "collective-permute"
+        else 1.0
+    )
 
 
 def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:
@@ -149,5 +170,11 @@ def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], 
     """
     groups = replica_groups(op.attributes, mesh.size)
     places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.axis_sizes), axis=-1)
-    along = {a for group in groups for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))}
-    return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(len(g) for g in groups)
+    along = {
+        a
+        for group in groups
+        for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))
+    }
+    return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(
+        len(g) for g in groups
+    )

@@ -33,12 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.launch",
-        description="Starts a run on several nodes: a supervisor on each (meshtrain survive), which goes on through faults.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting again.",
+        description="Starts a run on several nodes: a supervisor on each (meshtrain survive), which goes on through "
+        "faults.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting "
+        "again.",
     )
     commands = parser.add_subparsers(dest="launcher", required=True)
     for name, launcher in LAUNCHERS.items():
-        launcher.add(commands.add_parser(name, help=launcher.meaning, description=f"{launcher.meaning}."))
+        launcher.add(
+            commands.add_parser(name, help=launcher.meaning, description=f"{launcher.meaning}.")
+        )
     return parser
 
 
@@ -51,7 +55,9 @@ def _check_options(parsers: Mapping[str, Parser], words: Sequence[str]) -> None:
     for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
         having = [name for name, own in options.items() if option in own]
         if having and words[0] not in having:
-            parsers[words[0]].error(f"{option} is an option of {', '.join(having)}, and not of {words[0]}")
+            parsers[words[0]].error(
+                f"{option} is an option of {', '.join(having)}, and not of {words[0]}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What every launcher needs of a run: how many nodes, what each has, and the supervisor's command; and the options that they share."""
+"""What every launcher needs of a run: how many nodes, what each has, and the supervisor's command; and the options that
+they share.
+"""
 
 import argparse
 import re
@@ -37,7 +39,9 @@ done
 
 
 class Launcher(NamedTuple):
-    """A way to start a run: one that runs gives its exit code, one that prints its text and a hint on what to do with it."""
+    """A way to start a run: one that runs gives its exit code, one that prints its text and a hint on what to do with
+    it.
+    """
 
     meaning: str
     add: Callable[[Parser], None]  # options
@@ -63,19 +67,37 @@ def add_engine(parser: Parser) -> None:
     """The options of all engines."""
     parser.add_config()
     add_flags(parser)
-    parser.add_argument("--nodes", type=whole_number, help="nodes to ask for (default: survive.wanted)")
     parser.add_argument(
-        "--gpus-per-node", type=_count, metavar="N", help="GPUs of a node; 0: none (default: what the mesh needs)"
+        "--nodes", type=whole_number, help="nodes to ask for (default: survive.wanted)"
     )
-    parser.add_argument("--cpus-per-node", type=whole_number, metavar="N", help="CPU cores (default: left to the engine)")  # fmt: skip
+    parser.add_argument(
+        "--gpus-per-node",
+        type=_count,
+        metavar="N",
+        help="GPUs of a node; 0: none (default: what the mesh needs)",
+    )
+    parser.add_argument(
+        "--cpus-per-node",
+        type=whole_number,
+        metavar="N",
+        help="CPU cores (default: left to the engine)",
+    )
     parser.add_argument("--name", type=_name, help="of the job (default: the run directory's)")
     parser.add_argument("--python", default="python", help="the interpreter on the nodes")
 
 
 def add_flags(parser: Parser) -> None:
     """The options of all launchers that say which flags of XLA and NCCL the nodes get (`meshtrain.launch.flags`)."""
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="what the nodes are, for the flags that they get (default: as for meshtrain plan)")  # fmt: skip
-    parser.add_argument("--no-flags", action="store_true", help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain plan --flags shows them")  # fmt: skip
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|NAME",
+        help="what the nodes are, for the flags that they get (default: as for meshtrain plan)",
+    )
+    parser.add_argument(
+        "--no-flags",
+        action="store_true",
+        help="leave XLA_FLAGS and NCCL's variables as they are; meshtrain plan --flags shows them",
+    )
 
 
 def add_requeues(parser: Parser) -> None:
@@ -89,25 +111,42 @@ def add_mount(parser: Parser) -> None:
 
 
 def add_time(parser: Parser) -> None:
-    parser.add_argument("--time", type=duration, help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS")
+    parser.add_argument(
+        "--time", type=duration, help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS"
+    )
 
 
 def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
-    """Returns the job of an engine's options. `shipped`: where the config's file is on the nodes, if the engine takes it there."""
+    """Returns the job of an engine's options.
+
+    `shipped`: where the config's file is on the nodes, if the engine takes it there.
+    """
     config = load(options.config, options.set)
     nodes = options.nodes or config.survive.wanted
     job = make(config, options, nodes, options.python, shipped)
     gpus = job.devices if options.gpus_per_node is None else options.gpus_per_node
-    return LaunchJob(options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts, job.imports)
+    return LaunchJob(
+        options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts, job.imports
+    )
 
 
-def make(config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = "") -> LaunchJob:
-    """Makes a job on so many nodes. A config that says nothing of nodes (survive.wanted is 1) is for as many as there are; one that does may
-    be given more of them, as spares, or fewer, which wait for the others to come from elsewhere."""
-    wanted, devices, overrides = config.survive.wanted, config.mesh.devices, list(options.set)
+def make(
+    config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = ""
+) -> LaunchJob:
+    """Makes a job on so many nodes.
+
+    A config that says nothing of nodes (survive.wanted is 1) is for as many as there are; one that does may be given
+    more of them, as spares, or fewer, which wait for the others to come from elsewhere.
+    """
+    wanted = config.survive.wanted
+    devices = config.mesh.devices
+    overrides = list(options.set)
     if wanted == 1 < nodes:
         if devices % nodes:
-            raise ConfigError(f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are {listed_divisors(devices)}.")  # fmt: skip
+            raise ConfigError(
+                f"the {devices} devices of the mesh do not divide into {nodes} nodes; legal are "
+                f"{listed_divisors(devices)}."
+            )
         wanted = nodes
         overrides.append(f"survive.wanted={nodes}")
     # Its other rules, such as survive.least, count for the nodes that there are.
@@ -117,8 +156,14 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     if shipped and (files := [entry for entry in config.run.imports if entry.endswith(".py")]):
         # They lie beside the config there, in a directory that an engine makes as it will.
         there = PurePath(shipped).parent
-        names = [str(there / PurePath(entry).name) if entry in files else entry for entry in config.run.imports]
-        overrides = [*(o for o in overrides if o.partition("=")[0].strip() != IMPORTS), f"{IMPORTS}={as_text(names)}"]
+        names = [
+            str(there / PurePath(entry).name) if entry in files else entry
+            for entry in config.run.imports
+        ]
+        overrides = [
+            *(o for o in overrides if o.partition("=")[0].strip() != IMPORTS),
+            f"{IMPORTS}={as_text(names)}",
+        ]
         trusted = [str(there)]
     for override in overrides:
         words += ["--set", override]
@@ -130,21 +175,31 @@ def make(config: Config, options: argparse.Namespace, nodes: int, python: str, s
     if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
         # Each node sets what its own versions take.
         words += ["--flags", cluster]
-    name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip("-0123456789")
+    name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip(
+        "-0123456789"
+    )
     name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
     return LaunchJob(
-        name, nodes, devices // wanted, tuple(words), config.run.directory, config.survive.restarts, config.run.imports
+        name,
+        nodes,
+        devices // wanted,
+        tuple(words),
+        config.run.directory,
+        config.survive.restarts,
+        config.run.imports,
     )
 
 
 def _refuse_crowded(cluster: str, devices: int, nodes: int) -> None:
     """Raises ConfigError where a node would need more devices than one of the cluster has."""
-    held, needed = machine_devices(cluster), devices // nodes
+    held = machine_devices(cluster)
+    needed = devices // nodes
     if held is None or needed <= held:
         return
     fewest = min(n for n in divisors(devices) if devices // n <= held)
     raise ConfigError(
-        f"{nodes} node{'' if nodes == 1 else 's'} would need {needed} devices each for the {devices} of the mesh, and a node of cluster "
+        f"{nodes} node{'' if nodes == 1 else 's'} would need {needed} devices each for the {devices} of the mesh, and "
+        "a node of cluster "
         f"{short(cluster)} has {held}; give at least {fewest} nodes, or the --cluster that the nodes are."
     )
 
@@ -174,13 +229,17 @@ def absolute(text: str) -> str:
 
 
 # As Slurm writes it.
-duration = text_of(r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "is no time; write H:MM:SS or DAYS-HH:MM:SS")
+duration = text_of(
+    r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "is no time; write H:MM:SS or DAYS-HH:MM:SS"
+)
 _name = text_of(
     f"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?",
     f"is no name; it begins with a letter and has lower-case letters, digits and - inside, {LONGEST_NAME} at most",
 )
 # A cluster's name of something, to stand in a script or a manifest as it is: a partition, a namespace, an accelerator.
-word = text_of("[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is no name; letters, digits and . _ - , are legal")
+word = text_of(
+    "[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is no name; letters, digits and . _ - , are legal"
+)
 
 
 def seconds(text: str) -> int:
@@ -198,7 +257,9 @@ class _ManifestDumper(yaml.SafeDumper):
     """Writes a text of several lines as lines."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", data, style="|" if "\n" in data else None
+        )
 
 
 _ManifestDumper.add_representer(str, _ManifestDumper.represent_str)

@@ -1,15 +1,17 @@
 """`jobset` and `trainjob`: manifests for Kubernetes, of one indexed Job with a pod a node.
 
-Who acts on which exit code, by the Job's own rules (batch/v1, podFailurePolicy, in their order): 2 and 3 fail the Job, and so the set,
-at once. A pod that stopped (75) or was drained or preempted (DisruptionTarget) is started again, and not counted. Any other end, such as
-a killed supervisor, is counted against survive.restarts; its pod is started again too. A new pod has the name of the old one, which has
-ended by then, and its supervisor joins the run that went on without it. The first pod to end with 0 says that the run is done
-(successPolicy, Kubernetes 1.31). So nothing is left for a restart of the whole set, which would start healthy pods anew.
+Who acts on which exit code, by the Job's own rules (batch/v1, podFailurePolicy, in their order): 2 and 3 fail the Job,
+and so the set, at once. A pod that stopped (75) or was drained or preempted (DisruptionTarget) is started again, and
+not counted. Any other end, such as a killed supervisor, is counted against survive.restarts; its pod is started again
+too. A new pod has the name of the old one, which has ended by then, and its supervisor joins the run that went on
+without it. The first pod to end with 0 says that the run is done (successPolicy, Kubernetes 1.31). So nothing is left
+for a restart of the whole set, which would start healthy pods anew.
 
 The config's file goes along as a ConfigMap; data and runs lie in a volume that all pods share.
 
 - JobSet: jobset.x-k8s.io/v1alpha2. A pod is reached as NAME-node-0-INDEX.NAME.
-- TrainJob: trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2. A TrainJob has no rules on exit codes, its runtime has: both are printed.
+- TrainJob: trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2. A TrainJob has no rules on exit codes, its runtime has:
+  both are printed.
 """
 
 import argparse
@@ -45,11 +47,33 @@ def add(parser: Parser) -> None:
     add_time(parser)
     parser.add_argument("--image", required=True, help="a container image that has meshtrain")
     parser.add_argument("--namespace", type=word)
-    parser.add_argument("--volume", required=True, type=word, metavar="CLAIM", help="a claim that all pods may write to (ReadWriteMany)")  # fmt: skip
+    parser.add_argument(
+        "--volume",
+        required=True,
+        type=word,
+        metavar="CLAIM",
+        help="a claim that all pods may write to (ReadWriteMany)",
+    )
     add_mount(parser)
-    parser.add_argument("--memory-per-node", type=_quantity, metavar="SIZE", help=f"asked for, and not exceeded, as in 512Gi (default: {MEMORY}Gi a device asked for, no limit)")  # fmt: skip
-    parser.add_argument("--priority-class", type=word, metavar="NAME", help="of the pods, see configs/serving/sharing.yaml")  # fmt: skip
-    parser.add_argument("--shared-memory", type=_quantity, default="16Gi", metavar="SIZE", help="of /dev/shm, a part of a node's memory")  # fmt: skip
+    parser.add_argument(
+        "--memory-per-node",
+        type=_quantity,
+        metavar="SIZE",
+        help=f"asked for, and not exceeded, as in 512Gi (default: {MEMORY}Gi a device asked for, no limit)",
+    )
+    parser.add_argument(
+        "--priority-class",
+        type=word,
+        metavar="NAME",
+        help="of the pods, see configs/serving/sharing.yaml",
+    )
+    parser.add_argument(
+        "--shared-memory",
+        type=_quantity,
+        default="16Gi",
+        metavar="SIZE",
+        help="of /dev/shm, a part of a node's memory",
+    )
 
 
 def jobset(options: argparse.Namespace) -> str:
@@ -71,7 +95,10 @@ def trainjob(options: argparse.Namespace) -> str:
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
         "metadata": _metadata(job, options),
-        "spec": {"mlPolicy": {"numNodes": job.nodes}, "template": {"spec": _set(job, options, {}, ANCESTOR)}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes},
+            "template": {"spec": _set(job, options, {}, ANCESTOR)},
+        },
     }
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     trained = {
@@ -99,9 +126,15 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
     limit = {"activeDeadlineSeconds": seconds(options.time)} if options.time else {}
 
     def on_codes(action: str, *codes: int) -> dict:
-        return {"action": action, "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)}}
+        return {
+            "action": action,
+            "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)},
+        }
 
-    drained = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    drained = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     rules = [on_codes("FailJob", USAGE, GIVEN_UP), on_codes("Ignore", STOPPED), drained]
     spec = {
         "completionMode": "Indexed",
@@ -122,8 +155,12 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
 
 def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
     gpus = {"nvidia.com/gpu": str(job.devices)} if job.devices else {}
-    memory, devices = options.memory_per_node, max(1, job.devices)
-    asked = {"cpu": str(options.cpus_per_node or devices), "memory": memory or f"{MEMORY * devices}Gi"}
+    memory = options.memory_per_node
+    devices = max(1, job.devices)
+    asked = {
+        "cpu": str(options.cpus_per_node or devices),
+        "memory": memory or f"{MEMORY * devices}Gi",
+    }
     limits = gpus | ({"memory": memory} if memory else {})
     resources = {"requests": asked | gpus} | ({"limits": limits} if limits else {})
     # "$$" stands for a dollar sign; what a user gave names no variable of the kubelet.
@@ -131,7 +168,13 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
     container = {
         "name": NODE,
         "image": options.image,
-        "command": [*words, "--node", f"n{INDEX}", "--address", f"{job.name}-{NODE}-0-{INDEX}.{job.name}"],
+        "command": [
+            *words,
+            "--node",
+            f"n{INDEX}",
+            "--address",
+            f"{job.name}-{NODE}-0-{INDEX}.{job.name}",
+        ],
         "workingDir": options.mount,
         "resources": resources,
         "volumeMounts": [
@@ -149,7 +192,10 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
         # NCCL needs more shared memory than the 64 MB that a container has by default.
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}},
-            {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
+            {
+                "name": "memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory},
+            },
             {"name": "config", "configMap": {"name": f"{job.name}-config"}},
         ],
     }
@@ -158,6 +204,10 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
 _quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is no size; write it as 512Gi")
 
 LAUNCHERS = {
-    "jobset": Launcher("print a JobSet of Kubernetes", add, text=jobset, hint="kubectl apply -f it"),
-    "trainjob": Launcher("print a TrainJob of Kubeflow", add, text=trainjob, hint="kubectl apply -f it"),
+    "jobset": Launcher(
+        "print a JobSet of Kubernetes", add, text=jobset, hint="kubectl apply -f it"
+    ),
+    "trainjob": Launcher(
+        "print a TrainJob of Kubeflow", add, text=trainjob, hint="kubectl apply -f it"
+    ),
 }

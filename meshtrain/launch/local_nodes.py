@@ -1,8 +1,9 @@
-"""`local N`: N nodes on this machine, to try a run on several of them; and supervisors as children of this process, as `ssh` has them too.
+"""`local N`: N nodes on this machine, to try a run on several of them; and supervisors as children of this process, as
+`ssh` has them too.
 
-Output is marked by node. A signal that ends a program (SIGTERM, SIGINT, SIGHUP) is passed on to all, once; the second kills them. Each
-child has a session of its own, or Ctrl-C would reach it twice. If this process itself is killed, the kernel kills its children with it
-(`meshtrain.orphans`), frozen ones too.
+Output is marked by node. A signal that ends a program (SIGTERM, SIGINT, SIGHUP) is passed on to all, once; the second
+kills them. Each child has a session of its own, or Ctrl-C would reach it twice. If this process itself is killed, the
+kernel kills its children with it (`meshtrain.orphans`), frozen ones too.
 """
 
 import argparse
@@ -29,7 +30,12 @@ LONGEST_LINE = 2**16  # bytes that wait for the end of their line
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("nodes", type=whole_number, metavar="N", help="nodes, each with a share of the mesh's devices")
+    parser.add_argument(
+        "nodes",
+        type=whole_number,
+        metavar="N",
+        help="nodes, each with a share of the mesh's devices",
+    )
     parser.add_config()
     add_flags(parser)
 
@@ -37,14 +43,19 @@ def add(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     job = make(load(options.config, options.set), options, options.nodes, sys.executable)
     names = [f"n{number}" for number in range(options.nodes)]
-    return supervise_all({name: [*job.supervisor, "--node", name, "--address", ADDRESS] for name in names})
+    return supervise_all(
+        {name: [*job.supervisor, "--node", name, "--address", ADDRESS] for name in names}
+    )
 
 
 LAUNCHERS = {"local": Launcher("run N nodes on this machine", add, run)}
 
 
 class NodeProcess:
-    """One node's supervisor. `listens`: signals reach it as words on its standard input, one a line, as it runs on another machine."""
+    """One node's supervisor.
+
+    `listens`: signals reach it as words on its standard input, one a line, as it runs on another machine.
+    """
 
     def __init__(self, name: str, command: Sequence[str], piped: bool, listens: bool) -> None:
         self.name = name
@@ -70,14 +81,20 @@ class NodeProcess:
 
 
 def supervise_all(commands: Mapping[str, Sequence[str]], listens: bool = False) -> int:
-    """Runs one command a node until all have ended; returns the exit code of them all (`outcome`). A single node's output is left as it is."""
+    """Runs one command a node until all have ended; returns the exit code of them all (`outcome`).
+
+    A single node's output is left as it is.
+    """
     children: list[NodeProcess] = []
     with _signals() as received, selectors.DefaultSelector() as pipes:
         try:
             for name, command in commands.items():
                 child = NodeProcess(name, command, len(commands) > 1, listens)
                 children.append(child)
-                for pipe, to in ((child.process.stdout, sys.stdout), (child.process.stderr, sys.stderr)):
+                for pipe, to in (
+                    (child.process.stdout, sys.stdout),
+                    (child.process.stderr, sys.stderr),
+                ):
                     if pipe is not None:
                         os.set_blocking(pipe.fileno(), False)
                         pipes.register(pipe, selectors.EVENT_READ, _Lines(name, pipe, to))
@@ -91,8 +108,11 @@ def supervise_all(commands: Mapping[str, Sequence[str]], listens: bool = False) 
                     child.process.wait()
 
 
-def _wait(children: Sequence[NodeProcess], pipes: selectors.BaseSelector, received: list[int]) -> int:
-    passed, running = 0, list(children)
+def _wait(
+    children: Sequence[NodeProcess], pipes: selectors.BaseSelector, received: list[int]
+) -> int:
+    passed = 0
+    running = list(children)
     while running:
         for key, _ in pipes.select(LOOK):
             if key.data.pass_on() is False:
@@ -100,7 +120,9 @@ def _wait(children: Sequence[NodeProcess], pipes: selectors.BaseSelector, receiv
         for number in received[passed:]:
             passed += 1
             if passed == 1:
-                say(f"{signal.Signals(number).name}: the nodes are told to stop; once more kills them.")
+                say(
+                    f"{signal.Signals(number).name}: the nodes are told to stop; once more kills them."
+                )
             for child in running:
                 child.send(number if passed == 1 else signal.SIGKILL)
         for child in [child for child in running if child.process.poll() is not None]:
@@ -108,7 +130,11 @@ def _wait(children: Sequence[NodeProcess], pipes: selectors.BaseSelector, receiv
             code = child.process.returncode
             # Once they are asked to stop, they do.
             if code not in ((DONE, STOPPED) if passed else (DONE,)):
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
                 say(f"{child.name} {how}{'; the others go on' if running else ''}.")
     # What they wrote last; a pipe that a child of theirs still has open has no end.
     for key in list(pipes.get_map().values()):
@@ -122,7 +148,10 @@ class _Lines:
     """One stream of a node, passed on by complete lines with the node's name before each."""
 
     def __init__(self, name: str, pipe: IO[bytes], to: TextIO) -> None:
-        self.name, self.pipe, self.to, self.begun = name, pipe, to, b""
+        self.name = name
+        self.pipe = pipe
+        self.to = to
+        self.begun = b""
 
     def pass_on(self) -> bool | None:
         """Reads some of what is there; returns None if nothing is, False at the end of the stream."""
@@ -141,7 +170,9 @@ class _Lines:
         self.begun = b""
 
     def _write(self, lines: Iterable[bytes]) -> None:
-        self.to.writelines(f"{self.name}: {line.decode(errors='backslashreplace')}\n" for line in lines)
+        self.to.writelines(
+            f"{self.name}: {line.decode(errors='backslashreplace')}\n" for line in lines
+        )
         self.to.flush()
 
 
@@ -151,7 +182,9 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
     # Under nohup, or in a script's background, some are ignored, and stay so.
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in heard}
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in heard
+    }
     try:
         yield received
     finally:

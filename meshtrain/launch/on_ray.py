@@ -1,11 +1,14 @@
-"""`ray`: a script that submits a job to a Ray cluster; and what that job runs: one supervisor a node, until the run is over.
+"""`ray`: a script that submits a job to a Ray cluster; and what that job runs: one supervisor a node, until the run is
+over.
 
-A node that is lost takes its supervisor with it; Ray retries the task on another, and the supervisor there joins the run that went on.
-Of codes: a supervisor that was killed, or stopped (75), is started again, so often in all; with 0 or 3 the run is over, and a task that
-still waits for a node waits no longer. The job's exit code is the run's.
+A node that is lost takes its supervisor with it; Ray retries the task on another, and the supervisor there joins the
+run that went on.
+Of codes: a supervisor that was killed, or stopped (75), is started again, so often in all; with 0 or 3 the run is over,
+and a task that still waits for a node waits no longer. The job's exit code is the run's.
 
-`ray job stop` sends SIGTERM to the job, and SIGKILL 3 s later; what tasks have started Ray kills with the job. So the job asks for more
-time (STOP_TIME), cancels its tasks, and each has its supervisor stop with a checkpoint before it ends.
+`ray job stop` sends SIGTERM to the job, and SIGKILL 3 s later; what tasks have started Ray kills with the job. So the
+job asks for more time (STOP_TIME), cancels its tasks, and each has its supervisor stop with a checkpoint before it
+ends.
 """
 
 import argparse
@@ -27,7 +30,9 @@ from meshtrain.orphans import die_with_parent
 
 VARIABLE = "MESHTRAIN_RAY"  # environment variable, JSON: supervisor, directory, nodes, share, again
 PAUSE = 10.0  # seconds before a supervisor is started again
-STOP_TIME = "RAY_JOB_STOP_WAIT_TIME_S"  # environment variable of Ray's: seconds from SIGTERM to SIGKILL
+STOP_TIME = (
+    "RAY_JOB_STOP_WAIT_TIME_S"  # environment variable of Ray's: seconds from SIGTERM to SIGKILL
+)
 LOOK = 0.5  # seconds from one look at what was asked of the job, or of a task, to the next
 LAST = 60.0  # seconds that the others have to end after the run is over
 SCRIPT = """\
@@ -57,16 +62,25 @@ def text(options: argparse.Namespace) -> str:
     }
     # In a variable: Ray's releases differ in how they quote the words of a command.
     environment = json.dumps({"env_vars": {VARIABLE: json.dumps(request), STOP_TIME: str(GRACE)}})
-    return SCRIPT.format(name=job.name, environment=shlex.quote(environment), python=shlex.quote(options.python))
+    return SCRIPT.format(
+        name=job.name, environment=shlex.quote(environment), python=shlex.quote(options.python)
+    )
 
 
-LAUNCHERS = {"ray": Launcher("print a script that submits a Ray job", add, text=text, hint="run it with bash")}
+LAUNCHERS = {
+    "ray": Launcher(
+        "print a script that submits a Ray job", add, text=text, hint="run it with bash"
+    )
+}
 
 # --- the job
 
 
 def supervise(words: list[str], directory: str, node: str, address: str) -> int:
-    """Runs one supervisor; returns its exit code. It stops with a checkpoint when its task is cancelled, or the worker of Ray's is ended."""
+    """Runs one supervisor; returns its exit code.
+
+    It stops with a checkpoint when its task is cancelled, or the worker of Ray's is ended.
+    """
     words = [*words, "--node", node, "--address", address]
     process = subprocess.Popen(words, cwd=directory, preexec_fn=die_with_parent(signal.SIGTERM))
     while True:
@@ -88,17 +102,25 @@ def drive(
 ) -> int:
     """Runs the supervisors of all nodes; returns the run's exit code.
 
-    `start` starts one node's task and returns a handle on it; `first` waits for the first of some handles, at most so many seconds, and
-    returns it with its exit code, or None. Of supervisors that were killed or stopped, `again` are started again, unless the job is.
+    `start` starts one node's task and returns a handle on it; `first` waits for the first of some handles, at most so
+    many seconds, and returns it with its exit code, or None. Of supervisors that were killed or stopped, `again` are
+    started again, unless the job is.
     """
-    running, codes, until = {start(node): node for node in range(nodes)}, dict[int, int](), float("inf")
+    running = {start(node): node for node in range(nodes)}
+    codes = dict[int, int]()
+    until = float("inf")
     while running and (left := until - time.monotonic()) > 0:
         ended = first(list(running), left if until < float("inf") else None)
         if ended is None:
             break
         handle, code = ended
         node = running.pop(handle)
-        if (code == STOPPED or not is_final(code)) and again and until == float("inf") and not is_stopped():
+        if (
+            (code == STOPPED or not is_final(code))
+            and again
+            and until == float("inf")
+            and not is_stopped()
+        ):
             again -= 1
             say(f"n{node} ended with exit code {code}; it is started again.")
             time.sleep(PAUSE)
@@ -118,7 +140,9 @@ def main() -> int:
     request = json.loads(os.environ[VARIABLE])
     ray.init()
     share = request["share"]
-    bundles = [{"CPU": share["num_cpus"], "GPU": share["num_gpus"]} for _ in range(request["nodes"])]
+    bundles = [
+        {"CPU": share["num_cpus"], "GPU": share["num_gpus"]} for _ in range(request["nodes"])
+    ]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     ray.get(group.ready())
 
@@ -129,8 +153,12 @@ def main() -> int:
     task = ray.remote(max_retries=-1, **share)(on_node)
 
     def start(node: int) -> Any:
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=node)
-        return task.options(scheduling_strategy=where).remote(request["supervisor"], request["directory"], f"n{node}")
+        where = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=node
+        )
+        return task.options(scheduling_strategy=where).remote(
+            request["supervisor"], request["directory"], f"n{node}"
+        )
 
     asked: list[int] = []
     # After ray.init, which listens itself.

@@ -1,8 +1,9 @@
 """`sky`: a task for `sky jobs launch` (SkyPilot).
 
-SkyPilot ends all nodes when the command of one ends with an error, so a supervisor that was killed is started again where it was, and
-only what a supervisor says by itself ends the task. 75 brings the task back on machines that are there (recover_on_exit_codes).
-Machines without an image of the user's get the directory in which `sky` is called, a checkout of meshtrain, and install it.
+SkyPilot ends all nodes when the command of one ends with an error, so a supervisor that was killed is started again
+where it was, and only what a supervisor says by itself ends the task. 75 brings the task back on machines that are
+there (recover_on_exit_codes). Machines without an image of the user's get the directory in which `sky` is called, a
+checkout of meshtrain, and install it.
 """
 
 import argparse
@@ -22,9 +23,18 @@ address=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
 
 def add(parser: Parser) -> None:
     add_engine(parser)
-    parser.add_argument("--accelerator", type=word, help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0")  # fmt: skip
-    parser.add_argument("--image", help="a container image that has meshtrain (default: the checkout in which sky is called is installed)")  # fmt: skip
-    parser.add_argument("--volume", required=True, type=word, help="a SkyPilot volume that all nodes share")
+    parser.add_argument(
+        "--accelerator",
+        type=word,
+        help="as SkyPilot calls it, such as H100; needed unless --gpus-per-node is 0",
+    )
+    parser.add_argument(
+        "--image",
+        help="a container image that has meshtrain (default: the checkout in which sky is called is installed)",
+    )
+    parser.add_argument(
+        "--volume", required=True, type=word, help="a SkyPilot volume that all nodes share"
+    )
     add_mount(parser)
     parser.add_argument("--spot", action="store_true", help="take machines that may be taken away")
 
@@ -32,7 +42,9 @@ def add(parser: Parser) -> None:
 def text(options: argparse.Namespace) -> str:
     job = engine_job(options)
     if job.devices and not options.accelerator:
-        raise ConfigError(f"--accelerator is missing: a node has {job.devices} devices; give it, or --gpus-per-node 0.")
+        raise ConfigError(
+            f"--accelerator is missing: a node has {job.devices} devices; give it, or --gpus-per-node 0."
+        )
     resources = {
         "accelerators": f"{options.accelerator}:{job.devices}" if job.devices else None,
         "cpus": f"{options.cpus_per_node}+" if options.cpus_per_node else None,
@@ -52,4 +64,6 @@ def text(options: argparse.Namespace) -> str:
     return manifest(task)
 
 
-LAUNCHERS = {"sky": Launcher("print a task of SkyPilot", add, text=text, hint="give it to sky jobs launch")}
+LAUNCHERS = {
+    "sky": Launcher("print a task of SkyPilot", add, text=text, hint="give it to sky jobs launch")
+}

@@ -1,11 +1,13 @@
 """`slurm`: a script for sbatch.
 
-The step's exit code is the highest of its tasks' (srun(1)), a killed one's 128 and more: it says how a node ended, not what the run came
-to. So the script asks the run directory, where the supervisors have agreed. With --no-kill the job outlives a node; --signal tells the
-supervisors, not the script, before the time is over (sbatch(1)), and they stop with 75; the script has itself queued again.
+The step's exit code is the highest of its tasks' (srun(1)), a killed one's 128 and more: it says how a node ended, not
+what the run came to. So the script asks the run directory, where the supervisors have agreed. With --no-kill the job
+outlives a node; --signal tells the supervisors, not the script, before the time is over (sbatch(1)), and they stop with
+75; the script has itself queued again.
 
-Slurm starts no task again, so that each node starts its own supervisor again after a kill. The script runs on the first node. When that
-is lost the other nodes go on, and with it is lost who would end the job: they end it, or queue it again, when the run is over.
+Slurm starts no task again, so that each node starts its own supervisor again after a kill. The script runs on the first
+node. When that is lost the other nodes go on, and with it is lost who would end the job: they end it, or queue it
+again, when the run is over.
 """
 
 import argparse
@@ -31,8 +33,28 @@ from meshtrain.launch.job import (
 
 # Options that are not a template's: one supervisor a node follows from them. What to do instead.
 GONE = "leave it out"
-OWN = {"nodes": "give --nodes to this command", "cpus-per-task": "give --cpus-per-node to this command", "ntasks": GONE, "ntasks-per-node": GONE, "array": GONE, "signal": GONE}  # fmt: skip
-LETTERS = {"-N": "nodes", "-c": "cpus-per-task", "-n": "ntasks", "-a": "array", "-J": "job-name", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint", "-D": "chdir", "-o": "output"}  # fmt: skip
+OWN = {
+    "nodes": "give --nodes to this command",
+    "cpus-per-task": "give --cpus-per-node to this command",
+    "ntasks": GONE,
+    "ntasks-per-node": GONE,
+    "array": GONE,
+    "signal": GONE,
+}
+LETTERS = {
+    "-N": "nodes",
+    "-c": "cpus-per-task",
+    "-n": "ntasks",
+    "-a": "array",
+    "-J": "job-name",
+    "-t": "time",
+    "-p": "partition",
+    "-A": "account",
+    "-q": "qos",
+    "-C": "constraint",
+    "-D": "chdir",
+    "-o": "output",
+}
 SCRIPT = """\
 #!/bin/bash
 {settings}
@@ -87,17 +109,37 @@ PATIENCE = 30  # seconds that the first node may take to end after the others
 def add(parser: Parser) -> None:
     add_engine(parser)
     add_time(parser)
-    for name, of in (("partition", word), ("account", word), ("qos", word), ("constraint", _constraint)):
+    for name, of in (
+        ("partition", word),
+        ("account", word),
+        ("qos", word),
+        ("constraint", _constraint),
+    ):
         parser.add_argument(f"--{name}", type=of)
-    parser.add_argument("--mail-user", type=text_of("[^\\s@]+@[^\\s@]+", "is no mail address"), metavar="ADDRESS", help="hears of the job's end, and of each requeue")  # fmt: skip
-    parser.add_argument("--directory", type=absolute, help="where paths of the config begin (default: where sbatch is called)")  # fmt: skip
-    parser.add_argument("--template", metavar="FILE", help="your site's script: its #SBATCH lines win over ours, its commands (module load, a virtual environment) come before srun")  # fmt: skip
+    parser.add_argument(
+        "--mail-user",
+        type=text_of("[^\\s@]+@[^\\s@]+", "is no mail address"),
+        metavar="ADDRESS",
+        help="hears of the job's end, and of each requeue",
+    )
+    parser.add_argument(
+        "--directory",
+        type=absolute,
+        help="where paths of the config begin (default: where sbatch is called)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="FILE",
+        help="your site's script: its #SBATCH lines win over ours, its commands (module load, a virtual environment) "
+        "come before srun",
+    )
     add_requeues(parser)
 
 
 def text(options: argparse.Namespace) -> str:
     """The script; what a user gave stands in it quoted, or is a plain word."""
-    job, cores = engine_job(options), options.cpus_per_node
+    job = engine_job(options)
+    cores = options.cpus_per_node
     settings = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -123,7 +165,8 @@ def text(options: argparse.Namespace) -> str:
         for name, value in settings.items()
         if value is not None and name not in theirs
     ]
-    # A step does not take over how many cores a task of the job has; without a number the whole node is taken, and no core bound.
+    # A step does not take over how many cores a task of the job has; without a number the whole node is taken, and no
+    # core bound.
     share = f"--cpus-per-task={cores}" if cores else "--cpu-bind=none"
     return SCRIPT.format(
         settings="\n".join([*lines, *dict.fromkeys(theirs.values())]),
@@ -145,7 +188,8 @@ def _template(path: str) -> tuple[dict[str, str], str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = refusal(error) if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"--template {short(path)} cannot be read: {reason}.") from None
-    settings, commands = {}, []
+    settings = {}
+    commands = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("#SBATCH"):
             commands += [] if number == 1 and line.startswith("#!") else [line]
@@ -153,11 +197,19 @@ def _template(path: str) -> tuple[dict[str, str], str]:
         for option in re.findall(r"(?<=\s)(?:--[a-z-]+|-[A-Za-z])", line.partition(" #")[0]):
             name = LETTERS.get(option, option.lstrip("-"))
             if name in OWN:
-                raise ConfigError(f"{short(path)}, line {number}: {option} is meshtrain's own, for one supervisor a node; {OWN[name]}.")  # fmt: skip
+                raise ConfigError(
+                    f"{short(path)}, line {number}: {option} is meshtrain's own, for one supervisor a node; "
+                    f"{OWN[name]}."
+                )
             settings[name] = line
     return settings, "\n".join(commands).strip()
 
 
-_constraint = text_of(r"[A-Za-z0-9][A-Za-z0-9._,&|*()\[\]:-]*", "is no constraint of Slurm's, such as h100 or rack1&ib")
+_constraint = text_of(
+    r"[A-Za-z0-9][A-Za-z0-9._,&|*()\[\]:-]*",
+    "is no constraint of Slurm's, such as h100 or rack1&ib",
+)
 
-LAUNCHERS = {"slurm": Launcher("print a script for sbatch", add, text=text, hint="submit it with sbatch")}
+LAUNCHERS = {
+    "slurm": Launcher("print a script for sbatch", add, text=text, hint="submit it with sbatch")
+}

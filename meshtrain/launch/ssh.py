@@ -1,7 +1,7 @@
 """`ssh`: a supervisor on each of some hosts, which see this directory under the same name (a shared file system).
 
-Host keys are checked always, and nothing is asked: a host must be in known_hosts, and take a key. A connection that is lost, or this
-process killed, ends the far supervisor as SIGTERM does: it stops with a checkpoint.
+Host keys are checked always, and nothing is asked: a host must be in known_hosts, and take a key. A connection that is
+lost, or this process killed, ends the far supervisor as SIGTERM does: it stops with a checkpoint.
 """
 
 import argparse
@@ -20,9 +20,18 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.launch.job import Launcher, absolute, add_flags, make
 from meshtrain.launch.local_nodes import supervise_all
 
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ServerAliveInterval=15")
+SSH = (
+    "ssh",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "StrictHostKeyChecking=yes",
+    "-o",
+    "ServerAliveInterval=15",
+)
 HOST = re.compile(r"([a-z_][a-z0-9_.-]{0,31}@)?[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
-# sshd tells the far side of no signal, only of the end of its input. `$@` is the supervisor; a line of input is a signal's name.
+# sshd tells the far side of no signal, only of the end of its input. `$@` is the supervisor; a line of input is a
+# signal's name.
 FAR_SIDE = (
     'exec 3<&0 </dev/null; "$@" 3<&- & node=$!; '
     '{ while read -r name <&3; do kill -s "$name" "$node"; done; kill -s TERM "$node"; } 2>/dev/null & ear=$!; '
@@ -32,11 +41,15 @@ FAR_SIDE = (
 
 def add(parser: Parser) -> None:
     hosts = parser.add_mutually_exclusive_group(required=True)
-    hosts.add_argument("--hosts", metavar="HOST,HOST", help="names that every host resolves; USER@HOST is legal")
+    hosts.add_argument(
+        "--hosts", metavar="HOST,HOST", help="names that every host resolves; USER@HOST is legal"
+    )
     hosts.add_argument("--hostfile", metavar="FILE", help="one host a line; # begins a comment")
     parser.add_config()
     add_flags(parser)
-    parser.add_argument("--directory", type=absolute, help="where to start on the hosts (default: this directory)")
+    parser.add_argument(
+        "--directory", type=absolute, help="where to start on the hosts (default: this directory)"
+    )
     parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts")
     parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
 
@@ -56,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
 def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
     """Returns the ssh command of one host. The login shell there sees only quoted words."""
     name = host.rpartition("@")[2]
-    words = shlex.join(["exec", "sh", "-c", FAR_SIDE, "supervisor", *supervisor, "--node", name, "--address", name])
+    words = shlex.join(
+        ["exec", "sh", "-c", FAR_SIDE, "supervisor", *supervisor, "--node", name, "--address", name]
+    )
     return [*SSH, "--", host, f"cd {shlex.quote(directory)} && {words}"]
 
 
@@ -84,7 +99,8 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
         lines = Path(options.hostfile).read_text(errors="backslashreplace").splitlines()
         entries = [line.partition("#")[0].strip() for line in lines]
     else:
-        where, entries = "--hosts", [host.strip() for host in options.hosts.split(",")]
+        where = "--hosts"
+        entries = [host.strip() for host in options.hosts.split(",")]
     hosts: dict[str, str] = {}
     for host in filter(None, entries):
         name = host.rpartition("@")[2]

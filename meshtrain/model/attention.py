@@ -1,7 +1,9 @@
-"""Attention: a kernel of the accelerator where there is one for the case, elsewhere blocks that never touch the masked half.
+"""Attention: a kernel of the accelerator where there is one for the case, elsewhere blocks that never touch the masked
+half.
 
-Causal, or both ways where the family has it so. `model.kernels` tells which. All of them keep one copy of their output, as the rows that the output projection keeps too, and the
-log of each query's sum; under remat both go by the name `attention`, so that whoever keeps them runs no forward again.
+Causal, or both ways where the family has it so. `model.kernels` tells which. All of them keep one copy of their output,
+as the rows that the output projection keeps too, and the log of each query's sum; under remat both go by the name
+`attention`, so that whoever keeps them runs no forward again.
 """
 
 from collections.abc import Callable
@@ -48,9 +50,12 @@ class MaskArrays(NamedTuple):
     segments: jax.Array | None
     words: jax.Array | None  # of the dropout, see `dropout.keep_mask`
     local: jax.Array | None  # whether the window counts; None: it does
-    # Of keys that are not those of the queries, but lie before all of them (`causal` is False then): see `parallel.context`.
+    # Of keys that are not those of the queries, but lie before all of them (`causal` is False then): see
+    # `parallel.context`.
     key_segments: jax.Array | None = None
-    first: tuple[jax.Array, jax.Array] | None = None  # positions of the first query and of the first key; None: both 0
+    first: tuple[jax.Array, jax.Array] | None = (
+        None  # positions of the first query and of the first key; None: both 0
+    )
 
     @property
     def of_keys(self) -> jax.Array | None:
@@ -61,7 +66,12 @@ class MaskArrays(NamedTuple):
 def of_attention(config: ModelConfig) -> dict[str, Any]:
     """Returns the arguments of `attend` that follow from a resolved config's model."""
     causal = FAMILIES[config.family].causal
-    return {"window": config.window, "scale": config.query_scalar**-0.5, "cap": config.score_cap, "causal": causal}
+    return {
+        "window": config.window,
+        "scale": config.query_scalar**-0.5,
+        "cap": config.score_cap,
+        "causal": causal,
+    }
 
 
 def attend(
@@ -79,28 +89,41 @@ def attend(
     local: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax(scale q kᵀ) v per head, causal or both ways, within segments. Heads H are a multiple of groups G (grouped-query attention).
+    """Softmax(scale q kᵀ) v per head, causal or both ways, within segments.
 
-    With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in all layers or
-    where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores stay `within` it. `sinks` [H]
-    are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025). Returns
-    `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
+    Heads H are a multiple of groups G (grouped-query attention).
+
+    With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in
+    all layers or where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores
+    stay `within` it. `sinks` [H] are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025).
+    Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
     if collectives.context > 1 and collectives.by_heads:
         of_heads = partial(attend, window=window, scale=scale, cap=cap, causal=causal, local=local)
-        return collectives.attend_by_heads(of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout, sinks)
+        return collectives.attend_by_heads(
+            of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout, sinks
+        )
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
     if window and not causal:
-        raise ValueError("a window reaches back from a query, which attention both ways has no use for")
+        raise ValueError(
+            "a window reaches back from a query, which attention both ways has no use for"
+        )
     scoring = Scoring(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
     masks = MaskArrays(segments_BT, words, local if window else None)
     kernel = attention_kernel(
-        collectives.platform, q_BTHK.dtype.name, width, length, packed=segments_BT is not None, dropout=drops, capped=cap > 0,
-        in_pieces=collectives.context > 1, window=window > 0,
-    )  # fmt: skip
+        collectives.platform,
+        q_BTHK.dtype.name,
+        width,
+        length,
+        packed=segments_BT is not None,
+        dropout=drops,
+        capped=cap > 0,
+        in_pieces=collectives.context > 1,
+        window=window > 0,
+    )
     if sinks is not None:
         sinks = vary(sinks, varying(q_BTHK))
     if collectives.context > 1:
@@ -109,13 +132,18 @@ def attend(
     if kernel == "blocks":
         return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)
     shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return by_kernel(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local), sinks)
+    return by_kernel(
+        kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local), sinks
+    )
 
 
-def with_sinks(out_BTHK: jax.Array, log_sum_BHT: jax.Array, sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def with_sinks(
+    out_BTHK: jax.Array, log_sum_BHT: jax.Array, sinks_H: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns an output and its log of sums with one more score, whose value is zero, in each head's softmax.
 
-    No kernel knows of it: what they make of the backward follows from the output and the log of all that the queries see.
+    No kernel knows of it: what they make of the backward follows from the output and the log of all that the queries
+    see.
     """
     if sinks_H is None:
         return out_BTHK, log_sum_BHT
@@ -124,13 +152,21 @@ def with_sinks(out_BTHK: jax.Array, log_sum_BHT: jax.Array, sinks_H: jax.Array |
     return (out_BTHK * share).astype(out_BTHK.dtype), total
 
 
-def sink_gradients(sinks_H: jax.Array | None, out_BTHK: jax.Array, log_sum_BHT: jax.Array, cotangent_BTHK: jax.Array) -> jax.Array | None:  # fmt: skip
+def sink_gradients(
+    sinks_H: jax.Array | None,
+    out_BTHK: jax.Array,
+    log_sum_BHT: jax.Array,
+    cotangent_BTHK: jax.Array,
+) -> jax.Array | None:
     """Returns the cotangent of sinks from what `with_sinks` gave, and its."""
     if sinks_H is None:
         return None
     p = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - log_sum_BHT)
     rows = jnp.sum((out_BTHK * cotangent_BTHK).astype(jnp.float32), axis=-1)
-    return vary(-jnp.einsum("bht,bth->h", p, rows, precision="highest").astype(sinks_H.dtype), varying(sinks_H))
+    return vary(
+        -jnp.einsum("bht,bth->h", p, rows, precision="highest").astype(sinks_H.dtype),
+        varying(sinks_H),
+    )
 
 
 def within(cap: float, x: jax.Array) -> jax.Array:
@@ -138,7 +174,8 @@ def within(cap: float, x: jax.Array) -> jax.Array:
     return cap * jnp.tanh(x / cap)
 
 
-# With what it gives kept for the backward, and nothing else. Pallas lowers none for Triton, so kernels take `within` itself.
+# With what it gives kept for the backward, and nothing else. Pallas lowers none for Triton, so kernels take `within`
+# itself.
 capped = jax.custom_vjp(within, nondiff_argnums=(0,))
 capped.defvjp(lambda cap, x: (within(cap, x),) * 2, lambda cap, y, g: (g * cap_slope(cap, y),))
 
@@ -148,24 +185,40 @@ def cap_slope(cap: float, y: jax.Array) -> jax.Array:
     return 1 - (jnp.maximum(y, -cap) / cap) ** 2
 
 
-def by_window(scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any) -> Any:
+def by_window(
+    scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any
+) -> Any:
     """Returns `run(scoring, *args)`, without the window where `local` is false on the device."""
     if local is None:
         return run(scoring, *args)
-    return jax.lax.cond(local, partial(run, scoring), partial(run, scoring._replace(window=0)), *args)
+    return jax.lax.cond(
+        local, partial(run, scoring), partial(run, scoring._replace(window=0)), *args
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_kernel(
-    kernel: Kernel, scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None
-) -> jax.Array:  # fmt: skip
+    kernel: Kernel,
+    scoring: Scoring,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None,
+) -> jax.Array:
     """Attention by one of an accelerator's kernels."""
     return _kernel_forward(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
 
 
 def _kernel_forward(
-    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:  # fmt: skip
+    kernel: Kernel,
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
     out, log_sum = by_window(scoring, masks.local, partial(forward, kernel), q, k, v, masks)
     out, log_sum = with_sinks(out, log_sum, sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
@@ -174,11 +227,16 @@ def _kernel_forward(
 
 
 def _kernel_backward(
-    kernel: Kernel, scoring: Scoring, residuals: tuple[Residuals, MaskArrays, jax.Array | None], cotangent: jax.Array
+    kernel: Kernel,
+    scoring: Scoring,
+    residuals: tuple[Residuals, MaskArrays, jax.Array | None],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
     given = rows.reshape(q.shape), log_sum, cotangent.reshape(q.shape)
-    d_q, d_k, d_v = by_window(scoring, masks.local, partial(backward, kernel), q, k, v, masks, *given)
+    d_q, d_k, d_v = by_window(
+        scoring, masks.local, partial(backward, kernel), q, k, v, masks, *given
+    )
     return d_q, d_k, d_v, None, sink_gradients(sinks, *given)
 
 
@@ -188,8 +246,9 @@ by_kernel.defvjp(_kernel_forward, _kernel_backward)
 def forward(
     kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what any kernel makes of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K], and the log of
-    sums [B, H, T] in float32."""
+    """Returns what any kernel makes of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K], and
+    the log of sums [B, H, T] in float32.
+    """
     if kernel == "cudnn":
         from meshtrain.compat_kernels import cudnn_attention
 
@@ -203,18 +262,33 @@ def forward(
 
 
 def backward(
-    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays,
-    out: jax.Array, log_sum: jax.Array, cotangent: jax.Array,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Returns the cotangents of `forward`'s q, k and v. `out` and `log_sum` may be those of more keys than these: of all that the queries see."""
+    kernel: Kernel,
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: MaskArrays,
+    out: jax.Array,
+    log_sum: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Returns the cotangents of `forward`'s q, k and v.
+
+    `out` and `log_sum` may be those of more keys than these: of all that the queries see.
+    """
     if kernel == "cudnn":
         from meshtrain.compat_kernels import cudnn_attention_backward
 
-        return cudnn_attention_backward(q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal)
+        return cudnn_attention_backward(
+            q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
+        )
     if kernel == "blocks":
         grouped = _by_group(scoring, q, k, v)
-        rows, sums = out.reshape(-1, q.shape[2] * q.shape[3]), log_sum.reshape(grouped[0].shape[:-1])
-        return _backward_blocks(scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape))
+        rows = out.reshape(-1, q.shape[2] * q.shape[3])
+        sums = log_sum.reshape(grouped[0].shape[:-1])
+        return _backward_blocks(
+            scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
+        )
     if kernel == "splash":
         given = q, k, v, masks.segments, masks.of_keys, out, log_sum, cotangent
         return _module(kernel).backward(scoring, *given)
@@ -229,38 +303,57 @@ def _module(kernel: str) -> ModuleType:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(
-    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None = None
-) -> jax.Array:  # fmt: skip
+    scoring: Scoring,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
         block 1  ■ ■
         block 2  ■ ■ ■      with a window of so many positions the first ones are left out; both ways all are there
 
-    Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy, but made
-    again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
+    Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy,
+    but made again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
     return _forward(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
 
 
 def _forward(
-    scoring: Scoring, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, masks: MaskArrays, sinks: jax.Array | None
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:  # fmt: skip
+    scoring: Scoring,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
     q, k, v = _by_group(scoring, q_BTHK, k_BTGK, v_BTGK)
     out, log_sum = by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
     if sinks is not None:
         batch, length, heads, _ = q_BTHK.shape
-        by_head, of_heads = with_sinks(out.reshape(q_BTHK.shape), log_sum.reshape(batch, heads, length), sinks)
-        out, log_sum = by_head.reshape(out.shape), of_heads.reshape(log_sum.shape)
+        by_head, of_heads = with_sinks(
+            out.reshape(q_BTHK.shape), log_sum.reshape(batch, heads, length), sinks
+        )
+        out = by_head.reshape(out.shape)
+        log_sum = of_heads.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
     return out, (Residuals(q, k, v, out, log_sum), masks, sinks)
 
 
-def _by_group(scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _by_group(
+    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q (scaled), k and v in the shapes of `Residuals`."""
     batch, length, heads, width = q.shape
     groups = k.shape[2]
-    q = (q * scoring.scale).reshape(batch, length, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    q = (
+        (q * scoring.scale)
+        .reshape(batch, length, groups, heads // groups, width)
+        .transpose(0, 2, 3, 1, 4)
+    )
     return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
@@ -269,7 +362,8 @@ def _forward_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output `[B*T, H*K]` and log of sums, of the shapes of `Residuals`."""
     batch, _, _, length, _ = q.shape
-    outs, sums = [], []
+    outs = []
+    sums = []
     for start, stop in _blocks(length):
         seen = _seen(start, stop, length, scoring)
         scores = _scores(start, seen, scoring, q[..., start:stop, :], k[:, :, seen], masks)
@@ -277,7 +371,12 @@ def _forward_blocks(
         p = jnp.exp(scores - top)
         total = jnp.sum(p, axis=-1, keepdims=True)
         dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
-        out = jnp.einsum("bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32) / total
+        out = (
+            jnp.einsum(
+                "bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32
+            )
+            / total
+        )
         outs.append(out.astype(v.dtype))
         sums.append((top + jnp.log(total))[..., 0])
     out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
@@ -285,13 +384,21 @@ def _forward_blocks(
 
 
 def _backward(
-    scoring: Scoring, residuals: tuple[Residuals, MaskArrays, jax.Array | None], cotangent: jax.Array
+    scoring: Scoring,
+    residuals: tuple[Residuals, MaskArrays, jax.Array | None],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
     parts, masks, sinks = residuals
     d_q, d_k, d_v = by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     batch, groups, repeats, length, _ = parts.q.shape
     out, d_out = (x.reshape(batch, length, groups * repeats, -1) for x in (parts.out, cotangent))
-    return d_q, d_k, d_v, None, sink_gradients(sinks, out, parts.log_sum.reshape(batch, -1, length), d_out)
+    return (
+        d_q,
+        d_k,
+        d_v,
+        None,
+        sink_gradients(sinks, out, parts.log_sum.reshape(batch, -1, length), d_out),
+    )
 
 
 def _backward_blocks(
@@ -300,29 +407,39 @@ def _backward_blocks(
     """Returns the cotangents of q, k and v, in the shapes of the arguments."""
     q, k, v, out, log_sum = residuals
     batch, groups, _, length, width = q.shape
-    rows = jnp.sum((out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1)  # [B, T, H]
+    rows = jnp.sum(
+        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1
+    )  # [B, T, H]
     rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
     d_out = cotangent.reshape(batch, length, groups, -1, width).transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):
         seen = _seen(start, stop, length, scoring)
-        q_block, d_block = q[..., start:stop, :], d_out[..., start:stop, :]
+        q_block = q[..., start:stop, :]
+        d_block = d_out[..., start:stop, :]
         scores = _scores(start, seen, scoring, q_block, k[:, :, seen], masks)
         p = jnp.exp(scores - log_sum[..., start:stop, None])
-        dp = jnp.einsum("bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32)
+        dp = jnp.einsum(
+            "bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32
+        )
         ds = p * (_drop(start, seen, scoring, dp, masks) - rows[..., start:stop, None])
         ds = (ds * cap_slope(scoring.cap, scores) if scoring.cap else ds).astype(q.dtype)
         dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
         dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, seen]))
         more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
         more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
-        if stop == length:  # the others add to what the last block leaves, which sees all keys where no window is
+        if (
+            stop == length
+        ):  # the others add to what the last block leaves, which sees all keys where no window is
             unseen = ((0, 0), (0, 0), (seen.start, 0), (0, 0))
             dk, dv = (jnp.pad(more, unseen) if seen.start else more for more in (more_k, more_v))
         else:
-            dk, dv = dk.at[:, :, seen].add(more_k), dv.at[:, :, seen].add(more_v)
-    d_q = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
+            dk = dk.at[:, :, seen].add(more_k)
+            dv = dv.at[:, :, seen].add(more_v)
+    d_q = (
+        jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
+    )
     return d_q * scoring.scale, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
@@ -341,7 +458,9 @@ def _seen(start: int, stop: int, length: int, scoring: Scoring) -> slice:
     return slice(max(0, start - scoring.window + 1) if scoring.window else 0, stop)
 
 
-def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Array, masks: MaskArrays) -> jax.Array:
+def _scores(
+    start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Array, masks: MaskArrays
+) -> jax.Array:
     """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
     scores = within(scoring.cap, scores) if scoring.cap else scores
@@ -351,7 +470,10 @@ def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Arra
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
         visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
     elif scoring.window:
-        (query, key), (queries, keys) = _first(masks), (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop))
+        (query, key), (queries, keys) = (
+            _first(masks),
+            (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop)),
+        )
         visible = (query + queries)[:, None] - (key + keys) < scoring.window
     if masks.segments is not None:
         assert masks.of_keys is not None
@@ -361,11 +483,16 @@ def _scores(start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Arra
 
 
 def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays) -> jax.Array:
-    """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and their cotangents alike."""
+    """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and
+    their cotangents alike.
+    """
     if masks.words is None:
         return p
-    by_head, (query, key) = p.reshape(p.shape[0], -1, *p.shape[3:]), _first(masks)
-    return drop(scoring.rate, masks.words, by_head, query + start, key + seen.start).reshape(p.shape)
+    by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
+    (query, key) = _first(masks)
+    return drop(scoring.rate, masks.words, by_head, query + start, key + seen.start).reshape(
+        p.shape
+    )
 
 
 def _first(masks: MaskArrays) -> tuple[jax.Array | int, jax.Array | int]:

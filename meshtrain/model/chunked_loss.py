@@ -4,10 +4,11 @@
     chunk 1   x [n, D] ─head─► logits ─► losses [n] ─► gradient of x [n, D], + that of the head's weights, float32
     ...
 
-The stream is all that is kept: n x V / shares logits are alive at a time, and no more of what is gathered of a split sequence. Where it is
-known what each loss counts (`summed_by_chunks`), one loop makes losses and gradients. Where that hangs on the losses, as in DPO's, they come
-out token by token first, and a second loop makes the logits again (`by_chunks`): the price is the head's product once more. Chunks are asked
-for by `train.loss_chunk`; see `config.follow.loss_chunk`.
+The stream is all that is kept: n x V / shares logits are alive at a time, and no more of what is gathered of a split
+sequence. Where it is known what each loss counts (`summed_by_chunks`), one loop makes losses and gradients. Where that
+hangs on the losses, as in DPO's, they come out token by token first, and a second loop makes the logits again
+(`by_chunks`): the price is the head's product once more. Chunks are asked for by `train.loss_chunk`; see
+`config.follow.loss_chunk`.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,14 @@ Tree = Any
 Loss = Callable[[Tree, jax.Array, jax.Array], LabelLosses]
 
 
-def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int) -> LabelLosses:
-    """Returns the loss of each label, [B, L], from chunks of at most `chunk` labels; L is T times the ranks that split the sequence.
+def by_chunks(
+    loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int
+) -> LabelLosses:
+    """Returns the loss of each label, [B, L], from chunks of at most `chunk` labels; L is T times the ranks that split
+    the sequence.
 
-    A chunk has as many tokens of every rank, one after the other, as a gather gives them. Chunks are as even as they can be; what the
-    last one lacks is zeros, whose losses are left out.
+    A chunk has as many tokens of every rank, one after the other, as a gather gives them. Chunks are as even as they
+    can be; what the last one lacks is zeros, whose losses are left out.
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     losses = _loop(loss)(weights, cuts.of_stream(x_BTD), cuts.of_labels(labels_BL))
@@ -38,9 +42,16 @@ def by_chunks(loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array,
 
 
 def summed_by_chunks(
-    loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, counts_BL: jax.Array, chunk: int
+    loss: Loss,
+    weights: Tree,
+    x_BTD: jax.Array,
+    labels_BL: jax.Array,
+    counts_BL: jax.Array,
+    chunk: int,
 ) -> tuple[jax.Array, LabelLosses]:
-    """Returns the sum of the losses of `by_chunks` times what each counts, whose gradient is made with it, and the losses, which have none."""
+    """Returns the sum of the losses of `by_chunks` times what each counts, whose gradient is made with it, and the
+    losses, which have none.
+    """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
     given = cuts.of_stream(x_BTD), cuts.of_labels(labels_BL), cuts.of_labels(counts_BL)
     total, losses = _summed(loss)(weights, *given)
@@ -69,8 +80,15 @@ class _Cuts:
 
     def joined(self, losses: jax.Array) -> jax.Array:
         """[count, 1, ranks size] to [B, L]."""
-        by_token = losses.reshape(self.count, self.ranks, self.size).swapaxes(1, 2).reshape(-1, self.ranks)
-        return by_token[: self.tokens].reshape(self.rows, self.local, self.ranks).swapaxes(1, 2).reshape(self.rows, -1)
+        by_token = (
+            losses.reshape(self.count, self.ranks, self.size).swapaxes(1, 2).reshape(-1, self.ranks)
+        )
+        return (
+            by_token[: self.tokens]
+            .reshape(self.rows, self.local, self.ranks)
+            .swapaxes(1, 2)
+            .reshape(self.rows, -1)
+        )
 
     def _cut(self, a: jax.Array) -> jax.Array:
         short = self.count * self.size - self.tokens
@@ -84,12 +102,17 @@ def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], LabelLosses]:
     def run(weights: Tree, xs: jax.Array, labels: jax.Array) -> LabelLosses:
         return lax.map(lambda of: loss(weights, *of), (xs, labels))
 
-    def forward(weights: Tree, xs: CustomVJPPrimal, labels: CustomVJPPrimal) -> tuple[LabelLosses, tuple[Any, ...]]:
+    def forward(
+        weights: Tree, xs: CustomVJPPrimal, labels: CustomVJPPrimal
+    ) -> tuple[LabelLosses, tuple[Any, ...]]:
         trained, frozen = _parted(weights)
-        x, ids = xs.value, labels.value
+        x = xs.value
+        ids = labels.value
         return run(_joined(trained, frozen), x, ids), (trained, frozen, x, ids)
 
-    def backward(residuals: tuple[Tree, Tree, jax.Array, jax.Array], g: LabelLosses) -> tuple[Tree, jax.Array, None]:
+    def backward(
+        residuals: tuple[Tree, Tree, jax.Array, jax.Array], g: LabelLosses
+    ) -> tuple[Tree, jax.Array, None]:
         _, sums, gx = _gradients(loss, *residuals, g.losses)
         return sums, gx, None
 
@@ -98,14 +121,23 @@ def _loop(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array], LabelLosses]:
     return losses
 
 
-def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LabelLosses]]:
-    """The sum of what chunks' losses count, and the losses. Its forward makes the gradients too, while the logits are there."""
+def _summed(
+    loss: Loss,
+) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LabelLosses]]:
+    """The sum of what chunks' losses count, and the losses.
 
-    def run(weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array) -> tuple[jax.Array, LabelLosses]:
+    Its forward makes the gradients too, while the logits are there.
+    """
+
+    def run(
+        weights: Tree, xs: jax.Array, labels: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, LabelLosses]:
         found = _loop(loss)(weights, xs, labels)
         return jnp.sum(counts * found.losses), found
 
-    def forward(weights: Tree, *others: CustomVJPPrimal) -> tuple[tuple[jax.Array, LabelLosses], tuple[Tree, jax.Array]]:  # fmt: skip
+    def forward(
+        weights: Tree, *others: CustomVJPPrimal
+    ) -> tuple[tuple[jax.Array, LabelLosses], tuple[Tree, jax.Array]]:
         xs, labels, counts = (a.value for a in others)
         found, *gradients = _gradients(loss, *_parted(weights), xs, labels, counts)
         return (jnp.sum(counts * found.losses), found), tuple(gradients)
@@ -121,9 +153,13 @@ def _summed(loss: Loss) -> Callable[[Tree, jax.Array, jax.Array, jax.Array], tup
 def _gradients(
     loss: Loss, trained: Tree, frozen: Tree, xs: jax.Array, labels: jax.Array, cotangents: jax.Array
 ) -> tuple[LabelLosses, Tree, jax.Array]:
-    """Returns the losses of chunks, and the gradients of the trained weights and of the stream, where theirs are `cotangents`."""
+    """Returns the losses of chunks, and the gradients of the trained weights and of the stream, where theirs are
+    `cotangents`.
+    """
 
-    def chunk(sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Tree, tuple[LabelLosses, jax.Array]]:
+    def chunk(
+        sums: Tree, of: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[Tree, tuple[LabelLosses, jax.Array]]:
         x, ids, g = of
 
         def losses(weights: Tree, x: jax.Array) -> tuple[jax.Array, LabelLosses]:
@@ -132,7 +168,10 @@ def _gradients(
 
         of_labels, vjp, found = jax.vjp(losses, trained, x, has_aux=True)
         gradient, gx = vjp(vary(g, varying(of_labels)))
-        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (found, gx)
+        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (
+            found,
+            gx,
+        )
 
     zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained)
     sums, (found, gx) = lax.scan(chunk, zeros, (xs, labels, cotangents))
@@ -142,10 +181,12 @@ def _gradients(
 def _parted(weights: Tree) -> tuple[Tree, Tree]:
     """Returns the weights that have a gradient to come, and the others."""
     primals, tree = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, CustomVJPPrimal))
-    of_kind = lambda which: [w.value if w.perturbed == which else None for w in primals]  # noqa: E731
+    of_kind = lambda which: [w.value if w.perturbed == which else None for w in primals]
     return jax.tree.unflatten(tree, of_kind(True)), jax.tree.unflatten(tree, of_kind(False))
 
 
 def _joined(weights: Tree, others: Tree) -> Tree:
     """Weights of two trees, of which one has None where the other has a weight."""
-    return jax.tree.map(lambda w, other: other if w is None else w, weights, others, is_leaf=lambda w: w is None)
+    return jax.tree.map(
+        lambda w, other: other if w is None else w, weights, others, is_leaf=lambda w: w is None
+    )

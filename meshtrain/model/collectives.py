@@ -20,9 +20,7 @@ class Collectives:
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
     vocabulary_ranks: int = 1  # how many they share it between
     context: int = 1  # ranks that the tokens of a row are split over, see `parallel.context`
-    by_heads: bool = (
-        False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
-    )
+    by_heads: bool = False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""
@@ -49,11 +47,15 @@ class Collectives:
         return weight
 
     def share_stream(self, weight: jax.Array) -> jax.Array:
-        """A weight that works on the residual stream itself, after `leave`: the same on all ranks that hold the same of the stream."""
+        """A weight that works on the residual stream itself, after `leave`: the same on all ranks that hold the same of
+        the stream.
+        """
         return weight
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
-        """Mean over the tensor ranks, of what each has of its heads; where all have the same heads, it is what it was."""
+        """Mean over the tensor ranks, of what each has of its heads; where all have the same heads, it is what it
+        was.
+        """
         return x
 
     def first_head(self, heads: int) -> jax.Array | int:
@@ -67,19 +69,42 @@ class Collectives:
     def first_position(self, length: int) -> jax.Array | int:
         """Position in the sequence of the first of `length` local entries of the residual stream.
 
-        With context parallelism, where entries need not follow one another, of each what its position is more than its place [length].
+        With context parallelism, where entries need not follow one another, of each what its position is more than its
+        place [length].
         """
         return 0
 
     def positions(self, length: int) -> jax.Array:
-        """Positions in the sequence of the `length` tokens of a row that are here, before the tensor ranks share them."""
+        """Positions in the sequence of the `length` tokens of a row that are here, before the tensor ranks share
+        them.
+        """
         return jax.numpy.arange(length)
 
-    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
-        """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole row."""
+    def attend_in_zigzag(
+        self,
+        kernel: Any,
+        scoring: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        masks: Any,
+        sinks: Any = None,
+    ) -> jax.Array:
+        """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole
+        row.
+        """
         raise NotImplementedError("all tokens of a row are here")
 
-    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
+    def attend_by_heads(
+        self,
+        attend: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: Any,
+        dropout: Any,
+        sinks: Any = None,
+    ) -> jax.Array:
         """The same by `attend`, of all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 
@@ -95,8 +120,12 @@ class Collectives:
         """Maximum over the parts of each row."""
         return x
 
-    def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """What the chosen ones of all `experts` make of rows [N, D], by `model.experts.Experts.compute`, and the pairs that were dropped."""
+    def dispatch(
+        self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What the chosen ones of all `experts` make of rows [N, D], by `model.experts.Experts.compute`, and the pairs
+        that were dropped.
+        """
         return compute(rows, chosen, weights, chosen.size)
 
     def of_experts(self) -> "Collectives":
@@ -108,7 +137,9 @@ class Collectives:
         return x_BT
 
     def once(self, x: jax.Array) -> jax.Array:
-        """What all tensor ranks have alike, on one of them, and zeros on the others: for gradients, which are summed over the ranks."""
+        """What all tensor ranks have alike, on one of them, and zeros on the others: for gradients, which are summed
+        over the ranks.
+        """
         return x
 
     def vocabulary_sum(self, x: jax.Array) -> jax.Array:
@@ -124,7 +155,8 @@ class VocabularyShards(Collectives):
     """The vocabulary alone sharded, over named axes of a mesh or of vmap."""
 
     def __init__(self, vocabulary: tuple[str, ...], ranks: int) -> None:
-        self.vocabulary, self.vocabulary_ranks = vocabulary, ranks
+        self.vocabulary = vocabulary
+        self.vocabulary_ranks = ranks
 
     def first_token_id(self, rows: int) -> jax.Array:
         return jax.lax.axis_index(self.vocabulary) * rows

@@ -1,9 +1,13 @@
-"""The decoder: embedding, a stack of blocks, output head. One class serves every family, by its options (see `families`).
+"""The decoder: embedding, a stack of blocks, output head.
 
-ViT's encoder is this decoder too: norms first, one stream, one head; whether a position sees later ones is an option of attention.
+One class serves every family, by its options (see `families`).
 
-Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are stacked along
-a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them on different devices.
+ViT's encoder is this decoder too: norms first, one stream, one head; whether a position sees later ones is an option of
+attention.
+
+Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are
+stacked along a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them
+on different devices.
 """
 
 import jax
@@ -33,17 +37,26 @@ class Embedding(nnx.Module):
         make_parameters(self, "embedding", config, rngs)
 
     def __call__(
-        self, tokens_BT: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
+        self,
+        tokens_BT: jax.Array,
+        positions: jax.Array,
+        collectives: Collectives,
+        dropout: Dropout = NO_DROPOUT,
     ) -> jax.Array:
         """The residual stream [B, T, D] (this rank's part of it)."""
         table = self.tokens[...]
         local, mine = _own(tokens_BT, table, collectives)
-        # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after some hundred.
+        # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after
+        # some hundred.
         x = jnp.where(mine[..., None], table.astype(jnp.float32)[local], 0).astype(table.dtype)
         return self.stream(x, positions, collectives, dropout)
 
-    def stream(self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        """Returns the stream from what this rank has looked up: the rows of its tokens, zero for those of other ranks."""
+    def stream(
+        self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout
+    ) -> jax.Array:
+        """Returns the stream from what this rank has looked up: the rows of its tokens, zero for those of other
+        ranks.
+        """
         x = x_BTD
         if self.scaled:
             # rounded as transformers has it: 55.4256 is 55.5 in bfloat16
@@ -54,13 +67,17 @@ class Embedding(nnx.Module):
         return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
 
 
-def add_rows(total_VD: jax.Array, tokens_BT: jax.Array, g_BTD: jax.Array, collectives: Collectives) -> jax.Array:
+def add_rows(
+    total_VD: jax.Array, tokens_BT: jax.Array, g_BTD: jax.Array, collectives: Collectives
+) -> jax.Array:
     """Adds the gradient of the table: `total_VD` with each token's cotangent in its row."""
     local, mine = _own(tokens_BT, total_VD, collectives)
     return total_VD.at[local].add(jnp.where(mine[..., None], g_BTD, 0).astype(total_VD.dtype))
 
 
-def _own(tokens_BT: jax.Array, table_VD: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
+def _own(
+    tokens_BT: jax.Array, table_VD: jax.Array, collectives: Collectives
+) -> tuple[jax.Array, jax.Array]:
     """Returns each token's row in this rank's table, 0 where it has none, and whether it has one."""
     rows = table_VD.shape[0]
     local = tokens_BT - collectives.first_token_id(rows)
@@ -75,8 +92,9 @@ class PatchEmbedding(nnx.Module):
                                                              ├─ + positions ─►  [T, D]
                                        class token [1, D] ───┘                  T = N + 1, or N where the head takes the mean
 
-    W [P, D] is cut along P as a vocabulary is along its ids: each rank multiplies the numbers of a patch whose rows it has, and the sums of
-    the ranks meet where those of looked-up tokens do. A convolution whose stride is its width is this product.
+    W [P, D] is cut along P as a vocabulary is along its ids: each rank multiplies the numbers of a patch whose rows it
+    has, and the sums of the ranks meet where those of looked-up tokens do. A convolution whose stride is its width is
+    this product.
     """
 
     patches: nnx.Param
@@ -88,9 +106,15 @@ class PatchEmbedding(nnx.Module):
         make_parameters(self, "embedding", config, rngs)
 
     def __call__(
-        self, patches_BNP: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout = NO_DROPOUT
+        self,
+        patches_BNP: jax.Array,
+        positions: jax.Array,
+        collectives: Collectives,
+        dropout: Dropout = NO_DROPOUT,
     ) -> jax.Array:
-        """The residual stream [B, T, D] (this rank's part of it) of patches of any floating dtype; computed in the weights'."""
+        """The residual stream [B, T, D] (this rank's part of it) of patches of any floating dtype; computed in the
+        weights'.
+        """
         weight = self.patches[...]
         own = _own_numbers(patches_BNP, len(weight), collectives).astype(weight.dtype)
         own = vary(own, varying(weight))
@@ -122,17 +146,24 @@ class Head(nnx.Module):
     bias: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.norm, self.cap = Norm("head.norm", config, rngs), config.logit_cap
+        self.norm = Norm("head.norm", config, rngs)
+        self.cap = config.logit_cap
         self.pool = config.pool if FAMILIES[config.family].images else None
         make_parameters(self, "head", config, rngs)
 
     def read(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns what the head reads of the stream, and all that need be sent to it: all of it, or the class token, [B, 1, D]."""
+        """Returns what the head reads of the stream, and all that need be sent to it: all of it, or the class token,
+        [B, 1, D].
+        """
         # where the sequence is split over ranks, their first positions: see `_pooled`
         return x_BTD[:, :1] if self.pool == "class" else x_BTD
 
-    def __call__(self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives) -> jax.Array:
-        """This device's share of the logits, float32 [B, T, V share], of images [B, 1, V share], from what it has `read`."""
+    def __call__(
+        self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives
+    ) -> jax.Array:
+        """This device's share of the logits, float32 [B, T, V share], of images [B, 1, V share], from what it has
+        `read`.
+        """
         weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
         h = self._pooled(collectives.enter_head(self._pooled(self.norm(x_BTD))))
         h = vary(h, varying(weight))
@@ -142,7 +173,9 @@ class Head(nnx.Module):
         return capped(self.cap, logits) if self.cap else logits
 
     def _pooled(self, x_BTD: jax.Array) -> jax.Array:
-        """One position of each image, [B, 1, D]: of this rank's part of the sequence, then of what the ranks, equally long, have of it."""
+        """One position of each image, [B, 1, D]: of this rank's part of the sequence, then of what the ranks, equally
+        long, have of it.
+        """
         if self.pool == "mean":
             return jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32).astype(x_BTD.dtype)
         return self.read(x_BTD)
@@ -158,12 +191,16 @@ class Decoder(nnx.Module):
         keys = jax.random.split(jax.random.fold_in(root, 0), config.layers)
         embedding = PatchEmbedding if FAMILIES[config.family].images else Embedding
         self.embedding = embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
-        of = lambda key: nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))  # noqa: E731
-        self.blocks = nnx.vmap(lambda key: Block(config, of(key), lora), in_axes=0, out_axes=0)(keys)
+        of = lambda key: nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))
+        self.blocks = nnx.vmap(lambda key: Block(config, of(key), lora), in_axes=0, out_axes=0)(
+            keys
+        )
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and tests."""
+        """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and
+        tests.
+        """
         collectives = Collectives()
         positions = jnp.arange(positions_of(self.config) or inputs.shape[1])
         x = self.embedding(inputs, positions, collectives)

@@ -10,7 +10,8 @@ from meshtrain.compat import vary, varying
 
 
 class Dropout:
-    """Dropout whose mask follows from what a value is, not from where it lies: (seed, step, layer, site, sequence, position).
+    """Dropout whose mask follows from what a value is, not from where it lies: (seed, step, layer, site, sequence,
+    position).
 
     `rows_B` are global indices of the sequences in the batch. Rate 0 or no key: the identity.
     """
@@ -22,15 +23,22 @@ class Dropout:
 
     def at(self, site: jax.Array | int) -> "Dropout":
         """The same dropout with keys of its own for a layer or a site in it."""
-        return self if self.rate == 0.0 else Dropout(self.rate, jax.random.fold_in(self.key, site), self.rows)
+        return (
+            self
+            if self.rate == 0.0
+            else Dropout(self.rate, jax.random.fold_in(self.key, site), self.rows)
+        )
 
     def stream(self, x_BTD: jax.Array, first_position: jax.Array | int) -> jax.Array:
-        """Drops from the residual stream, whose sequence may be sharded and starts at `first_position` (see `Collectives`)."""
+        """Drops from the residual stream, whose sequence may be sharded and starts at `first_position` (see
+        `Collectives`).
+        """
         if self.rate == 0.0:
             return x_BTD
         positions = first_position + jnp.arange(x_BTD.shape[1])
         keep = jax.vmap(
-            jax.vmap(lambda row, position: self._keep((row, position), x_BTD.shape[2:]), (None, 0)), (0, None)
+            jax.vmap(lambda row, position: self._keep((row, position), x_BTD.shape[2:]), (None, 0)),
+            (0, None),
         )
         return jnp.where(keep(self.rows, positions), x_BTD / (1 - self.rate), 0).astype(x_BTD.dtype)
 
@@ -41,22 +49,32 @@ class Dropout:
         return drop(self.rate, self.words(first_head, p_BHQK.shape[1]), p_BHQK, 0)
 
     def rows_of(
-        self, x_ND: jax.Array, first_column: jax.Array | int, positions: Callable[[int], jax.Array] = jnp.arange
+        self,
+        x_ND: jax.Array,
+        first_column: jax.Array | int,
+        positions: Callable[[int], jax.Array] = jnp.arange,
     ) -> jax.Array:
-        """Drops from rows [B*T, D], whose columns start at `first_column` of the whole, of the `positions` of T tokens."""
+        """Drops from rows [B*T, D], whose columns start at `first_column` of the whole, of the `positions` of T
+        tokens.
+        """
         if self.rate == 0.0:
             return x_ND
         # the loop in `keep_mask` wants one type of all that it carries
         words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
         x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
         columns = jnp.arange(x_BTD.shape[2])
-        places = (vary(at, varying(x_ND)) for at in (positions(x_BTD.shape[1])[:, None], first_column + columns))
+        places = (
+            vary(at, varying(x_ND))
+            for at in (positions(x_BTD.shape[1])[:, None], first_column + columns)
+        )
         keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
         return jnp.where(keep, x_BTD / (1 - self.rate), 0).astype(x_ND.dtype).reshape(x_ND.shape)
 
     def words(self, first_head: jax.Array | int, heads: int) -> jax.Array:
         """uint32 [B, heads, 2] from which `keep_mask` draws for heads that start at `first_head`."""
-        of_head = jax.vmap(lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0))
+        of_head = jax.vmap(
+            lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0)
+        )
         return jax.vmap(of_head, (0, None))(self.rows, first_head + jnp.arange(heads))
 
     def _keep(self, path: tuple[jax.Array, jax.Array], shape: tuple[int, ...]) -> jax.Array:
@@ -67,27 +85,40 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout(0.0, None, None)
-EMBEDDING_SITE, ADAPTER_SITE = 1 << 20, 1 << 21  # sites that no layer has
+# sites that no layer has
+EMBEDDING_SITE = 1 << 20
+ADAPTER_SITE = 1 << 21
 
-# Of Threefry-2x32: how far each of eight rounds rotates, and the constant that goes into its key (Salmon et al. 2011, section 3.3).
-ROTATIONS, PARITY = (13, 15, 26, 6, 17, 29, 16, 24), 0x1BD11BDA
+# Of Threefry-2x32: how far each of eight rounds rotates, and the constant that goes into its key (Salmon et al. 2011,
+# section 3.3).
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+PARITY = 0x1BD11BDA
 
 
 def drop(
-    rate: float, words_BH2: jax.Array, p_BHQK: jax.Array, first_query: jax.Array | int, first_key: jax.Array | int = 0
+    rate: float,
+    words_BH2: jax.Array,
+    p_BHQK: jax.Array,
+    first_query: jax.Array | int,
+    first_key: jax.Array | int = 0,
 ) -> jax.Array:
     """Dropout on the scores of queries and keys from the first ones on; linear, so it serves cotangents too."""
     queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
     words = words_BH2[..., None, None]
-    keep = keep_mask(rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys)
+    keep = keep_mask(
+        rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys
+    )
     return jnp.where(keep, p_BHQK / (1 - rate), 0).astype(p_BHQK.dtype)
 
 
-def keep_mask(rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
+def keep_mask(
+    rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array
+) -> jax.Array:
     """Whether the scores of `queries` and `keys`, positions in a sequence, stay: of arrays that broadcast to one shape.
 
-    Each score is drawn for itself, from a head's two words and its place, by Threefry-2x32 with 20 rounds: whatever blocks a
-    kernel makes of the scores, it drops the same ones. Plain arithmetic, since inside a kernel there is no jax.random.
+    Each score is drawn for itself, from a head's two words and its place, by Threefry-2x32 with 20 rounds: whatever
+    blocks a kernel makes of the scores, it drops the same ones. Plain arithmetic, since inside a kernel there is no
+    jax.random.
     """
     third = word ^ other ^ jnp.uint32(PARITY)
 

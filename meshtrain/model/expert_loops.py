@@ -1,11 +1,12 @@
-"""The products of experts as one loop over the blocks in use: how a layer of experts is computed where no kernels do it.
+"""The products of experts as one loop over the blocks in use: how a layer of experts is computed where no kernels do
+it.
 
     forward               a block's rows, read where they lie ─► gate and up ─► hidden x weight ─► down; each token sums its slots
     gradient of rows      gate and up once more, and back; what the next loop multiplies lies in slots
     gradient of weights   sums over the blocks of each expert; a loop of its own, since a zero-bubble schedule has it in another half
 
-There is room for all rows that may come, of which few do where ranks share the experts. To write and read arrays of that length takes longer
-than the products, so that none is kept for the backward: rows are, as they came.
+There is room for all rows that may come, of which few do where ranks share the experts. To write and read arrays of
+that length takes longer than the products, so that none is kept for the backward: rows are, as they came.
 """
 
 from collections.abc import Callable
@@ -43,17 +44,26 @@ class OneExpert(NamedTuple):
 
 
 def looped(
-    hidden: Hidden, weights: LoopedWeights, rows_ND: jax.Array, weights_NK: jax.Array, slots: ExpertSlots
+    hidden: Hidden,
+    weights: LoopedWeights,
+    rows_ND: jax.Array,
+    weights_NK: jax.Array,
+    slots: ExpertSlots,
 ) -> jax.Array:
-    """Returns [N, D] in the rows' dtype: what experts make of the rows in their slots, times the weights and summed over K.
+    """Returns [N, D] in the rows' dtype: what experts make of the rows in their slots, times the weights and summed
+    over K.
 
     Products are summed in float32, and so are the weights' gradients, in the blocks' order.
     """
     operands = weights, rows_ND, weights_NK, slots
-    return _looped(hidden, *vary(operands, frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))))
+    return _looped(
+        hidden, *vary(operands, frozenset[str]().union(*map(varying, jax.tree.leaves(operands))))
+    )
 
 
-def weighted_hidden(hidden: Hidden, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+def weighted_hidden(
+    hidden: Hidden, gate: jax.Array, up: jax.Array, weights: jax.Array
+) -> jax.Array:
     """Returns what goes into the last product: hidden activations [S, F] times the weights [S, 1] of their slots."""
     return hidden(gate, up) * weights.astype(gate.dtype)
 
@@ -79,7 +89,9 @@ class _Blocks(NamedTuple):
 
 def _one(weights: LoopedWeights) -> OneExpert:
     gate, up, down, gate_bias, up_bias, down_bias = weights
-    into_bias = None if gate_bias is None or up_bias is None else jnp.concatenate([gate_bias, up_bias])
+    into_bias = (
+        None if gate_bias is None or up_bias is None else jnp.concatenate([gate_bias, up_bias])
+    )
     return OneExpert(jnp.concatenate([gate, up], 1), down, into_bias, down_bias)
 
 
@@ -96,38 +108,58 @@ def _between(hidden: Hidden, into: jax.Array, weight: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _looped(
-    hidden: Hidden, weights: LoopedWeights, rows: jax.Array, weights_NK: jax.Array, slots: ExpertSlots
+    hidden: Hidden,
+    weights: LoopedWeights,
+    rows: jax.Array,
+    weights_NK: jax.Array,
+    slots: ExpertSlots,
 ) -> jax.Array:
     blocks = _Blocks(weights, rows, weights_NK, slots)
 
     def block(own: LoopedWeights, i: jax.Array) -> jax.Array:
-        expert, weight = _one(own), blocks.weight(i)
+        expert = _one(own)
+        weight = blocks.weight(i)
         y = dot(_between(hidden, _into(expert, blocks.of_rows(rows, i)), weight), expert.down, 1, 0)
         return (y if expert.down_bias is None else y + weight * expert.down_bias).astype(rows.dtype)
 
     return summed(over_blocks(block, weights, slots.expert_of_block, slots.blocks), slots.places)
 
 
-def _backward(hidden: Hidden, operands: Any, g_ND: jax.Array) -> tuple[LoopedWeights, jax.Array, jax.Array, None]:
+def _backward(
+    hidden: Hidden, operands: Any, g_ND: jax.Array
+) -> tuple[LoopedWeights, jax.Array, jax.Array, None]:
     blocks = _Blocks(*operands)
     weights, rows, _, slots = blocks
 
     def to_slots(own: LoopedWeights, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        expert, g = _one(own), blocks.of_rows(g_ND, i)
+        expert = _one(own)
+        g = blocks.of_rows(g_ND, i)
         into = _into(expert, blocks.of_rows(rows, i))
         h, between_vjp = jax.vjp(partial(_between, hidden), into, blocks.weight(i))
         to_into, to_weight = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
         if expert.down_bias is not None:
             to_weight = to_weight + jnp.sum(g * expert.down_bias, 1, keepdims=True)
-        return dot(to_into, expert.into, 1, 1).astype(g.dtype), to_weight, jnp.concatenate([h, to_into], 1)
+        return (
+            dot(to_into, expert.into, 1, 1).astype(g.dtype),
+            to_weight,
+            jnp.concatenate([h, to_into], 1),
+        )
 
-    to_rows, to_weights, multiplied = over_blocks(to_slots, weights, slots.expert_of_block, slots.blocks)
+    to_rows, to_weights, multiplied = over_blocks(
+        to_slots, weights, slots.expert_of_block, slots.blocks
+    )
 
     def to_expert(i: jax.Array) -> LoopedWeights:
-        x, g = blocks.of_rows(rows, i), blocks.of_rows(g_ND, i)
-        h, to_into = jnp.split(block_of(multiplied, i, blocks.length), [weights.down.shape[1]], axis=1)
+        x = blocks.of_rows(rows, i)
+        g = blocks.of_rows(g_ND, i)
+        h, to_into = jnp.split(
+            block_of(multiplied, i, blocks.length), [weights.down.shape[1]], axis=1
+        )
         to_gate, to_up = jnp.split(dot(x, to_into, 0, 0), 2, axis=1)
-        to_biases = *jnp.split(jnp.sum(to_into, 0, jnp.float32), 2), jnp.sum(g * blocks.weight(i), 0, jnp.float32)
+        to_biases = (
+            *jnp.split(jnp.sum(to_into, 0, jnp.float32), 2),
+            jnp.sum(g * blocks.weight(i), 0, jnp.float32),
+        )
         of_biases = [None if w is None else s for w, s in zip(weights[3:], to_biases, strict=True)]
         return LoopedWeights(to_gate, to_up, dot(h, g, 0, 0), *of_biases)
 

@@ -6,9 +6,10 @@
 
     slots     0 0 0 · │ 1 1 · · │ 1 1 1 1 │ 3 · · ·        blocks of equal length, each of one expert; ·: a row of zeros
 
-Routers compute in float32 everywhere, or tokens would choose other experts on other meshes. Tokens that are padding, and those of an idle
-slot of a pipeline, choose none. What a router counts leaves as the gradient of a weight, `load`, so that microbatches, stages and data
-ranks are summed as they are for gradients; with `balance: bias` the same weight is what is added to the scores (Wang et al. 2024).
+Routers compute in float32 everywhere, or tokens would choose other experts on other meshes. Tokens that are padding,
+and those of an idle slot of a pipeline, choose none. What a router counts leaves as the gradient of a weight, `load`,
+so that microbatches, stages and data ranks are summed as they are for gradients; with `balance: bias` the same weight
+is what is added to the scores (Wang et al. 2024).
 
 Suffixes besides those of `layers`: N tokens, K chosen experts of each, E experts, S slots.
 """
@@ -44,7 +45,9 @@ class RouterChoice(NamedTuple):
     probabilities: jax.Array  # float32 [N, E], of all experts
 
 
-def route(moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax.Array | None) -> RouterChoice:
+def route(
+    moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax.Array | None
+) -> RouterChoice:
     """Chooses the experts of each token from the router's float32 logits."""
     probabilities = jax.nn.softmax(logits_NE)
     scores = probabilities if moe.router == "softmax" else logits_NE
@@ -65,7 +68,9 @@ def route(moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax
 
 
 def _in_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
-    """Scores that are -inf but in each token's best groups, those with the highest sums of their two best scores (DeepSeek-V3, 2.1.2)."""
+    """Scores that are -inf but in each token's best groups, those with the highest sums of their two best scores
+    (DeepSeek-V3, 2.1.2).
+    """
     groups, taken = moe.groups
     by_group = scores_NE.reshape(len(scores_NE), groups, -1)
     best = lax.top_k(lax.top_k(by_group, 2)[0].sum(-1), taken)[1]
@@ -101,9 +106,15 @@ with_loss.defvjp(
 
 
 def auxiliary_losses(
-    moe: MoeConfig, logits: jax.Array, routes: RouterChoice, routed_BT: jax.Array, collectives: Collectives
+    moe: MoeConfig,
+    logits: jax.Array,
+    routes: RouterChoice,
+    routed_BT: jax.Array,
+    collectives: Collectives,
 ) -> jax.Array:
-    """The router's own losses of each row, float32 [B]: means over its tokens, so that a batch's is a mean over rows on every mesh."""
+    """The router's own losses of each row, float32 [B]: means over its tokens, so that a batch's is a mean over rows on
+    every mesh.
+    """
     rows = len(routed_BT)
     mask = routed_BT.astype(jnp.float32)
     tokens_B = jnp.maximum(collectives.row_sum(mask.sum(1)), 1)
@@ -119,7 +130,9 @@ def auxiliary_losses(
         losses = losses + moe.z_loss * mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
     if moe.balance == "sequence":
         shares = mean(jax.nn.one_hot(routes.chosen, moe.experts).sum(1)) * (moe.experts / moe.top_k)
-        losses = losses + moe.balance_weight * (lax.stop_gradient(shares) * mean(routes.probabilities)).sum(-1)
+        losses = losses + moe.balance_weight * (
+            lax.stop_gradient(shares) * mean(routes.probabilities)
+        ).sum(-1)
     return losses
 
 
@@ -147,12 +160,18 @@ class Experts(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives) -> jax.Array:
         """The experts' output, [B, T, D] (T / tensor of it with sequence parallelism)."""
-        moe, routing = self.moe, sequence.routing or Routing()
+        moe = self.moe
+        routing = sequence.routing or Routing()
         routed = (
-            jnp.ones(x_BTD.shape[:2], bool) if routing.routed_BT is None else collectives.own_part(routing.routed_BT)
+            jnp.ones(x_BTD.shape[:2], bool)
+            if routing.routed_BT is None
+            else collectives.own_part(routing.routed_BT)
         )
-        rows, load = x_BTD.reshape(-1, x_BTD.shape[-1]), self.load[...]
-        logits = jnp.matmul(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
+        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
+        load = self.load[...]
+        logits = jnp.matmul(
+            rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest"
+        )
         if self.router_bias is not None:
             logits = logits + self.router_bias[...].astype(jnp.float32)
         routes = route(moe, logits, lax.stop_gradient(load[: moe.experts]), routed.reshape(-1))
@@ -165,20 +184,36 @@ class Experts(nnx.Module):
         return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
 
     def compute(
-        self, collectives: Collectives, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array, room: int
+        self,
+        collectives: Collectives,
+        rows_ND: jax.Array,
+        chosen_NK: jax.Array,
+        weights_NK: jax.Array,
+        room: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and summed over K; and the
-        number of pairs that were dropped beyond `room`."""
+        """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and
+        summed over K; and the number of pairs that were dropped beyond `room`.
+        """
         slots = slots_of(chosen_NK, len(self.gate[...]), room)
         if collectives.platform == "gpu" or self.float8 is not None:
             return self.in_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
         down_bias = None if self.down_bias is None else collectives.share(self.down_bias[...])
-        gate_bias, up_bias = (None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias))
-        weights = LoopedWeights(self.gate[...], self.up[...], self.down[...], gate_bias, up_bias, down_bias)
-        return looped(self.hidden, weights, checkpoint_name(rows_ND, "dispatched"), weights_NK, slots), slots.dropped
+        gate_bias, up_bias = (
+            None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias)
+        )
+        weights = LoopedWeights(
+            self.gate[...], self.up[...], self.down[...], gate_bias, up_bias, down_bias
+        )
+        return looped(
+            self.hidden, weights, checkpoint_name(rows_ND, "dispatched"), weights_NK, slots
+        ), slots.dropped
 
     def in_slots(
-        self, collectives: Collectives, rows_ND: jax.Array, weights_NK: jax.Array, slots: ExpertSlots
+        self,
+        collectives: Collectives,
+        rows_ND: jax.Array,
+        weights_NK: jax.Array,
+        slots: ExpertSlots,
     ) -> jax.Array:
         """Returns what `looped` does, where kernels or roundings take all slots at once."""
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
@@ -187,22 +222,29 @@ class Experts(nnx.Module):
         branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
         if self.gate_bias is not None and self.up_bias is not None:
             branches = [
-                b + of_slots(bias[...], slots) for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
+                b + of_slots(bias[...], slots)
+                for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
             ]
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
         # weights before the last product, so that its output is not kept for their gradient
         weighted = keeping_arguments(partial(weighted_hidden, self.hidden))
-        h = checkpoint_name(weighted(*(checkpoint_name(b, "mlp_in") for b in branches), weights), "mlp_hidden")
+        h = checkpoint_name(
+            weighted(*(checkpoint_name(b, "mlp_in") for b in branches), weights), "mlp_hidden"
+        )
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
-            y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(y.dtype)
+            y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(
+                y.dtype
+            )
         return collected(y, source, slots.places)
 
     def rows(self, x_SD: jax.Array) -> Any:
         """Slots as `product` takes them."""
         return x_SD if self.float8 is None else self.float8.round(x_SD)
 
-    def product(self, name: str, rows: Any, experts: jax.Array, blocks: jax.Array, platform: str) -> jax.Array:
+    def product(
+        self, name: str, rows: Any, experts: jax.Array, blocks: jax.Array, platform: str
+    ) -> jax.Array:
         """Slots times the weights `name` of their experts."""
         weight = getattr(self, name)[...]
         if self.float8 is None:
@@ -218,13 +260,17 @@ def of_slots(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
 
 
 def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:
-    """What `load` gets as its gradient, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens' entropies."""
+    """What `load` gets as its gradient, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens'
+    entropies.
+    """
     experts = routes.probabilities.shape[1]
     tokens = jnp.bincount(routes.chosen.reshape(-1), length=experts + 1)[:experts]
     p = routes.probabilities
     entropies = -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)
     entropy = jnp.sum(jnp.where(routes.chosen[:, 0] < experts, entropies, 0))
-    counts = jnp.concatenate([tokens.astype(jnp.float32), jnp.stack([dropped.astype(jnp.float32), entropy])])
+    counts = jnp.concatenate(
+        [tokens.astype(jnp.float32), jnp.stack([dropped.astype(jnp.float32), entropy])]
+    )
     assert len(counts) == experts + COUNTED
     return lax.stop_gradient(counts)
 

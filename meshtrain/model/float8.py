@@ -1,17 +1,19 @@
-"""Products in float8 (Micikevicius et al. 2022): numbers of 8 bits, each group of them divided by a scale that is made anew each time.
+"""Products in float8 (Micikevicius et al. 2022): numbers of 8 bits, each group of them divided by a scale that is made
+anew each time.
 
                    x                 weight           cotangent         rounded to
     rowwise        a row             a column         a row             e4m3, cotangents e5m2
     tensorwise     all               all              all               likewise
     blockwise      128 of a row      128 x 128        128 of a row      e4m3 (DeepSeek-V3, section 3.3)
 
-A group lies along what the product sums over, so that for the weight's gradient, which sums over tokens, columns take the place of rows.
-Scales are powers of two, as torchao has them for rowwise: to divide by one is exact, so that what was rounded stays what it is when it is
-rounded once more, and has the same value in bfloat16. The cast does not saturate, so all is clipped before it. An inf makes its group's
+A group lies along what the product sums over, so that for the weight's gradient, which sums over tokens, columns take
+the place of rows. Scales are powers of two, as torchao has them for rowwise: to divide by one is exact, so that what
+was rounded stays what it is when it is rounded once more, and has the same value in bfloat16. The cast does not
+saturate, so all is clipped before it. An inf makes its group's
 scale inf and the group NaN: a step that bfloat16 would skip is skipped here.
 
-XLA has no kernel that takes a scale for each block, and experts' grouped products are loops or kernels of the compute dtype: what is rounded is
-multiplied in that, which holds it exactly.
+XLA has no kernel that takes a scale for each block, and experts' grouped products are loops or kernels of the compute
+dtype: what is rounded is multiplied in that, which holds it exactly.
 """
 
 import math
@@ -29,7 +31,8 @@ from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.grouped import implementation
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
 OVER_ROWS = (((0,), (0,)), ((), ()))
 Groups = tuple[int, ...]  # along each dimension, the numbers that share a scale; 0: all
 
@@ -37,7 +40,8 @@ Groups = tuple[int, ...]  # along each dimension, the numbers that share a scale
 class Rounded(NamedTuple):
     """An array in float8, and its scales, float32: 1, as many as it has, or one for each block, along every dimension.
 
-    What is kept or sent is e4m3 as bytes: XLA's CPU widens float8 on its way, and has made NaN of what loops kept of it.
+    What is kept or sent is e4m3 as bytes: XLA's CPU widens float8 on its way, and has made NaN of what loops kept of
+    it.
     """
 
     values: jax.Array
@@ -46,7 +50,11 @@ class Rounded(NamedTuple):
     @property
     def numbers(self) -> jax.Array:
         """The values in float8."""
-        return lax.bitcast_convert_type(self.values, E4M3) if self.values.dtype == jnp.uint8 else self.values
+        return (
+            lax.bitcast_convert_type(self.values, E4M3)
+            if self.values.dtype == jnp.uint8
+            else self.values
+        )
 
     def packed(self) -> "Rounded":
         """Returns the same as bytes."""
@@ -54,12 +62,17 @@ class Rounded(NamedTuple):
 
     def matrix(self, rows: int) -> "Rounded":
         """Returns the matrix whose `rows` are the first dimensions."""
-        cut = next(d for d in range(1, self.values.ndim) if math.prod(self.values.shape[:d]) == rows)
-        return Rounded(self.values.reshape(rows, -1), self.scale.reshape(math.prod(self.scale.shape[:cut]), -1))
+        cut = next(
+            d for d in range(1, self.values.ndim) if math.prod(self.values.shape[:d]) == rows
+        )
+        return Rounded(
+            self.values.reshape(rows, -1), self.scale.reshape(math.prod(self.scale.shape[:cut]), -1)
+        )
 
 
 class Rows(NamedTuple):
-    """What goes into products, [N, D], and what it was rounded to: the first carries the gradient, the second is multiplied.
+    """What goes into products, [N, D], and what it was rounded to: the first carries the gradient, the second is
+    multiplied.
 
     Without the second the first is what to multiply.
     """
@@ -96,7 +109,8 @@ def widened(q: Rounded, dtype: Any) -> jax.Array:
     shape = q.values.shape
     # the last block is as long as it is
     size = [
-        FLOAT8_BLOCK if 1 < s == -(-n // FLOAT8_BLOCK) else n // s for n, s in zip(shape, q.scale.shape, strict=True)
+        FLOAT8_BLOCK if 1 < s == -(-n // FLOAT8_BLOCK) else n // s
+        for n, s in zip(shape, q.scale.shape, strict=True)
     ]
     scale = jnp.expand_dims(q.scale, tuple(range(1, 2 * len(shape), 2)))
     return _unblocked(_blocks(q.numbers, size).astype(jnp.float32) * scale, shape).astype(dtype)
@@ -129,7 +143,9 @@ class Float8Recipe(NamedTuple):
         """Returns those of a matrix, activations or a `weight`, whose dimension `summed` a product sums over."""
         if self.recipe == "tensorwise":
             return 0, 0
-        along, across = (FLOAT8_BLOCK, FLOAT8_BLOCK if weight else 1) if self.recipe == "blockwise" else (0, 1)
+        along, across = (
+            (FLOAT8_BLOCK, FLOAT8_BLOCK if weight else 1) if self.recipe == "blockwise" else (0, 1)
+        )
         return (across, along) if summed else (along, across)
 
     def weight(self, w_KF: jax.Array) -> Rounded:
@@ -137,9 +153,15 @@ class Float8Recipe(NamedTuple):
         return rounded(w_KF, self.groups(0, weight=True))
 
     def turned(self, q: Rounded, summed: int, weight: bool = False) -> Rounded:
-        """Rounds what the forward multiplied once more, for the product that sums over its other dimension, now `summed`."""
+        """Rounds what the forward multiplied once more, for the product that sums over its other dimension, now
+        `summed`.
+        """
         groups = self.groups(summed, weight)
-        return q if self.groups(1 - summed, weight) == groups else rounded(widened(q, jnp.float32), groups)
+        return (
+            q
+            if self.groups(1 - summed, weight) == groups
+            else rounded(widened(q, jnp.float32), groups)
+        )
 
     def times(self, a: Rounded, b: Rounded, summed: tuple[int, int], dtype: Any) -> jax.Array:
         """Returns the product in `dtype`, summed over one dimension of each."""
@@ -147,13 +169,23 @@ class Float8Recipe(NamedTuple):
         # float16 would not hold the sums before they are scaled
         inner = jnp.float32 if dtype == jnp.float16 else dtype
         y = lax.dot_general(a.numbers, b.numbers, dimensions, preferred_element_type=inner)
-        return (y * a.scale.reshape(-1, 1).astype(inner) * b.scale.reshape(1, -1).astype(inner)).astype(dtype)
+        return (
+            y * a.scale.reshape(-1, 1).astype(inner) * b.scale.reshape(1, -1).astype(inner)
+        ).astype(dtype)
 
     def selected(
-        self, skip: jax.Array | None, x: jax.Array, summed: int, weight: bool = False, dtype: Any = E4M3, turned: bool = False
-    ) -> jax.Array:  # fmt: skip
-        """Returns what x is rounded to, each of its matrices by itself; where a layer is skipped x as it is. `turned`: it is for the other
-        dimension already."""
+        self,
+        skip: jax.Array | None,
+        x: jax.Array,
+        summed: int,
+        weight: bool = False,
+        dtype: Any = E4M3,
+        turned: bool = False,
+    ) -> jax.Array:
+        """Returns what x is rounded to, each of its matrices by itself; where a layer is skipped x as it is.
+
+        `turned`: it is for the other dimension already.
+        """
         groups = self.groups(summed, weight)
         if self.products == "compute" or (turned and groups == self.groups(1 - summed, weight)):
             return x
@@ -162,8 +194,13 @@ class Float8Recipe(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: Rounded | None) -> jax.Array:
-    """x W by what they are rounded to, `q` and `b`. For the backward q is kept, or x if something else keeps that in any case."""
+def _product(
+    how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: Rounded | None
+) -> jax.Array:
+    """x W by what they are rounded to, `q` and `b`.
+
+    For the backward q is kept, or x if something else keeps that in any case.
+    """
     b = how.weight(weight.reshape(x.shape[1], -1)) if b is None else b.matrix(x.shape[1])
     return how.times(q, b, (1, 0), x.dtype)
 
@@ -176,17 +213,27 @@ def _product_forward(how: Float8Recipe, keeps_x: bool, *operands: Any) -> tuple[
     return _product(how, keeps_x, x, q, weight, b), (kept, weight if b is None else None, b)
 
 
-def _product_backward(how: Float8Recipe, keeps_x: bool, residuals: Any, g_NF: jax.Array) -> tuple[Any, ...]:
+def _product_backward(
+    how: Float8Recipe, keeps_x: bool, residuals: Any, g_NF: jax.Array
+) -> tuple[Any, ...]:
     kept, weight, b = residuals
-    shape, width = (weight if b is None else b.values).shape, g_NF.shape[1]
+    shape = (weight if b is None else b.values).shape
+    width = g_NF.shape[1]
     rows = math.prod(shape) // width
     b = how.weight(weight.reshape(rows, width)) if b is None else b.matrix(rows)
-    to_x = how.times(rounded(g_NF, how.groups(1), how.of_gradients), how.turned(b, 1, weight=True), (1, 1), g_NF.dtype)
+    to_x = how.times(
+        rounded(g_NF, how.groups(1), how.of_gradients),
+        how.turned(b, 1, weight=True),
+        (1, 1),
+        g_NF.dtype,
+    )
     if kept is None:
         return to_x, None, None, None
     q = rounded(kept, how.groups(1)) if keeps_x else kept
     if how.wgrad:
-        to_weight = how.times(how.turned(q, 0), rounded(g_NF, how.groups(0), how.of_gradients), (0, 0), g_NF.dtype)
+        to_weight = how.times(
+            how.turned(q, 0), rounded(g_NF, how.groups(0), how.of_gradients), (0, 0), g_NF.dtype
+        )
     else:
         to_weight = lax.dot_general(widened(q, g_NF.dtype), g_NF, OVER_ROWS)
     return to_x, None, to_weight.reshape(shape), None
@@ -196,12 +243,16 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
 def _values(operands: Any) -> Any:
-    return jax.tree.map(lambda p: p.value, operands, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+    return jax.tree.map(
+        lambda p: p.value, operands, is_leaf=lambda p: isinstance(p, CustomVJPPrimal)
+    )
 
 
-# By powers of two the same sums as of numbers of 8 bits. Where layers of both kinds run by one program, as in the stages of a pipeline,
-# operands are selected. With `blocks` the product is a grouped one.
-def _times(platform: str, x: jax.Array, w: jax.Array, blocks: Sequence[Any], transposed: bool = False) -> jax.Array:
+# By powers of two the same sums as of numbers of 8 bits. Where layers of both kinds run by one program, as in the
+# stages of a pipeline, operands are selected. With `blocks` the product is a grouped one.
+def _times(
+    platform: str, x: jax.Array, w: jax.Array, blocks: Sequence[Any], transposed: bool = False
+) -> jax.Array:
     if not blocks:
         return x @ (w.T if transposed else w)
     return implementation(platform, x, w, blocks[0]).by_blocks(x, w, *blocks, transposed=transposed)
@@ -209,14 +260,28 @@ def _times(platform: str, x: jax.Array, w: jax.Array, blocks: Sequence[Any], tra
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _wide_product(
-    how: Float8Recipe, platform: str, skip: Any, x: Any, q: Rounded | None, weight: Any, b: Rounded | None, *blocks: Any
+    how: Float8Recipe,
+    platform: str,
+    skip: Any,
+    x: Any,
+    q: Rounded | None,
+    weight: Any,
+    b: Rounded | None,
+    *blocks: Any,
 ) -> jax.Array:
     """x W in the compute dtype, of what they are rounded to: `q` and `b`, where these are there."""
     x = how.selected(skip, x, 1) if q is None else widened(q, x.dtype)
-    return _times(platform, x, _wide_weight(how, skip, weight, b, None if blocks else (x.shape[1], -1)), blocks)
+    return _times(
+        platform,
+        x,
+        _wide_weight(how, skip, weight, b, None if blocks else (x.shape[1], -1)),
+        blocks,
+    )
 
 
-def _wide_weight(how: Float8Recipe, skip: Any, weight: Any, b: Rounded | None, shape: Any) -> jax.Array:
+def _wide_weight(
+    how: Float8Recipe, skip: Any, weight: Any, b: Rounded | None, shape: Any
+) -> jax.Array:
     w = weight if b is None else widened(b, weight.dtype)
     w = w if shape is None else w.reshape(shape)
     return how.selected(skip, w, 0, weight=True) if b is None else w
@@ -228,26 +293,44 @@ def _wide_forward(how: Float8Recipe, platform: str, *operands: Any) -> tuple[jax
     kept = (x if q is None else None, q) if trained else None
     # of a weight that is there in float8 its dtype
     like = weight if b is None else jnp.zeros((), weight.dtype)
-    return _wide_product(how, platform, skip, x, q, weight, b, *blocks), (skip, kept, like, b, blocks)
+    return _wide_product(how, platform, skip, x, q, weight, b, *blocks), (
+        skip,
+        kept,
+        like,
+        b,
+        blocks,
+    )
 
 
-def _wide_backward(how: Float8Recipe, platform: str, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _wide_backward(
+    how: Float8Recipe, platform: str, residuals: Any, g: jax.Array
+) -> tuple[Any, ...]:
     skip, kept, weight, b, blocks = residuals
     others = (None,) * len(blocks)
     w = _wide_weight(how, skip, weight, b, None if blocks else (-1, g.shape[1]))
     turned = how.selected(skip, w, 1, weight=True, turned=True)
-    to_x = _times(platform, how.selected(skip, g, 1, dtype=how.of_gradients), turned, blocks, transposed=True)
+    to_x = _times(
+        platform, how.selected(skip, g, 1, dtype=how.of_gradients), turned, blocks, transposed=True
+    )
     if kept is None:
         return None, to_x, None, None, None, *others
     x, q = kept
     x = how.selected(skip, x, 1) if q is None else widened(q, g.dtype)
     if how.wgrad:
-        x, g = how.selected(skip, x, 0, turned=True), how.selected(skip, g, 0, dtype=how.of_gradients)
+        x = how.selected(skip, x, 0, turned=True)
+        g = how.selected(skip, g, 0, dtype=how.of_gradients)
     if blocks:
         to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(x, g, *blocks, w)
     else:
         to_weight = lax.dot_general(x, g, OVER_ROWS)
-    return None, to_x, None, to_weight.reshape((weight if b is None else b.values).shape), None, *others
+    return (
+        None,
+        to_x,
+        None,
+        to_weight.reshape((weight if b is None else b.values).shape),
+        None,
+        *others,
+    )
 
 
 _wide_product.defvjp(_wide_forward, _wide_backward, symbolic_zeros=True)
@@ -263,17 +346,25 @@ _straight_through.defvjp(lambda x, instead: (instead, None), lambda _, g: (g, No
 
 
 class Float8Products:
-    """The products of a layer in float8. `skip`, a boolean on the device where both kinds run by one program: in the compute dtype if it is
-    true.
+    """The products of a layer in float8.
 
-    `weights` are those that are there in float8, by name: frozen ones, and what was gathered so; `gathers`: so is what goes into
-    column-parallel products.
+    `skip`, a boolean on the device where both kinds run by one program: in the compute dtype if it is true.
+
+    `weights` are those that are there in float8, by name: frozen ones, and what was gathered so; `gathers`: so is what
+    goes into column-parallel products.
     """
 
     def __init__(
-        self, how: Float8Recipe, skip: jax.Array | None, weights: Mapping[str, Rounded], gathers: bool
+        self,
+        how: Float8Recipe,
+        skip: jax.Array | None,
+        weights: Mapping[str, Rounded],
+        gathers: bool,
     ) -> None:
-        self.how, self.skip, self.weights, self.gathers = how, skip, weights, gathers
+        self.how = how
+        self.skip = skip
+        self.weights = weights
+        self.gathers = gathers
 
     def round(self, x_ND: jax.Array) -> Rows:
         """Rounds what goes into products, for the forward."""
@@ -282,9 +373,11 @@ class Float8Products:
         return Rows(x_ND, rounded(lax.stop_gradient(x_ND), self.how.groups(1)).packed())
 
     def enter(self, x_BTD: jax.Array, collectives: Collectives) -> jax.Array | Rows:
-        """`collectives.enter`, where it `gathers` of rows as they are rounded: what it does to x itself nobody reads then, but for its
-        gradient."""
-        x, width = collectives.enter(x_BTD), x_BTD.shape[-1]
+        """`collectives.enter`, where it `gathers` of rows as they are rounded: what it does to x itself nobody reads
+        then, but for its gradient.
+        """
+        x = collectives.enter(x_BTD)
+        width = x_BTD.shape[-1]
         if self.how.products != "float8" or not self.gathers:
             return x
 
@@ -294,14 +387,18 @@ class Float8Products:
 
         of_all = self.how.recipe == "tensorwise"
         over = collectives.stream_axes() if of_all else ()
-        code, scale = rounded(lax.stop_gradient(x_BTD).reshape(-1, width), self.how.groups(1), over=over).packed()
+        code, scale = rounded(
+            lax.stop_gradient(x_BTD).reshape(-1, width), self.how.groups(1), over=over
+        ).packed()
         return Rows(x, Rounded(entered(code), scale if of_all else entered(scale)))
 
     def linear(self, name: str, rows: Rows, weight: jax.Array) -> jax.Array:
         """x W of the weight `name`. Attention keeps what it gives to its output projection itself."""
         (x, q), b = rows, self.weights.get(name)
         if q is None or self.how.recipe == "blockwise":
-            return _wide_product(self.how, "", self.skip, x, None if name == "out" else q, weight, b)
+            return _wide_product(
+                self.how, "", self.skip, x, None if name == "out" else q, weight, b
+            )
         return _product(self.how, name == "out", x, q, weight, b)
 
     def grouped(

@@ -8,11 +8,11 @@ Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, se
              · ■ ■   · = not read    may hold one of its ids. Which scores are dropped follows from `model.dropout` alone.
              · · ■ ■                 Both ways the other half is read too, and what pads the keys to whole blocks is not seen.
 
-Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a sequence, of which
-data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys where heads share them
-(jax-ml/jax pull request 39521). Its dropout depends on how heads and sequences lie on the mesh. JAX's Pallas kernel
-(`jax.experimental.pallas.ops.gpu.attention`) has neither shared heads nor dropout, reads what it then masks, and is deprecated
-in 0.12. So is, without a date, Pallas' Triton backend, which all of them need but cuDNN.
+Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a
+sequence, of which data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys
+where heads share them (jax-ml/jax pull request 39521). Its dropout depends on how heads and sequences lie on the mesh.
+JAX's Pallas kernel (`jax.experimental.pallas.ops.gpu.attention`) has neither shared heads nor dropout, reads what it
+then masks, and is deprecated in 0.12. So is, without a date, Pallas' Triton backend, which all of them need but cuDNN.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ from meshtrain.model.dropout import keep_mask
 from meshtrain.model.kernels import MASKED
 
 # Positions of a block, and bytes of its queries or of its keys: with more, accumulators leave the registers.
-LARGEST, BYTES = 64, 2**14
+LARGEST = 64
+BYTES = 2**14
 
 
 class Masks(NamedTuple):
@@ -41,7 +42,9 @@ class Masks(NamedTuple):
     # [B, T / block], of a block of queries the first block of keys that it may see, or of keys the first of queries
     first: jax.Array | None
     last: jax.Array | None  # the same, the last block
-    origin: jax.Array | None  # [1, 2] int32, positions of the first query and of the first key; None: both 0
+    origin: (
+        jax.Array | None
+    )  # [1, 2] int32, positions of the first query and of the first key; None: both 0
     words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
@@ -50,11 +53,14 @@ class Masks(NamedTuple):
 def forward(
     scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H,
+    T].
+    """
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, arrays, of_keys=False)
-    padded, wide = q.shape[1], q.shape[3]
+    padded = q.shape[1]
+    wide = q.shape[3]
     repeats = heads // k.shape[2]
     rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
     all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
@@ -71,14 +77,21 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays,
-    log_sum: jax.Array, rows: jax.Array, d_out: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    arrays: MaskArrays,
+    log_sum: jax.Array,
+    rows: jax.Array,
+    d_out: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
     batch, length, heads, width = q.shape
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, arrays, of_keys=False)
-    padded, wide = q.shape[1], q.shape[3]
+    padded = q.shape[1]
+    wide = q.shape[3]
     log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
     groups = k.shape[2]
     repeats = heads // groups
@@ -98,7 +111,15 @@ def backward(
     dk, dv = _call(
         partial(_key_kernel, scoring, length, repeats),
         (padded // size, groups, batch),
-        [of_group, block, block, *_specs(masks, lambda j, g, b: (b, g), repeats), sums, sums, of_group],
+        [
+            of_group,
+            block,
+            block,
+            *_specs(masks, lambda j, g, b: (b, g), repeats),
+            sums,
+            sums,
+            of_group,
+        ],
         [block, block],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
     )(q, k, v, *masks, log_sum, rows, d_out)
@@ -107,7 +128,8 @@ def backward(
 
 
 def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
-    """A block's positions, and arrays [B, T, ., K] with whole blocks for T and for K a power of two, as Triton's products want
+    """A block's positions, and arrays [B, T, ., K] with whole blocks for T and for K a power of two, as Triton's
+    products want
     it: behind are zeros that nothing sees.
     """
     _, length, _, width = arrays[0].shape
@@ -118,25 +140,49 @@ def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
 
 
 def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
-    """For a program of a block of queries, or `of_keys`. One may see the other where the ranges of their ids meet: of ids in any order that
-    is never too little."""
-    segments, keys = arrays.segments, arrays.of_keys
+    """For a program of a block of queries, or `of_keys`.
+
+    One may see the other where the ranges of their ids meet: of ids in any order that is never too little.
+    """
+    segments = arrays.segments
+    keys = arrays.of_keys
     origin = None if arrays.first is None else jnp.stack(arrays.first).astype(jnp.int32)[None]
     if segments is None or keys is None:
         return Masks(None, None, None, None, origin, arrays.words)
-    segments, keys = (jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge") for ids in (segments, keys))
+    segments, keys = (
+        jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge") for ids in (segments, keys)
+    )
     mine, others = (keys, segments) if of_keys else (segments, keys)
     low, high, others_low, others_high = (
-        reduced(ids.reshape(len(ids), -1, block), axis=2) for ids in (mine, others) for reduced in (jnp.min, jnp.max)
+        reduced(ids.reshape(len(ids), -1, block), axis=2)
+        for ids in (mine, others)
+        for reduced in (jnp.min, jnp.max)
     )
-    meets = (low[:, :, None] <= others_high[:, None, :]) & (high[:, :, None] >= others_low[:, None, :])
+    meets = (low[:, :, None] <= others_high[:, None, :]) & (
+        high[:, :, None] >= others_low[:, None, :]
+    )
     first = jnp.argmax(meets, axis=2).astype(jnp.int32)
     last = meets.shape[2] - 1 - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
     return Masks(segments, keys, first, last, origin, arrays.words)
 
 
-def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, out_ref, log_sum_ref) -> None:  # type: ignore[no-untyped-def] # fmt: skip
-    i, block = pl.program_id(0), q_ref.shape[0]
+def _forward_kernel(
+    scoring,
+    length,
+    q_ref,
+    k_ref,
+    v_ref,
+    segments,
+    keys,
+    first,
+    last,
+    origin,
+    words,
+    out_ref,
+    log_sum_ref,
+) -> None:  # type: ignore[no-untyped-def]
+    i = pl.program_id(0)
+    block = q_ref.shape[0]
     q = q_ref[...]
 
     def step(j, carry):  # type: ignore[no-untyped-def]
@@ -144,7 +190,8 @@ def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, keys, first,
         at = pl.ds(j * block, block)
         scores = _scores(scoring, length, q, k_ref[at, :], segments, keys, origin, i, j)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
-        p, correction = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
+        p = jnp.exp(scores - higher[:, None])
+        correction = jnp.exp(top - higher)
         dropped = _dropout(scoring.rate, words, origin, 0, i, j, block)(p).astype(v_ref.dtype)
         out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
@@ -160,10 +207,26 @@ def _forward_kernel(scoring, length, q_ref, k_ref, v_ref, segments, keys, first,
 
 
 def _query_kernel(
-    scoring, length, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, log_sum, rows, d_out, dq_ref
+    scoring,
+    length,
+    q_ref,
+    k_ref,
+    v_ref,
+    segments,
+    keys,
+    first,
+    last,
+    origin,
+    words,
+    log_sum,
+    rows,
+    d_out,
+    dq_ref,
 ) -> None:  # type: ignore[no-untyped-def]
-    i, block = pl.program_id(0), q_ref.shape[0]
-    q, d = q_ref[...], d_out[...]
+    i = pl.program_id(0)
+    block = q_ref.shape[0]
+    q = q_ref[...]
+    d = d_out[...]
 
     def step(j, dq):  # type: ignore[no-untyped-def]
         at = pl.ds(j * block, block)
@@ -174,23 +237,45 @@ def _query_kernel(
         ds = _through_cap(scoring, scores, p * (dp - rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
 
-    dq = jax.lax.fori_loop(*_keys(scoring, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32))
+    dq = jax.lax.fori_loop(
+        *_keys(scoring, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32)
+    )
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_kernel(
-    scoring, length, repeats, q_ref, k_ref, v_ref, segments, keys, first, last, origin, words, log_sum, rows, d_out, dk_ref, dv_ref
-) -> None:  # type: ignore[no-untyped-def] # fmt: skip
-    j, block = pl.program_id(0), k_ref.shape[0]
-    k, v = k_ref[...], v_ref[...]
+    scoring,
+    length,
+    repeats,
+    q_ref,
+    k_ref,
+    v_ref,
+    segments,
+    keys,
+    first,
+    last,
+    origin,
+    words,
+    log_sum,
+    rows,
+    d_out,
+    dk_ref,
+    dv_ref,
+) -> None:  # type: ignore[no-untyped-def]
+    j = pl.program_id(0)
+    block = k_ref.shape[0]
+    k = k_ref[...]
+    v = v_ref[...]
     start, stop = _queries(scoring, length, block, j, first, last)
     blocks = stop - start
 
     def step(n, carry):  # type: ignore[no-untyped-def]
         dk, dv = carry
-        head, i = jax.lax.div(n, blocks), start + jax.lax.rem(n, blocks)
+        head = jax.lax.div(n, blocks)
+        i = start + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
-        q, d = q_ref[at, head, :], d_out[at, head, :]
+        q = q_ref[at, head, :]
+        d = d_out[at, head, :]
         scores = _scores(scoring, length, q, k, segments, keys, origin, i, j)
         p = jnp.exp(scores - log_sum[head, at][:, None])
         drop = _dropout(scoring.rate, words, origin, head, i, j, block)
@@ -200,7 +285,8 @@ def _key_kernel(
 
     none = jnp.zeros(k.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
-    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+    dk_ref[...] = dk.astype(dk_ref.dtype)
+    dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
 def _places(i: Any, block: int) -> jax.Array:
@@ -209,34 +295,56 @@ def _places(i: Any, block: int) -> jax.Array:
 
 def _positions(i: Any, j: Any, block: int, origin: Any) -> tuple[jax.Array, jax.Array]:
     """Positions of query block i, [block, 1], and of key block j, [1, block]."""
-    queries, keys = _places(i, block)[:, None], _places(j, block)[None, :]
+    queries = _places(i, block)[:, None]
+    keys = _places(j, block)[None, :]
     return (queries, keys) if origin is None else (queries + origin[0, 0], keys + origin[0, 1])
 
 
-def _keys(scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _keys(
+    scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any
+) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, first, last)
-    # the first key that the block's first query sees; of earlier chunks some key is read in any case, so that there is a sum to divide by
+    # the first key that the block's first query sees; of earlier chunks some key is read in any case, so that there is
+    # a sum to divide by
     bounded = scoring.window and scoring.causal
     start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if bounded else start
     return start, i + 1 if scoring.causal else stop
 
 
-def _queries(scoring: Scoring, length: int, block: int, j: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _queries(
+    scoring: Scoring, length: int, block: int, j: Any, first: Any, last: Any
+) -> tuple[Any, Any]:
     """The first block of queries that reads key block j, and the one behind the last."""
     start, stop = _meeting(length, block, j, first, last)
     # the last query that sees the block's last key
     bounded = scoring.window and scoring.causal
-    stop = jnp.minimum(stop, (j * block + block + scoring.window - 2) // block + 1) if bounded else stop
+    stop = (
+        jnp.minimum(stop, (j * block + block + scoring.window - 2) // block + 1)
+        if bounded
+        else stop
+    )
     return j if scoring.causal else start, stop
 
 
 def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[Any, Any]:
-    """The first block whose documents may be those of block n, and the one behind the last; without documents all blocks."""
+    """The first block whose documents may be those of block n, and the one behind the last; without documents all
+    blocks.
+    """
     return (0, -(-length // block)) if first is None else (first[n], last[n] + 1)
 
 
-def _scores(scoring: Scoring, length: int, q: jax.Array, k: jax.Array, segments: Any, keys: Any, origin: Any, i: Any, j: Any) -> jax.Array:  # fmt: skip
+def _scores(
+    scoring: Scoring,
+    length: int,
+    q: jax.Array,
+    k: jax.Array,
+    segments: Any,
+    keys: Any,
+    origin: Any,
+    i: Any,
+    j: Any,
+) -> jax.Array:
     """Scores of query block i and key block j, float32."""
     block = len(q)
     if scoring.causal:
@@ -249,7 +357,8 @@ def _scores(scoring: Scoring, length: int, q: jax.Array, k: jax.Array, segments:
             at, of = _positions(i, j, block, origin)
             visible = visible & (at - of < scoring.window)
     if segments is not None:
-        of_queries, of_keys = segments[pl.ds(i * block, block)], keys[pl.ds(j * block, block)]
+        of_queries = segments[pl.ds(i * block, block)]
+        of_keys = keys[pl.ds(j * block, block)]
         visible = visible & (of_queries[:, None] == of_keys[None, :])
     scores = triton.dot(q, k.T)
     return jnp.where(visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED)
@@ -260,7 +369,9 @@ def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Arra
     return ds * cap_slope(scoring.cap, scores) if scoring.cap else ds
 
 
-def _dropout(rate: float, words: Any, origin: Any, head: Any, i: Any, j: Any, block: int) -> Callable[[jax.Array], jax.Array]:  # fmt: skip
+def _dropout(
+    rate: float, words: Any, origin: Any, head: Any, i: Any, j: Any, block: int
+) -> Callable[[jax.Array], jax.Array]:
     """Dropout on the scores of query block i and key block j; linear."""
     if not rate:
         return lambda p: p
@@ -268,17 +379,26 @@ def _dropout(rate: float, words: Any, origin: Any, head: Any, i: Any, j: Any, bl
     return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
 
 
-def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> list[pl.BlockSpec | None]:
+def _specs(
+    masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1
+) -> list[pl.BlockSpec | None]:
     """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
     specs: list[pl.BlockSpec | None] = [
-        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0)) for a in masks[:4]
+        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
+        for a in masks[:4]
     ]
     specs.append(None if masks.origin is None else pl.BlockSpec((1, 2), lambda *at: (0, 0)))
-    words = None if masks.words is None else pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
+    words = (
+        None
+        if masks.words is None
+        else pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
+    )
     return [*specs, words]
 
 
-def _call(kernel: partial, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any) -> Callable:
+def _call(
+    kernel: partial, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any
+) -> Callable:
     return pl.pallas_call(
         kernel,
         grid=grid,

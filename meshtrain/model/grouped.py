@@ -3,10 +3,11 @@
     rows   a a a · | a · · · | c c c c | · · · ·     blocks of equal length, each of one expert, in the experts' order;
     expert    0         0         2         -        slots that are empty (·) are zero rows; here 3 blocks are in use
 
-Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA makes a dense product of all experts of it (jax 0.10), so experts times the FLOPs, and on
-GPUs experts times the rows in memory.
+Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA makes a dense product of all experts of it (jax 0.10), so experts
+times the FLOPs, and on GPUs experts times the rows in memory.
 
-The backward is two loops or kernels, of the rows' gradient and of the weights', since a zero-bubble schedule puts them in different halves.
+The backward is two loops or kernels, of the rows' gradient and of the weights', since a zero-bubble schedule puts them
+in different halves.
 """
 
 from collections.abc import Callable
@@ -25,34 +26,51 @@ GroupedResiduals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array]
 
 
 def grouped(
-    rows_RK: jax.Array, weight_EKN: jax.Array, expert_of_block: jax.Array, blocks: jax.Array, platform: str = "cpu"
+    rows_RK: jax.Array,
+    weight_EKN: jax.Array,
+    expert_of_block: jax.Array,
+    blocks: jax.Array,
+    platform: str = "cpu",
 ) -> jax.Array:
     """Returns [R, N] in the rows' dtype, of sums in float32: each block of rows times the weight of its expert.
 
-    Rows are blocks of equal length, R / B, each of one expert: int32 [B], which does not fall. Only the first `blocks` (int32 scalar) are
-    in use: what the others give is zero, and their rows and cotangents are not read. An empty slot within a block in use must be a zero row.
-    The weight's gradient is summed in float32 in the blocks' order, and zero for an expert without blocks.
+    Rows are blocks of equal length, R / B, each of one expert: int32 [B], which does not fall. Only the first `blocks`
+    (int32 scalar) are
+    in use: what the others give is zero, and their rows and cotangents are not read. An empty slot within a block in
+    use must be a zero row. The weight's gradient is summed in float32 in the blocks' order, and zero for an expert
+    without blocks.
 
-    In a `jax.shard_map` all of them may differ between devices, the number of blocks included. On a `platform` (of `Collectives`) cpu or tpu
-    it is a loop over the blocks in use; on gpu kernels, where the length of a block, K and N are multiples of 16, else the loop.
+    In a `jax.shard_map` all of them may differ between devices, the number of blocks included. On a `platform` (of
+    `Collectives`) cpu or tpu it is a loop over the blocks in use; on gpu kernels, where the length of a block, K and N
+    are multiples of 16, else the loop.
     """
     axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
     return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
 
 
 def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
-    """The module whose `by_blocks` and `weight_gradient` are run; that of the kernels takes Pallas, which is slow to import."""
+    """The module whose `by_blocks` and `weight_gradient` are run; that of the kernels takes Pallas, which is slow to
+    import.
+    """
     in_tiles = all(size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:]))
-    return import_module("meshtrain.model.grouped_kernels" if platform == "gpu" and in_tiles else __name__)
+    return import_module(
+        "meshtrain.model.grouped_kernels" if platform == "gpu" and in_tiles else __name__
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+def _grouped(
+    platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array
+) -> jax.Array:
     return implementation(platform, rows, weight, experts).by_blocks(rows, weight, experts, blocks)
 
 
 def _forward(
-    platform: str, rows: CustomVJPPrimal, weight: CustomVJPPrimal, experts: CustomVJPPrimal, blocks: CustomVJPPrimal
+    platform: str,
+    rows: CustomVJPPrimal,
+    weight: CustomVJPPrimal,
+    experts: CustomVJPPrimal,
+    blocks: CustomVJPPrimal,
 ) -> tuple[jax.Array, GroupedResiduals]:
     """Of a frozen weight there is no gradient to come, so the rows are not kept for one."""
     residual = rows.value if weight.perturbed else None
@@ -66,16 +84,27 @@ def _backward(
     rows, weight, experts, blocks = residuals
     run = implementation(platform, g_RN, weight, experts)
     to_rows = run.by_blocks(g_RN, weight, experts, blocks, transposed=True)
-    return to_rows, None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight), None, None
+    return (
+        to_rows,
+        None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight),
+        None,
+        None,
+    )
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def by_blocks(
-    rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array, transposed: bool = False
+    rows: jax.Array,
+    weight: jax.Array,
+    experts: jax.Array,
+    blocks: jax.Array,
+    transposed: bool = False,
 ) -> jax.Array:
-    """Returns each block of rows [R, K] times the weight [E, K, N] of its expert; `transposed`, rows [R, N] times its transpose: [R, K]."""
+    """Returns each block of rows [R, K] times the weight [E, K, N] of its expert; `transposed`, rows [R, N] times its
+    transpose: [R, K].
+    """
     length = len(rows) // len(experts)
 
     def block(own: jax.Array, i: jax.Array) -> jax.Array:
@@ -87,7 +116,9 @@ def by_blocks(
 def weight_gradient(
     rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
 ) -> jax.Array:
-    """Returns, in the shape and dtype of the weight, the sum over an expert's blocks of rowsᵀ times their cotangent; zero where it has none."""
+    """Returns, in the shape and dtype of the weight, the sum over an expert's blocks of rowsᵀ times their cotangent;
+    zero where it has none.
+    """
     length = len(rows) // len(experts)
 
     def block(i: jax.Array) -> jax.Array:
@@ -96,15 +127,21 @@ def weight_gradient(
     return sums_by_expert(block, weight, experts, blocks)
 
 
-def over_blocks(function: Callable[[Any, jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array) -> Any:
-    """Returns what `function` makes of the weights of an expert and of each of its blocks in use, one after another, and zeros behind them."""
+def over_blocks(
+    function: Callable[[Any, jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array
+) -> Any:
+    """Returns what `function` makes of the weights of an expert and of each of its blocks in use, one after another,
+    and zeros behind them.
+    """
 
     def of_expert(out: Any, its: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
         own, first, behind = its
 
         def block(i: jax.Array, out: Any) -> Any:
             return jax.tree.map(
-                lambda o, b: lax.dynamic_update_slice_in_dim(o, b, i * len(b), 0), out, function(own, i)
+                lambda o, b: lax.dynamic_update_slice_in_dim(o, b, i * len(b), 0),
+                out,
+                function(own, i),
             )
 
         return lax.fori_loop(first, behind, block, out), None
@@ -112,18 +149,26 @@ def over_blocks(function: Callable[[Any, jax.Array], Any], weights: Any, experts
     of_block = jax.eval_shape(function, jax.tree.map(lambda w: w[0], weights), blocks)
     # not a constant, which loops would share and each copy
     zero = jnp.minimum(blocks, 0)
-    empty = jax.tree.map(lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype), of_block)
+    empty = jax.tree.map(
+        lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype), of_block
+    )
     ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
     return lax.scan(of_expert, empty, (weights, ends[:-1], ends[1:]))[0]
 
 
-def sums_by_expert(function: Callable[[jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array) -> Any:
-    """Returns the sum over each expert's blocks of what `function` makes of them in float32, in the shapes and dtypes of the weights."""
+def sums_by_expert(
+    function: Callable[[jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array
+) -> Any:
+    """Returns the sum over each expert's blocks of what `function` makes of them in float32, in the shapes and dtypes
+    of the weights.
+    """
 
     def of_expert(_: None, ends: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         empty = jax.tree.map(lambda w: jnp.zeros(w.shape[1:], jnp.float32), weights)
         sums = lax.fori_loop(
-            *ends, lambda i, sums: jax.tree.map(jnp.add, sums, function(i)), vary(empty, varying(experts))
+            *ends,
+            lambda i, sums: jax.tree.map(jnp.add, sums, function(i)),
+            vary(empty, varying(experts)),
         )
         return None, jax.tree.map(lambda w, total: total.astype(w.dtype), weights, sums)
 
@@ -132,7 +177,9 @@ def sums_by_expert(function: Callable[[jax.Array], Any], weights: Any, experts: 
 
 
 def first_blocks(experts: jax.Array, blocks: jax.Array, count: int) -> jax.Array:
-    """Returns the first block of each of `count` experts, int32 [count + 1]: the last is the one behind all that are in use."""
+    """Returns the first block of each of `count` experts, int32 [count + 1]: the last is the one behind all that are in
+    use.
+    """
     in_use = jnp.where(jnp.arange(len(experts)) < blocks, experts, count)
     return jnp.searchsorted(in_use, jnp.arange(count + 1), method="compare_all").astype(jnp.int32)
 

@@ -1,18 +1,20 @@
-"""Grouped products as kernels on GPUs, in Pallas for Triton: what `grouped.by_blocks` and `grouped.weight_gradient` loop over, side by side.
+"""Grouped products as kernels on GPUs, in Pallas for Triton: what `grouped.by_blocks` and `grouped.weight_gradient`
+loop over, side by side.
 
     by_blocks          a program is a tile of the result: of a block's rows and of the columns of its expert, whose number it reads
     weight_gradient    a program is a tile of an expert's weight; it goes through the rows of that expert's blocks, first to last
 
-Of `by_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two rows of tiles:
+Of `by_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two rows of
+tiles:
 
     0 2 4 │ ..      row by row the device would read all columns of an expert for every 128 tokens
     1 3 5 │
 
 Nothing of the size of experts x rows meets memory, nor is anything summed by atomics: results are the same every time.
 
-Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10 to 0.12): it is for Hopper alone and for a GPU with 132 multiprocessors,
-unrolls a search through all experts in each program, leaves rows that are not in use unwritten, and its kernel for the weight's gradient
-asks for a GPU while it is compiled.
+Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10 to 0.12): it is for Hopper alone and for a
+GPU with 132 multiprocessors, unrolls a search through all experts in each program, leaves rows that are not in use
+unwritten, and its kernel for the weight's gradient asks for a GPU while it is compiled.
 """
 
 import math
@@ -27,16 +29,22 @@ from jax.experimental.pallas import triton
 from meshtrain.compat import struct_like
 from meshtrain.model.grouped import first_blocks
 
-# Bytes of a side of a result's tile, and of the steps that are summed over: with more, accumulators leave the registers. `by_blocks` takes
-# tiles of twice as many columns: Mixtral's products reach 690 TFLOP/s so on an H100, and 530 to 590 in squares (`experiments/gpu`).
-SIDE, STEP = 256, 128
+# Bytes of a side of a result's tile, and of the steps that are summed over: with more, accumulators leave the
+# registers. `by_blocks` takes tiles of twice as many columns: Mixtral's products reach 690 TFLOP/s so on an H100, and
+# 530 to 590 in squares (`experiments/gpu`).
+SIDE = 256
+STEP = 128
 GROUP = 8  # rows of tiles
 
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnames="transposed")
 def by_blocks(
-    rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array, transposed: bool = False
+    rows: jax.Array,
+    weight: jax.Array,
+    experts: jax.Array,
+    blocks: jax.Array,
+    transposed: bool = False,
 ) -> jax.Array:
     """Returns what `grouped.by_blocks` does."""
     over, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
@@ -45,11 +53,19 @@ def by_blocks(
     of_columns = (len(weight), columns, over) if transposed else (len(weight), over, columns)
     place = partial(_place, len(rows) // height, width // columns)
     return _call(
-        partial(_product_kernel, transposed, place, len(rows) // len(experts) // height, _tile(STEP, rows, over)),
+        partial(
+            _product_kernel,
+            transposed,
+            place,
+            len(rows) // len(experts) // height,
+            _tile(STEP, rows, over),
+        ),
         (len(rows) // height * (width // columns),),
         [
             pl.BlockSpec((height, over), lambda p: (place(p)[0], 0)),
-            pl.BlockSpec(of_columns, lambda p: (0, place(p)[1], 0) if transposed else (0, 0, place(p)[1])),
+            pl.BlockSpec(
+                of_columns, lambda p: (0, place(p)[1], 0) if transposed else (0, 0, place(p)[1])
+            ),
             pl.BlockSpec(experts.shape, lambda p: (0,)),
             pl.BlockSpec((1,), lambda p: (0,)),
         ],
@@ -64,8 +80,10 @@ def weight_gradient(
 ) -> jax.Array:
     """Returns what `grouped.weight_gradient` does."""
     firsts = first_blocks(experts, blocks, len(weight))
-    step, (height, width) = _tile(STEP, rows, len(rows) // len(experts)), weight.shape[1:]
-    tall, wide = _tile(SIDE, rows, height), _tile(SIDE, rows, width)
+    step = _tile(STEP, rows, len(rows) // len(experts))
+    (height, width) = weight.shape[1:]
+    tall = _tile(SIDE, rows, height)
+    wide = _tile(SIDE, rows, width)
     return _call(
         partial(_weight_kernel, step),
         (width // wide, height // tall, len(weight)),
@@ -100,12 +118,16 @@ def _weight_kernel(step, rows, cotangents, firsts, out) -> None:  # type: ignore
         at = pl.ds(i * step, step)
         return sums + triton.dot(rows[at, :], cotangents[at, :], trans_a=True)
 
-    sums = jax.lax.fori_loop(firsts[expert], firsts[expert + 1], add, jnp.zeros(out.shape, jnp.float32))
+    sums = jax.lax.fori_loop(
+        firsts[expert], firsts[expert + 1], add, jnp.zeros(out.shape, jnp.float32)
+    )
     out[...] = sums.astype(out.dtype)
 
 
 def _place(tall: int, wide: int, p: Any) -> tuple[Any, Any]:
-    """Returns the row and column of program p's tile, of `tall` x `wide` tiles (Triton's own tutorial of matrix products, "L2 cache")."""
+    """Returns the row and column of program p's tile, of `tall` x `wide` tiles (Triton's own tutorial of matrix
+    products, "L2 cache").
+    """
     in_group = jax.lax.rem(p, jnp.int32(GROUP * wide))
     first = jax.lax.div(p, jnp.int32(GROUP * wide)) * GROUP
     rows = jnp.minimum(tall - first, GROUP)
@@ -117,7 +139,9 @@ def _tile(limit: int, rows: jax.Array, size: int) -> int:
     return math.gcd(size, limit // rows.dtype.itemsize)
 
 
-def _call(kernel: partial, grid: tuple[int, ...], in_specs: list, out_spec: pl.BlockSpec, out_shape: Any) -> Any:
+def _call(
+    kernel: partial, grid: tuple[int, ...], in_specs: list, out_spec: pl.BlockSpec, out_shape: Any
+) -> Any:
     return pl.pallas_call(
         kernel,
         grid=grid,

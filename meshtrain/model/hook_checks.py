@@ -1,4 +1,6 @@
-"""Checks of the hooks that replace built-in functions: they can be called, and a loss is right on a sharded vocabulary."""
+"""Checks of the hooks that replace built-in functions: they can be called, and a loss is right on a sharded
+vocabulary.
+"""
 
 import inspect
 import math
@@ -20,7 +22,9 @@ def check_call(kind: str, hook: Any, names: list[str]) -> None:
     """Raises ConfigError for what cannot be called with arguments of these names."""
     wanted = f"it is called with ({', '.join(names)})"
     if not callable(hook):
-        raise ConfigError(f"the {kind} hook is {short(repr(hook))}; it must be a function, and {wanted}.")
+        raise ConfigError(
+            f"the {kind} hook is {short(repr(hook))}; it must be a function, and {wanted}."
+        )
     try:
         signature = inspect.signature(hook)
     except ValueError:
@@ -29,13 +33,17 @@ def check_call(kind: str, hook: Any, names: list[str]) -> None:
     try:
         signature.bind(*names)
     except TypeError:
-        raise ConfigError(f"the {kind} hook {name_of(hook)} takes {short(str(signature))}, but {wanted}.") from None
+        raise ConfigError(
+            f"the {kind} hook {name_of(hook)} takes {short(str(signature))}, but {wanted}."
+        ) from None
 
 
 def check_sharded_loss(hook: LossHook, config: Config, axes: tuple[str, ...]) -> None:
-    """Raises ConfigError if a loss hook takes its shard of the vocabulary, which the mesh axes `axes` split, for all of it.
+    """Raises ConfigError if a loss hook takes its shard of the vocabulary, which the mesh axes `axes` split, for all of
+    it.
 
-    Its losses of made-up logits in one piece are compared with those of the same logits cut as on the mesh, all on one device. On
+    Its losses of made-up logits in one piece are compared with those of the same logits cut as on the mesh, all on one
+    device. On
     the mesh itself nobody could tell: devices agree on a wrong sum as on a right one.
     """
     size, split = config.model.vocab_size, [getattr(config.mesh, axis) for axis in axes]
@@ -51,7 +59,9 @@ def check_sharded_loss(hook: LossHook, config: Config, axes: tuple[str, ...]) ->
 
     def losses(logits: jax.Array) -> jax.Array:
         ranks = math.prod(logits.shape[: len(axes)])
-        of_share = lambda share: hook(share, jnp.asarray(labels), Vocabulary(size, VocabularyShards(axes, ranks)))  # noqa: E731
+        of_share = lambda share: hook(
+            share, jnp.asarray(labels), Vocabulary(size, VocabularyShards(axes, ranks))
+        )
         for axis in reversed(axes):
             of_share = jax.vmap(of_share, axis_name=axis)
         return of_share(logits).reshape(-1, *labels.shape)
@@ -62,7 +72,9 @@ def check_sharded_loss(hook: LossHook, config: Config, axes: tuple[str, ...]) ->
 
     try:
         lowered = jax.jit(compared).lower(in_one, shares)
-        (complete,), (again,), cut = (np.asarray(x, np.float32) for x in lowered.compile()(in_one, shares))
+        (complete,), (again,), cut = (
+            np.asarray(x, np.float32) for x in lowered.compile()(in_one, shares)
+        )
     except Exception:
         # the trace of the step says what is wrong with it, if anything is with arrays as long as that has
         return
@@ -79,7 +91,8 @@ def check_sharded_loss(hook: LossHook, config: Config, axes: tuple[str, ...]) ->
     at = np.unravel_index(np.argmin(same(cut[0], complete)), complete.shape)
     masks = f", and leave out the ids from {size} on, which are padding" if size % degree else ""
     raise ConfigError(
-        f"the loss hook {name_of(hook)} gives {cut[0][at]:.4f} where the vocabulary is cut into {degree} shares, and {complete[at]:.4f} of the "
+        f"the loss hook {name_of(hook)} gives {cut[0][at]:.4f} where the vocabulary is cut into {degree} shares, and "
+        f"{complete[at]:.4f} of the "
         "same logits where it is whole; softmax, mean and one_hot over the last axis see one share only: "
         f"use vocabulary.sum, max, log_sum_exp and of_label{masks}."
     )

@@ -11,8 +11,9 @@
 
     program = mt.Program(config, block=parallel_block, loss=capped_loss)     # train_step, eval_step and logits use them
 
-The built-in ones are the defaults on the same path. A hook runs inside the step on one device's share of the arrays, so it must be
-made of jax.numpy and of the helpers that it is given; with them it is right on every mesh, schedule and ZeRO stage.
+The built-in ones are the defaults on the same path. A hook runs inside the step on one device's share of the arrays, so
+it must be made of jax.numpy and of the helpers that it is given; with them it is right on every mesh, schedule and ZeRO
+stage.
 """
 
 import dataclasses
@@ -38,23 +39,32 @@ from meshtrain.model.rope import Sequence
 
 
 class BlockHook(Protocol):
-    """One layer: the residual stream `[B, T, D]` (`[B, T / tensor, D]` with sequence parallelism) to the same, in the same dtype.
+    """One layer: the residual stream `[B, T, D]` (`[B, T / tensor, D]` with sequence parallelism) to the same, in the
+    same dtype.
 
-    `block` holds the layer's weights, this device's share of each, as modules: attention_norm, attention, mlp_norm, mlp (see
-    `model.layers`). What goes into a column-parallel weight passes `collectives.enter` first, what comes out of a row-parallel one
-    `collectives.leave` (`block.attention` and `block.mlp` do the latter).
+    `block` holds the layer's weights, this device's share of each, as modules: attention_norm, attention, mlp_norm, mlp
+    (see `model.layers`). What goes into a column-parallel weight passes `collectives.enter` first, what comes out of a
+    row-parallel one `collectives.leave` (`block.attention` and `block.mlp` do the latter).
     """
 
     def __call__(
-        self, block: Block, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout, /
+        self,
+        block: Block,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        collectives: Collectives,
+        dropout: Dropout,
+        /,
     ) -> jax.Array: ...
 
 
 class AttentionHook(Protocol):
-    """Queries `[B, T, H, K]` against keys and values `[B, T, G, K]`, of this device's heads, to `[B*T, H*K]` in the queries' dtype.
+    """Queries `[B, T, H, K]` against keys and values `[B, T, G, K]`, of this device's heads, to `[B*T, H*K]` in the
+    queries' dtype.
 
-    H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT` where that is not None: these are
-    the hook's own to keep, as is dropout (`dropout.attention`). It needs no collective.
+    H is a multiple of G; rotary positions are in them already. Causal where the family is, and within `segments_BT`
+    where that is not None: these are the hook's own to keep, as is dropout (`dropout.attention`). It needs no
+    collective.
     """
 
     def __call__(
@@ -72,12 +82,15 @@ class AttentionHook(Protocol):
 class LossHook(Protocol):
     """Loss of each token, float32 `[B, T]`, from this device's share of the logits, float32 `[B, T, V / shards]`.
 
-    Labels `[B, T]` are ids of the whole vocabulary. softmax, mean, max and one_hot over the last axis see the share only: what needs
-    more goes through `vocabulary` (sum, max, log_sum_exp, of_label, ids). The tokens' weights and the mean over the batch come
-    afterwards. Where the vocabulary is split, the hook is tried once on made-up logits, see `ModelParts`.
+    Labels `[B, T]` are ids of the whole vocabulary. softmax, mean, max and one_hot over the last axis see the share
+    only: what needs more goes through `vocabulary` (sum, max, log_sum_exp, of_label, ids). The tokens' weights and the
+    mean over the batch come afterwards. Where the vocabulary is split, the hook is tried once on made-up logits, see
+    `ModelParts`.
     """
 
-    def __call__(self, logits_BTV: jax.Array, labels_BT: jax.Array, vocabulary: Vocabulary, /) -> jax.Array: ...
+    def __call__(
+        self, logits_BTV: jax.Array, labels_BT: jax.Array, vocabulary: Vocabulary, /
+    ) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,29 +104,47 @@ class Hooks:
     @staticmethod
     def of(config: Config, **given: Any) -> "Hooks":
         """Returns the given functions and, in the place of None, those that the config names."""
-        return Hooks(**hooks(config) | {kind: hook for kind, hook in given.items() if hook is not None})
+        return Hooks(
+            **hooks(config) | {kind: hook for kind, hook in given.items() if hook is not None}
+        )
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for what cannot be called as the hook is, and for keys that the replaced function would have obeyed."""
-        for kind, protocol in (("block", BlockHook), ("attention", AttentionHook), ("loss", LossHook)):
+        """Raises ConfigError for what cannot be called as the hook is, and for keys that the replaced function would
+        have obeyed.
+        """
+        for kind, protocol in (
+            ("block", BlockHook),
+            ("attention", AttentionHook),
+            ("loss", LossHook),
+        ):
             if (hook := getattr(self, kind)) is not None:
                 from meshtrain.model.hook_checks import check_call
 
                 check_call(kind, hook, list(inspect.signature(protocol.__call__).parameters)[1:])
-        if self.attention is not None and config.mesh.context > 1 and config.parallel.context_strategy != "ulysses":
+        if (
+            self.attention is not None
+            and config.mesh.context > 1
+            and config.parallel.context_strategy != "ulysses"
+        ):
             raise ConfigError(
-                f"mesh.context {config.mesh.context} gives attention a part of each row, but it is replaced by {name_of(self.attention)}, "
+                f"mesh.context {config.mesh.context} gives attention a part of each row, but it is replaced by "
+                f"{name_of(self.attention)}, "
                 "which would take it for the whole; set parallel.context_strategy to ulysses, or leave context out."
             )
         ignored = [
-            ("train", "label_smoothing", "loss", 0), ("train", "z_loss", "loss", 0), ("model", "window", "attention", 0),
-            ("model", "score_cap", "attention", 0), ("model", "query_scalar", "attention", config.model.head_dim),
-        ]  # fmt: skip
+            ("train", "label_smoothing", "loss", 0),
+            ("train", "z_loss", "loss", 0),
+            ("model", "window", "attention", 0),
+            ("model", "score_cap", "attention", 0),
+            ("model", "query_scalar", "attention", config.model.head_dim),
+        ]
         for section, key, kind, usual in ignored:
-            hook, value = getattr(self, kind), getattr(getattr(config, section), key)
+            hook = getattr(self, kind)
+            value = getattr(getattr(config, section), key)
             if hook is not None and value != usual:
                 raise ConfigError(
-                    f"{section}.{key} is {value}, but the {kind} is replaced by {name_of(hook)}, which does not obey it; "
+                    f"{section}.{key} is {value}, but the {kind} is replaced by {name_of(hook)}, which does not obey "
+                    "it; "
                     "leave the key out, and have the function do it."
                 )
 
@@ -130,16 +161,21 @@ class ModelParts:
     """
 
     def __init__(self, config: Config, collectives: Collectives, hooks: Hooks) -> None:
-        self.collectives, self.hooks = collectives, hooks
+        self.collectives = collectives
+        self.hooks = hooks
         self.vocabulary = Vocabulary(config.model.vocab_size, collectives)
         train = config.train
-        built_in = partial(cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
+        built_in = partial(
+            cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss
+        )
         self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss: Callable[..., Any] = hooks.loss or built_in
         # the built-in one as a hook means no hook
         self._attention_hook = hooks.attention if hooks.attention is not attend else None
         if self._attention_hook is not None and FAMILIES[config.model.family].sinks:
-            raise ConfigError(f"model.attention takes no sinks, which {config.model.family} has; leave it out.")
+            raise ConfigError(
+                f"model.attention takes no sinks, which {config.model.family} has; leave it out."
+            )
         self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
         if hooks.loss is not None:
             from meshtrain.model.hook_checks import check_sharded_loss
@@ -149,38 +185,83 @@ class ModelParts:
     def check_block(self, x_BTD: jax.Array, y_BTD: jax.Array) -> None:
         """Raises ConfigError if `block` made of x what is no residual stream."""
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
-        _check_result("block", self.block, y_BTD, wanted, varying(x_BTD), "pass each branch through collectives.leave")
+        _check_result(
+            "block",
+            self.block,
+            y_BTD,
+            wanted,
+            varying(x_BTD),
+            "pass each branch through collectives.leave",
+        )
 
-    def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, collectives: Collectives, dropout: Dropout, local: jax.Array | None = None, sinks: jax.Array | None = None) -> jax.Array:  # fmt: skip
-        hook, arguments = self._attention_hook, (q, k, v, segments, collectives, dropout)
+    def attention(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        collectives: Collectives,
+        dropout: Dropout,
+        local: jax.Array | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        hook = self._attention_hook
+        arguments = (q, k, v, segments, collectives, dropout)
         if hook is None:
             return self._attend(*arguments, local=local, sinks=sinks)
         out = hook(*arguments)
         wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
-        _check_result("attention", hook, out, wanted, varying(q) | varying(k) | varying(v), "it needs no collective")
+        _check_result(
+            "attention",
+            hook,
+            out,
+            wanted,
+            varying(q) | varying(k) | varying(v),
+            "it needs no collective",
+        )
         # the built-in one names its output itself, where its backward takes it
         return checkpoint_name(out, "attention")
 
-    def loss(self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None) -> LabelLosses:
+    def loss(
+        self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None
+    ) -> LabelLosses:
         """Returns the loss of each label; where labels are `mixed`, a hook is called for each of the two."""
         if self.hooks.loss is None:
             return self._loss(logits_BTV, labels_BT, self.vocabulary, mixed=mixed)
         if mixed is None:
             losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
         else:
-            first, other = (self.loss(logits_BTV, labels).losses for labels in (labels_BT, mixed.labels))
+            first, other = (
+                self.loss(logits_BTV, labels).losses for labels in (labels_BT, mixed.labels)
+            )
             losses = mixed.share * first + (1 - mixed.share) * other
         wanted = jax.ShapeDtypeStruct(labels_BT.shape, jnp.float32)
         shared = varying(logits_BTV) - set(self.collectives.vocabulary)
-        _check_result("loss", self._loss, losses, wanted, shared, "sum it over the vocabulary with vocabulary.sum")
+        _check_result(
+            "loss",
+            self._loss,
+            losses,
+            wanted,
+            shared,
+            "sum it over the vocabulary with vocabulary.sum",
+        )
         return LabelLosses(losses)
 
 
-SHAPES = {"block": "[B, T, D]", "attention": "[B*T, H*K]", "loss": "[B, T]"}  # of a device, as the protocols name them
+SHAPES = {
+    "block": "[B, T, D]",
+    "attention": "[B*T, H*K]",
+    "loss": "[B, T]",
+}  # of a device, as the protocols name them
 
 
 def _check_result(
-    kind: str, hook: Any, result: Any, wanted: jax.ShapeDtypeStruct, axes: Iterable[str], way_out: str
+    kind: str,
+    hook: Any,
+    result: Any,
+    wanted: jax.ShapeDtypeStruct,
+    axes: Iterable[str],
+    way_out: str,
 ) -> None:
     """Raises ConfigError if a hook's result has another shape or dtype, or differs between devices that must agree."""
     if not isinstance(result, jax.Array):
@@ -189,7 +270,8 @@ def _check_result(
         gave = _array(result)
     elif more := sorted(varying(result) - set(axes)):
         raise ConfigError(
-            f"the {kind} hook {name_of(hook)} gave a value that differs over {' and '.join(more)}, where devices must agree; {way_out}."
+            f"the {kind} hook {name_of(hook)} gave a value that differs over {' and '.join(more)}, where devices must "
+            f"agree; {way_out}."
         )
     else:
         return

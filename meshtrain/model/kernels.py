@@ -7,7 +7,8 @@ Kernel = Literal["cudnn", "fused", "splash", "blocks"]
 MASKED = -1e30  # the score of what is not seen, the logit of what is no token
 
 # Blocks of BLOCK queries, or larger ones where those would be more than BLOCKS: code grows with their number.
-BLOCK, BLOCKS = 128, 8
+BLOCK = 128
+BLOCKS = 8
 
 # The widest head of the fused kernel: wider ones leave no room for blocks.
 FUSED_WIDTH = 256
@@ -17,23 +18,36 @@ SPLASH_BLOCKS = (512, 256, 128)
 
 
 def attention_kernel(
-    platform: str, dtype: str, head_dim: int, length: int, packed: bool, dropout: bool, capped: bool = False, in_pieces: bool = False, window: bool = False
-) -> Kernel:  # fmt: skip
-    """Returns how attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with `dropout` and scores `capped`.
+    platform: str,
+    dtype: str,
+    head_dim: int,
+    length: int,
+    packed: bool,
+    dropout: bool,
+    capped: bool = False,
+    in_pieces: bool = False,
+    window: bool = False,
+) -> Kernel:
+    """Returns how attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with
+    `dropout` and scores `capped`.
 
-    Where a row is cut `in_pieces` over context (`parallel.context`), a kernel is called for two of them: of a `window`, and of dropout, it
-    must know where they lie.
+    Where a row is cut `in_pieces` over context (`parallel.context`), a kernel is called for two of them: of a `window`,
+    and of dropout, it must know where they lie.
 
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
-    cudnn: cuDNN's flash attention (cuDNN 9 on Ampere and later). 16 bits, head widths in eights up to 128, neither packed nor
-        dropped nor capped, which JAX does not offer: its dropout would depend on the mesh, and see `model.fused` for its packed sequences.
+    cudnn: cuDNN's flash attention (cuDNN 9 on Ampere and later). 16 bits, head widths in eights up to 128, neither
+    packed nor
+        dropped nor capped, which JAX does not offer: its dropout would depend on the mesh, and see `model.fused` for
+        its packed sequences.
     fused: `model.fused`, for all else on GPUs.
     splash: JAX's kernel for TPUs, packed or not. Sequences in blocks of 128, head widths in 64; no dropout.
     blocks: `attention.blockwise`, on CPUs and where no other kernel is.
     """
     if platform == "gpu" and head_dim <= FUSED_WIDTH:
-        plain = dtype in ("bfloat16", "float16") and not (packed or dropout or capped or (window and in_pieces))
+        plain = dtype in ("bfloat16", "float16") and not (
+            packed or dropout or capped or (window and in_pieces)
+        )
         return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
     length = length // 2 if in_pieces else length
     placed = dropout or (window and in_pieces)

@@ -1,8 +1,8 @@
 """The parts of a transformer block as Flax NNX modules, written for whatever shard of a weight this device has.
 
-`weights` has every parameter's name and shape, `parallel.placement` says how it is split. Sizes are read off the arrays, never off
-the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D d_model,
-H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
+`weights` has every parameter's name and shape, `parallel.placement` says how it is split. Sizes are read off the
+arrays, never off the config, so the same code runs on whole weights and on shards. Suffixes: B batch, T sequence, D
+d_model, H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,12 @@ def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nn
         _make(module, name, weight, rngs)
 
 
-def make_adapters(module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None) -> None:
+def make_adapters(
+    module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
+) -> None:
     """Likewise LoRA's, from random numbers of their own, so that the model is the one without them."""
-    module.lora_scale, module.lora_drop = lora_scale(lora) if lora is not None and lora.rank else 0.0, None
+    module.lora_scale = lora_scale(lora) if lora is not None and lora.rank else 0.0
+    module.lora_drop = None
     if lora is not None and lora.rank:
         for weight in adapters(config, lora):
             _make(module, name, weight, rngs)
@@ -56,18 +59,22 @@ def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None
 
 
 def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `function` with its arguments as the only residuals, and the rest computed again in the backward pass: for cheap functions.
+    """Returns `function` with its arguments as the only residuals, and the rest computed again in the backward pass:
+    for cheap functions.
 
     jax.checkpoint would not do: a policy of a checkpoint around it reaches inside.
     """
     run = jax.custom_vjp(function)
-    run.defvjp(lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent))
+    run.defvjp(
+        lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent)
+    )
     return run
 
 
 @cache
 def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., jax.Array]:
-    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else activation(up).
+    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else
+    activation(up).
 
     With a `limit` gate is at most that, and up, to which 1 is added, within it (gpt-oss: OpenAI 2025).
     """
@@ -80,14 +87,22 @@ def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., ja
         return keeping_arguments(
             lambda gate, up: function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
         )
-    return keeping_arguments((lambda gate, up: function(gate) * up) if gated else (lambda up: function(up)))
+    return keeping_arguments(
+        (lambda gate, up: function(gate) * up) if gated else (lambda up: function(up))
+    )
 
 
 def normalised(
-    eps: float, centred: bool, plus_one: bool, over_ranks: Callable[[jax.Array], jax.Array], x: jax.Array, scale: jax.Array
-) -> jax.Array:  # fmt: skip
-    """Returns x over its root mean square along the dimensions of `scale` (`centred`: less its mean first), times `scale` (`plus_one`:
-    and 1); float32 but for the result. `over_ranks` takes the mean of the squares over the ranks that share these dimensions.
+    eps: float,
+    centred: bool,
+    plus_one: bool,
+    over_ranks: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """Returns x over its root mean square along the dimensions of `scale` (`centred`: less its mean first), times
+    `scale` (`plus_one`: and 1); float32 but for the result. `over_ranks` takes the mean of the squares over the ranks
+    that share these dimensions.
     """
     axes = tuple(range(-scale.ndim, 0))
     # Here and not where they meet in float32: the gradient is summed over tensor in x's dtype.
@@ -106,22 +121,30 @@ def unchanged(x: jax.Array) -> jax.Array:
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or, with a bias, LayerNorm; computed in float32.
 
-    Inside a mesh `scale` varies over `tensor`, x need not: where they meet is Megatron's f, whose transpose sums the gradient over
-    the tensor ranks.
+    Inside a mesh `scale` varies over `tensor`, x need not: where they meet is Megatron's f, whose transpose sums the
+    gradient over the tensor ranks.
     """
 
     scale: nnx.Param
     bias: nnx.Param | None = None
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
+        self.eps = config.norm_eps
+        self.plus_one = config.norm_plus_one
         make_parameters(self, name, config, rngs)
 
     def __call__(
-        self, x: jax.Array, share: Callable[[jax.Array], jax.Array] = unchanged, over_ranks: Callable[[jax.Array], jax.Array] = unchanged
-    ) -> jax.Array:  # fmt: skip
-        """`share` is what its weights go through first, where x is in the residual stream; `over_ranks` as in `normalised`."""
-        function = keeping_arguments(partial(normalised, self.eps, self.bias is not None, self.plus_one, over_ranks))
+        self,
+        x: jax.Array,
+        share: Callable[[jax.Array], jax.Array] = unchanged,
+        over_ranks: Callable[[jax.Array], jax.Array] = unchanged,
+    ) -> jax.Array:
+        """`share` is what its weights go through first, where x is in the residual stream; `over_ranks` as in
+        `normalised`.
+        """
+        function = keeping_arguments(
+            partial(normalised, self.eps, self.bias is not None, self.plus_one, over_ranks)
+        )
         y = function(x, share(self.scale[...]))
         return y if self.bias is None else y + share(self.bias[...])
 
@@ -144,19 +167,27 @@ class Attention(nnx.Module):
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
     float8: Any = None  # `float8.Float8Products`, where products are
 
-    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+    ) -> None:
         self.attend: Callable[..., jax.Array] = partial(attend, **of_attention(config))
         self.group = config.heads // config.kv_heads  # query heads that share a key/value head
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
         if config.qk_norm:
-            self.q_norm, self.k_norm = (Norm(f"{name}.{which}", config, rngs) for which in ("q_norm", "k_norm"))
+            self.q_norm, self.k_norm = (
+                Norm(f"{name}.{which}", config, rngs) for which in ("q_norm", "k_norm")
+            )
         self.joint_norm = FAMILIES[config.family].joint_qk_norm
 
-    def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
-        (shape, rows), heads_of = rows_of(self, x_BTD), []
+    def __call__(
+        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
+    ) -> jax.Array:
+        (shape, rows) = rows_of(self, x_BTD)
+        heads_of = []
         for name in "qkv":
-            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            weight = getattr(self, name)
+            bias = getattr(self, f"{name}_bias")
             y = project(self, name, rows).reshape(shape[0], -1, *weight.shape[-2:])
             heads_of.append(y if bias is None else y + bias[...])
         q, k, v = heads_of
@@ -164,19 +195,28 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             # Kept as the norms take them: what they give is soon computed again, a product is not.
             over_ranks = collectives.mean_over_heads if self.joint_norm else unchanged
-            q, k = (norm(keep(x), over_ranks=over_ranks) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            q, k = (
+                norm(keep(x), over_ranks=over_ranks)
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
         if sequence.rotary_TK is not None:
-            q, k = rotate(q, *sequence.rotary_TK), rotate(k, *sequence.rotary_TK)
-        heads, groups = q.shape[2], k.shape[2]
+            q = rotate(q, *sequence.rotary_TK)
+            k = rotate(k, *sequence.rotary_TK)
+        heads = q.shape[2]
+        groups = k.shape[2]
         # Key/value heads that are replicated over tensor: this rank takes those of its query heads.
         if groups * self.group != heads:
             mine = (collectives.first_head(heads) + jnp.arange(heads)) // self.group
-            k, v = jnp.take(k, mine, axis=2), jnp.take(v, mine, axis=2)
+            k = jnp.take(k, mine, axis=2)
+            v = jnp.take(v, mine, axis=2)
         if self.q_norm is None:
-            q, k = keep(q), keep(k)
+            q = keep(q)
+            k = keep(k)
         v = keep(v)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        a = self.attend(q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks)
+        a = self.attend(
+            q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks
+        )
         y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
@@ -195,8 +235,11 @@ class MLP(nnx.Module):
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
     float8: Any = None  # `float8.Float8Products`, where products are
 
-    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
-        self.activation, self.limit = config.activation, FAMILIES[config.family].gate_limit
+    def __init__(
+        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+    ) -> None:
+        self.activation = config.activation
+        self.limit = FAMILIES[config.family].gate_limit
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
 
@@ -240,15 +283,21 @@ class Block(nnx.Module):
             self.attention_post_norm = Norm("blocks.attention_post_norm", config, rngs)
             self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
 
-    def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
+    ) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
         a = self.attention(
-            enter(self.attention_norm(x_BTD), collectives, self.attention), sequence, collectives, dropout.at(0)
+            enter(self.attention_norm(x_BTD), collectives, self.attention),
+            sequence,
+            collectives,
+            dropout.at(0),
         )
         if self.attention_post_norm is not None:
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
-        normed, of_experts = self.mlp_norm(x_BTD), collectives.of_experts()
+        normed = self.mlp_norm(x_BTD)
+        of_experts = collectives.of_experts()
         parts = self.experts is not None and of_experts is not collectives
         h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
         m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)

@@ -14,13 +14,15 @@ ONE_DEVICE = Collectives()
 
 
 class Vocabulary:
-    """The ids as a loss sees them: each device has the logits of a share of them, [B, T, share], and meets the others in sums.
+    """The ids as a loss sees them: each device has the logits of a share of them, [B, T, share], and meets the others
+    in sums.
 
     The shares are equally long; those past `size` are padding, and must never receive probability.
     """
 
     def __init__(self, size: int, collectives: Collectives) -> None:
-        self.size, self._collectives = size, collectives
+        self.size = size
+        self._collectives = collectives
 
     def ids(self, logits_BTV: jax.Array) -> jax.Array:
         """The ids of this share's logits, int32 [share]; padding has `size` or more."""
@@ -38,7 +40,8 @@ class Vocabulary:
     def no_padding(self, logits_BTV: jax.Array, instead: float) -> jax.Array:
         """float32 logits, or what is laid out as they are, with `instead` in place of the padding."""
         x = logits_BTV.astype(jnp.float32)
-        # Where there is none, nothing is chosen from: a compiler would write the chosen logits out beside the logits themselves.
+        # Where there is none, nothing is chosen from: a compiler would write the chosen logits out beside the logits
+        # themselves.
         padded = x.shape[-1] * self._collectives.vocabulary_ranks > self.size
         return jnp.where(self.ids(x) < self.size, x, instead) if padded else x
 
@@ -49,7 +52,9 @@ class Vocabulary:
         return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
 
     def argmax(self, logits_BTV: jax.Array) -> jax.Array:
-        """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a logit is NaN."""
+        """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a
+        logit is NaN.
+        """
         logits = self.no_padding(logits_BTV, MASKED)
         top = self.max(jnp.max(logits, axis=-1))[..., None]
         return -self.max(-jnp.min(jnp.where(logits == top, self.ids(logits), self.size), axis=-1))
@@ -57,8 +62,8 @@ class Vocabulary:
     def of_label(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
         """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too.
 
-        jax.nn.log_softmax gives none: softmax, mean and one_hot over the last axis see one share only. Log-probabilities are
-        the logits less `log_sum_exp` of them.
+        jax.nn.log_softmax gives none: softmax, mean and one_hot over the last axis see one share only.
+        Log-probabilities are the logits less `log_sum_exp` of them.
         """
         at_label = self.ids(logits_BTV) == labels_BT[..., None]
         return self.sum(jnp.sum(jnp.where(at_label, logits_BTV, 0), axis=-1))
@@ -75,7 +80,9 @@ class LabelLosses(NamedTuple):
     """The loss of each label, [.., b, T]: one of a token, or of an image."""
 
     losses: jax.Array  # float32: what training minimises
-    nll: jax.Array | None = None  # float32: the negative log-likelihood alone, without gradient, where losses hold more
+    nll: jax.Array | None = (
+        None  # float32: the negative log-likelihood alone, without gradient, where losses hold more
+    )
     correct: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
 
 
@@ -92,24 +99,29 @@ def cross_entropies(
     z_loss: float = 0.0,
     mixed: Mixed | None = None,
 ) -> LabelLosses:
-    """Negative log-likelihood per token, [B, T] in float32, from this device's share of the logits (Megatron-LM, section 3).
+    """Negative log-likelihood per token, [B, T] in float32, from this device's share of the logits (Megatron-LM,
+    section 3).
 
     `label_smoothing` spreads that share of the target evenly over the vocabulary (Szegedy et al. 2016); `z_loss` adds
-    z_loss * log(Z)² (PaLM, section 5). With `mixed` the target is shared between two labels: share * loss of the one + (1 - share) *
-    loss of the other. All sums travel together, in one all-reduce. The gradient is that of the formula,
-    p (1 + 2 z_loss log Z) - target: from the logits and log Z, so that nothing else of the logits' size is ever written.
+    z_loss * log(Z)² (PaLM, section 5). With `mixed` the target is shared between two labels: share * loss of the one +
+    (1 - share) * loss of the other. All sums travel together, in one all-reduce. The gradient is that of the formula, p
+    (1 + 2 z_loss log Z) - target: from the logits and log Z, so that nothing else of the logits' size is ever written.
     """
-    ids, even = vocabulary.ids(logits_BTV), label_smoothing / vocabulary.size
+    ids = vocabulary.ids(logits_BTV)
+    even = label_smoothing / vocabulary.size
 
     def targeted(labels: jax.Array, mixed: Mixed | None, value: jax.Array | float) -> jax.Array:
         """Returns `value` at the ids of the labels, by their shares, 0 elsewhere: [B, T, V share]."""
         first = jnp.where(ids == labels[..., None], value, 0.0)
         if mixed is None:
             return first
-        share, other = mixed.share[..., None], jnp.where(ids == mixed.labels[..., None], value, 0.0)
+        share = mixed.share[..., None]
+        other = jnp.where(ids == mixed.labels[..., None], value, 0.0)
         return share * first + (1 - share) * other
 
-    def forward(logits: jax.Array, labels: jax.Array, mixed: Mixed | None) -> tuple[LabelLosses, tuple[Any, ...]]:
+    def forward(
+        logits: jax.Array, labels: jax.Array, mixed: Mixed | None
+    ) -> tuple[LabelLosses, tuple[Any, ...]]:
         x = vocabulary.no_padding(logits, MASKED)
         top = vocabulary.max(jnp.max(x, axis=-1))
         shifted = x - top[..., None]
@@ -147,36 +159,52 @@ def cross_entropies(
 def dpo(
     losses: jax.Array, batch: Arrays, beta: float, collectives: Collectives = ONE_DEVICE
 ) -> tuple[jax.Array, Arrays]:
-    """Returns the loss of direct preference optimisation (Rafailov et al. 2023) summed over the pairs of a batch, and likewise the rewards
-    that TRL's DPOTrainer reports.
+    """Returns the loss of direct preference optimisation (Rafailov et al. 2023) summed over the pairs of a batch, and
+    likewise the rewards that TRL's DPOTrainer reports.
 
         reward of an answer y to x     r(y) = beta (log p(y | x) - log p_ref(y | x))
         loss of a pair                 -log sigmoid(r(chosen) - r(rejected))                (equation 7)
 
-    A pair is two segments of one row, so that it is never on two devices or in two microbatches; of its labels those of the chosen
-    answer weigh 1, those of the rejected one -1 (see `data.token_rows`). What a batch's loss is divided by is its number of pairs.
+    A pair is two segments of one row, so that it is never on two devices or in two microbatches; of its labels those of
+    the chosen answer weigh 1, those of the rejected one -1 (see `data.token_rows`). What a batch's loss is divided by
+    is its number of pairs.
 
-    `losses`: negative log-likelihood of each label, float32 [.., T]; `batch` has the same under the reference as `reference`,
-    and weights and pairs. Where rows are split over context, `collectives` sums a pair's labels before the logarithm.
+    `losses`: negative log-likelihood of each label, float32 [.., T]; `batch` has the same under the reference as
+    `reference`, and weights and pairs. Where rows are split over context, `collectives` sums a pair's labels before the
+    logarithm.
     """
-    rewards, weights = beta * (batch["reference"] - losses), batch["weights"]
+    rewards = beta * (batch["reference"] - losses)
+    weights = batch["weights"]
     chosen, rejected = (
-        _of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"], collectives) for w in (weights, -weights)
+        _of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"], collectives)
+        for w in (weights, -weights)
     )
-    margins, learned = chosen - rejected, _learned(batch, collectives)
+    margins = chosen - rejected
+    learned = _learned(batch, collectives)
 
     def total(x: jax.Array) -> jax.Array:
         return _part(jnp.sum(jnp.where(learned, x, 0.0)), losses, collectives)
 
-    measured = {"chosen": chosen, "rejected": rejected, "margins": margins, "accuracies": margins > 0}
-    return total(-jax.nn.log_sigmoid(margins)), {f"rewards_{name}": total(x) for name, x in measured.items()}
+    measured = {
+        "chosen": chosen,
+        "rejected": rejected,
+        "margins": margins,
+        "accuracies": margins > 0,
+    }
+    return total(-jax.nn.log_sigmoid(margins)), {
+        f"rewards_{name}": total(x) for name, x in measured.items()
+    }
 
 
 def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
-    """What the summed loss of a batch that has weights is divided by: its pairs, if there are any, or the weights of its labels."""
+    """What the summed loss of a batch that has weights is divided by: its pairs, if there are any, or the weights of
+    its labels.
+    """
     if "pairs" not in batch:
         return jnp.sum(batch["weights"])
-    return _part(jnp.sum(_learned(batch, collectives), dtype=jnp.float32), batch["weights"], collectives)
+    return _part(
+        jnp.sum(_learned(batch, collectives), dtype=jnp.float32), batch["weights"], collectives
+    )
 
 
 def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
@@ -186,9 +214,12 @@ def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
 
 
 def _of_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) -> jax.Array:
-    """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the pairs' numbers."""
+    """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the
+    pairs' numbers.
+    """
     length = pairs.shape[-1]
-    values, pairs = values.reshape(-1, length), pairs.reshape(-1, length)
+    values = values.reshape(-1, length)
+    pairs = pairs.reshape(-1, length)
     rows = jnp.arange(len(pairs))[:, None]
     # A pair has two labels at least.
     most = length * collectives.context // 2

@@ -23,9 +23,10 @@ ProductResiduals = tuple[jax.Array | None, jax.Array]
 def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
     """x W, [N, everything else of W], where W's first dimensions make up D.
 
-    Weights meet rows, never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend copies the
-    cotangent into its transpose, element by element and fused with what made it; a SwiGLU's backward then takes twice the time.
-    Kept for the backward are the arguments as they are: of a weight in another shape the pipeline would stash a copy.
+    Weights meet rows, never [B, T, D]: with two dimensions to sum over in the weight's gradient, XLA's CPU backend
+    copies the cotangent into its transpose, element by element and fused with what made it; a SwiGLU's backward then
+    takes twice the time. Kept for the backward are the arguments as they are: of a weight in another shape the pipeline
+    would stash a copy.
     """
     return x_ND @ weight.reshape(x_ND.shape[1], -1)
 
@@ -33,13 +34,17 @@ def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
 linear = jax.custom_vjp(_product)
 
 
-def _linear_forward(x_ND: CustomVJPPrimal, weight: CustomVJPPrimal) -> tuple[jax.Array, ProductResiduals]:
+def _linear_forward(
+    x_ND: CustomVJPPrimal, weight: CustomVJPPrimal
+) -> tuple[jax.Array, ProductResiduals]:
     """Of a frozen weight there is no gradient to come, so x is not kept for one."""
     residual = x_ND.value if weight.perturbed else None
     return _product(x_ND.value, weight.value), (residual, weight.value)
 
 
-def _linear_backward(residuals: ProductResiduals, g_NF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _linear_backward(
+    residuals: ProductResiduals, g_NF: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
     x_ND, weight = residuals
     width = math.prod(weight.shape) // g_NF.shape[1]
     to_x = g_NF @ weight.reshape(width, -1).T
@@ -75,16 +80,19 @@ def _rows(x_BTD: jax.Array) -> jax.Array:
 
 
 def project(module: Any, name: str, x_ND: Any) -> jax.Array:
-    """x W, [N, everything else of W], of the module's weight `name`; with an adapter scale (x A) B more (Hu et al. 2021, section 4.1).
+    """x W, [N, everything else of W], of the module's weight `name`; with an adapter scale (x A) B more (Hu et al.
+    2021, section 4.1).
 
     The two are never multiplied into W: that would be a second W, and for the backward another one.
     """
-    weight, float8 = getattr(module, name)[...], module.float8
+    weight = getattr(module, name)[...]
+    float8 = module.float8
     if float8 is None:
         y = linear(x_ND, weight)
     else:
         rows = float8.round(x_ND) if isinstance(x_ND, jax.Array) else x_ND
-        y, x_ND = float8.linear(name, rows, weight), float8.values(rows)
+        y = float8.linear(name, rows, weight)
+        x_ND = float8.values(rows)
     if getattr(module, f"{name}_lora_a", None) is None or not module.lora_scale:
         return y
     a, b = (getattr(module, f"{name}_lora_{which}")[...] for which in "ab")
@@ -103,7 +111,9 @@ _times.defvjp(lambda scale, x: (x * scale, None), lambda scale, _, g: (g * scale
 
 @jax.custom_vjp
 def linear_float32(x_ND: jax.Array, weight_DV: jax.Array) -> jax.Array:
-    """x W in float32, of operands as they are; its cotangent is rounded to theirs, or both products of the backward were float32's."""
+    """x W in float32, of operands as they are; its cotangent is rounded to theirs, or both products of the backward
+    were float32's.
+    """
     return jnp.matmul(x_ND, weight_DV, preferred_element_type=jnp.float32)
 
 

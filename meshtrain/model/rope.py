@@ -1,4 +1,5 @@
-"""Rotary positions (RoPE, Su et al. 2021), and how a model that was trained on short sequences is stretched to long ones.
+"""Rotary positions (RoPE, Su et al. 2021), and how a model that was trained on short sequences is stretched to long
+ones.
 
     model.rope_scaling      frequencies                                                 published in
     none                    theta^(-2i/K)
@@ -40,7 +41,8 @@ def rope(model: ModelConfig) -> Rope:
     """The frequencies of a resolved config's model."""
     pairs = np.arange(0, model.head_dim, 2, dtype=np.float32)
     frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(model.head_dim))
-    factor, slow = model.rope_factor, frequency / np.float32(model.rope_factor)
+    factor = model.rope_factor
+    slow = frequency / np.float32(model.rope_factor)
     if model.rope_scaling == "none":
         return Rope(frequency)
     if model.rope_scaling == "linear":
@@ -51,8 +53,10 @@ def rope(model: ModelConfig) -> Rope:
         return Rope((frequency * fast + slow * (1 - fast)).astype(np.float32))
     low, high = (_pair(model, turns) for turns in (model.rope_fast, model.rope_slow))
     if model.rope_truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, model.head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, model.head_dim - 1)
     stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
     amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
     return Rope((frequency * (1 - stretched) + slow * stretched).astype(np.float32), amplitude)
@@ -77,7 +81,8 @@ def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, 
 
 def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
-    cos, sin = cos[..., None, :].astype(x_BTHK.dtype), sin[..., None, :].astype(x_BTHK.dtype)
+    cos = cos[..., None, :].astype(x_BTHK.dtype)
+    sin = sin[..., None, :].astype(x_BTHK.dtype)
     low, high = jnp.split(x_BTHK, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
@@ -118,9 +123,12 @@ def sequences(
     model: ModelConfig, positions: jax.Array, segments_BT: jax.Array | None = None
 ) -> Callable[[jax.Array | int], Sequence]:
     """The function (a layer's index) -> what the layer must know of sequences at these `positions`."""
-    far, near = rotary_table(model, positions), None
+    far = rotary_table(model, positions)
+    near = None
     if model.rope_theta_local:
-        unscaled = dataclasses.replace(model, rope_theta=model.rope_theta_local, rope_scaling="none")
+        unscaled = dataclasses.replace(
+            model, rope_theta=model.rope_theta_local, rope_scaling="none"
+        )
         near = rotary_table(unscaled, positions)
     if not model.global_every:
         return lambda index: Sequence(near or far, segments_BT)

@@ -17,7 +17,9 @@ from meshtrain.model.weights import EXPERT_BLOCK
 class ExpertSlots(NamedTuple):
     """Where the rows of each expert lie."""
 
-    places: jax.Array  # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
+    places: (
+        jax.Array
+    )  # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
     pairs: jax.Array  # int32 [S]: the pair in each slot; the number of pairs: none
     expert_of_block: jax.Array  # int32 [S / block]
     blocks: jax.Array  # int32: how many are in use
@@ -26,22 +28,30 @@ class ExpertSlots(NamedTuple):
 
 def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
     """Assigns slots to the pairs whose expert is one of `experts`, in their order, to at most `room` of them."""
-    chosen, pairs = chosen_NK.reshape(-1), chosen_NK.size
+    chosen = chosen_NK.reshape(-1)
+    pairs = chosen_NK.size
     dropped = jnp.zeros((), jnp.int32)
     if room < pairs:
         here = chosen < experts
         fits = jnp.cumsum(here) <= room
-        chosen, dropped = jnp.where(fits, chosen, experts), jnp.sum(here & ~fits)
+        chosen = jnp.where(fits, chosen, experts)
+        dropped = jnp.sum(here & ~fits)
     block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends]) * block
     places = jnp.where(chosen < experts, starts[chosen] + within, count * block)
-    expert_of_block = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
+    expert_of_block = jnp.minimum(
+        jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1
+    )
     inverse = inverse_of(places, count * block)
     return ExpertSlots(
-        places.reshape(chosen_NK.shape), inverse, expert_of_block.astype(jnp.int32), ends[-1].astype(jnp.int32), dropped
+        places.reshape(chosen_NK.shape),
+        inverse,
+        expert_of_block.astype(jnp.int32),
+        ends[-1].astype(jnp.int32),
+        dropped,
     )
 
 
@@ -52,13 +62,17 @@ def ranks_within(group_M: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]
     first = jnp.cumsum(sizes) - sizes
     sorted_group = group_M[order]
     in_order = jnp.arange(len(group_M)) - first[sorted_group]
-    return jnp.zeros_like(group_M).at[order].set(in_order.astype(group_M.dtype), unique_indices=True), sizes[:groups]
+    return jnp.zeros_like(group_M).at[order].set(
+        in_order.astype(group_M.dtype), unique_indices=True
+    ), sizes[:groups]
 
 
 def inverse_of(places_M: jax.Array, slots: int) -> jax.Array:
     """What lies in each slot; the length of `places` where nothing does."""
     empty = vary(jnp.full(slots, len(places_M), jnp.int32), varying(places_M))
-    return empty.at[places_M].set(jnp.arange(len(places_M), dtype=jnp.int32), mode="drop", unique_indices=True)
+    return empty.at[places_M].set(
+        jnp.arange(len(places_M), dtype=jnp.int32), mode="drop", unique_indices=True
+    )
 
 
 @jax.custom_vjp
@@ -73,7 +87,9 @@ def taken(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def summed(slots: jax.Array, places_NK: jax.Array) -> jax.Array:
     """The sum over K of the slots at `places`, in their order."""
-    total = sum(taken(slots, places_NK[:, k]).astype(jnp.float32) for k in range(places_NK.shape[1]))
+    total = sum(
+        taken(slots, places_NK[:, k]).astype(jnp.float32) for k in range(places_NK.shape[1])
+    )
     return jnp.asarray(total).astype(slots.dtype)
 
 

@@ -1,7 +1,8 @@
-"""Attention on TPUs: splash attention, the flash attention in Pallas that comes with JAX (`jax.experimental.pallas.ops.tpu`).
+"""Attention on TPUs: splash attention, the flash attention in Pallas that comes with JAX
+(`jax.experimental.pallas.ops.tpu`).
 
-It takes documents packed in a sequence and heads that share keys. Its forward and backward are called one by one: their own
-custom_vjp would keep the output once more than the model does (see `model.attention`).
+It takes documents packed in a sequence and heads that share keys. Its forward and backward are called one by one: their
+own custom_vjp would keep the output once more than the model does (see `model.attention`).
 """
 
 from typing import Any
@@ -24,9 +25,16 @@ from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
 def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H,
+    T].
+    """
     kernel, axes = _kernel(scoring, q), varying(q)
 
     def one(ids: SegmentIds | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,14 +42,23 @@ def forward(
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(_ids(segments, key_segments), *_by_head(q * scoring.scale, k, v))
+        out, log_sum = jax.vmap(one)(
+            _ids(segments, key_segments), *_by_head(q * scoring.scale, k, v)
+        )
     return vary(_by_head(out)[0], axes), vary(log_sum, axes)
 
 
 def backward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, key_segments: jax.Array | None,
-    out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    out: jax.Array,
+    log_sum: jax.Array,
+    d_out: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `forward`'s q, k and v."""
     kernel, axes = _kernel(scoring, q), varying(q)
 
@@ -60,7 +77,12 @@ def _kernel(scoring: Scoring, q: jax.Array) -> Any:
     _, length, heads, _ = q.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     sizes = BlockSizes(
-        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
     )
     mask = MultiHeadMask([_mask(scoring, (length, length))] * heads)
     return make_splash_mha(

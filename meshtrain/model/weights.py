@@ -1,7 +1,7 @@
 """Every weight of a model, in one table without JAX: its name, the axes of its dimensions, its shape, how it begins.
 
-The modules of `model` make their parameters from it, `parallel.placement` says where each lies on a mesh, the planner counts them,
-and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh.
+The modules of `model` make their parameters from it, `parallel.placement` says where each lies on a mesh, the planner
+counts them, and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh.
 """
 
 import functools
@@ -65,7 +65,8 @@ def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
-    """LoRA's two factors of each adapted projection W (Hu et al. 2021): y = x W + scale (x A) B, with A [inputs, rank], B [rank, outputs].
+    """LoRA's two factors of each adapted projection W (Hu et al. 2021): y = x W + scale (x A) B, with A [inputs, rank],
+    B [rank, outputs].
 
         blocks.attention.q        [embed, heads, head]
         blocks.attention.q_lora_a [embed, rank]   uniform within 1 / sqrt(inputs), as PEFT begins it
@@ -74,15 +75,21 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
     They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
     """
     base = {weight.name: weight for weight in weights(model)}
-    rank, factors = ("rank", lora.rank), []
+    rank = ("rank", lora.rank)
+    factors = []
     for name in adapted(model, lora):
         weight = base[f"{BLOCKS}{'attention' if name in ('q', 'k', 'v', 'out') else 'mlp'}.{name}"]
         # the inputs are the first dimension, but for what gathers the heads
         cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
-        inputs, outputs = weight.dims[:cut], weight.dims[cut:]
+        inputs = weight.dims[:cut]
+        outputs = weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
-        factors.append(Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound))
-        factors.append(Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True))
+        factors.append(
+            Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound)
+        )
+        factors.append(
+            Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True)
+        )
     return tuple(factors)
 
 
@@ -101,7 +108,9 @@ def lora_scale(lora: LoraConfig) -> float:
 
 
 def is_trained(weight: Weight, lora: LoraConfig, trainable: Sequence[str]) -> bool:
-    """Returns whether a weight is trained: an adapter; others where `trainable` matches, or is empty and there are no adapters."""
+    """Returns whether a weight is trained: an adapter; others where `trainable` matches, or is empty and there are no
+    adapters.
+    """
     if trainable and not weight.adapter:
         return any(fnmatchcase(weight.name, pattern) for pattern in trainable)
     return weight.adapter or not lora.rank
@@ -109,16 +118,32 @@ def is_trained(weight: Weight, lora: LoraConfig, trainable: Sequence[str]) -> bo
 
 @functools.lru_cache(maxsize=256)
 def weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The weights of a resolved config's model. A module draws its own in this order, so that a seed gives the same numbers for ever."""
-    family, std = FAMILIES[model.family], model.init_std
+    """The weights of a resolved config's model.
+
+    A module draws its own in this order, so that a seed gives the same numbers for ever.
+    """
+    family = FAMILIES[model.family]
+    std = model.init_std
     into_stream = std / (2 * model.layers) ** 0.5
-    embed, heads, groups = ("embed", model.d_model), ("heads", model.heads), ("kv_heads", model.kv_heads)
-    head, mlp, vocab = ("head", model.head_dim), ("mlp", model.d_ff), ("vocab", model.vocab_size)
+    embed = ("embed", model.d_model)
+    heads = ("heads", model.heads)
+    groups = ("kv_heads", model.kv_heads)
+    head = ("head", model.head_dim)
+    mlp = ("mlp", model.d_ff)
+    vocab = ("vocab", model.vocab_size)
     one = 0.0 if model.norm_plus_one else 1.0
     table: list[Weight] = []
 
-    def add(name: str, dims: tuple[tuple[str, int], ...], std: float = 0.0, fill: float = 0.0, **kind: bool) -> None:
-        table.append(Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0, **kind))
+    def add(
+        name: str,
+        dims: tuple[tuple[str, int], ...],
+        std: float = 0.0,
+        fill: float = 0.0,
+        **kind: bool,
+    ) -> None:
+        table.append(
+            Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0, **kind)
+        )
 
     def norm(name: str) -> None:
         add(f"{name}.scale", (embed,), fill=one)
@@ -154,9 +179,15 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 
     norm("blocks.mlp_norm")
     if model.moe.experts:
-        experts, width = ("experts", model.moe.experts), ("mlp", model.expert_width)
+        experts = ("experts", model.moe.experts)
+        width = ("mlp", model.expert_width)
         add("blocks.experts.router", (embed, ("routes", model.moe.experts)), std, float32=True)
-        add("blocks.experts.load", (("routes", model.moe.experts + COUNTED),), float32=True, counts=True)
+        add(
+            "blocks.experts.load",
+            (("routes", model.moe.experts + COUNTED),),
+            float32=True,
+            counts=True,
+        )
         add("blocks.experts.gate", (experts, embed, width), std)
         add("blocks.experts.up", (experts, embed, width), std)
         add("blocks.experts.down", (experts, width, embed), into_stream)
@@ -185,14 +216,15 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
-    """What makes a stream of images, begun as the code of Dosovitskiy et al. 2021 does: the projection as a layer of so many inputs,
-    the class token with zeros.
+    """What makes a stream of images, begun as the code of Dosovitskiy et al. 2021 does: the projection as a layer of so
+    many inputs, the class token with zeros.
 
         embedding.patches     [patch, embed]   rows: a patch's numbers, in the order row, column, channel
         embedding.bias        [embed]
         embedding.class_token [embed]          where model.pool is class
     """
-    embed, (_, numbers) = ("embed", model.d_model), patches_of(model)
+    embed = ("embed", model.d_model)
+    (_, numbers) = patches_of(model)
     add("embedding.patches", (("patch", numbers), embed), numbers**-0.5)
     add("embedding.bias", (embed,))
     if model.pool == "class":

@@ -1,4 +1,5 @@
-"""Shows runs while they go on, in the terminal, until q, Ctrl-C or the last step of the last: python -m meshtrain.monitor RUN
+"""Shows runs while they go on, in the terminal, until q, Ctrl-C or the last step of the last: python -m
+meshtrain.monitor RUN
 
 A run is a block of a few lines; where there is no room for these, and where there is no terminal, a line each.
 """
@@ -57,9 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         if options.once:
             width = console.width if console.is_terminal else WIDE
-            console.print(Group(head(width), screen([run.look() for run in watched], width, sys.maxsize)))
+            console.print(
+                Group(head(width), screen([run.look() for run in watched], width, sys.maxsize))
+            )
             return DONE
-        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+        live = (
+            stack.enter_context(Live(console=console, auto_refresh=False))
+            if console.is_terminal
+            else None
+        )
         ends_in = stack.enter_context(_keys()) if live else _sleep
         while True:
             looks = [run.look() for run in watched]
@@ -77,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.monitor",
-        description="Shows runs while they go on: steps, losses, speed, memory, alerts, faults, who lags. q or Ctrl-C ends it.",
+        description="Shows runs while they go on: steps, losses, speed, memory, alerts, faults, who lags. q or Ctrl-C "
+        "ends it.",
     )
     parser.add_argument(
         "runs",
@@ -86,7 +94,9 @@ def parser() -> Parser:
         nargs="+",
         help="a run's directory, which need not be there yet, or one that holds runs",
     )
-    parser.add_argument("--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks")
+    parser.add_argument(
+        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks"
+    )
     parser.add_argument("--once", action="store_true", help="shows it once, and ends")
     parser.add_argument("--json", action="store_true", help="shows it once, for programs")
     parser.add_trust()
@@ -94,11 +104,16 @@ def parser() -> Parser:
 
 
 def _runs_in(directory: Path) -> list[Path]:
-    """Returns a run's directory; of one that holds runs these, the newest last. What is empty, or not there yet, may become a run."""
+    """Returns a run's directory; of one that holds runs these, the newest last.
+
+    What is empty, or not there yet, may become a run.
+    """
     if is_run(directory):
         return [directory]
     with contextlib.suppress(OSError, ValueError):
-        return sorted(filter(is_run, directory.iterdir()), key=lambda run: run.stat().st_mtime) or [directory]
+        return sorted(filter(is_run, directory.iterdir()), key=lambda run: run.stat().st_mtime) or [
+            directory
+        ]
     return [directory]
 
 
@@ -115,7 +130,10 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         return
 
     def pressed(seconds: float) -> bool:
-        return bool(select.select([sys.stdin], [], [], seconds)[0]) and os.read(sys.stdin.fileno(), 1) in b"qQ"
+        return (
+            bool(select.select([sys.stdin], [], [], seconds)[0])
+            and os.read(sys.stdin.fileno(), 1) in b"qQ"
+        )
 
     before = termios.tcgetattr(sys.stdin)
     try:
@@ -128,9 +146,12 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 def head(width: int, every: float | None = None) -> Text:
     """Returns the line above all runs: the clock, the keys, and of what the figures are."""
     keys = "" if every is None else f"  every {every:g} s  q ends, any key looks"
-    words, about = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}", f"of the last {RECENT_ROWS} rows"
+    words = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{keys}"
+    about = f"of the last {RECENT_ROWS} rows"
     room = width - len(words) - len(about)
-    return Text(words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis")
+    return Text(
+        words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis"
+    )
 
 
 def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
@@ -138,7 +159,9 @@ def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
     blocks = [list(_block(look, width)) for look in looks]
     lines = [one for block in blocks for one in [*block, Text()]][:-1]
     if len(lines) > height:
-        lines = [Text(line(look), STYLE[look.summary.state] if look.summary else "dim") for look in looks]
+        lines = [
+            Text(line(look), STYLE[look.summary.state] if look.summary else "dim") for look in looks
+        ]
         more = len(lines) - height
         lines = [*lines[: height - 1], Text(f"and {more + 1} more")] if more > 0 else lines
     for one in lines:
@@ -153,7 +176,10 @@ def line(look: Look) -> str:
     if summary is None:
         return f"{look.name}: there is no run in {look.directory} yet"
     left = f", {duration(look.left)} left" if look.left is not None else ""
-    parts = [f"{summary.state}{left}", f"step {summary.step}{f'/{summary.steps}' if summary.steps else ''}"]
+    parts = [
+        f"{summary.state}{left}",
+        f"step {summary.step}{f'/{summary.steps}' if summary.steps else ''}",
+    ]
     if summary.loss is not None:
         parts.append(f"loss {look.columns.known('loss')[-1]:.4f}")
     parts += [*_figures(look), *(f"! {sentence}" for sentence in (*look.alerts, *look.lagging))]
@@ -175,7 +201,10 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         return
     of = f" of {summary.steps:,}" if summary.steps else ""
     head = Text.assemble(
-        (look.name, "bold"), "  ", (summary.state, STYLE[summary.state]), f"  step {summary.step:,}{of}  "
+        (look.name, "bold"),
+        "  ",
+        (summary.state, STYLE[summary.state]),
+        f"  step {summary.step:,}{of}  ",
     )
     left = f"  {duration(look.left)} left" if look.left is not None else ""
     room = width - head.cell_len - len(left) - 5
@@ -186,7 +215,8 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         head.append("━" * (room - full), "bright_black").append(f" {done:.0%}")
     yield head.append(left)
     is_alive = summary.state in ("going on", "stalled")
-    losses, evals = look.columns.known("loss"), look.columns.known("eval_loss")
+    losses = look.columns.known("loss")
+    evals = look.columns.known("eval_loss")
     if losses.size:
         words = f"  eval {evals[-1]:.4f}" if evals.size else ""
         if summary.eval_least is not None:
@@ -199,7 +229,9 @@ def _block(look: Look, width: int) -> Iterator[Text]:
     if summary.patience_left and is_alive:
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
     if figures := list(_figures(look)):
-        drawn = _drawn(look.columns.known("tokens_per_second"), width - len("  ".join(["", *figures, ""])))
+        drawn = _drawn(
+            look.columns.known("tokens_per_second"), width - len("  ".join(["", *figures, ""]))
+        )
         yield Text("  " + "  ".join(filter(None, [figures[0], drawn, *figures[1:]])))
     if look.phases and is_alive:
         yield Text(f"  phases: {look.phases}", "dim")
@@ -216,7 +248,9 @@ def _block(look: Look, width: int) -> Iterator[Text]:
 
 def _wrapped(sentence: str, width: int, begin: str, style: str) -> Iterator[Text]:
     indent = " " * len(begin)
-    lines = wrap(sentence, width, initial_indent=begin, subsequent_indent=indent, max_lines=MOST_LINES)
+    lines = wrap(
+        sentence, width, initial_indent=begin, subsequent_indent=indent, max_lines=MOST_LINES
+    )
     yield from (Text(words, style) for words in lines)
 
 

@@ -1,6 +1,8 @@
-"""Watches a run: what is known of it at this moment, from the ends of its files, read on from where the last look ended.
+"""Watches a run: what is known of it at this moment, from the ends of its files, read on from where the last look
+ended.
 
-`lagging` says which process the others wait for, or has not been heard of, from the newest sample of each; who is slow, `survive.stragglers` says.
+`lagging` says which process the others wait for, or has not been heard of, from the newest sample of each; who is slow,
+`survive.stragglers` says.
 """
 
 import contextlib
@@ -30,8 +32,12 @@ from meshtrain.survive.store import SURVIVE
 from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
-ROWS, SAMPLES = 400, 2  # that are kept: of steps, and of each process
-TAIL, SAMPLE_TAIL = 1 << 18, 1 << 14  # bytes before the ends of files with which it begins
+# that are kept: of steps, and of each process
+ROWS = 400
+SAMPLES = 2
+# bytes before the ends of files with which it begins
+TAIL = 1 << 18
+SAMPLE_TAIL = 1 << 14
 MOST_RANKS = 256
 SILENT = 3.0  # times the time between samples, without one
 FRESH = 30.0  # seconds for which a supervisor's record says that the run goes on
@@ -50,7 +56,9 @@ class Look:
     lagging: tuple[str, ...] = ()
     memory: float | None = None  # bytes of the fullest device
     left: float | None = None  # seconds until the last step
-    life: str = ""  # of a supervised run: which generation goes on, and who has been silent for longest
+    life: str = (
+        ""  # of a supervised run: which generation goes on, and who has been silent for longest
+    )
     faults: tuple[Failure, ...] = ()
 
     @property
@@ -60,10 +68,18 @@ class Look:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the look for programs: the figures are those of `report --json`, of the last rows."""
-        about = {name: getattr(self, name) for name in ("alerts", "phases", "lagging", "memory", "left", "life")}
+        about = {
+            name: getattr(self, name)
+            for name in ("alerts", "phases", "lagging", "memory", "left", "life")
+        }
         summary = None if self.summary is None else asdict(self.summary)
         return plain(
-            {"run": str(self.directory), "summary": summary, **about, "faults": list(map(asdict, self.faults))}
+            {
+                "run": str(self.directory),
+                "summary": summary,
+                **about,
+                "faults": list(map(asdict, self.faults)),
+            }
         )  # type: ignore[no-any-return]
 
 
@@ -81,7 +97,8 @@ class WatchedRun:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._rows: deque[Row] = deque(maxlen=ROWS)
-        self._metrics, self._alerts = RowReader(directory / METRICS, TAIL), RowReader(directory / ALERTS, TAIL)
+        self._metrics = RowReader(directory / METRICS, TAIL)
+        self._alerts = RowReader(directory / ALERTS, TAIL)
         self._newest_alerts: dict[tuple[object, object], Row] = {}
         self._samples: dict[int, tuple[RowReader, deque[Row]]] = {}
         self._config_written: float | None = None
@@ -98,42 +115,76 @@ class WatchedRun:
             return Look(name, self.directory)
         stamp = written(self.directory / CONFIG)
         if stamp is not None and stamp != self._config_written:
-            self._config_written, self._config, self._plan = stamp, config_of(self.directory, []), None
+            self._config_written, self._config, self._plan = (
+                stamp,
+                config_of(self.directory, []),
+                None,
+            )
         self._read_rows()
         for alert in self._alerts.new():
             self._newest_alerts[str(alert.get("rule")), str(alert.get("rank"))] = alert
         firing = [alert for alert in self._newest_alerts.values() if alert.get("state") == "firing"]
-        samples, columns, nodes = self._read_samples(), _columns(self._rows), self._read_nodes()
+        samples = self._read_samples()
+        columns = _columns(self._rows)
+        nodes = self._read_nodes()
         sampled_columns = {rank: _columns(rows) for rank, rows in samples.items()}
         life, faults = self._lives(nodes)
         if self._plan is None and columns.rows:
             self._plan = planned(self._config, None, columns, sampled_columns, [])
-        now, held = time.time(), in_use(self.directory)
+        now = time.time()
+        held = in_use(self.directory)
         # Between two generations no process holds the directory, and yet the run goes on.
-        supervised = any(now - node.wall < FRESH and node.state != "ended" for node in nodes.values())
-        summary = summarise(RunFacts(
-            directory=self.directory, now=now, config=self._config, plan=self._plan, steps=_columns(list(self._rows)[-RECENT_ROWS:]),
-            torn=self._metrics.torn, written=written(self.directory / METRICS) or stamp, best=self._best or Best(),
-            in_use=True if supervised else held, samples=sampled_columns,
-        ))  # fmt: skip
+        supervised = any(
+            now - node.wall < FRESH and node.state != "ended" for node in nodes.values()
+        )
+        summary = summarise(
+            RunFacts(
+                directory=self.directory,
+                now=now,
+                config=self._config,
+                plan=self._plan,
+                steps=_columns(list(self._rows)[-RECENT_ROWS:]),
+                torn=self._metrics.torn,
+                written=written(self.directory / METRICS) or stamp,
+                best=self._best or Best(),
+                in_use=True if supervised else held,
+                samples=sampled_columns,
+            )
+        )
         left = None
         if summary.state == "going on" and summary.speed and summary.steps:
             left = summary.speed.median * (summary.steps - summary.step)
         return Look(
-            name, self.directory, summary, columns,
+            name,
+            self.directory,
+            summary,
+            columns,
             tuple(f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}" for alert in firing),
-            _phases(nodes, samples), tuple(lagging(samples)), _memory(columns, samples), left, life, faults,
-        )  # fmt: skip
+            _phases(nodes, samples),
+            tuple(lagging(samples)),
+            _memory(columns, samples),
+            left,
+            life,
+            faults,
+        )
 
     def _read_rows(self) -> None:
         for row in self._metrics.new():
             step = row.get("step")
             # A run that went on from a checkpoint takes some steps again.
-            while self._rows and isinstance(step, int) and (number(self._rows[-1].get("step")) or 0.0) >= step:
+            while (
+                self._rows
+                and isinstance(step, int)
+                and (number(self._rows[-1].get("step")) or 0.0) >= step
+            ):
                 self._rows.pop()
                 self._best = None
             self._rows.append(row)
-            if self._best is not None and (evaluation := evaluation_of(row)) and evaluation[0] > self._best.last:
+            if (
+                self._best is not None
+                and (evaluation := evaluation_of(row))
+                and evaluation[0] > self._best.last
+            ):
                 self._best.add(*evaluation)
         if self._best is None:
             self._best = best(self.directory)
@@ -160,12 +211,19 @@ class WatchedRun:
             self._planned = stamp
         if not self._plans:
             return "", ()
-        plan, now = self._plans[-1], time.time()
+        plan = self._plans[-1]
+        now = time.time()
         found = failures(History((), tuple(self._plans), nodes, {}, 0))
         if plan.state == "over":
             return f"over in generation {plan.generation}: {text(plan.reason)}", found
-        silent = max(((now - n.wall, n.name) for n in nodes.values() if n.state != "ended"), default=None)
-        sign = f"; last sign of life of {short(silent[1])} {duration(max(silent[0], 0.0))} ago" if silent else ""
+        silent = max(
+            ((now - n.wall, n.name) for n in nodes.values() if n.state != "ended"), default=None
+        )
+        sign = (
+            f"; last sign of life of {short(silent[1])} {duration(max(silent[0], 0.0))} ago"
+            if silent
+            else ""
+        )
         members = ", ".join(map(short, plan.members)) or "no node yet"
         return f"generation {plan.generation} on {members}{sign}", found
 
@@ -178,18 +236,26 @@ def _columns(rows: Iterable[Row]) -> Columns:
 
 
 def _phases(nodes: Mapping[str, Node], samples: Mapping[int, Sequence[Row]]) -> str:
-    """Returns what the processes do now, as their supervisors say; without these, how rank 0 has spent the time of its newest sample."""
+    """Returns what the processes do now, as their supervisors say; without these, how rank 0 has spent the time of its
+    newest sample.
+    """
     ages = defaultdict[str, list[float]](list)
     for node in nodes.values():
         if node.rank is not None and node.state == "running":
             ages[text(node.rank.phase)].append(node.rank.phase_age)
     if ages:
-        return ", ".join(f"{len(of)} in {phase} for {duration(round(max(of), 1))}" for phase, of in ages.items())
+        return ", ".join(
+            f"{len(of)} in {phase} for {duration(round(max(of), 1))}" for phase, of in ages.items()
+        )
     phases = samples[0][-1].get("phase_seconds") if 0 in samples else None
     spent = {str(k): v for k, v in phases.items() if number(v)} if isinstance(phases, dict) else {}
     total = sum(spent.values())
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{short(name)} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total)
+    return ", ".join(
+        f"{short(name)} {seconds / total:.0%}"
+        for name, seconds in largest
+        if seconds >= 0.005 * total
+    )
 
 
 def _memory(columns: Columns, samples: Mapping[int, Sequence[Row]]) -> float | None:
@@ -203,24 +269,46 @@ def _memory(columns: Columns, samples: Mapping[int, Sequence[Row]]) -> float | N
 
 def lagging(samples: Mapping[int, Sequence[Row]]) -> list[str]:
     """Returns a sentence for each process that lags, from the last two samples (or one) of each rank."""
-    times = {rank: [t for row in rows if (t := number(row.get("time"))) is not None] for rank, rows in samples.items()}
+    times = {
+        rank: [t for row in rows if (t := number(row.get("time"))) is not None]
+        for rank, rows in samples.items()
+    }
     newest = {rank: known[-1] for rank, known in times.items() if known}
     if len(newest) < 2:
         return []
     hosts = {rank: rows[-1].get("host") for rank, rows in samples.items()}
     names = {
-        rank: f"rank {rank}{f' on {short(host)}' if isinstance(host, str) else ''}" for rank, host in hosts.items()
+        rank: f"rank {rank}{f' on {short(host)}' if isinstance(host, str) else ''}"
+        for rank, host in hosts.items()
     }
-    gaps = [known[-1] - known[-2] for known in times.values() if len(known) > 1 and known[-1] > known[-2]]
-    every, last = statistics.median(gaps) if gaps else None, max(newest.values())
-    silent = {rank: last - time for rank, time in newest.items() if every and last - time > SILENT * every}
+    gaps = [
+        known[-1] - known[-2]
+        for known in times.values()
+        if len(known) > 1 and known[-1] > known[-2]
+    ]
+    every = statistics.median(gaps) if gaps else None
+    last = max(newest.values())
+    silent = {
+        rank: last - time for rank, time in newest.items() if every and last - time > SILENT * every
+    }
     spent = {rank: _spent(rows[-1]) for rank, rows in samples.items()}
     return [
-        *(f"{names[rank]} has said nothing for {duration(seconds)}" for rank, seconds in silent.items()),
-        *(f"{names[rank]} is slow: {pace.words()}" for rank, pace in stragglers.judge(spent).items() if pace.is_slow),
+        *(
+            f"{names[rank]} has said nothing for {duration(seconds)}"
+            for rank, seconds in silent.items()
+        ),
+        *(
+            f"{names[rank]} is slow: {pace.words()}"
+            for rank, pace in stragglers.judge(spent).items()
+            if pace.is_slow
+        ),
     ]
 
 
 def _spent(sample: Row) -> dict[str, float]:
     phases = sample.get("phase_seconds")
-    return {name: number(phases.get(name)) or 0.0 for name in STEPPING} if isinstance(phases, dict) else {}
+    return (
+        {name: number(phases.get(name)) or 0.0 for name in STEPPING}
+        if isinstance(phases, dict)
+        else {}
+    )

@@ -1,7 +1,9 @@
-"""How the model is spread over the mesh: what each device holds of every array, and what devices send one another for the rest.
+"""How the model is spread over the mesh: what each device holds of every array, and what devices send one another for
+the rest.
 
-Forward and backward run inside one fully manual `jax.shard_map` over data, tensor and pipeline: every collective of a step is written
-out in this package, or is the transpose of one that is, and can be counted. The optimizer runs outside it (`meshtrain.step`).
+Forward and backward run inside one fully manual `jax.shard_map` over data, tensor and pipeline: every collective of a
+step is written out in this package, or is the transpose of one that is, and can be counted. The optimizer runs outside
+it (`meshtrain.step`).
 
 A step on one device, each line inside the one above it:
 
@@ -14,12 +16,13 @@ A step on one device, each line inside the one above it:
 
 - `meshtrain.parallel.placement`: where each weight lies, in plain numbers; the planner and the program both ask it.
 - `meshtrain.parallel.layout`: the arrays that follow from it, and the way between canonical and live.
-- `meshtrain.parallel.tensor`: tensor and sequence parallelism (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4).
+- `meshtrain.parallel.tensor`: tensor and sequence parallelism (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
+  section 4).
 - `meshtrain.parallel.zero`: ZeRO 0 to 3 (Rajbhandari et al. 2020, sections 5 and 7).
 - `meshtrain.parallel.accumulate`, `meshtrain.parallel.pipeline`: one stage, and several.
 - `meshtrain.parallel.remat`, `meshtrain.parallel.offload`: memory for time.
 - `meshtrain.parallel.logits`: what a model says, for looking at it.
 
-Measured (`experiments/bench_layouts.py`): every factorisation of 8 fake devices, which share two cores, takes 0.53 to 0.71 of the time
-of plain single-device JAX for a step. The ratio is of total work, not of parallel speed.
+Measured (`experiments/bench_layouts.py`): every factorisation of 8 fake devices, which share two cores, takes 0.53 to
+0.71 of the time of plain single-device JAX for a step. The ratio is of total work, not of parallel speed.
 """

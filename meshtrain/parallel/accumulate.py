@@ -1,6 +1,8 @@
-"""One pipeline stage: loss and gradients by plain differentiation, microbatches one after the other (gradient accumulation).
+"""One pipeline stage: loss and gradients by plain differentiation, microbatches one after the other (gradient
+accumulation).
 
-Where gradients may travel over data during the backward, the last microbatch is gone through layer by layer, as a stage of a pipeline
+Where gradients may travel over data during the backward, the last microbatch is gone through layer by layer, as a stage
+of a pipeline
 goes through it: each layer's gradients are complete when the layer's backward is.
 
     backward     head   layer 3   layer 2   layer 1   layer 0   embedding
@@ -27,12 +29,16 @@ Tree = Any
 def accumulate(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """Loss summed over the microbatches [M, b, T], and `seed` times its gradient: of one in float32, else in `precision.gradient_sums`."""
+    """Loss summed over the microbatches [M, b, T], and `seed` times its gradient: of one in float32, else in
+    `precision.gradient_sums`.
+    """
 
     def microbatch(batch: Batch) -> LossAndGradients:
         def loss(differentiated: Tree) -> tuple[jax.Array, Totals]:
             replaced = weights._replace(differentiated=differentiated)
-            return forward.loss(replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True), seed)
+            return forward.loss(
+                replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True), seed
+            )
 
         seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
         gradients = vjp(vary(jnp.ones(()), varying(seeded)))[0]
@@ -44,7 +50,9 @@ def accumulate(
     first = jax.tree.map(lambda a: a[0], batches)
     if inputs(batches).shape[0] == 1:
         return microbatch(first)
-    return lax.scan(step, _nothing(forward, weights, jax.eval_shape(microbatch, first).totals), batches)[0]
+    return lax.scan(
+        step, _nothing(forward, weights, jax.eval_shape(microbatch, first).totals), batches
+    )[0]
 
 
 def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
@@ -56,8 +64,12 @@ def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradi
 def accumulate_overlapped(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, with matrices' gradients reduce-scattered during the last microbatch's backward (`zero.reduce_early`)."""
-    tokens, zero_fill, blocks = inputs(batches), jnp.zeros(()), None
+    """The same, with matrices' gradients reduce-scattered during the last microbatch's backward
+    (`zero.reduce_early`).
+    """
+    tokens = inputs(batches)
+    zero_fill = jnp.zeros(())
+    blocks = None
     last = jnp.int32(len(tokens) - 1)
     if len(tokens) > 1:
         sums = accumulate(forward, weights, jax.tree.map(lambda a: a[:-1], batches), key, seed)
@@ -66,12 +78,15 @@ def accumulate_overlapped(
     stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
     totals, edge, cotangent, stash, slot = _to_the_loss(stage, last, seed, zero_fill)
     if len(tokens) > 1:
-        blocks, edge_before = sums.gradients["blocks"], {part: sums.gradients[part] for part in edge}
+        blocks = sums.gradients["blocks"]
+        edge_before = {part: sums.gradients[part] for part in edge}
         totals, edge = added((sums.totals, edge_before), (totals, edge))
     else:
         edge = jax.tree.map(lambda g: g.astype(jnp.float32), edge)
     head = forward.zero.reduce_early("head", after(edge["head"], cotangent))
-    gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, partial(forward.zero.reduce_early, "blocks"))
+    gx, blocks = stage.backward_sending(
+        stash, cotangent, blocks, slot, partial(forward.zero.reduce_early, "blocks")
+    )
     embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
     return LossAndGradients(totals, {"embedding": embedding, "blocks": blocks, "head": head})
 
@@ -79,7 +94,9 @@ def accumulate_overlapped(
 def accumulate_in_place(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, each layer's gradients added to their sums where these lie: those of a microbatch are never all there beside them."""
+    """The same, each layer's gradients added to their sums where these lie: those of a microbatch are never all there
+    beside them.
+    """
     stage, zero = Stage(forward, 1, weights, batches, key), jnp.int32(0)
 
     def step(sums: LossAndGradients, microbatch: jax.Array) -> tuple[LossAndGradients, None]:
@@ -97,9 +114,12 @@ def accumulate_in_place(
 def _to_the_loss(
     stage: Stage, microbatch: jax.Array, seed: jax.Array, zero_fill: jax.Array | float
 ) -> tuple[Totals, Tree, jax.Array, Tree, Slot]:
-    """A microbatch's totals, the gradients of embedding and head of its loss, the last layer's cotangent, and what the layers' backward
-    takes: the stash, and its slot."""
-    here, zero = jnp.array(True), jnp.int32(0)
+    """A microbatch's totals, the gradients of embedding and head of its loss, the last layer's cotangent, and what the
+    layers' backward
+    takes: the stash, and its slot.
+    """
+    here = jnp.array(True)
+    zero = jnp.int32(0)
     slot = Slot(here, microbatch, zero, zero)
     stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
     y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
@@ -110,6 +130,8 @@ def label_losses(forward: Forward, weights: Weights, batches: Batch) -> LabelLos
     """The labels of the microbatches one by one, [M, b, T] each, without gradients."""
 
     def microbatch(batch: Batch) -> LabelLosses:
-        return forward.label_losses(weights, forward.last_stream(weights, batch, None), batch, jnp.array(True))
+        return forward.label_losses(
+            weights, forward.last_stream(weights, batch, None), batch, jnp.array(True)
+        )
 
     return lax.map(microbatch, batches)

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a row over the axis `context`, and attention across them.
 
-Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late), so that all ranks have the same to do
-(Llama Team 2024, section 3.3.2). Of N = 4, what the queries of rank 1 read:
+Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late), so that all ranks have
+the same to do (Llama Team 2024, section 3.3.2). Of N = 4, what the queries of rank 1 read:
 
     chunks    0   1   2   3   4   5   6   7
     rank      0   1   2   3   3   2   1   0
@@ -9,9 +9,10 @@ Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 
               ■                                 ■ all: in each step after it, from rank s
     late      ■   ■   ■   ■   ■   ■   ◣           late x early always; early x early if s < r, else late x late
 
-So each step is two products of half by half, none of them masked, whose operands are picked by rank: no predicate, for which a GPU's host
-would have to wait. What they give is merged by the logs of their sums, and a block's backward takes the output and the log of sums of the
-whole row, so that its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
+So each step is two products of half by half, none of them masked, whose operands are picked by rank: no predicate, for
+which a GPU's host would have to wait. What they give is merged by the logs of their sums, and a block's backward takes
+the output and the log of sums of the whole row, so that its cotangents are simply added up (Dao et al. 2022; Liu et al.
+2023).
 
     strategy     keys and values                                                     forward, bytes a device sends
     ring         go round, a step of compute behind each message                     2 B T G K b (N-1)/N
@@ -33,12 +34,22 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.mesh import CONTEXT
-from meshtrain.model.attention import MaskArrays, Scoring, backward, by_window, forward, sink_gradients, with_sinks
+from meshtrain.model.attention import (
+    MaskArrays,
+    Scoring,
+    backward,
+    by_window,
+    forward,
+    sink_gradients,
+    with_sinks,
+)
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import MASKED, Kernel
 
-SEQUENCE, HEADS = 1, 2  # dimensions of [B, T, H, K]
+# dimensions of [B, T, H, K]
+SEQUENCE = 1
+HEADS = 2
 
 
 def column_order(length: int, ranks: int, by_heads: bool) -> np.ndarray:
@@ -46,7 +57,9 @@ def column_order(length: int, ranks: int, by_heads: bool) -> np.ndarray:
     if by_heads:
         return np.arange(length)
     chunks = np.arange(length).reshape(2 * ranks, -1)
-    return np.concatenate([chunks[[rank, 2 * ranks - 1 - rank]].reshape(-1) for rank in range(ranks)])
+    return np.concatenate(
+        [chunks[[rank, 2 * ranks - 1 - rank]].reshape(-1) for rank in range(ranks)]
+    )
 
 
 def positions(length: int, ranks: int, by_heads: bool) -> jax.Array:
@@ -75,7 +88,9 @@ class _Chunk(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What queries have of the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T / 2N]."""
+    """What queries have of the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T /
+    2N].
+    """
 
     out: jax.Array
     log_sum: jax.Array
@@ -83,9 +98,17 @@ class _Seen(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def zigzag_attention(
-    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
-) -> jax.Array:  # fmt: skip
-    """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all ranks: `[B*T/N, H*K]`.
+    kernel: Kernel,
+    scoring: Scoring,
+    rings: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all
+    ranks: `[B*T/N, H*K]`.
 
     `rings`: keys and values go round; else they are gathered.
     """
@@ -93,8 +116,15 @@ def zigzag_attention(
 
 
 def _forward(
-    kernel: Kernel, scoring: Scoring, rings: bool, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays, sinks: jax.Array | None
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    kernel: Kernel,
+    scoring: Scoring,
+    rings: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: MaskArrays,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, Any]:
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
@@ -103,7 +133,10 @@ def _forward(
         return _Seen(out.astype(jnp.float32), log_sum)
 
     def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
-        past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, q)
+        past, (early_q, late_q) = (
+            scoring._replace(causal=False),
+            _chunks(rank, ranks, masks.segments, q),
+        )
 
         def step(number: jax.Array | int, seen: Any, here: Any) -> Any:
             source = (rank - number) % ranks
@@ -111,9 +144,12 @@ def _forward(
             if seen is None:
                 late = _merged(run(scoring, late_q, late_kv), run(past, late_q, early_kv))
                 return run(scoring, early_q, early_kv), late
-            (early, late), is_earlier = seen, source < rank
+            (early, late) = seen
+            is_earlier = source < rank
             late = _merged(late, run(past, late_q, early_kv))
-            more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
+            more = run(
+                past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv)
+            )
             nothing = more._replace(log_sum=jnp.full_like(more.log_sum, MASKED))
             return (
                 _merged(early, _pick(is_earlier, more, nothing)),
@@ -147,7 +183,10 @@ def _backward(
         return tuple(x.astype(jnp.float32) for x in d_qkv)
 
     def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
-        past, (early_q, late_q) = scoring._replace(causal=False), _chunks(rank, ranks, masks.segments, *of_rows)
+        past, (early_q, late_q) = (
+            scoring._replace(causal=False),
+            _chunks(rank, ranks, masks.segments, *of_rows),
+        )
 
         def chunk_by_itself(d_q: Any, own: Any) -> tuple[Any, Any]:
             early_kv, late_kv = _chunks(rank, ranks, own[2], *own[:2])
@@ -160,12 +199,21 @@ def _backward(
             early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
             late, *of_early = run(past, late_q, early_kv)
             if d_q is None:
-                return (jnp.zeros_like(late), late), _joined(of_early, jax.tree.map(jnp.zeros_like, of_early))
+                return (jnp.zeros_like(late), late), _joined(
+                    of_early, jax.tree.map(jnp.zeros_like, of_early)
+                )
             is_earlier = source < rank
-            again, *more = run(past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv))
-            nothing, none = jnp.zeros_like(again), jax.tree.map(jnp.zeros_like, more)
-            d_q = _added(d_q, (_pick(is_earlier, again, nothing), late + _pick(is_earlier, nothing, again)))
-            return d_q, _joined(_added(of_early, _pick(is_earlier, more, none)), _pick(is_earlier, none, more))
+            again, *more = run(
+                past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv)
+            )
+            nothing = jnp.zeros_like(again)
+            none = jax.tree.map(jnp.zeros_like, more)
+            d_q = _added(
+                d_q, (_pick(is_earlier, again, nothing), late + _pick(is_earlier, nothing, again))
+            )
+            return d_q, _joined(
+                _added(of_early, _pick(is_earlier, more, none)), _pick(is_earlier, none, more)
+            )
 
         go = _go_round_back if rings else _go_through_back
         d_q, d_kv = go(step, chunk_by_itself, sent)
@@ -183,13 +231,16 @@ def _backward(
 zigzag_attention.defvjp(_forward, _backward)
 
 
-def _chunks(rank: jax.Array, ranks: int, segments: jax.Array | None, *arrays: jax.Array) -> tuple[_Chunk, _Chunk]:
+def _chunks(
+    rank: jax.Array, ranks: int, segments: jax.Array | None, *arrays: jax.Array
+) -> tuple[_Chunk, _Chunk]:
     """The early and the late chunk of what a rank holds."""
     half = arrays[0].shape[SEQUENCE] // 2
     cuts = [jnp.split(x, 2, axis=SEQUENCE) for x in arrays]
     ids = [None, None] if segments is None else jnp.split(segments, 2, axis=SEQUENCE)
     early, late = (
-        _Chunk(tuple(cut[at] for cut in cuts), ids[at], first) for at, first in enumerate(_firsts(rank, ranks, half))
+        _Chunk(tuple(cut[at] for cut in cuts), ids[at], first)
+        for at, first in enumerate(_firsts(rank, ranks, half))
     )
     return early, late
 
@@ -219,9 +270,9 @@ def _joined(early: Any, late: Any) -> Any:
     return tuple(jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True))
 
 
-# --- how keys and values come by. A step's number says how many ranks before this one they are from. Of its own keys a rank has two steps in
-# the backward: the first, and behind all others the one in which queries and keys are of the same chunk. So the first message has a step to
-# travel behind, and the last.
+# --- how keys and values come by. A step's number says how many ranks before this one they are from. Of its own keys a
+# rank has two steps in the backward: the first, and behind all others the one in which queries and keys are of the same
+# chunk. So the first message has a step to travel behind, and the last.
 
 Step = Callable[[Any, Any, Any], Any]
 
@@ -238,7 +289,9 @@ def _of_rank(number: Any, gathered: Any) -> Any:
 
 def _next(sent: Any) -> Any:
     ranks = lax.axis_size(CONTEXT)
-    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, [(i, (i + 1) % ranks) for i in range(ranks)]), sent)
+    return jax.tree.map(
+        lambda x: lax.ppermute(x, CONTEXT, [(i, (i + 1) % ranks) for i in range(ranks)]), sent
+    )
 
 
 def _go_through(step: Step, gathered: Any) -> Any:
@@ -251,26 +304,36 @@ def _go_through(step: Step, gathered: Any) -> Any:
 
 
 def _go_round(step: Step, sent: Any) -> Any:
-    """The same where it is passed on while a step computes. The barriers have XLA start a message before a step and wait for it behind; the
-    loop has it hold two messages, where it would hold those of all steps."""
+    """The same where it is passed on while a step computes.
+
+    The barriers have XLA start a message before a step and wait for it behind; the loop has it hold two messages, where
+    it would hold those of all steps.
+    """
     ranks = lax.axis_size(CONTEXT)
 
     def turn(number: Any, seen: Any, here: Any) -> Any:
         return lax.optimization_barrier((step(number, seen, here), _next(here)))
 
-    seen, here = lax.fori_loop(1, ranks - 1, lambda number, carry: turn(number, *carry), turn(0, None, sent))
+    seen, here = lax.fori_loop(
+        1, ranks - 1, lambda number, carry: turn(number, *carry), turn(0, None, sent)
+    )
     return step(ranks - 1, seen, here)
 
 
 def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gathered: Any) -> Any:
-    """Returns the cotangents of queries, and those of keys and values of each rank [N, B, T/N, ...] as far as this rank has any.
+    """Returns the cotangents of queries, and those of keys and values of each rank [N, B, T/N, ...] as far as this rank
+    has any.
 
     `step` and `chunk_by_itself` return both, the second of one rank.
     """
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
     d_q, own = step(0, None, _of_rank(0, gathered))
     d_q, more = chunk_by_itself(d_q, _of_rank(0, gathered))
-    d_kv = jax.tree.map(lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y), gathered[:2], _added(own, more))
+    d_kv = jax.tree.map(
+        lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y),
+        gathered[:2],
+        _added(own, more),
+    )
 
     def turn(number: Any, done: Any) -> Any:
         d_q, more = step(number, done[0], _of_rank(number, gathered))
@@ -280,21 +343,29 @@ def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gat
 
 
 def _go_round_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], sent: Any) -> Any:
-    """Returns the cotangents of queries, and those of this rank's keys and values, to which each rank that these went by has added."""
+    """Returns the cotangents of queries, and those of this rank's keys and values, to which each rank that these went
+    by has added.
+    """
     ranks = lax.axis_size(CONTEXT)
 
     def turn(number: Any, d_q: Any, d_kv: Any, here: Any, is_last: bool = False) -> Any:
         passed_on = None if d_kv is None else _next(d_kv), None if is_last else _next(here)
-        (d_q, more), (arrived, here) = lax.optimization_barrier((step(number, d_q, here), passed_on))
+        (d_q, more), (arrived, here) = lax.optimization_barrier(
+            (step(number, d_q, here), passed_on)
+        )
         return d_q, more if arrived is None else _added(arrived, more), here
 
     d_q, own, here = turn(0, None, None, sent)
     d_kv = None
     if ranks > 2:
         d_q, d_kv, here = turn(1, d_q, None, here)
-        d_q, d_kv, here = lax.fori_loop(2, ranks - 1, lambda number, carry: turn(number, *carry), (d_q, d_kv, here))
+        d_q, d_kv, here = lax.fori_loop(
+            2, ranks - 1, lambda number, carry: turn(number, *carry), (d_q, d_kv, here)
+        )
     d_q, d_kv, _ = turn(ranks - 1, d_q, d_kv, here, is_last=True)
-    d_kv, sent = lax.optimization_barrier((d_kv, sent))  # so that `sent` is taken up again behind the others
+    d_kv, sent = lax.optimization_barrier(
+        (d_kv, sent)
+    )  # so that `sent` is taken up again behind the others
     (d_q, last), home = lax.optimization_barrier((chunk_by_itself(d_q, sent), _next(d_kv)))
     return d_q, _added(_added(own, last), home)
 
@@ -306,26 +377,39 @@ class _OfHeads(Collectives):
     """What attention asks while each rank has all tokens of some heads."""
 
     def __init__(self, collectives: Collectives, heads: int) -> None:
-        self._outer, self._heads, self.platform = collectives, heads, collectives.platform
+        self._outer = collectives
+        self._heads = heads
+        self.platform = collectives.platform
 
     def first_head(self, heads: int) -> jax.Array:
         return self._outer.first_head(self._heads) + lax.axis_index(CONTEXT) * heads
 
 
 def by_heads(
-    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
-    collectives: Collectives, dropout: Dropout, sinks: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
-    """Returns `attend` of all tokens and 1/N of the heads, which must divide by N, swapped for tokens before and back after it. Where N does
-    not divide the groups, keys and values are repeated for as many as it does."""
-    ranks, heads, groups = lax.axis_size(CONTEXT), q.shape[HEADS], k.shape[HEADS]
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    collectives: Collectives,
+    dropout: Dropout,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Returns `attend` of all tokens and 1/N of the heads, which must divide by N, swapped for tokens before and back
+    after it. Where N does not divide the groups, keys and values are repeated for as many as it does.
+    """
+    ranks = lax.axis_size(CONTEXT)
+    heads = q.shape[HEADS]
+    groups = k.shape[HEADS]
     repeats = ranks // math.gcd(ranks, groups)
     k, v = (jnp.repeat(x, repeats, axis=HEADS) if repeats > 1 else x for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     if segments is not None:
         segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
     if sinks is not None:
-        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS])
+        sinks = lax.dynamic_slice_in_dim(
+            sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS]
+        )
     rows = attend(q, k, v, segments, _OfHeads(collectives, heads), dropout, sinks=sinks)
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     return out.reshape(out.shape[0] * out.shape[1], -1)

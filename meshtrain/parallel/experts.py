@@ -5,8 +5,9 @@
     all_to_all    each row to the ranks of its experts, and back (GShard: Lepikhin et al. 2020, section 3)
                   of n top_k rows in an even load:            (P - 1) / P n top_k D capacity     each way
 
-Shapes are static: a rank has `room` for so many rows. Without a capacity these are all that could come, so that nothing is dropped; then
-all_to_all would send more than all_gather. With one, what is more than `capacity` times an even load is dropped, and counted.
+Shapes are static: a rank has `room` for so many rows. Without a capacity these are all that could come, so that nothing
+is dropped; then all_to_all would send more than all_gather. With one, what is more than `capacity` times an even load
+is dropped, and counted.
 """
 
 from functools import partial
@@ -24,7 +25,9 @@ from meshtrain.parallel.tensor import SEQUENCE, MeshCollectives
 
 
 class PartsOfSequences(MeshCollectives):
-    """Of experts that lie over tensor too: nothing is gathered and summed over tensor, since a rank's router has its own part of the sequence."""
+    """Of experts that lie over tensor too: nothing is gathered and summed over tensor, since a rank's router has its
+    own part of the sequence.
+    """
 
     def __init__(self, of: MeshCollectives) -> None:
         vars(self).update(vars(of))
@@ -47,10 +50,18 @@ class PartsOfSequences(MeshCollectives):
 
 
 def dispatched(
-    collectives: MeshCollectives, compute: Compute, experts: int, rows_ND: jax.Array, chosen_NK: jax.Array, weights_NK: jax.Array
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """What the chosen ones of all `experts` make of this rank's rows [N, D], and the pairs of a row and an expert that this rank dropped."""
-    config, ranks = collectives.experts, collectives.expert_ranks
+    collectives: MeshCollectives,
+    compute: Compute,
+    experts: int,
+    rows_ND: jax.Array,
+    chosen_NK: jax.Array,
+    weights_NK: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What the chosen ones of all `experts` make of this rank's rows [N, D], and the pairs of a row and an expert that
+    this rank dropped.
+    """
+    config = collectives.experts
+    ranks = collectives.expert_ranks
     room = expert_room(config, ranks, experts // ranks, *chosen_NK.shape)
     if ranks == 1:
         return compute(rows_ND, chosen_NK, weights_NK, room)
@@ -69,9 +80,13 @@ def by_all_gather(
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """All rows to all ranks, of which this one has `here` experts. Dropped is what came to it and had no room."""
-    rows, chosen, weights = (lax.all_gather(x, EXPERT, tiled=True) for x in (rows_ND, chosen_NK, weights_NK))
+    rows, chosen, weights = (
+        lax.all_gather(x, EXPERT, tiled=True) for x in (rows_ND, chosen_NK, weights_NK)
+    )
     chosen = chosen - lax.axis_index(EXPERT) * here
-    y, dropped = compute(rows, jnp.where((chosen >= 0) & (chosen < here), chosen, here), weights, room)
+    y, dropped = compute(
+        rows, jnp.where((chosen >= 0) & (chosen < here), chosen, here), weights, room
+    )
     return lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True), dropped
 
 
@@ -85,7 +100,9 @@ def by_all_to_all(
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Each row to the ranks of its experts, along `axes`. Dropped is what this rank could not send."""
-    ranks, width, pairs = lax.axis_size(axes), chosen_NK.shape[1], chosen_NK.reshape(-1)
+    ranks = lax.axis_size(axes)
+    width = chosen_NK.shape[1]
+    pairs = chosen_NK.reshape(-1)
     each = room // ranks  # for what one rank sends to another
     # The rank of each pair's expert (`ranks`: none), and its place in what is sent there.
     to = pairs // here
@@ -101,4 +118,6 @@ def by_all_to_all(
     weights = exchanged(spread(weights_NK.reshape(-1, 1), sent, places.reshape(-1, 1)))
     chosen = jnp.take(jnp.where(to < ranks, pairs % here, here), sent, mode="fill", fill_value=here)
     y, _ = compute(rows, exchanged(chosen)[:, None], weights, room)
-    return collected(exchanged(y), sent // width, places_NK), jnp.sum((to < ranks) & (place >= each))
+    return collected(exchanged(y), sent // width, places_NK), jnp.sum(
+        (to < ranks) & (place >= each)
+    )

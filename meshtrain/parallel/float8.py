@@ -3,8 +3,9 @@
     frozen     the state has them rounded, as bytes and scales: half the bytes of bfloat16 (`precision.float8_frozen`)
     trained    their float32 masters are rounded at each use; with ZeRO-3 before they are gathered (`precision.float8_gather`)
 
-Either way a product has what it would round the whole weight to by itself. The scales of a frozen one are those of all of it, on every mesh;
-of a trained one that splits over tensor each rank has its own. No JAX but where arrays are made, as the planner asks for the groups.
+Either way a product has what it would round the whole weight to by itself. The scales of a frozen one are those of all
+of it, on every mesh; of a trained one that splits over tensor each rank has its own. No JAX but where arrays are made,
+as the planner asks for the groups.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,13 @@ MODULES = ("attention", "mlp", "experts")
 
 
 def float8_share(config: Config) -> float:
-    """Returns the share of a device's layers whose products are in float8. Where one stage has a layer that is skipped, and another has not,
-    both multiply rounded operands in the compute dtype."""
-    precision, layers = config.precision, stages(config).longest
+    """Returns the share of a device's layers whose products are in float8.
+
+    Where one stage has a layer that is skipped, and another has not, both multiply rounded operands in the compute
+    dtype.
+    """
+    precision = config.precision
+    layers = stages(config).longest
     skipped = sum(min(n, layers) for n in precision.float8_skip)
     return max(0, layers - skipped) / layers if precision.matmul == "float8" else 0.0
 
@@ -37,20 +42,24 @@ def notes(config: Config) -> list[str]:
     if float8_share(config):
         return []
     return [
-        f"precision.float8_skip {list(config.precision.float8_skip)} leaves no product in float8 where a chunk has {stages(config).longest} layers: "
+        f"precision.float8_skip {list(config.precision.float8_skip)} leaves no product in float8 where a chunk has "
+        f"{stages(config).longest} layers: "
         "what is rounded is multiplied in the compute dtype; give [0, 0], or fewer parallel.virtual_stages."
     ]
 
 
 def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
-    """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all. None of what no product takes, and
-    where shards or heads would tear blocks of 128 apart. Of experts each has its own.
+    """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all.
+
+    None of what no product takes, and where shards or heads would tear blocks of 128 apart. Of experts each has its
+    own.
     """
     *parents, name = weight.name.split(".")
     if parents[-1] not in MODULES or name not in PROJECTIONS:
         return None
     each = 1 + (weight.axes[1] == "experts")
-    lead, sizes = (1,) * (each - 1), weight.whole[each:]
+    lead = (1,) * (each - 1)
+    sizes = weight.whole[each:]
     # the inputs are the first dimension, but for what gathers the heads
     cut = len(sizes) - 1 if weight.axes[-1] == "embed" else 1
     if recipe != "blockwise":
@@ -59,10 +68,15 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     groups = (*lead, *(size for side in (sizes[:cut], sizes[cut:]) for size in _in_blocks(side)))
     if 0 in groups or weight.padded != weight.whole:
         return None
-    degree = [n * (weight.zero_degree if d == weight.zero_dim else 1) for d, n in enumerate(weight.ways)][1:]
+    degree = [
+        n * (weight.zero_degree if d == weight.zero_dim else 1) for d, n in enumerate(weight.ways)
+    ][1:]
     shards = [n // by for n, by in zip(weight.padded[1:], degree, strict=True)]
     # the last block of all may be shorter
-    torn = any(n % size and (by > 1 or size < FLOAT8_BLOCK) for n, by, size in zip(shards, degree, groups, strict=True))
+    torn = any(
+        n % size and (by > 1 or size < FLOAT8_BLOCK)
+        for n, by, size in zip(shards, degree, groups, strict=True)
+    )
     return None if torn else groups
 
 
@@ -99,13 +113,18 @@ def stored(layout: "Layout", weight: Placed, x: "jax.Array") -> "Rounded":
 
 
 def shapes(config: Config, weight: Placed, array: "jax.ShapeDtypeStruct") -> "Rounded":
-    """Returns the ShapeDtypeStructs of what a state has of a live weight: where numbers share a scale it is split as they are."""
+    """Returns the ShapeDtypeStructs of what a state has of a live weight: where numbers share a scale it is split as
+    they are.
+    """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
     q = jax.eval_shape(lambda x: rounded_weight(config, weight, x), array)
-    mesh, split = array.sharding.mesh, zip(weight.shard_over, q.scale.shape, strict=True)
-    of_scale = NamedSharding(mesh, PartitionSpec(*(axes if axes and n > 1 else None for axes, n in split)))
+    mesh = array.sharding.mesh
+    split = zip(weight.shard_over, q.scale.shape, strict=True)
+    of_scale = NamedSharding(
+        mesh, PartitionSpec(*(axes if axes and n > 1 else None for axes, n in split))
+    )
     values, scale = (
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for x, sharding in zip(q, (array.sharding, of_scale), strict=True)
@@ -119,18 +138,29 @@ def gathered(config: Config, weight: Placed, q: "Rounded") -> "Rounded":
 
     groups = groups_of(weight, config.precision.float8_recipe)
     split = weight.zero_dim is not None and groups is not None and groups[weight.zero_dim - 1] > 0
-    return q._replace(values=gather(weight, q.values), scale=gather(weight, q.scale) if split else q.scale)
+    return q._replace(
+        values=gather(weight, q.values), scale=gather(weight, q.scale) if split else q.scale
+    )
 
 
-def use_float8(block: Any, zero: "Zero", weights: "Weights", products: str, index: "jax.Array") -> None:
-    """Has the modules of layer `index` multiply in float8, as the `products` of its segment say, by the weights that are there in it."""
+def use_float8(
+    block: Any, zero: "Zero", weights: "Weights", products: str, index: "jax.Array"
+) -> None:
+    """Has the modules of layer `index` multiply in float8, as the `products` of its segment say, by the weights that
+    are there in it.
+    """
     from jax import lax
 
     from meshtrain.model.float8 import Float8Products, Float8Recipe, rounded
 
-    layout, precision = zero.layout, zero.layout.config.precision
+    layout = zero.layout
+    precision = zero.layout.config.precision
     first, last = precision.float8_skip
-    skip = (index < first) | (index >= layout.config.model.layers - last) if products == "either" else None
+    skip = (
+        (index < first) | (index >= layout.config.model.layers - last)
+        if products == "either"
+        else None
+    )
     how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8", products)
     gathers = products == "float8" and precision.float8_gather and zero.gathers_at_use
 
@@ -148,7 +178,11 @@ def use_float8(block: Any, zero: "Zero", weights: "Weights", products: str, inde
             continue
         trained, frozen = (tree.get(name) or {} for tree in weights)
         shards = {**frozen, **{key: shard for key, shard in trained.items() if shard is not None}}
-        of_products = ((key, shard) for key, shard in shards.items() if not isinstance(shard, dict))  # no norms
-        there = {key: q for key, shard in of_products if (q := in_float8(placed[key], shard)) is not None}
+        of_products = (
+            (key, shard) for key, shard in shards.items() if not isinstance(shard, dict)
+        )  # no norms
+        there = {
+            key: q for key, shard in of_products if (q := in_float8(placed[key], shard)) is not None
+        }
         if there or products != "compute":
             module.float8 = Float8Products(how, skip, there, precision.float8_gather)

@@ -33,31 +33,44 @@ Tree = Any
 # tokens, labels, rows and where needed positions, segments, weights, pairs, reference: [.., b, T] ([.., b] for rows);
 # or of images what `meshtrain.inputs` lists
 Batch = dict[str, jax.Array]
-# of each row, for experts: the seed of the gradient of a loss that layers make themselves, and the last place in the row that weighs
-SEED, LAST = "seed", "last"
+# of each row, for experts: the seed of the gradient of a loss that layers make themselves, and the last place in the
+# row that weighs
+SEED = "seed"
+LAST = "last"
 # a loss summed over what it is of, and sums of what else is measured
 Totals = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class LossAndGradients(NamedTuple):
-    """Loss summed over the microbatches, on each data rank, and its gradient, in `precision.gradient_sums` where there are several."""
+    """Loss summed over the microbatches, on each data rank, and its gradient, in `precision.gradient_sums` where there
+    are several.
+    """
 
     totals: Totals
     gradients: Tree
 
 
 class Forward:
-    """Embedding, layers and loss on one device of the mesh, from what `zero.gather_params` made of its master weights."""
+    """Embedding, layers and loss on one device of the mesh, from what `zero.gather_params` made of its master
+    weights.
+    """
 
-    def __init__(self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts) -> None:
+    def __init__(
+        self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts
+    ) -> None:
         self.config: Config = layout.config
-        self.layout, self.zero, self.collectives, self.parts = layout, zero, collectives, parts
+        self.layout = layout
+        self.zero = zero
+        self.collectives = collectives
+        self.parts = parts
         self.adapters = True
         self.of_images = FAMILIES[layout.config.model.family].images
         self.skips = skips_idle_work(layout.config, collectives.platform)
         # On CPU collectives are waited for at once.
         self.overlaps = collectives.platform != "cpu"
-        decoder = nnx.eval_shape(lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora))
+        decoder = nnx.eval_shape(
+            lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora)
+        )
         self.embedding_graph, _ = nnx.split(decoder.embedding)
         self.block_graph, _ = nnx.split(decoder.blocks)
         self.head_graph, _ = nnx.split(decoder.head)
@@ -77,7 +90,9 @@ class Forward:
     def embed(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """Tokens [b, T], or patches, to the residual stream [b, T, D] (T / tensor of it with sequence parallelism)."""
         embedding = self._embedding(weights.part("embedding"))
-        x = embedding(inputs(batch), self._positions(batch), self.collectives, self._dropout(key, batch))
+        x = embedding(
+            inputs(batch), self._positions(batch), self.collectives, self._dropout(key, batch)
+        )
         return vary(x.astype(self.zero.compute), self.stream_axes)
 
     def add_embedding_gradient(
@@ -88,15 +103,22 @@ class Forward:
         That of patches' weights is a product; of the tokens' table rows go straight to their places.
         """
         if self.of_images:
-            embedded = lambda w: self.embed(weights._replace(differentiated=w), batch, key)  # noqa: E731
+            embedded = lambda w: self.embed(weights._replace(differentiated=w), batch, key)
             (gradient,) = jax.vjp(embedded, weights.differentiated)[1](gx)
             return added(total, gradient["embedding"])
-        part, tokens = weights.part("embedding"), batch["tokens"]
-        rows = vary(jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), self.config.mesh.axes)
+        part = weights.part("embedding")
+        tokens = batch["tokens"]
+        rows = vary(
+            jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), self.config.mesh.axes
+        )
 
         def stream(rows: jax.Array, others: Tree) -> jax.Array:
-            embedding = self._embedding(part._replace(differentiated={**part.differentiated, **others}))
-            x = embedding.stream(rows, self._positions(batch), self.collectives, self._dropout(key, batch))
+            embedding = self._embedding(
+                part._replace(differentiated={**part.differentiated, **others})
+            )
+            x = embedding.stream(
+                rows, self._positions(batch), self.collectives, self._dropout(key, batch)
+            )
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
@@ -105,25 +127,33 @@ class Forward:
         table = self.layout.weights["embedding"]["tokens"]
         if not table.trained:
             return {**totals, "tokens": None}
-        add = lambda total: add_rows(total, tokens, gradient, self.collectives)  # noqa: E731
+        add = lambda total: add_rows(total, tokens, gradient, self.collectives)
         return {**totals, "tokens": self.zero.add_gradient(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Any:
         return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
 
     def layer(
-        self, batch: Batch, key: jax.Array | None, active: jax.Array | None = None, products: str = "compute"
+        self,
+        batch: Batch,
+        key: jax.Array | None,
+        active: jax.Array | None = None,
+        products: str = "compute",
     ) -> Callable[..., jax.Array]:
-        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x, of layers with `products` of a kind.
+        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x, of layers with
+        `products` of a kind.
 
-        Where stages have fewer layers than others, index -1 changes nothing. Where not `active`, what x holds is of no microbatch.
+        Where stages have fewer layers than others, index -1 changes nothing. Where not `active`, what x holds is of no
+        microbatch.
         """
         sequence = sequences(self.config.model, self._positions(batch), batch.get("segments"))
         routing = self._routing(batch, active)
         dropout = self._dropout(key, batch)
         of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
-        def layer(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
+        def layer(
+            differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array
+        ) -> jax.Array:
             weights = Weights(differentiated, constant)
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
             if self.config.precision.matmul == "float8":
@@ -132,14 +162,20 @@ class Forward:
                 use_float8(block, self.zero, weights, products, index)
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
-            of_layer = sequence(index) if routing is None else replace(sequence(index), routing=routing(index))
+            of_layer = (
+                sequence(index)
+                if routing is None
+                else replace(sequence(index), routing=routing(index))
+            )
             y = self.parts.block(block, x, of_layer, self.collectives, dropout.at(index))
             self.parts.check_block(x, y)
             return vary(y, varying(x))
 
-        def layer_or_padding(differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array) -> jax.Array:
+        def layer_or_padding(
+            differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array
+        ) -> jax.Array:
             if self.skips:
-                run = lambda x: layer(differentiated, x, constant, index)  # noqa: E731
+                run = lambda x: layer(differentiated, x, constant, index)
                 return lax.cond(index >= 0, run, lambda x: x, x)
             return jnp.where(index >= 0, layer(differentiated, x, constant, index), x)
 
@@ -150,11 +186,14 @@ class Forward:
     def last_stream(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
         """The residual stream after the last layer of a microbatch, on a mesh without pipeline stages."""
         x, layer_at = self.embed(weights, batch, key), jnp.asarray(self.layout.layer_at[0, 0])
-        segments, stacked = self.layout.segments, (weights.part("blocks"), layer_at)
+        segments = self.layout.segments
+        stacked = (weights.part("blocks"), layer_at)
         for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
             layer = self.layer(batch, key, products=segment.products)
 
-            def step(x: jax.Array, part: tuple[Weights, jax.Array], layer: Callable = layer) -> tuple[jax.Array, None]:
+            def step(
+                x: jax.Array, part: tuple[Weights, jax.Array], layer: Callable = layer
+            ) -> tuple[jax.Array, None]:
                 weights, index = part
                 return layer(weights.differentiated, x, weights.constant, index), None
 
@@ -162,7 +201,9 @@ class Forward:
         return x
 
     def logits(self, weights: Weights, x: jax.Array, here: jax.Array) -> jax.Array:
-        """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is true)."""
+        """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is
+        true).
+        """
         head, tied = self._head(weights)
         head = nnx.merge(self.head_graph, head)
         return head(self.collectives.from_last_stage(head.read(x), here), tied, self.collectives)
@@ -174,24 +215,46 @@ class Forward:
             return head, None
         return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
 
-    def _losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array | None, LabelLosses]:  # fmt: skip
-        """By chunks the sum of what each loss `counts`; and the loss of each label, float32 [b, T], from the last stage's x (where `here` is true)."""
-        labels, ranks = batch[LABELS], self.collectives.vocabulary_ranks
+    def _losses(
+        self,
+        weights: Weights,
+        x: jax.Array,
+        batch: Batch,
+        here: jax.Array,
+        counts: jax.Array | None = None,
+    ) -> tuple[jax.Array | None, LabelLosses]:
+        """By chunks the sum of what each loss `counts`; and the loss of each label, float32 [b, T], from the last
+        stage's x (where `here` is true).
+        """
+        labels = batch[LABELS]
+        ranks = self.collectives.vocabulary_ranks
         chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
         if chunk is None:
             return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
         from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 
-        def loss(used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array) -> LabelLosses:
+        def loss(
+            used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array
+        ) -> LabelLosses:
             head, tied = used
-            return self.parts.loss(nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels)
+            return self.parts.loss(
+                nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels
+            )
 
         given = loss, self._head(weights), self.collectives.from_last_stage(x, here), labels
-        return (None, by_chunks(*given, chunk)) if counts is None else summed_by_chunks(*given, counts, chunk)
+        return (
+            (None, by_chunks(*given, chunk))
+            if counts is None
+            else summed_by_chunks(*given, counts, chunk)
+        )
 
     @jax.named_scope(xla.HEAD)
-    def loss(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array) -> tuple[jax.Array, Totals]:  # fmt: skip
-        """`seed` times the loss of this data rank's microbatch, to be differentiated, and its `total`: from the last stage's x."""
+    def loss(
+        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, Totals]:
+        """`seed` times the loss of this data rank's microbatch, to be differentiated, and its `total`: from the last
+        stage's x.
+        """
         known = self.config.train.objective != "dpo"
         counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape)) if known else None
         seeded, losses = self._losses(weights, x, batch, here, counts)
@@ -199,7 +262,9 @@ class Forward:
         return _where(here, (seed * total if seeded is None else seeded, (total, measured)))
 
     @jax.named_scope(xla.HEAD)
-    def label_losses(self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array) -> LabelLosses:
+    def label_losses(
+        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array
+    ) -> LabelLosses:
         """Its labels one by one."""
         if not self.of_images:
             return _where(here, self._losses(weights, x, batch, here)[1])
@@ -209,8 +274,9 @@ class Forward:
         return _where(here, losses._replace(correct=correct))
 
     def total(self, labels: LabelLosses, batch: Batch) -> Totals:
-        """The loss of labels, [.., T], and their likelihood beside it where it holds more, not yet divided by what counts of a batch
-        (`model.loss.counted`)."""
+        """The loss of labels, [.., T], and their likelihood beside it where it holds more, not yet divided by what
+        counts of a batch (`model.loss.counted`).
+        """
         if self.config.train.objective == "dpo":
             return dpo(labels.losses, batch, self.config.train.dpo_beta, self.collectives)
         measured = {} if labels.nll is None else {"nll": weighted(labels.nll, batch)}
@@ -221,11 +287,20 @@ class Forward:
         return positions_of(self.config.model) or batch[TOKENS].shape[-1]
 
     def _positions(self, batch: Batch) -> jax.Array:
-        return batch["positions"] if "positions" in batch else self.collectives.positions(self.length(batch))
+        return (
+            batch["positions"]
+            if "positions" in batch
+            else self.collectives.positions(self.length(batch))
+        )
 
-    def _routing(self, batch: Batch, active: jax.Array | None) -> Callable[[jax.Array], Routing] | None:
-        """The function (a layer's index) -> which tokens its experts compute; None without experts. Not padding: what is of no document, or
-        behind all that counts in its row; nor what an idle stage or a place without a layer computes with."""
+    def _routing(
+        self, batch: Batch, active: jax.Array | None
+    ) -> Callable[[jax.Array], Routing] | None:
+        """The function (a layer's index) -> which tokens its experts compute; None without experts.
+
+        Not padding: what is of no document, or behind all that counts in its row; nor what an idle stage or a place
+        without a layer computes with.
+        """
         if not self.config.model.moe.experts:
             return None
         if "segments" in batch:
@@ -239,7 +314,9 @@ class Forward:
         return lambda index: Routing(routed & (index >= 0), batch.get(SEED))
 
     def last_weighing(self, weights: jax.Array) -> jax.Array:
-        """The last place that weighs in each row, of which context may have parts here: int32 [b]; -1 where none does."""
+        """The last place that weighs in each row, of which context may have parts here: int32 [b]; -1 where none
+        does.
+        """
         places = jnp.where(weights != 0, self.collectives.positions(weights.shape[1]), -1)
         return self.collectives.row_max(places.max(-1))
 
@@ -265,7 +342,9 @@ def sum_at_once(sum_of: Callable[[jax.Array], jax.Array], scalars: Tree) -> Tree
     """The sums of scalars that vary over the same axes, by one call of `sum_of`: one collective."""
     leaves, tree = jax.tree.flatten(scalars)
     assert len({frozenset(varying(leaf)) for leaf in leaves}) == 1
-    return jax.tree.unflatten(tree, list(sum_of(jnp.stack(leaves))) if len(leaves) > 1 else [sum_of(leaves[0])])
+    return jax.tree.unflatten(
+        tree, list(sum_of(jnp.stack(leaves))) if len(leaves) > 1 else [sum_of(leaves[0])]
+    )
 
 
 def _mixed(batch: Batch) -> Mixed | None:

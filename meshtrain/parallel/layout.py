@@ -1,7 +1,7 @@
 """The arrays of a model on a mesh, as `placement` has them, and the way between their canonical and their live layout.
 
-The canonical layout (what is saved, and what every mesh can be restored to) has all layers stacked in order. The live one has
-the layers of one stage side by side, each virtual stage padded to the longest:
+The canonical layout (what is saved, and what every mesh can be restored to) has all layers stacked in order. The live
+one has the layers of one stage side by side, each virtual stage padded to the longest:
 
     canonical   0 1 2 3 4            5 layers
     live        0 1 2 │ 3 4 ·        2 stages; · is padding, skipped by the stage and zero for ever
@@ -54,22 +54,29 @@ class Layout(Shown):
     """
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> None:
-        self.config, self.mesh, self.has_masters = config, mesh, masters
-        self.data, self.pipeline = config.mesh.shards, config.mesh.pipeline
+        self.config = config
+        self.mesh = mesh
+        self.has_masters = masters
+        self.data = config.mesh.shards
+        self.pipeline = config.mesh.pipeline
         self.stages = stages(config)
         self.chunks = self.stages.chunks
 
     @cached_property
     def table(self) -> Table | None:
-        """The schedule, which also places the virtual stages; None where microbatches follow one another. ConfigError for one that cannot
-        run."""
+        """The schedule, which also places the virtual stages; None where microbatches follow one another.
+
+        ConfigError for one that cannot run.
+        """
         if not runs_table(self.config):
             return None
         return table(self.config)
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """The canonical layer in each live place, -1 for padding: int [pipeline, chunks, most layers of a virtual stage]."""
+        """The canonical layer in each live place, -1 for padding: int [pipeline, chunks, most layers of a virtual
+        stage].
+        """
         layers = self.stages.counts
         first = np.concatenate([[0], np.cumsum(layers)])
         layer_at = np.full((self.pipeline, self.chunks, max(layers)), -1)
@@ -88,13 +95,18 @@ class Layout(Shown):
     @cached_property
     def segments(self) -> list[Segment]:
         """The layers of a chunk, from the first to behind the last."""
-        precision, layer_at = self.config.precision, self.layer_at.reshape(-1, self.layer_at.shape[-1])
+        precision = self.config.precision
+        layer_at = self.layer_at.reshape(-1, self.layer_at.shape[-1])
         if precision.matmul == "compute":
             return [Segment(0, layer_at.shape[-1], "compute")]
         first, last = precision.float8_skip
         skipped = (layer_at < first) | (layer_at >= self.config.model.layers - last)
         rounds = np.any(~skipped & (layer_at >= 0), axis=0)
-        kinds = np.where(rounds, np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"), "compute")
+        kinds = np.where(
+            rounds,
+            np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"),
+            "compute",
+        )
         starts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1), len(kinds)]
         return [Segment(int(a), int(b), str(kinds[a])) for a, b in itertools.pairwise(starts)]
 
@@ -203,8 +215,12 @@ class Layout(Shown):
 
     def init(self, key: jax.Array) -> Tree:
         """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""
-        drawn = nnx.to_pure_dict(nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora)))
-        return self.map(lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))), self.live(drawn))
+        drawn = nnx.to_pure_dict(
+            nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora))
+        )
+        return self.map(
+            lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))), self.live(drawn)
+        )
 
     def live(self, canonical: Tree) -> Tree:
         """Canonical to live: layers to their places, zeros in the padding."""

@@ -1,8 +1,9 @@
-"""What routers counted in a step: the metrics of experts' loads, of each layer where asked, and the bias that evens loads out.
+"""What routers counted in a step: the metrics of experts' loads, of each layer where asked, and the bias that evens
+loads out.
 
     gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
-                                             ├─► the same of each layer, and the tokens of each expert, where telemetry.experts_every
-                                             └─► the step of the bias (balance: bias)
+                                             ├─► the same of each layer, and the tokens of each expert, where
+                                             telemetry.experts_every └─► the step of the bias (balance: bias)
 
 How counts leave the step as a gradient: `meshtrain.model.experts`.
 """
@@ -29,8 +30,9 @@ COUNTS = "expert_counts"  # in the metrics of a step, float32 [layers, experts +
 def beside_loads(
     optimizer: optax.GradientTransformation, config: Config, layout: Layout
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's bias goes up where its
-    load is below the mean, and down where it is above (Wang et al. 2024, algorithm 1)."""
+    """Returns the optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's
+    bias goes up where its load is below the mean, and down where it is above (Wang et al. 2024, algorithm 1).
+    """
     moe = config.model.moe
 
     def of_load(counts: jax.Array) -> jax.Array:
@@ -41,32 +43,41 @@ def beside_loads(
         return jnp.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, COUNTED)])
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(layout.only_updated(gradients), state, layout.only_updated(params))
-        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u  # noqa: E731
+        updates, state = optimizer.update(
+            layout.only_updated(gradients), state, layout.only_updated(params)
+        )
+        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u
         return layout.map(of, updates, gradients), state
 
-    return optax.GradientTransformation(lambda params: optimizer.init(layout.only_updated(params)), update)
+    return optax.GradientTransformation(
+        lambda params: optimizer.init(layout.only_updated(params)), update
+    )
 
 
 def below_mean(counts: jax.Array) -> jax.Array:
-    """Returns the sign of (mean over the last axis - count) of whole numbers up to 2^31, float32; 0 exactly at the mean.
+    """Returns the sign of (mean over the last axis - count) of whole numbers up to 2^31, float32; 0 exactly at the
+    mean.
 
-    The sum less n times the count is taken in two digits of 15 bits and more, since both may be beyond int32, as float32's whole
-    numbers are beyond 2^24.
+    The sum less n times the count is taken in two digits of 15 bits and more, since both may be beyond int32, as
+    float32's whole numbers are beyond 2^24.
     """
-    n, whole = counts.shape[-1], counts.astype(jnp.int32)
+    n = counts.shape[-1]
+    whole = counts.astype(jnp.int32)
     high, low = (
-        digits.sum(-1, keepdims=True) - n * digits for digits in (whole >> DIGIT_BITS, whole & ((1 << DIGIT_BITS) - 1))
+        digits.sum(-1, keepdims=True) - n * digits
+        for digits in (whole >> DIGIT_BITS, whole & ((1 << DIGIT_BITS) - 1))
     )
-    high, low = high + (low >> DIGIT_BITS), low & ((1 << DIGIT_BITS) - 1)
+    high = high + (low >> DIGIT_BITS)
+    low = low & ((1 << DIGIT_BITS) - 1)
     return jnp.sign(jnp.where(high != 0, high, low)).astype(jnp.float32)
 
 
 def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
     """Returns numbers for the row of metrics from the counts of a model's routers; none where loads are frozen.
 
-    `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over tokens and layers.
-    `dropped_rows`: rows that a capacity had no room for, of all layers. With telemetry.experts_every also all counts, for `LayerLoads`.
+    `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over
+    tokens and layers. `dropped_rows`: rows that a capacity had no room for, of all layers. With telemetry.experts_every
+    also all counts, for `LayerLoads`.
     """
     counts = gradients["blocks"]["experts"]["load"]
     if counts is None:
@@ -80,31 +91,41 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
     if config.telemetry.experts_every:
         in_order = layout.canonical_leaf(layout.weights["blocks"]["experts"]["load"], counts)
         # on all devices, so that the first process can read it
-        numbers[COUNTS] = jax.lax.with_sharding_constraint(in_order, NamedSharding(layout.mesh, PartitionSpec()))
+        numbers[COUNTS] = jax.lax.with_sharding_constraint(
+            in_order, NamedSharding(layout.mesh, PartitionSpec())
+        )
     return numbers
 
 
 def divided(counts: Any, experts: int) -> tuple[Any, Any, Any]:
-    """Returns the counts of layers [L, experts + 2] as tokens [L, experts], dropped rows [L] and entropies summed over tokens [L]."""
+    """Returns the counts of layers [L, experts + 2] as tokens [L, experts], dropped rows [L] and entropies summed over
+    tokens [L].
+    """
     return counts[:, :experts], counts[:, experts], counts[:, experts + 1]
 
 
 class LayerLoads(RunHook):
-    """Adds to a row, each time that telemetry.experts_every steps are over, each layer's numbers and the tokens of its experts.
+    """Adds to a row, each time that telemetry.experts_every steps are over, each layer's numbers and the tokens of its
+    experts.
 
-    It takes the counts out of the step's metrics, whose others are plain numbers, so it stands before all hooks that read them.
+    It takes the counts out of the step's metrics, whose others are plain numbers, so it stands before all hooks that
+    read them.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config, self.every = config, config.telemetry.experts_every
+        self.config = config
+        self.every = config.telemetry.experts_every
         self._counts: jax.Array | None = None
         self._newest: int | None = None  # step that a row told of
 
-    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, jax.Array]) -> None:
+    def after_step(
+        self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, jax.Array]
+    ) -> None:
         self._counts = metrics.pop(COUNTS, None)
 
     def after_metrics(self, row: Row, due: bool) -> None:
-        step, last = row["step"], self.config.train.steps
+        step = row["step"]
+        last = self.config.train.steps
         if not due or self._counts is None:
             return
         if self._newest is None or step - self._newest >= self.every or step == last:
@@ -116,7 +137,9 @@ class LayerLoads(RunHook):
         """[L, experts + 2]; of islands that step by themselves, [islands, ...], the sum over those of this process."""
         if counts.ndim == 2:
             return np.asarray(counts)
-        by_island = {shard.index[0].start: np.asarray(shard.data) for shard in counts.addressable_shards}
+        by_island = {
+            shard.index[0].start: np.asarray(shard.data) for shard in counts.addressable_shards
+        }
         return np.concatenate(list(by_island.values())).sum(0)
 
 
@@ -129,5 +152,7 @@ def of_layers(counts: np.ndarray, config: Config) -> Row:
         "layer_router_entropy": entropy * config.model.moe.top_k / total,
         "layer_dropped_rows": dropped,
     }
-    numbered = {name: {str(i): float(x) for i, x in enumerate(values)} for name, values in by_layer.items()}
+    numbered = {
+        name: {str(i): float(x) for i, x in enumerate(values)} for name, values in by_layer.items()
+    }
     return {**numbered, "expert_tokens": tokens.astype(int).tolist()}

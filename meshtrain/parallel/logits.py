@@ -25,14 +25,18 @@ def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
 
 
 def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """What the last stage makes of its data rank's tokens [b, T], [b, T, D], and whether this device is of that stage."""
+    """What the last stage makes of its data rank's tokens [b, T], [b, T, D], and whether this device is of that
+    stage.
+    """
     layout = forward.layout
     stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
     first = jnp.zeros((), jnp.int32)
     x = stage.embed(stage.edge, first)
     here = lax.axis_index(PIPELINE) == 0
     for k in range(len(layout.stages.counts)):
-        place, chunk = (layout.table.stage_of(k), layout.table.chunk_of(k)) if layout.table else (0, 0)
+        place, chunk = (
+            (layout.table.stage_of(k), layout.table.chunk_of(k)) if layout.table else (0, 0)
+        )
         here = lax.axis_index(PIPELINE) == place
 
         def run(x: jax.Array, chunk: int = chunk) -> jax.Array:

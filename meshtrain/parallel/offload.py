@@ -1,7 +1,8 @@
-"""State and activations in host memory (`pinned_host`), where the backend has it; and the check that it changes no gradient.
+"""State and activations in host memory (`pinned_host`), where the backend has it; and the check that it changes no
+gradient.
 
-Activations travel under remat: names (`parallel.remat_offload`), the optimizer state with `parallel.offload_optimizer`: it comes to
-the device for the update and goes back, so that between updates only parameters are there.
+Activations travel under remat: names (`parallel.remat_offload`), the optimizer state with `parallel.offload_optimizer`:
+it comes to the device for the update and goes back, so that between updates only parameters are there.
 """
 
 from typing import Any
@@ -22,7 +23,9 @@ def check_memory(config: Config, mesh: Mesh) -> None:
     asked = [key for key in ("offload_optimizer", "remat_offload") if getattr(config.parallel, key)]
     kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if asked else []
     if kinds and HOST not in kinds:  # described devices tell of none
-        raise ConfigError(f"parallel.{asked[0]} needs {HOST} memory, but these devices have only {', '.join(kinds)}.")
+        raise ConfigError(
+            f"parallel.{asked[0]} needs {HOST} memory, but these devices have only {', '.join(kinds)}."
+        )
 
 
 def on_host(shapes: Tree, shardings: Tree) -> Tree:
@@ -36,7 +39,9 @@ def move(tree: Tree, shardings: Tree) -> Tree:
 
 
 def judged(difference: float, compute: str) -> str:
-    """What a run says of the gradients with offloaded activations, against those without; FloatingPointError if they are wrong."""
+    """What a run says of the gradients with offloaded activations, against those without; FloatingPointError if they
+    are wrong.
+    """
     if not difference < TOLERANCE * (1 if compute == "float32" else 1000):
         raise FloatingPointError(
             f"with parallel.remat_offload the gradients differ by {difference:.1e} from those without; "
@@ -47,5 +52,5 @@ def judged(difference: float, compute: str) -> str:
 
 def relative_difference(a: Tree, b: Tree) -> jax.Array:
     """|a - b| / |b| over a whole tree of gradients."""
-    squares = lambda tree: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))  # noqa: E731
+    squares = lambda tree: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))
     return jnp.sqrt(squares(jax.tree.map(jnp.subtract, a, b)) / squares(b))

@@ -1,11 +1,12 @@
-"""What one device does of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to shards.
+"""What one device does of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to
+shards.
 
     masters ──zero.gather_params──► weights ─┐
                                              ├─ forward, backward ─► gradients ──zero.reduce_grads──► shards
     rows ──microbatches──────────────────────┘
 
-`LocalStep` is where parallelism is applied to the model, in the order of its constructor. Every collective of forward and backward is
-called from here; the optimizer comes after, in `meshtrain.step`.
+`LocalStep` is where parallelism is applied to the model, in the order of its constructor. Every collective of forward
+and backward is called from here; the optimizer comes after, in `meshtrain.step`.
 """
 
 import math
@@ -26,7 +27,16 @@ from meshtrain.inputs import LABELS, WEIGHTS, inputs
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.loss import counted
 from meshtrain.parallel import accumulate
-from meshtrain.parallel.forward import LAST, SEED, Batch, Forward, LabelLosses, LossAndGradients, sum_at_once, weighted
+from meshtrain.parallel.forward import (
+    LAST,
+    SEED,
+    Batch,
+    Forward,
+    LabelLosses,
+    LossAndGradients,
+    sum_at_once,
+    weighted,
+)
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.reduce.reduction import Statistics
 from meshtrain.parallel.tensor import MeshCollectives
@@ -40,14 +50,18 @@ Tree = Any
 
 
 class Gradients(NamedTuple):
-    """Gradients and averaged metrics of a step, plus error-feedback residuals and compression statistics; or their PartitionSpecs."""
+    """Gradients and averaged metrics of a step, plus error-feedback residuals and compression statistics; or their
+    PartitionSpecs.
+    """
 
     loss: Any  # mean over what counts in the batch
     shards: Tree  # float32, times the loss scale; None of what is frozen
     feedback: Any = None  # a FeedbackState
     statistics: Statistics | Any = {}  # noqa: RUF012
     measured: Any = {}  # noqa: RUF012  by name, means of what else is measured
-    counted: Any = None  # how much counts in the batch, where it is asked for: tokens, images or pairs
+    counted: Any = (
+        None  # how much counts in the batch, where it is asked for: tokens, images or pairs
+    )
 
 
 class LocalStep:
@@ -55,7 +69,8 @@ class LocalStep:
 
     def __init__(self, layout: Layout, platform: str, hooks: Hooks, across: bool = True) -> None:
         """`across`: losses and gradients are summed over all of data, else over the data ranks of an island."""
-        self.config, self.layout = layout.config, layout
+        self.config = layout.config
+        self.layout = layout
         self.data_axes = self.config.mesh.data_axes
         self.summed_over = self.config.mesh.token_axes(across)
         # 1. tensor and sequence parallelism: collectives within a layer, and over the vocabulary
@@ -109,8 +124,9 @@ class LocalStep:
         return self.evaluated(masters, batch)["eval_loss"]
 
     def evaluated(self, masters: Tree, batch: Batch) -> dict[str, jax.Array]:
-        """The means of an evaluation, by their names in a row: the loss without what only regularises training, and with it where the two
-        differ; of images the share of them whose argmax is their class."""
+        """The means of an evaluation, by their names in a row: the loss without what only regularises training, and
+        with it where the two differ; of images the share of them whose argmax is their class.
+        """
         weights = self.zero.gather_params(masters)
         batches, count = self.microbatches(batch)
         batches = self._with_reference(weights, batches)
@@ -124,25 +140,40 @@ class LocalStep:
         return {name: self._sum(total) / _divisor(count) for name, total in totals.items()}
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """This data rank's rows as [microbatches, rows, ..] with their global indices and what experts must know of them, and what counts in
-        the batch: tokens, images or, with objective dpo, pairs."""
-        rows, length = len(inputs(batch)), self.forward.length(batch)
-        m, tensor = self.config.parallel.microbatches, self.config.mesh.tensor
+        """This data rank's rows as [microbatches, rows, ..] with their global indices and what experts must know of
+        them, and what counts in
+        the batch: tokens, images or, with objective dpo, pairs.
+        """
+        rows = len(inputs(batch))
+        length = self.forward.length(batch)
+        m = self.config.parallel.microbatches
+        tensor = self.config.mesh.tensor
         if rows % m:
-            raise ConfigError(f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple.")
+            raise ConfigError(
+                f"the {rows} rows of a data rank cannot be cut into {m} microbatches; give a multiple."
+            )
         if self.config.parallel.sequence_parallel and length % tensor:
-            raise ConfigError(f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row.")
+            raise ConfigError(
+                f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row."
+            )
         batch = {**batch, "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows)}
         of_experts, count = self._counted(batch)
-        return jax.tree.map(lambda a: a.reshape((m, -1, *a.shape[1:])), {**batch, **of_experts}), count
+        return jax.tree.map(
+            lambda a: a.reshape((m, -1, *a.shape[1:])), {**batch, **of_experts}
+        ), count
 
     def _counted(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """For experts, where each row's last place that weighs is, and its share of the labels that weigh; and what counts in the batch."""
+        """For experts, where each row's last place that weighs is, and its share of the labels that weigh; and what
+        counts in the batch.
+        """
         ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
-        experts, collectives = self.config.model.moe.experts, self.forward.collectives
+        experts = self.config.model.moe.experts
+        collectives = self.forward.collectives
         if WEIGHTS not in batch:
             count = jnp.float32(ranks * batch[LABELS].size)
-            share = jnp.full(len(batch[LABELS]), batch[LABELS].shape[1] * collectives.context) / count
+            share = (
+                jnp.full(len(batch[LABELS]), batch[LABELS].shape[1] * collectives.context) / count
+            )
             return ({SEED: share} if experts else {}), count
         count = counted(batch, collectives)
         if not experts:
@@ -154,7 +185,9 @@ class LocalStep:
         return {SEED: collectives.row_sum(of_rows) / _divisor(labels), **last}, count
 
     def _with_reference(self, weights: Weights, batches: Batch) -> Batch:
-        """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through the same stages."""
+        """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through
+        the same stages.
+        """
         if self.config.train.objective != "dpo":
             return batches
         losses = self._label_losses(self.forward.without_adapters(), weights, batches).losses
@@ -166,7 +199,9 @@ class LocalStep:
         """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)
         return (
-            executor.label_losses(weights, batches) if executor else accumulate.label_losses(forward, weights, batches)
+            executor.label_losses(weights, batches)
+            if executor
+            else accumulate.label_losses(forward, weights, batches)
         )
 
     def _executor(self, forward: Forward) -> "Executor | None":

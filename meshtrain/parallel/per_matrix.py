@@ -1,4 +1,6 @@
-"""An optimizer whose update of one number depends on others of its matrix, such as Muon, on matrices of one layer each."""
+"""An optimizer whose update of one number depends on others of its matrix, such as Muon, on matrices of one layer
+each.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +15,13 @@ from meshtrain.parallel.placement import Placed
 Tree = Any
 
 
-def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Layout) -> optax.GradientTransformation:
+def per_matrix(
+    make: Callable[[Tree], optax.GradientTransformation], layout: Layout
+) -> optax.GradientTransformation:
     """Returns the optimizer that `make` gives, on whole unpadded matrices of one layer each.
 
-    So its updates are the same on every mesh, whatever is padded there. `make` gets the tree of Placed that its part consists of.
+    So its updates are the same on every mesh, whatever is padded there. `make` gets the tree of Placed that its part
+    consists of.
     """
 
     def cut(weight: Placed, x: jax.Array) -> jax.Array:
@@ -49,7 +54,10 @@ def per_matrix(make: Callable[[Tree], optax.GradientTransformation], layout: Lay
 
     def init(params: Tree) -> Tree:
         blocks, edge = parts(params)
-        return {"layers": over_layers(on_layer.init, 0, axes(blocks))(blocks), "edge": on_edge.init(edge)}
+        return {
+            "layers": over_layers(on_layer.init, 0, axes(blocks))(blocks),
+            "edge": on_edge.init(edge),
+        }
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         (g_blocks, g_edge), (p_blocks, p_edge) = parts(gradients), parts(params)

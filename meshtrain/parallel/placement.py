@@ -1,4 +1,5 @@
-"""Where each weight lies on a mesh, in plain numbers: split over tensor and pipeline, padded where sizes don't divide, ZeRO over data.
+"""Where each weight lies on a mesh, in plain numbers: split over tensor and pipeline, padded where sizes don't divide,
+ZeRO over data.
 
     axis       split over                                    padded
     layers     pipeline                                      each virtual stage to the longest
@@ -10,8 +11,8 @@
     experts    expert, or expert x tensor (see expert_axes)  never: they divide them
     others     nothing
 
-ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one, padded. No JAX: `layout` makes arrays
-of it, and the planner adds it up.
+ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one,
+padded. No JAX: `layout` makes arrays of it, and the planner adds it up.
 """
 
 import functools
@@ -42,11 +43,16 @@ class Placed:
     axes: tuple[str, ...]
     shape: tuple[int, ...]  # canonical
     whole: tuple[int, ...]  # live, over all devices, as the model uses it
-    padded: tuple[int, ...]  # live, as it is held: longer along zero_dim where zero_degree does not divide it
+    padded: tuple[
+        int, ...
+    ]  # live, as it is held: longer along zero_dim where zero_degree does not divide it
     over: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes that split it, without ZeRO
     ways: tuple[int, ...]  # per dimension, the devices along those axes
-    zero_dim: int | None  # the dimension that ZeRO splits further, over zero_axes; None: not sharded over them
-    # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them, and they are ZeRO's.
+    zero_dim: (
+        int | None
+    )  # the dimension that ZeRO splits further, over zero_axes; None: not sharded over them
+    # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them,
+    # and they are ZeRO's.
     zero_axes: tuple[str, ...] = ()
     zero_degree: int = 1  # the devices along them
     decayed: bool = True
@@ -82,7 +88,10 @@ class Placed:
     @property
     def shard_over(self) -> tuple[tuple[str, ...], ...]:
         """Per dimension, the mesh axes that split it as it is held: with those of ZeRO."""
-        return tuple((*axes, *self.zero_axes) if d == self.zero_dim else axes for d, axes in enumerate(self.over))
+        return tuple(
+            (*axes, *self.zero_axes) if d == self.zero_dim else axes
+            for d, axes in enumerate(self.over)
+        )
 
     def on_device(self) -> int:
         """Elements on one device as the model uses it."""
@@ -107,12 +116,16 @@ def local_kv_heads(kv_heads: int, tensor: int) -> int:
 def expert_axes(config: Config) -> tuple[str, ...]:
     """The mesh axes that the experts of a layer lie over, major first.
 
-    Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor rank sends its own,
-    in place of all of them sending the same, and an expert's products are of its whole width.
+    Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor
+    rank sends its own, in place of all of them sending the same, and an expert's products are of its whole width.
     """
     if config.mesh.expert == 1:
         return ()
-    return (EXPERT, TENSOR) if config.parallel.experts.dispatch == "all_to_all" and by_parts(config) else (EXPERT,)
+    return (
+        (EXPERT, TENSOR)
+        if config.parallel.experts.dispatch == "all_to_all" and by_parts(config)
+        else (EXPERT,)
+    )
 
 
 def expert_ranks(config: Config) -> int:
@@ -123,8 +136,10 @@ def expert_ranks(config: Config) -> int:
 def splits(
     model: ModelConfig, mesh: MeshConfig, vocab: str, experts: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere. `experts`: those of
-    `expert_axes`, by default without tensor."""
+    """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere.
+
+    `experts`: those of `expert_axes`, by default without tensor.
+    """
     vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
     split_kv = local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
     return {
@@ -139,16 +154,25 @@ def splits(
 
 
 def place(
-    weight: Weight, over: Mapping[str, tuple[str, ...]], mesh: MeshConfig, places: int, zero: bool, trained: bool = True
+    weight: Weight,
+    over: Mapping[str, tuple[str, ...]],
+    mesh: MeshConfig,
+    places: int,
+    zero: bool,
+    trained: bool = True,
 ) -> Placed:
-    """A weight on a mesh with `places` live places for its layers; `zero`: sharded over the axes along which tokens are split."""
+    """A weight on a mesh with `places` live places for its layers; `zero`: sharded over the axes along which tokens are
+    split.
+    """
     split = tuple(over.get(axis, ()) for axis in weight.axes)
     # what splits the experts splits nothing within them
     split = tuple(unused(axes, split[:d]) for d, axes in enumerate(split))
     ways = tuple(_devices(mesh, axes) for axes in split)
     sizes = zip(weight.axes, weight.shape, ways, strict=True)
     whole = [places if axis == "layers" else round_up(n, w) for axis, n, w in sizes]
-    padded, zero_dim, zero_axes = list(whole), None, unused(mesh.token_axes(across=False), split)
+    padded = list(whole)
+    zero_dim = None
+    zero_axes = unused(mesh.token_axes(across=False), split)
     degree = _devices(mesh, zero_axes)
     if zero and degree > 1 and not weight.counts:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
@@ -161,13 +185,27 @@ def place(
             zero_dim = min(free, key=lambda d: round_up(local[d], degree) / local[d])
             padded[zero_dim] = round_up(local[zero_dim], degree)
     return Placed(
-        weight.name, weight.axes, weight.shape, tuple(whole), tuple(padded), split, ways, zero_dim, zero_axes, degree, weight.decayed, trained,
-        weight.float32, weight.counts,
-    )  # fmt: skip
+        weight.name,
+        weight.axes,
+        weight.shape,
+        tuple(whole),
+        tuple(padded),
+        split,
+        ways,
+        zero_dim,
+        zero_axes,
+        degree,
+        weight.decayed,
+        trained,
+        weight.float32,
+        weight.counts,
+    )
 
 
 def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
-    """An array with the dimensions `dims` of a weight alone, unpadded, and `more` of size 1: split as that is where it divides."""
+    """An array with the dimensions `dims` of a weight alone, unpadded, and `more` of size 1: split as that is where it
+    divides.
+    """
     live = tuple(placed.unpadded[d] for d in dims)
     divides = [n % placed.ways[d] == 0 for d, n in zip(dims, live, strict=True)]
     over = tuple(placed.over[d] if fits else () for d, fits in zip(dims, divides, strict=True))
@@ -175,14 +213,26 @@ def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
     zero_dim = None
     if placed.zero_dim is not None and placed.zero_dim in dims:
         at = dims.index(placed.zero_dim)
-        zero_dim = at if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0 else None
+        zero_dim = (
+            at if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0 else None
+        )
     ones = (1,) * more
     axes = tuple(placed.axes[d] for d in dims) + ("one",) * more
     shape = tuple(placed.shape[d] for d in dims) + ones
     return Placed(
-        placed.name, axes, shape, live + ones, live + ones, over + ((),) * more, ways + ones, zero_dim, placed.zero_axes, placed.zero_degree,
-        placed.decayed, placed.trained,
-    )  # fmt: skip
+        placed.name,
+        axes,
+        shape,
+        live + ones,
+        live + ones,
+        over + ((),) * more,
+        ways + ones,
+        zero_dim,
+        placed.zero_axes,
+        placed.zero_degree,
+        placed.decayed,
+        placed.trained,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,18 +248,22 @@ def placed(
 ) -> tuple[Placed, ...]:
     """Every weight of a model on a mesh, see `place`. ConfigError where a name of `trainable` is no weight's.
 
-    Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards weights.
+    Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it
+    shards weights.
     """
-    over, every = splits(model, mesh, vocab, experts), all_weights(model, lora)
+    over = splits(model, mesh, vocab, experts)
+    every = all_weights(model, lora)
     for pattern in trainable:
         if not any(is_trained(weight, lora, (pattern,)) for weight in weights(model)):
             names = [weight.name for weight in weights(model)]
             raise ConfigError(
-                f"train.trainable has {short(repr(pattern))}, which no weight is called; they are {names[0]}, {names[1]} ... {names[-1]}"
-                + (nearest(pattern, names) or ".")
+                f"train.trainable has {short(repr(pattern))}, which no weight is called; they are {names[0]}, "
+                f"{names[1]} ... {names[-1]}" + (nearest(pattern, names) or ".")
             )
     trained = {weight: is_trained(weight, lora, trainable) for weight in every}
-    return tuple(place(w, over, mesh, places, zero_stage >= (1 if t else 3), t) for w, t in trained.items())
+    return tuple(
+        place(w, over, mesh, places, zero_stage >= (1 if t else 3), t) for w, t in trained.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -232,7 +286,8 @@ class Stages:
 
 def stages(config: Config) -> Stages:
     """As parallel.layer_split asks for, else as even as can be, longer ones first."""
-    parallel, pipeline = config.parallel, config.mesh.pipeline
+    parallel = config.parallel
+    pipeline = config.mesh.pipeline
     return _stages(config.model.layers, pipeline, parallel.virtual_stages, parallel.layer_split)
 
 
@@ -241,15 +296,26 @@ def _stages(layers: int, pipeline: int, chunks: int, layer_split: tuple[int, ...
     if pipeline == 1:
         return Stages((layers,), 1)
     virtual = pipeline * chunks
-    return Stages(layer_split or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)), chunks)
+    return Stages(
+        layer_split or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)),
+        chunks,
+    )
 
 
 def all_placed(config: Config) -> tuple[Placed, ...]:
     """Every weight of a config, in the order of `model.weights`."""
-    places, parallel = config.mesh.pipeline * stages(config).on_device, config.parallel
+    places = config.mesh.pipeline * stages(config).on_device
+    parallel = config.parallel
     return placed(
-        config.model, config.mesh, parallel.vocab, places, parallel.zero_stage, config.lora, config.train.trainable, expert_axes(config)
-    )  # fmt: skip
+        config.model,
+        config.mesh,
+        parallel.vocab,
+        places,
+        parallel.zero_stage,
+        config.lora,
+        config.train.trainable,
+        expert_axes(config),
+    )
 
 
 def zero_ways(config: Config) -> int:
@@ -258,16 +324,22 @@ def zero_ways(config: Config) -> int:
 
 
 def table(config: Config) -> Table:
-    """The table of a config's schedule: with G and R where it says when they are sent over data. ConfigError for one that cannot run."""
+    """The table of a config's schedule: with G and R where it says when they are sent over data.
+
+    ConfigError for one that cannot run.
+    """
     parallel = config.parallel
-    made = make_table(parallel.schedule, config.mesh.pipeline, parallel.microbatches, stages(config).chunks)
+    made = make_table(
+        parallel.schedule, config.mesh.pipeline, parallel.microbatches, stages(config).chunks
+    )
     if made.has_sends == sends_by_table(config):
         return made
     return made.without_sends() if made.has_sends else with_sends(made)
 
 
 def buckets(layers: int) -> list[tuple[int, int]]:
-    """(first, one behind the last) of the layers whose gradients are reduced together during the backward, where there is one stage.
+    """(first, one behind the last) of the layers whose gradients are reduced together during the backward, where there
+    is one stage.
 
     More buckets would have more travel under compute, and take longer to compile.
     """
@@ -277,23 +349,32 @@ def buckets(layers: int) -> list[tuple[int, int]]:
 
 def notes(config: Config) -> list[str]:
     """What a mesh pads or cannot split, and what it costs, a sentence each."""
-    model, mesh, parallel, notes = config.model, config.mesh, config.parallel, []
+    model = config.model
+    mesh = config.mesh
+    parallel = config.parallel
+    notes = []
     over = splits(model, mesh, parallel.vocab)
     if not over["kv_heads"]:
         notes.append(
-            f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds all key and value heads."
+            f"model.kv_heads {model.kv_heads} does not divide over mesh.tensor {mesh.tensor}: every tensor rank holds "
+            "all key and value heads."
         )
-    for name, size, axis in (("model.d_ff", model.d_ff, "mlp"), ("model.vocab_size", model.vocab_size, "vocab")):
+    for name, size, axis in (
+        ("model.d_ff", model.d_ff, "mlp"),
+        ("model.vocab_size", model.vocab_size, "vocab"),
+    ):
         ways = _devices(mesh, over[axis])
         if (padded := round_up(size, ways)) > size:
             notes.append(
-                f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more work there."
+                f"{name} {size} does not divide over {ways} devices: padded to {padded}, {padded / size - 1:.1%} more "
+                "work there."
             )
     assigned = stages(config)
     places = len(assigned.counts) * assigned.longest
     if model.layers < places and parallel.layer_split is None:
         notes.append(
-            f"model.layers {model.layers} does not divide over {len(assigned.counts)} stages: the longest has {assigned.longest}, "
+            f"model.layers {model.layers} does not divide over {len(assigned.counts)} stages: the longest has "
+            f"{assigned.longest}, "
             f"so {1 - model.layers / places:.0%} of the stages' time is idle."
         )
     if config.precision.matmul == "float8":
@@ -302,10 +383,12 @@ def notes(config: Config) -> list[str]:
         notes += float8.notes(config)
     data = zero_ways(config)
     for weight in all_placed(config):
-        padded, used = math.prod(weight.padded), math.prod(weight.whole)
+        padded = math.prod(weight.padded)
+        used = math.prod(weight.whole)
         if padded > used:
             notes.append(
-                f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: {padded / used - 1:.1%} more."
+                f"{weight.name} {weight.shape} is padded to {weight.padded} so that data {data} divides it: "
+                f"{padded / used - 1:.1%} more."
             )
         if (
             weight.zero_dim is None

@@ -1,4 +1,5 @@
-"""What the backward pass recomputes (activation checkpointing, Chen et al. 2016): parallel.remat as policies of jax.checkpoint.
+"""What the backward pass recomputes (activation checkpointing, Chen et al. 2016): parallel.remat as policies of
+jax.checkpoint.
 
     none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism the inputs
                 of products (Korthikanti et al. 2022, section 4.2.2)
@@ -8,7 +9,8 @@
     names       all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
     full        all of a layer
 
-The names are given where the values are made, in `model.layers` and `model.attention`; `config.schema.ACTIVATIONS` lists them.
+The names are given where the values are made, in `model.layers` and `model.attention`; `config.schema.ACTIVATIONS`
+lists them.
 """
 
 from collections.abc import Callable
@@ -24,14 +26,20 @@ from meshtrain.parallel.offload import HOST
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def checkpointed(layer: Callable, parallel: ParallelConfig, gathers: bool, rank: int = 0) -> Callable:
-    """`layer` under the policy of `parallel.remat`; `gathers`: it gathers weights or activations, which are never among what is kept; `rank`: of
-    its adapters, 0 without."""
+def checkpointed(
+    layer: Callable, parallel: ParallelConfig, gathers: bool, rank: int = 0
+) -> Callable:
+    """`layer` under the policy of `parallel.remat`; `gathers`: it gathers weights or activations, which are never among
+    what is kept; `rank`: of its adapters, 0 without.
+    """
     if parallel.remat == "none" and not gathers:
         return layer
-    # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is computed again.
+    # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is
+    # computed again.
     return jax.checkpoint(
-        layer, policy=_all_but_gathered if parallel.remat == "none" else _policy(parallel, rank), prevent_cse=False
+        layer,
+        policy=_all_but_gathered if parallel.remat == "none" else _policy(parallel, rank),
+        prevent_cse=False,
     )
 
 
@@ -51,7 +59,9 @@ def _policy(parallel: ParallelConfig, rank: int) -> Callable | None:
 
 
 def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Products with weights, but for those with LoRA's B: as wide as what they are added to, they are soon made of x A again."""
+    """Products with weights, but for those with LoRA's B: as wide as what they are added to, they are soon made of x A
+    again.
+    """
     if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params):
         return False
     (over, _), _ = params["dimension_numbers"]
@@ -59,5 +69,11 @@ def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps everything, but gathers again. Nor keeps another view of what was gathered: it would be a copy. Of float8 it keeps the bytes."""
-    return primitive.name not in ("all_gather", "slice", "reshape") and params.get("new_dtype") not in FLOAT8
+    """Keeps everything, but gathers again.
+
+    Nor keeps another view of what was gathered: it would be a copy. Of float8 it keeps the bytes.
+    """
+    return (
+        primitive.name not in ("all_gather", "slice", "reshape")
+        and params.get("new_dtype") not in FLOAT8
+    )

@@ -29,10 +29,13 @@ class MeshCollectives(VocabularyShards):
         self.platform = platform
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
-        self.context, strategy = config.mesh.context, config.parallel.context_strategy
-        self.by_heads, self.rings = strategy == "ulysses", strategy == "ring"
+        self.context = config.mesh.context
+        strategy = config.parallel.context_strategy
+        self.by_heads = strategy == "ulysses"
+        self.rings = strategy == "ring"
         self.experts = config.parallel.experts
-        self.expert_axes, self.expert_ranks = expert_axes(config), expert_ranks(config)
+        self.expert_axes = expert_axes(config)
+        self.expert_ranks = expert_ranks(config)
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -40,7 +43,9 @@ class MeshCollectives(VocabularyShards):
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:
             return lax.all_gather(x_BTD, TENSOR, axis=SEQUENCE, tiled=True)
-        return vary(x_BTD, (TENSOR,))  # after a norm it does already: the norm's scale does (see layers.Norm)
+        return vary(
+            x_BTD, (TENSOR,)
+        )  # after a norm it does already: the norm's scale does (see layers.Norm)
 
     def leave(self, y_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:
@@ -65,7 +70,11 @@ class MeshCollectives(VocabularyShards):
     def share_stream(self, weight: jax.Array) -> jax.Array:
         # The first rank's for all, so that its gradient is counted once; of a few numbers, [D].
         first = lax.axis_index(TENSOR) == 0
-        return weight if self.sequence_parallel else lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
+        return (
+            weight
+            if self.sequence_parallel
+            else lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
+        )
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, TENSOR)
@@ -87,17 +96,37 @@ class MeshCollectives(VocabularyShards):
 
         return positions(length, self.context, self.by_heads)
 
-    def attend_in_zigzag(self, kernel: Any, scoring: Any, q: jax.Array, k: jax.Array, v: jax.Array, masks: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
+    def attend_in_zigzag(
+        self,
+        kernel: Any,
+        scoring: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        masks: Any,
+        sinks: Any = None,
+    ) -> jax.Array:
         from meshtrain.parallel.context import zigzag_attention
 
         return zigzag_attention(kernel, scoring, self.rings, q, k, v, masks, sinks)
 
-    def attend_by_heads(self, attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, dropout: Any, sinks: Any = None) -> jax.Array:  # fmt: skip
+    def attend_by_heads(
+        self,
+        attend: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: Any,
+        dropout: Any,
+        sinks: Any = None,
+    ) -> jax.Array:
         from meshtrain.parallel.context import by_heads
 
         return by_heads(attend, q, k, v, segments, self, dropout, sinks)
 
-    def dispatch(self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    def dispatch(
+        self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         from meshtrain.parallel.experts import dispatched
 
         return dispatched(self, compute, experts, rows, chosen, weights)
@@ -125,7 +154,9 @@ class MeshCollectives(VocabularyShards):
         return (TENSOR,) if self.sequence_parallel else ()
 
     def from_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:
-        """The value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows back to there."""
+        """The value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows back to
+        there.
+        """
         if PIPELINE not in self.vocabulary:
             return y
         return lax.psum(lax.select(here, y, vary(jax.numpy.zeros_like(y), varying(y))), PIPELINE)

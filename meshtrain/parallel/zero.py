@@ -1,18 +1,21 @@
-"""ZeRO over the `data` axis (Rajbhandari et al. 2020): what each data rank holds, and when it is gathered and scattered.
+"""ZeRO over the `data` axis (Rajbhandari et al. 2020): what each data rank holds, and when it is gathered and
+scattered.
 
-Between steps every stage from 1 on holds one shard of the fp32 master weights and of the optimizer state. They differ in the step:
+Between steps every stage from 1 on holds one shard of the fp32 master weights and of the optimizer state. They differ
+in the step:
 
     stage      start of the step     at each layer of a microbatch                          end of the step
     0          weights are replicated                                                  all-reduce of gradients       2Ψ sent
     1          all-gather weights                                                   reduce-scatter gradients      2Ψ
     2          all-gather weights    backward: reduce-scatter its gradient                                        2Ψ
     3                                all-gather its weights, twice; reduce-scatter                                3Ψ
-    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ of 3
+    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ
+    of 3
 
 (sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Over the microbatches gradients are summed in
-`precision.gradient_sums`, in full in stages 0 and 1 and where held, in stages 2 and 3 a shard of them. Three calls tell the story:
-`gather_params` makes what a step works on, `gather_at_use` gives the model a weight where it needs it, `reduce_grads` sums the
-accumulated gradients into shards.
+`precision.gradient_sums`, in full in stages 0 and 1 and where held, in stages 2 and 3 a shard of them. Three calls tell
+the story: `gather_params` makes what a step works on, `gather_at_use` gives the model a weight where it needs it,
+`reduce_grads` sums the accumulated gradients into shards.
 """
 
 from collections.abc import Callable
@@ -45,7 +48,8 @@ Tree = Any
 
 
 class Weights(NamedTuple):
-    """What a step differentiates (full weights, or shards) and what it only reads: frozen weights, and in stage 2 the gathered ones.
+    """What a step differentiates (full weights, or shards) and what it only reads: frozen weights, and in stage 2 the
+    gathered ones.
 
     Two trees of all weights, with None where one of them has nothing to say of a weight.
     """
@@ -59,7 +63,9 @@ class Weights(NamedTuple):
 
 
 class ReducedGradients(NamedTuple):
-    """A step's gradients as float32 shards, what compression keeps for the next step, and numbers for the row of metrics."""
+    """A step's gradients as float32 shards, what compression keeps for the next step, and numbers for the row of
+    metrics.
+    """
 
     shards: Tree
     feedback: Any  # a FeedbackState, or None
@@ -67,7 +73,9 @@ class ReducedGradients(NamedTuple):
 
 
 class EarlyReduced(NamedTuple):
-    """A gradient that was reduced before the others: its shard, and what was left out of each of its messages, float32 [messages, 2]."""
+    """A gradient that was reduced before the others: its shard, and what was left out of each of its messages, float32
+    [messages, 2].
+    """
 
     shard: jax.Array
     squares: list[jax.Array]
@@ -87,23 +95,31 @@ class Zero:
             from meshtrain.parallel.reduce.feedback import Feedback
 
             self.feedback = Feedback(layout, self.reduction)
-        self.compute, self.sums = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.gradient_sums)
-        self.gathers_at_use, self.scatters_at_use = gathers_at_use(config), scatters_at_use(config)
+        self.compute = jnp.dtype(config.precision.compute)
+        self.sums = jnp.dtype(config.precision.gradient_sums)
+        self.gathers_at_use = gathers_at_use(config)
+        self.scatters_at_use = scatters_at_use(config)
         self.overlaps_reduce_scatter = overlaps_reduce_scatter(config)
 
     def gather_params(self, masters: Tree, blocks: bool = True) -> Weights:
-        """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes with; without the
-        `blocks`, whose shards `gather_layers` takes.
+        """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes
+        with; without the `blocks`, whose shards `gather_layers` takes.
         """
-        stays = lambda weight: weight.float32 or self.layout.in_float8(weight)  # noqa: E731
-        computed = self.layout.map(lambda weight, x: x if stays(weight) else x.astype(self.compute), masters)
+        stays = lambda weight: weight.float32 or self.layout.in_float8(weight)
+        computed = self.layout.map(
+            lambda weight, x: x if stays(weight) else x.astype(self.compute), masters
+        )
         shards = vary(computed, self.axes)
         resident = shards if self.gathers_at_use else self.layout.map(self.gathered, shards)
         if not blocks:
             resident = {**resident, "blocks": shards["blocks"]}
         read_too = self.scatters_at_use and not self.gathers_at_use
-        constant = self.layout.map(lambda weight, x: x if read_too or not weight.trained else None, resident)
-        return Weights(self.layout.only_trained(shards if self.scatters_at_use else resident), constant)
+        constant = self.layout.map(
+            lambda weight, x: x if read_too or not weight.trained else None, resident
+        )
+        return Weights(
+            self.layout.only_trained(shards if self.scatters_at_use else resident), constant
+        )
 
     def gather_layers(self, shards: Weights) -> Weights:
         """Full weights of some layers, stacked, from their shards."""
@@ -125,12 +141,19 @@ class Zero:
         """Zeros to sum gradients of a tree of weights in."""
 
         def zeros(weight: Placed, w: jax.Array | None) -> jax.Array | None:
-            return None if w is None else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
+            return (
+                None
+                if w is None
+                else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
+            )
 
         return vary(self.layout.map(zeros, weights), self.axes)
 
-    def reduce_grads(self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array) -> ReducedGradients:
-        """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis that the weight lacks.
+    def reduce_grads(
+        self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array
+    ) -> ReducedGradients:
+        """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis
+        that the weight lacks.
 
         `feedback` is what compression kept of the last step.
         """
@@ -138,7 +161,10 @@ class Zero:
         residuals, qs = (nothing, nothing) if feedback is None else feedback
 
         def reduce(
-            weight: Placed, g: jax.Array | EarlyReduced, residual: jax.Array | None, q: jax.Array | None
+            weight: Placed,
+            g: jax.Array | EarlyReduced,
+            residual: jax.Array | None,
+            q: jax.Array | None,
         ) -> ReducedGradient | None:
             if not weight.trained:
                 return None
@@ -159,9 +185,9 @@ class Zero:
         return ReducedGradients(shards, state, measured)
 
     def reduce_early(self, part: str, gradients: Tree) -> Tree:
-        """Reduce-scatters a part's gradients (of the blocks: of some layers, stacked) that are already complete, to overlap with the rest
-        of the backward pass; `reduce_grads` passes them through. Norms and biases, which are small, stay as they are: at the end one
-        message takes all of them.
+        """Reduce-scatters a part's gradients (of the blocks: of some layers, stacked) that are already complete, to
+        overlap with the rest of the backward pass; `reduce_grads` passes them through. Norms and biases, which are
+        small, stay as they are: at the end one message takes all of them.
         """
 
         def reduce(weight: Placed, g: jax.Array | None) -> Tree:
@@ -172,9 +198,12 @@ class Zero:
 
         return jax.tree.map(reduce, self.layout.weights[part], gradients, is_leaf=is_placed)
 
-    def add_gradient(self, weight: Placed, total: jax.Array, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """`total` of a weight's gradient with what `add` puts, number by number, into a full one in float32: straight into it where it is
-        that, else into zeros, which are scattered in stages 2 and 3."""
+    def add_gradient(
+        self, weight: Placed, total: jax.Array, add: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """`total` of a weight's gradient with what `add` puts, number by number, into a full one in float32: straight
+        into it where it is that, else into zeros, which are scattered in stages 2 and 3.
+        """
         scatters = self.scatters_at_use and weight.zero_dim is not None
         if total.dtype == jnp.float32 and not scatters:
             return add(total)
@@ -189,7 +218,9 @@ class Zero:
         across = self.reduction.all_reduce_islands(weight, inside.shard)
         shard = across.shard.astype(jnp.float32)
         squares = left_out(g, inside) + left_out(inside.shard, across)
-        return ReducedGradient(lax.psum(shard, weight.replicated) if weight.replicated else shard, squares)
+        return ReducedGradient(
+            lax.psum(shard, weight.replicated) if weight.replicated else shard, squares
+        )
 
     def gathered(self, weight: Placed, shard: Any) -> Any:
         """`gather` of what a state has of a weight."""
@@ -223,7 +254,10 @@ class Zero:
 
 
 def gather(weight: Placed, shard: jax.Array) -> jax.Array:
-    """All-gather over `zero_axes` along the weight's ZeRO dimension, padding off. Takes stacked leaves and single layers of them."""
+    """All-gather over `zero_axes` along the weight's ZeRO dimension, padding off.
+
+    Takes stacked leaves and single layers of them.
+    """
     if weight.zero_dim is None:
         return shard
     dim = zero_dimension(weight, shard)

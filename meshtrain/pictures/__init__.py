@@ -1,4 +1,5 @@
-"""Pictures for a notebook, and the same as text for a terminal: what a mesh, a weight, a step, a schedule and a plan look like.
+"""Pictures for a notebook, and the same as text for a terminal: what a mesh, a weight, a step, a schedule and a plan
+look like.
 
     show(thing) ──by its class──► Picture(html, text)
 
@@ -13,8 +14,9 @@
     Plan                            memory, time and traffic of a layout                               plan.page
     what has a `picture`            that: a Probe, how fast each pair of devices talks                 probe.page
 
-Everything of ours shows itself as the last line of a cell; `mt.show` is for what JAX made. HTML with inline styles and SVG: no script,
-nothing fetched, right on white and on black. One colour an axis (data blue, tensor orange, pipeline green, islands purple), one hue a stage.
+Everything of ours shows itself as the last line of a cell; `mt.show` is for what JAX made. HTML with inline styles and
+SVG: no script, nothing fetched, right on white and on black. One colour an axis (data blue, tensor orange, pipeline
+green, islands purple), one hue a stage.
 """
 
 import importlib
@@ -60,7 +62,8 @@ def picture(config: Config) -> Picture:
 
     Pointing at a key shows its meaning.
     """
-    html, text = [], []
+    html = []
+    text = []
     above: list[str] = []
     for path, key in keys(Config).items():
         value = value_of(config, path)
@@ -71,14 +74,26 @@ def picture(config: Config) -> Picture:
             if sections[: depth + 1] != above[: depth + 1]:
                 html.append(_line(depth, f"{section}:"))
                 text.append(f"{'  ' * depth}{section}:")
-        above, depth = sections, len(sections)
+        above = sections
+        depth = len(sections)
         plain = list(value) if isinstance(value, tuple) else value
-        words = yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").rstrip()
-        html.append(_line(depth, f'<span title="{escape(key.doc)}">{escape(name)}: <b>{escape(words)}</b></span>'))
+        words = (
+            yaml.safe_dump(plain, default_flow_style=True, width=math.inf)
+            .removesuffix("...\n")
+            .rstrip()
+        )
+        html.append(
+            _line(
+                depth,
+                f'<span title="{escape(key.doc)}">{escape(name)}: <b>{escape(words)}</b></span>',
+            )
+        )
         text.append(f"{'  ' * depth}{name}: {words}")
     if not text:
         return Picture(block(faint("the defaults")), "{}  # the defaults")
-    return Picture(f'<div style="font:12px/1.5 ui-monospace,monospace">{"".join(html)}</div>', "\n".join(text))
+    return Picture(
+        f'<div style="font:12px/1.5 ui-monospace,monospace">{"".join(html)}</div>', "\n".join(text)
+    )
 
 
 def _line(depth: int, words: str) -> str:

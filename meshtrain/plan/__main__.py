@@ -29,9 +29,18 @@ from meshtrain.sources import SOURCES
 
 # A layout that is legal for every model and batch.
 ONE_DEVICE = (
-    "mesh.data=1", "mesh.tensor=1", "mesh.pipeline=1", "mesh.context=1", "mesh.islands=1", "parallel.microbatches=1", "parallel.schedule=auto",
-    "parallel.virtual_stages=1", "parallel.layer_split=null", "parallel.sequence_parallel=false", "parallel.context_strategy=auto",
-)  # fmt: skip
+    "mesh.data=1",
+    "mesh.tensor=1",
+    "mesh.pipeline=1",
+    "mesh.context=1",
+    "mesh.islands=1",
+    "parallel.microbatches=1",
+    "parallel.schedule=auto",
+    "parallel.virtual_stages=1",
+    "parallel.layer_split=null",
+    "parallel.sequence_parallel=false",
+    "parallel.context_strategy=auto",
+)
 DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
 
 
@@ -54,44 +63,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.config:
         words.error("--config FILE is needed: the YAML file of the run")
     # Who names a file alone wants the file alone.
-    ranked, options.search = options.search, options.search or bool(options.write)
+    ranked = options.search
+    options.search = options.search or bool(options.write)
     config = _load(options)
     _check_targets(config, options)
     cluster = _cluster(config, options)
     config = as_run_on(cluster.accelerator.platform, config)
     if options.flags:
         known = config, cluster, flags.installed(), os.environ
-        print(json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known))
+        print(
+            json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known)
+        )
         return 0
-    return _search(config, cluster, options, ranked) if options.search else _plan(config, cluster, options)
+    return (
+        _search(config, cluster, options, ranked)
+        if options.search
+        else _plan(config, cluster, options)
+    )
 
 
 def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.plan", description=DESCRIPTION)
     parser.add_config(required=False)
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file, one of configs/clusters, or an accelerator (default: cpu with run.fake_devices, else h100)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
-    parser.add_argument("--search", action="store_true", help="ranks every legal layout of the cluster's devices")
-    parser.add_argument("--allow", choices=("float8",), help="with --search, also layouts with precision.matmul: float8, which changes losses a little")  # fmt: skip
-    parser.add_argument("--devices", type=whole_number, metavar="N", help="devices to search layouts for (default: all of the cluster's, else the mesh's)")  # fmt: skip
-    parser.add_argument("--write", metavar="FILE", help="where the best layout's config goes (default of --search: CONFIG-best.yaml); without --search nothing is ranked")  # fmt: skip
-    parser.add_argument("--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text")
     parser.add_argument(
-        "--csv", metavar="FILE", help="writes the schedule's table as a start for one's own; - prints it"
+        "--cluster",
+        metavar="FILE|NAME",
+        help="a YAML file, one of configs/clusters, or an accelerator (default: cpu with run.fake_devices, else h100)",
     )
-    parser.add_argument("--html", metavar="FILE", help="writes the whole report as one page with pictures")
-    parser.add_argument("--compile", metavar="TARGET[xN]", help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares")  # fmt: skip
     parser.add_argument(
-        "--jobs", metavar="FILE", help="places the jobs of a YAML file on the cluster; see configs/jobs"
+        "--json", action="store_true", help="prints one JSON object in place of tables"
     )
-    parser.add_argument("--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes")
-    parser.add_argument("--flags", action="store_true", help="prints the flags of XLA and NCCL that launch sets for the config on the cluster, and why")  # fmt: skip
-    parser.add_argument("--measure", action="store_true", help="measures this machine and prints a cluster description")
+    parser.add_argument(
+        "--search", action="store_true", help="ranks every legal layout of the cluster's devices"
+    )
+    parser.add_argument(
+        "--allow",
+        choices=("float8",),
+        help="with --search, also layouts with precision.matmul: float8, which changes losses a little",
+    )
+    parser.add_argument(
+        "--devices",
+        type=whole_number,
+        metavar="N",
+        help="devices to search layouts for (default: all of the cluster's, else the mesh's)",
+    )
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        help="where the best layout's config goes (default of --search: CONFIG-best.yaml); without --search nothing "
+        "is ranked",
+    )
+    parser.add_argument(
+        "--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text"
+    )
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="writes the schedule's table as a start for one's own; - prints it",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="writes the whole report as one page with pictures"
+    )
+    parser.add_argument(
+        "--compile",
+        metavar="TARGET[xN]",
+        help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares",
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="FILE",
+        help="places the jobs of a YAML file on the cluster; see configs/jobs",
+    )
+    parser.add_argument(
+        "--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes"
+    )
+    parser.add_argument(
+        "--flags",
+        action="store_true",
+        help="prints the flags of XLA and NCCL that launch sets for the config on the cluster, and why",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measures this machine and prints a cluster description",
+    )
     return parser
 
 
 def _load(options: argparse.Namespace) -> Config:
-    """The config; of a search also one whose own layout is not legal, since the search replaces it: then on one device."""
+    """The config; of a search also one whose own layout is not legal, since the search replaces it: then on one
+    device.
+    """
     try:
         return load(options.config, options.set, reading=True)
     except ConfigError as error:
@@ -127,14 +189,18 @@ def _check_targets(config: Config, options: argparse.Namespace) -> None:
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
-    needed = max(config.mesh.devices, options.devices or 0) if options.search else config.mesh.devices
+    needed = (
+        max(config.mesh.devices, options.devices or 0) if options.search else config.mesh.devices
+    )
     usual = usual_cluster(config)
     if options.compile:
         target = parse_target(options.compile, config.mesh.devices)
         usual = CLUSTERS.get(target, target)
     cluster = named(options.cluster or usual, needed)
     if options.search and cluster.devices < (options.devices or 0):
-        raise ConfigError(f"--devices {options.devices} is more than the {cluster.devices} devices of cluster {cluster.name}.")  # fmt: skip
+        raise ConfigError(
+            f"--devices {options.devices} is more than the {cluster.devices} devices of cluster {cluster.name}."
+        )
     return cluster if options.search else large_enough(cluster, config)
 
 
@@ -144,7 +210,9 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     compiled = compile_step(config, options.compile) if options.compile else None
     only_files = (options.gantt or options.csv or options.html) and not compiled
     if options.json:
-        output = report.as_json(planned) | {"changes": [list(change.settings) for change in changes]}
+        output = report.as_json(planned) | {
+            "changes": [list(change.settings) for change in changes]
+        }
         print(json.dumps(output | ({"compiled": compiled.as_json()} if compiled else {}), indent=2))
     elif not only_files:
         console = Console(highlight=False)
@@ -154,7 +222,11 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         for note in _notes(planned):
             console.print(f"note: {note}", style="yellow")
     if options.gantt and (line := planned.timeline):
-        _print_or_write(options.gantt, draw.gantt_text(line, _width()), file(draw.gantt_svg(line, units.duration)))
+        _print_or_write(
+            options.gantt,
+            draw.gantt_text(line, _width()),
+            file(draw.gantt_svg(line, units.duration)),
+        )
     if options.csv:
         table = pipeline.table(config).to_csv()
         _print_or_write(options.csv, table, table)
@@ -179,18 +251,25 @@ def _print_or_write(target: str, text: str, file: str) -> None:
 
 
 def _notes(planned: Plan) -> list[str]:
-    """Notes that a run of the config would log before its first step (its schedule where that was left open; what is padded, replicated or
-    cannot be sharded, and its cost), and those on what its schedule costs by the plan.
+    """Notes that a run of the config would log before its first step (its schedule where that was left open; what is
+    padded, replicated or cannot be sharded, and its cost), and those on what its schedule costs by the plan.
     """
     config = planned.config
     return [
-        *chosen(config), *notes(config), *placement.notes(config), *advice.notes(planned), *axes.notes(planned), *_not_here(config)
-    ]  # fmt: skip
+        *chosen(config),
+        *notes(config),
+        *placement.notes(config),
+        *advice.notes(planned),
+        *axes.notes(planned),
+        *_not_here(config),
+    ]
 
 
 def _not_here(config: Config) -> list[str]:
     """Notes on what training would refuse on this machine; it may be planned for another."""
-    data, fakes, needed = config.data, config.run.fake_devices, config.mesh.devices
+    data = config.data
+    fakes = config.run.fake_devices
+    needed = config.mesh.devices
     sources = data.mixture or (data.source,)
     files = [("source", name) for name in sources if name not in SOURCES]
     files += [("tokenizer", data.tokenizer)] if data.tokenizer != "byte" else []
@@ -201,19 +280,23 @@ def _not_here(config: Config) -> list[str]:
     ]
     if 0 < fakes < needed:
         sentences.append(
-            f"run.fake_devices {fakes} is less than the {needed} devices of the mesh: training on fake devices is refused."
+            f"run.fake_devices {fakes} is less than the {needed} devices of the mesh: training on fake devices is "
+            "refused."
         )
     return sentences
 
 
 def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranked: bool) -> int:
-    own_size = options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
+    own_size = (
+        options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
+    )
     devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
     result = search(config, cluster, devices, float8=options.allow == "float8")
     if not result.plans:
         smallest = estimate(result.smallest.config, cluster)
         raise ConfigError(
-            f"none of {result.legal:,} layouts fits: the smallest holds {units.size(smallest.bytes)} a device, and {cluster.accelerator.name} "
+            f"none of {result.legal:,} layouts fits: the smallest holds {units.size(smallest.bytes)} a device, and "
+            f"{cluster.accelerator.name} "
             f"has {units.size(cluster.accelerator.usable_bytes)}; take more devices, or a smaller batch or model."
         )
     if options.json:
@@ -226,7 +309,12 @@ def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranke
             }
             for p in result.plans
         ]
-        sizes = {"devices": devices, "legal": result.legal, "fitting": result.fitting, "seconds": result.seconds}
+        sizes = {
+            "devices": devices,
+            "legal": result.legal,
+            "fitting": result.fitting,
+            "seconds": result.seconds,
+        }
         print(json.dumps(sizes | {"best": best}, indent=2))
     elif ranked:
         Console(highlight=False).print(report.ranking(result, devices))

@@ -35,14 +35,27 @@ class Widths(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     """The widths of a model's layers over `tensor` devices."""
-    heads, own, k = model.heads // tensor, local_kv_heads(model.kv_heads, tensor), model.head_dim
+    heads = model.heads // tensor
+    own = local_kv_heads(model.kv_heads, tensor)
+    k = model.head_dim
     groups = own if own * tensor == model.kv_heads else heads
     stream = model.d_model / (tensor if sequence_parallel else 1)
     hidden = -(-model.d_ff // tensor)
     normed = (heads + own) * k if model.qk_norm else 0
     behind = stream if model.post_norms else 0
     matrices = 1 + FAMILIES[model.family].gated
-    return Widths(stream, model.d_model, heads, heads * k, own * k, groups * k, hidden, matrices, normed, behind)
+    return Widths(
+        stream,
+        model.d_model,
+        heads,
+        heads * k,
+        own * k,
+        groups * k,
+        hidden,
+        matrices,
+        normed,
+        behind,
+    )
 
 
 def _model_drops(config: Config) -> bool:
@@ -51,7 +64,8 @@ def _model_drops(config: Config) -> bool:
 
 def kernel(config: Config, platform: str) -> Kernel:
     """How the program computes attention on a platform."""
-    model, pieces = config.model, in_pieces(config)
+    model = config.model
+    pieces = in_pieces(config)
     length = shapes.length(config) if pieces else config.train.sequence_length
     window = 0 < model.window < config.train.sequence_length
     dtype = config.precision.compute
@@ -76,11 +90,16 @@ def is_packed(config: Config) -> bool:
 def makes_attention_again(config: Config) -> bool:
     """Whether the backward computes attention again."""
     parallel = config.parallel
-    return parallel.remat != "none" and "attention" not in (*parallel.names_kept, *parallel.remat_offload)
+    return parallel.remat != "none" and "attention" not in (
+        *parallel.names_kept,
+        *parallel.remat_offload,
+    )
 
 
 def in_pieces(config: Config) -> bool:
-    """Whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see `parallel.context`)."""
+    """Whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see
+    `parallel.context`).
+    """
     return config.mesh.context > 1 and config.parallel.context_strategy != "ulysses"
 
 
@@ -96,8 +115,12 @@ ALL = Tuned()
 
 
 def tuned(config: Config) -> Tuned:
-    """Counts what a config's trained weights ask for: what is frozen and has no adapter asks for nothing (see `model.products.linear`)."""
-    model, lora, trainable = config.model, config.lora, config.train.trainable
+    """Counts what a config's trained weights ask for: what is frozen and has no adapter asks for nothing (see
+    `model.products.linear`).
+    """
+    model = config.model
+    lora = config.lora
+    trainable = config.train.trainable
     if not (lora.rank or trainable):
         return ALL
     names = {
@@ -111,13 +134,22 @@ def tuned(config: Config) -> Tuned:
 
 @functools.lru_cache(maxsize=65536)
 def residuals(
-    model: ModelConfig, tensor: int, sequence_parallel: bool, remat: str, names: tuple[str, ...], size: int, tuned: Tuned = ALL,
+    model: ModelConfig,
+    tensor: int,
+    sequence_parallel: bool,
+    remat: str,
+    names: tuple[str, ...],
+    size: int,
+    tuned: Tuned = ALL,
     given: float = 0.0,
-) -> float:  # fmt: skip
-    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides weights.
+) -> float:
+    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides
+    weights.
 
-    Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those that
-    remat: names keeps, `size` is of an element, `given` of one that is kept for a weight's gradient alone (0: the same).
+    Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those
+    that
+    remat: names keeps, `size` is of an element, `given` of one that is kept for a weight's gradient alone (0: the
+    same).
     """
     w = widths(model, tensor, sequence_parallel)
     if remat == "full":
@@ -126,20 +158,32 @@ def residuals(
         return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
         gathered = w.full * (1 + model.post_norms)
-        return size * (w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + tuned.ranks)
-    # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather again
+        return size * (
+            w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + tuned.ranks
+        )
+    # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather
+    # again
     given = given or size
     stream = size * (2 * w.stream + 2 * w.behind) + given * tuned.inputs * w.stream
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
     # and of each query the log of its sum, in float32
     sums = 4 * w.heads
-    products = (tuned.hidden * given / size + w.matrices) * w.hidden + 2 * w.query + 2 * w.key + w.normed + tuned.ranks
+    products = (
+        (tuned.hidden * given / size + w.matrices) * w.hidden
+        + 2 * w.query
+        + 2 * w.key
+        + w.normed
+        + tuned.ranks
+    )
     return stream + size * products + sums + dropped
 
 
 def named(w: Widths, name: str, size: int) -> float:
-    """Bytes a token of an activation that remat: names can keep (see `model.layers`). Only a norm behind the MLP reads mlp_out again."""
+    """Bytes a token of an activation that remat: names can keep (see `model.layers`).
+
+    Only a norm behind the MLP reads mlp_out again.
+    """
     return {
         # a norm of its own takes keys before they are spread out
         "qkv": size * (w.query + (w.own if w.normed else w.key) + w.key),
@@ -165,21 +209,35 @@ def offloaded(config: Config) -> float:
 
 
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
-    tensor, split = config.mesh.tensor, config.parallel.sequence_parallel
+    tensor = config.mesh.tensor
+    split = config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    held = residuals(config.model, tensor, split, remat, names, size, tuned(config), float8.kept_size(config))
-    if config.mesh.context > 1 and config.parallel.context_strategy == "ulysses" and remat == "none":
+    held = residuals(
+        config.model, tensor, split, remat, names, size, tuned(config), float8.kept_size(config)
+    )
+    if (
+        config.mesh.context > 1
+        and config.parallel.context_strategy == "ulysses"
+        and remat == "none"
+    ):
         # the output in the order of the tokens too
         held += size * widths(config.model, tensor, split).query
-    of_experts = experts.kept(config, remat, names, float8.kept_size(config)) if config.model.moe.experts else 0.0
+    of_experts = (
+        experts.kept(config, remat, names, float8.kept_size(config))
+        if config.model.moe.experts
+        else 0.0
+    )
     return shapes.tokens(config) * held + of_experts
 
 
 def weight_grad_residuals(config: Config) -> float:
-    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient (`parallel.pipeline.split_backward`):
-    cotangents of what the products give, and where the layer was computed again what these were given too.
+    """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient
+    (`parallel.pipeline.split_backward`): cotangents of what the products give, and where the layer was computed again
+    what these were given too.
     """
-    model, tensor, parallel = config.model, config.mesh.tensor, config.parallel
+    model = config.model
+    tensor = config.mesh.tensor
+    parallel = config.parallel
     w = widths(model, tensor, parallel.sequence_parallel)
     width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own
     if parallel.remat == "dots":
@@ -199,14 +257,16 @@ def weight_grad_residuals(config: Config) -> float:
 
 
 def work(config: Config, platform: str) -> float:
-    """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and the residual
-    stream in the forms that the products and the attention want it in. Where attention runs in blocks also some of scores; if the
-    layer is computed again its forward's beside its backward's, and with dropout what the random numbers are made of.
+    """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and
+    the residual stream in the forms that the products and the attention want it in. Where attention runs in blocks also
+    some of scores; if the layer is computed again its forward's beside its backward's, and with dropout what the random
+    numbers are made of.
     """
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
     pieces = in_pieces(config)
     length = shapes.length(config) // 2 if pieces else config.train.sequence_length
-    size, how = shapes.itemsize(config.precision.compute), kernel(config, platform)
+    size = shapes.itemsize(config.precision.compute)
+    how = kernel(config, platform)
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
     mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
@@ -216,19 +276,24 @@ def work(config: Config, platform: str) -> float:
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if _model_drops(config) else 3) * block
     across = _across(config, w, size)
-    # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with tensor parallelism these
-    # are under the MLP's own messages.
+    # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
+    # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
     of_experts = experts.at_hand(config) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
 
 
 def _across(config: Config, w: Widths, size: int) -> float:
-    """Bytes a token that attention's backward has at hand where tokens are split over context: queries, output and their cotangents, in float32
-    as they are summed; and keys, values and their float32 cotangents, gathered of all ranks, of a ring those that come and those that go."""
-    n, own = config.mesh.context, size * 3 * (w.full + w.query) + FLOAT32 * 2 * w.query
+    """Bytes a token that attention's backward has at hand where tokens are split over context: queries, output and
+    their cotangents, in float32 as they are summed; and keys, values and their float32 cotangents, gathered of all
+    ranks, of a ring those that come and those that go.
+    """
+    n = config.mesh.context
+    own = size * 3 * (w.full + w.query) + FLOAT32 * 2 * w.query
     if n == 1:
         return 0.0
     if config.parallel.context_strategy == "ulysses":
         return own + size * (4 * w.query + 4 * w.key)
-    return own + (2 if config.parallel.context_strategy == "ring" else n) * 2 * w.key * (size + FLOAT32)
+    return own + (2 if config.parallel.context_strategy == "ring" else n) * 2 * w.key * (
+        size + FLOAT32
+    )

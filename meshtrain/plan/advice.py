@@ -1,4 +1,6 @@
-"""What to change in a layout: the best schedule; and where it does not fit the cheapest changes of a key or two, by step time."""
+"""What to change in a layout: the best schedule; and where it does not fit the cheapest changes of a key or two, by
+step time.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ class Change:
 
 
 def cheapest(over: Plan, count: int = 3) -> list[Change]:
-    """Up to `count` changes that make `over` fit on the same devices: of one step, and if those are too few of more. A schedule that
-    makes it fit alone comes first, the others by step time.
+    """Up to `count` changes that make `over` fit on the same devices: of one step, and if those are too few of more.
+
+    A schedule that makes it fit alone comes first, the others by step time.
     """
     frontier: dict[tuple[str, ...], Config] = {(): over.config}
     fitting: dict[tuple[str, ...], Change] = {}
@@ -73,8 +76,8 @@ def changes(planned: Plan) -> list[Change]:
 
 
 def best_schedule(planned: Plan) -> Change | None:
-    """The schedule that takes least time on the same mesh with the same microbatches, of those that fit; None where it would gain
-    little or nothing. By formula, and simulated to be sure.
+    """The schedule that takes least time on the same mesh with the same microbatches, of those that fit; None where it
+    would gain little or nothing. By formula, and simulated to be sure.
     """
     if (fastest := _fastest_schedule(planned.config, planned.cluster)) is None:
         return None
@@ -85,7 +88,9 @@ def best_schedule(planned: Plan) -> Change | None:
 
 
 def notes(planned: Plan) -> list[str]:
-    """Sentences on what products in float8 gain, where there are any, and on what the schedule costs beside others, if it does."""
+    """Sentences on what products in float8 gain, where there are any, and on what the schedule costs beside others, if
+    it does.
+    """
     return [*_of_float8(planned), *_of_schedule(planned)]
 
 
@@ -96,11 +101,18 @@ def _of_float8(planned: Plan) -> list[str]:
     plain = estimate(put(config, precision={"matmul": "compute"}), planned.cluster)
     takes = planned.seconds / plain.seconds
     pays = "pays" if takes < WORTH_SAYING else "does not pay"
-    sentence = f"precision.matmul float8 {pays} for this model here: the step takes {takes:.2f} of the time, and holds {planned.bytes / plain.bytes:.2f} of the bytes, of compute."
+    sentence = (
+        f"precision.matmul float8 {pays} for this model here: the step takes {takes:.2f} of the time, and "
+        f"holds {planned.bytes / plain.bytes:.2f} of the bytes, of compute."
+    )
     if config.precision.float8_recipe == "blockwise":
-        return [f"{sentence} XLA has no kernel for a scale of each block, so that products gain nothing."]
+        return [
+            f"{sentence} XLA has no kernel for a scale of each block, so that products gain nothing."
+        ]
     if config.model.moe.experts:
-        sentence += " Products of experts gain nothing: what is rounded is multiplied in precision.compute."
+        sentence += (
+            " Products of experts gain nothing: what is rounded is multiplied in precision.compute."
+        )
     if not planned.cluster.accelerator.peak.float8:
         return [f"{sentence} {planned.cluster.accelerator.name} has no products in float8."]
     return [sentence]
@@ -118,22 +130,36 @@ def _of_schedule(planned: Plan) -> list[str]:
 
 
 def _heavy(planned: Plan) -> list[str]:
-    """1F1B is taken for what it saves in memory, and other schedules for less idle time or still less memory: by the plan they may not."""
-    config, chunks = planned.config, stages(planned.config).chunks
+    """1F1B is taken for what it saves in memory, and other schedules for less idle time or still less memory: by the
+    plan they may not.
+    """
+    config = planned.config
+    chunks = stages(planned.config).chunks
     schedule = config.parallel.schedule
     plain = (PLAIN, 1) if legal_chunks(schedule) or chunks == 1 else (CHUNKED, chunks)
-    if not runs_table(config) or (schedule, chunks) == plain or config.parallel.layer_split is not None:
+    if (
+        not runs_table(config)
+        or (schedule, chunks) == plain
+        or config.parallel.layer_split is not None
+    ):
         return []
-    other = estimate(put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster)
+    other = estimate(
+        put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster
+    )
     if planned.bytes < HEAVY * other.bytes:
         return []
     waits = ""
     if pipeline.facts(config).split:
         recomputed = config.parallel.remat != "none"
-        what = f"what remat: {config.parallel.remat} computes again waits" if recomputed else "cotangents wait"
+        what = (
+            f"what remat: {config.parallel.remat} computes again waits"
+            if recomputed
+            else "cotangents wait"
+        )
         waits = f", since {what} for the weight gradients"
     return [
-        f"{short(schedule)} holds {planned.bytes / 2**30:.3g} GiB a device{waits}, where {plain[0]} would hold {other.bytes / 2**30:.3g} and "
+        f"{short(schedule)} holds {planned.bytes / 2**30:.3g} GiB a device{waits}, where {plain[0]} would hold "
+        f"{other.bytes / 2**30:.3g} and "
         f"take {other.seconds / planned.seconds:.2f} of the step's time."
     ]
 
@@ -143,13 +169,18 @@ def sentence(over: Plan, changes: list[Change]) -> str:
     device = over.cluster.accelerator
     missing = over.bytes - device.usable_bytes
     start = (
-        f"the layout needs {over.bytes / 2**30:.1f} GiB a device, {missing / 2**30:.1f} GiB more than the {device.usable_bytes / 2**30:.1f} GiB "
+        f"the layout needs {over.bytes / 2**30:.1f} GiB a device, {missing / 2**30:.1f} GiB more than the "
+        f"{device.usable_bytes / 2**30:.1f} GiB "
         f"that {device.name} has for it"
     )
     if not changes:
-        return f"{start}; no small change on {over.devices} devices makes it fit: search with --search, or take more devices."
+        return (
+            f"{start}; no small change on {over.devices} devices makes it fit: search with --search, or take more "
+            "devices."
+        )
     texts = [
-        f"{', '.join(c.settings)} ({c.nbytes / 2**30:.1f} GiB, step x {c.seconds / over.seconds:.2f})" for c in changes
+        f"{', '.join(c.settings)} ({c.nbytes / 2**30:.1f} GiB, step x {c.seconds / over.seconds:.2f})"
+        for c in changes
     ]
     return f"{start}; cheapest ways to make it fit: {'; '.join(texts)}."
 
@@ -164,7 +195,8 @@ _SCHEDULE = ("schedule", "virtual_stages", "layer_split")
 def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
     """The fastest of the other schedules by formula, with its settings; if none fits, the one that holds least."""
     ranked = []
-    layers, pipelined = config.model.layers, config.mesh.pipeline
+    layers = config.model.layers
+    pipelined = config.mesh.pipeline
     named = [*schedules(layers, config.mesh), *with_empty_ends(layers, config.mesh)]
     if len(named) == 1:
         return None
@@ -183,13 +215,19 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
     fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]
     if fastest == config:
         return None
-    changed = [*_SCHEDULE[:2], *_SCHEDULE[2:] * (fastest.parallel.layer_split != config.parallel.layer_split)]
-    return tuple(f"parallel.{key}={as_text(getattr(fastest.parallel, key))}" for key in changed), fastest
+    changed = [
+        *_SCHEDULE[:2],
+        *_SCHEDULE[2:] * (fastest.parallel.layer_split != config.parallel.layer_split),
+    ]
+    return tuple(
+        f"parallel.{key}={as_text(getattr(fastest.parallel, key))}" for key in changed
+    ), fastest
 
 
 def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
     """Configs one step away that tend to hold less, with the settings that lead there."""
-    parallel, mesh = config.parallel, config.mesh
+    parallel = config.parallel
+    mesh = config.mesh
 
     def change(section: str, **keys) -> tuple[tuple[str, ...], Config]:
         settings = tuple(f"{section}.{k}={as_text(v)}" for k, v in keys.items())
@@ -207,7 +245,9 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
         if parallel.remat != remat:
             yield change("parallel", remat=remat, **unnamed)
     for name in parallel.remat_keep:
-        yield change("parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name))
+        yield change(
+            "parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name)
+        )
     if mesh.tensor > 1 and not parallel.sequence_parallel:
         yield change("parallel", sequence_parallel=True)
     for factor in (2, 4, 8):

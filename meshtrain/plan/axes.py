@@ -4,8 +4,9 @@
     neighbours are             32 apart        4 apart           1 apart
     levels crossed             rail 2          node 2, rail 4    node 4
 
-Devices are numbered so that neighbours of the last axis are next to each other, on the fastest links: it should be the one that sends
-most. A good order leaves almost nothing to gain (`docs/benchmarks.md`, Communication); one that is wrong for the links costs whole levels.
+Devices are numbered so that neighbours of the last axis are next to each other, on the fastest links: it should be the
+one that sends most. A good order leaves almost nothing to gain (`docs/benchmarks.md`, Communication); one that is wrong
+for the links costs whole levels.
 """
 
 import itertools
@@ -35,14 +36,20 @@ class AxisOnLinks:
 
 def axes_on_links(plan: Plan) -> list[AxisOnLinks]:
     """Axes that send something, in the mesh's order, the outermost first; joined ones after them."""
-    mesh, entries = plan.config.mesh, []
+    mesh = plan.config.mesh
+    entries = []
     for axis in dict.fromkeys(
-        [*(a for a in mesh.every_axis_in_order if mesh.ways(a) > 1), *(t.axis for t in plan.transfers)]
+        [
+            *(a for a in mesh.every_axis_in_order if mesh.ways(a) > 1),
+            *(t.axis for t in plan.transfers),
+        ]
     ):
-        group, transfers = plan.cluster.axis(axis, mesh), [t for t in plan.transfers if t.axis == axis]
+        group = plan.cluster.axis(axis, mesh)
+        transfers = [t for t in plan.transfers if t.axis == axis]
         levels = tuple((hop.level, hop.fan) for hop in group.hops)
         apart = min(mesh.stride(part) for part in axis.split("+"))
-        sent, spent = sum(t.sent for t in transfers), seconds(transfers, plan.cluster, mesh)
+        sent = sum(t.sent for t in transfers)
+        spent = seconds(transfers, plan.cluster, mesh)
         entries.append(AxisOnLinks(axis, group.size, apart, levels, sent, spent))
     return entries
 
@@ -54,11 +61,21 @@ def seconds(transfers: list[Transfer], cluster: Cluster, mesh: MeshConfig) -> fl
 
 def faster_order(plan: Plan) -> tuple[tuple[str, ...], float] | None:
     """(order, share of the step that it saves) of the axes' fastest order, if it saves more than `WORTH`."""
-    own, *others = ((seconds(plan.transfers, plan.cluster, mesh), mesh.order) for mesh in _orders(plan.config.mesh))
+    own, *others = (
+        (seconds(plan.transfers, plan.cluster, mesh), mesh.order)
+        for mesh in _orders(plan.config.mesh)
+    )
     # What hides behind compute is worth less, so that those which promise most are planned as a whole.
-    promising = sorted(other for other in others if own[0] - other[0] > WORTH * plan.seconds)[:TRIED]
-    plans = [estimate(replaced(plan.config, mesh={"order": order}), plan.cluster) for _, order in promising]
-    best, order = min(((other.seconds, other.config.mesh.order) for other in plans), default=(plan.seconds, ()))
+    promising = sorted(other for other in others if own[0] - other[0] > WORTH * plan.seconds)[
+        :TRIED
+    ]
+    plans = [
+        estimate(replaced(plan.config, mesh={"order": order}), plan.cluster)
+        for _, order in promising
+    ]
+    best, order = min(
+        ((other.seconds, other.config.mesh.order) for other in plans), default=(plan.seconds, ())
+    )
     saved = 1 - best / plan.seconds
     return (order, saved) if saved > WORTH else None
 
@@ -75,14 +92,18 @@ def _orders(mesh: MeshConfig) -> Iterator[MeshConfig]:
 
 def notes(plan: Plan) -> list[str]:
     """Sentences on what should be changed of the order of axes or devices."""
-    sentences, file = [], plan.config.mesh.cluster
+    sentences = []
+    file = plan.config.mesh.cluster
     if (better := faster_order(plan)) is not None:
         order, saved = better
         sentences.append(
             f"mesh.order=[{', '.join(order)}] makes a step {saved:.1%} faster: heavier axes lie on faster links then."
         )
     if plan.cluster.device_order and not file:
-        sentences.append(f"{plan.cluster.name} says in which order its devices stand by their links; mesh.cluster=FILE has the mesh take them so.")  # fmt: skip
+        sentences.append(
+            f"{plan.cluster.name} says in which order its devices stand by their links; mesh.cluster=FILE has the "
+            "mesh take them so."
+        )
     return sentences
 
 
@@ -96,7 +117,14 @@ def as_json(plan: Plan) -> dict:
         "faster_order": list(better[0]) if better else None,
         "faster_by": better[1] if better else 0.0,
         "on": [
-            {"axis": a.axis, "devices": a.size, "apart": a.apart, "levels": dict(a.levels), "bytes": int(a.sent), "seconds": a.seconds}
+            {
+                "axis": a.axis,
+                "devices": a.size,
+                "apart": a.apart,
+                "levels": dict(a.levels),
+                "bytes": int(a.sent),
+                "seconds": a.seconds,
+            }
             for a in axes_on_links(plan)
         ],
-    }  # fmt: skip
+    }

@@ -22,8 +22,8 @@ from meshtrain.units import duration, size
 
 # What remat is looked at saves at least so much of all activations, against the one that saves less.
 STEP = 0.12
-# A rank of context has so many tokens of a row at least: with fewer its messages are longer than its attention (Megatron-LM's rule too).
-# Rows that would be cut in two of just so many are left whole.
+# A rank of context has so many tokens of a row at least: with fewer its messages are longer than its attention
+# (Megatron-LM's rule too). Rows that would be cut in two of just so many are left whole.
 LEAST = 4096
 # Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
 WORTH_SAYING = 0.97
@@ -32,33 +32,49 @@ STRATEGIES = ("ring", "all_gather", "ulysses")
 
 def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     """Every mesh, by its sizes, that the model, the batch, its rows and the number of devices allow."""
-    batch, pads = config.train.global_batch_size, config.train.uneven_batch == "pad"
+    batch = config.train.global_batch_size
+    pads = config.train.uneven_batch == "pad"
     for context, tensor in itertools.product(contexts(config, devices), divisors(devices)):
         if config.model.heads % tensor or devices % (context * tensor):
             continue
         for stages in divisors(devices // context // tensor):
             data = devices // context // tensor // stages
-            # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked at.
+            # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked
+            # at.
             if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
                 for expert in expert_ranks(config, data):
-                    yield {"data": data, "tensor": tensor, "pipeline": stages, "context": context, "expert": expert}
+                    yield {
+                        "data": data,
+                        "tensor": tensor,
+                        "pipeline": stages,
+                        "context": context,
+                        "expert": expert,
+                    }
 
 
 def expert_ranks(config: Config, data: int) -> list[int]:
     """Data ranks that may share the experts between them."""
-    experts, of_island = config.model.moe.experts, data // math.gcd(data, config.mesh.islands)
+    experts = config.model.moe.experts
+    of_island = data // math.gcd(data, config.mesh.islands)
     return [n for n in divisors(of_island) if experts % n == 0] if experts else [1]
 
 
 def contexts(config: Config, devices: int) -> list[int]:
     """Ranks that a row may be split over: the config's own, and of long rows powers of two."""
-    length, own = config.train.sequence_length, config.mesh.context
+    length = config.train.sequence_length
+    own = config.mesh.context
     powers = [1 << k for k in range((length // LEAST).bit_length())] if length > 2 * LEAST else [1]
-    return [n for n in sorted({*powers, own}) if devices % n == 0 and length % (2 * n if n > 1 else 1) == 0]
+    return [
+        n
+        for n in sorted({*powers, own})
+        if devices % n == 0 and length % (2 * n if n > 1 else 1) == 0
+    ]
 
 
 def context_strategy(config: Config) -> tuple[str, str]:
-    """What parallel.context_strategy: auto stands for, and why: of what is legal, the one whose layer takes least where the config runs."""
+    """What parallel.context_strategy: auto stands for, and why: of what is legal, the one whose layer takes least where
+    the config runs.
+    """
     legal, cluster = {}, named(usual_cluster(config), config.mesh.devices)
     # An attention hook takes what it is given for the whole row.
     for name in ("ulysses",) if config.model.attention else STRATEGIES:
@@ -75,8 +91,9 @@ def context_strategy(config: Config) -> tuple[str, str]:
 
 
 def schedule(config: Config) -> tuple[str, str]:
-    """What parallel.schedule: auto stands for where there are messages to hide, and why: paired, if it fits and a step takes clearly less by the
-    plan where the config runs; zb_paired, if that takes clearly less again."""
+    """What parallel.schedule: auto stands for where there are messages to hide, and why: paired, if it fits and a step
+    takes clearly less by the plan where the config runs; zb_paired, if that takes clearly less again.
+    """
     plain = without_pairs(config)
     best = PLAIN if plain == AUTO else plain  # a name, which on one stage has no use
     try:
@@ -91,16 +108,24 @@ def schedule(config: Config) -> tuple[str, str]:
             with contextlib.suppress(ConfigError):
                 check(chosen := put(base, parallel={"schedule": name}))
                 plans[name] = by_formula(chosen, cluster)
-                pays = plans[name][1] <= spared(cluster) and plans[name][0] < WORTH_SAYING * plans[best][0]
+                pays = (
+                    plans[name][1] <= spared(cluster)
+                    and plans[name][0] < WORTH_SAYING * plans[best][0]
+                )
                 # what zero bubble alone would save is no reason
                 best = name if pays and (name == PAIRED or best in pairs) else best
-    (seconds, nbytes), words = plans[best], []
+    (seconds, nbytes) = plans[best]
+    words = []
     for name, (other, holds) in plans.items():
         if name != best:
             without = f"with {name}" if name in pairs or plain != AUTO else "without pairs"
             words.append(
                 f", {duration(other)} {without}"
-                + (f", which holds {size(holds)} in place of {size(nbytes)}" if holds > nbytes else "")
+                + (
+                    f", which holds {size(holds)} in place of {size(nbytes)}"
+                    if holds > nbytes
+                    else ""
+                )
             )
     why = f"a step takes {duration(seconds)} by the plan for {cluster.name}{''.join(words)}"
     return best if best in pairs else plain, why
@@ -112,20 +137,27 @@ def _layer_seconds(config: Config, cluster: Cluster) -> float:
 
 
 def ways(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
-    """`remats` of a config, each with the strategy of context, of those that are legal, whose layer takes least; none where none is."""
+    """`remats` of a config, each with the strategy of context, of those that are legal, whose layer takes least; none
+    where none is.
+    """
     if config.mesh.context == 1:
         return [{"context_strategy": AUTO} | keys for keys in remats(config, cluster)]
     every = [put(config, parallel={"context_strategy": name}) for name in STRATEGIES]
     legal = [chosen for chosen in every if not any(context_problems(chosen))]
     found = []
     for keys in remats(legal[0], cluster) if legal else []:
-        best = min((put(chosen, parallel=keys) for chosen in legal), key=lambda chosen: _layer_seconds(chosen, cluster))
+        best = min(
+            (put(chosen, parallel=keys) for chosen in legal),
+            key=lambda chosen: _layer_seconds(chosen, cluster),
+        )
         found.append({"context_strategy": best.parallel.context_strategy} | keys)
     return found
 
 
 def cuts(config: Config, data: int) -> tuple[int, ...]:
-    """Every number of microbatches for a data rank's rows: those that divide them or, where they are filled up, the fewest for each size."""
+    """Every number of microbatches for a data rank's rows: those that divide them or, where they are filled up, the
+    fewest for each size.
+    """
     if config.train.uneven_batch == "refuse":
         return divisors(config.train.global_batch_size // data)
     rows = math.ceil(config.train.global_batch_size / data)
@@ -133,7 +165,9 @@ def cuts(config: Config, data: int) -> tuple[int, ...]:
 
 
 def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
-    """Every (schedule, virtual stages) for the stages of a mesh; on one, which runs no schedule, a name where auto might be pairs."""
+    """Every (schedule, virtual stages) for the stages of a mesh; on one, which runs no schedule, a name where auto
+    might be pairs.
+    """
     if mesh.pipeline == 1:
         return [
             (PLAIN if mesh.splits_layers else AUTO, 1),
@@ -145,20 +179,29 @@ def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
 def with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) of one or two virtual stages more than there are layers: see `ends_empty`."""
     stages = mesh.pipeline
-    return [(name, v) for name, v in _chunks(mesh) if stages > 1 and v > 1 and layers < v * stages <= layers + 2]
+    return [
+        (name, v)
+        for name, v in _chunks(mesh)
+        if stages > 1 and v > 1 and layers < v * stages <= layers + 2
+    ]
 
 
 def _chunks(mesh: MeshConfig) -> Iterator[tuple[str, int]]:
-    """Pairs where layers send messages that they could hide; with one chunk other schedules of any number have names of their own."""
+    """Pairs where layers send messages that they could hide; with one chunk other schedules of any number have names of
+    their own.
+    """
     for schedule in SCHEDULES.values():
         if mesh.splits_layers or not schedule.paired:
             several = range(1 if schedule.paired else 2, MOST_CHUNKS + 1)
-            yield from ((schedule.name, v) for v in ([schedule.chunks] if schedule.chunks else several))
+            yield from (
+                (schedule.name, v) for v in ([schedule.chunks] if schedule.chunks else several)
+            )
 
 
 def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
-    """A `layer_split` of one layer each for one or two virtual stages too many: the last has the loss head alone, then the first the
-    embedding (Llama 3 has 126 layers for that: Grattafiori et al. 2024, section 3.3.2). None where there are layers enough.
+    """A `layer_split` of one layer each for one or two virtual stages too many: the last has the loss head alone, then
+    the first the embedding (Llama 3 has 126 layers for that: Grattafiori et al. 2024, section 3.3.2). None where there
+    are layers enough.
     """
     if virtual <= layers:
         return None
@@ -167,38 +210,49 @@ def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
 
 
 def near_schedule(config: Config, stages: int) -> tuple[str, int]:
-    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else 1F1B."""
-    default, layers = (PLAIN, 1), config.model.layers
+    """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else
+    1F1B.
+    """
+    default = (PLAIN, 1)
+    layers = config.model.layers
     entry = SCHEDULES.get(config.parallel.schedule)
     if stages == 1 or entry is None:
         return default
-    chunks = entry.chunks or chosen_chunks(layers, stages, config.parallel.microbatches, config.parallel.virtual_stages)
+    chunks = entry.chunks or chosen_chunks(
+        layers, stages, config.parallel.microbatches, config.parallel.virtual_stages
+    )
     return (entry.name, chunks) if chunks * stages <= layers else default
 
 
 def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
     """The `cuts` that give a microbatch `most` rows or a half, a quarter, ... of them."""
-    rows, legal = math.ceil(config.train.global_batch_size / data), cuts(config, data)
+    rows = math.ceil(config.train.global_batch_size / data)
+    legal = cuts(config, data)
     halves = {math.ceil(rows / (most >> k)) for k in range(most.bit_length())}
     return tuple(m for m in legal if m in halves)
 
 
 def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
-    """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one beats in both
-    bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
+    """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one
+    beats in both bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
     """
     # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
     names, selective = (
         tuple(
             n
             for n in given
-            if (n != "mlp_out" or config.model.post_norms) and (n != "dispatched" or config.model.moe.experts)
+            if (n != "mlp_out" or config.model.post_norms)
+            and (n != "dispatched" or config.model.moe.experts)
         )
         for given in (ACTIVATIONS, SELECTIVE)
     )
-    options: list[dict[str, Any]] = [{"remat": remat} for remat in ("none", "selective", "dots", "full")]
+    options: list[dict[str, Any]] = [
+        {"remat": remat} for remat in ("none", "selective", "dots", "full")
+    ]
     for count in range(1, len(names) + 1):
-        options += [{"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)]
+        options += [
+            {"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)
+        ]
     if config.mesh.pipeline == 1:
         options += [
             {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
@@ -208,17 +262,24 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     for i, keys in enumerate(options):
         chosen = put(config, parallel=keys)
         layer = layer_cost(chosen, cluster)
-        seconds = layer.backward.total + layer.backward_sends + layer.forward_copies + layer.backward_copies
+        seconds = (
+            layer.backward.total
+            + layer.backward_sends
+            + layer.forward_copies
+            + layer.backward_copies
+        )
         costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
     step = STEP * max(costs)[0]
     worthwhile: list[dict[str, Any]] = []
-    fewest, fastest = math.inf, math.inf
+    fewest = math.inf
+    fastest = math.inf
     # from what holds most on: worth looking at if nothing that holds as little is faster
     for nbytes, seconds, i in sorted(costs, key=lambda c: (-c[0], c[1], c[2])):
         if any(other <= nbytes and time < seconds for other, time, _ in costs):
             continue
         if nbytes <= fewest - step or seconds < fastest:
             worthwhile.append(options[i])
-            fewest, fastest = nbytes, seconds
+            fewest = nbytes
+            fastest = seconds
     full = {"remat": "full"}
     return worthwhile if full in worthwhile else [*worthwhile, full]

@@ -24,11 +24,43 @@ if TYPE_CHECKING:
 # Streaming multiprocessors, clock in GHz, L2 and shared memory in bytes, compute capability, memory and its bandwidth:
 # NVIDIA A100, H100, H200 and B200 data sheets and the CUDA C++ Programming Guide, section "Compute Capabilities".
 GPUS: dict[str, dict[str, Any]] = {
-    "a100": dict(cores=108, clock=1.41, l2=41943040, shared=167936, capability=(8, 0), memory=85_000_000_000, bandwidth=2039e9),
-    "h100": dict(cores=132, clock=1.98, l2=52428800, shared=233472, capability=(9, 0), memory=85_500_000_000, bandwidth=3350e9),
-    "h200": dict(cores=132, clock=1.98, l2=62914560, shared=233472, capability=(9, 0), memory=150_000_000_000, bandwidth=4800e9),
-    "b200": dict(cores=148, clock=1.96, l2=132644864, shared=233472, capability=(10, 0), memory=191_000_000_000, bandwidth=7700e9),
-}  # fmt: skip
+    "a100": dict(
+        cores=108,
+        clock=1.41,
+        l2=41943040,
+        shared=167936,
+        capability=(8, 0),
+        memory=85_000_000_000,
+        bandwidth=2039e9,
+    ),
+    "h100": dict(
+        cores=132,
+        clock=1.98,
+        l2=52428800,
+        shared=233472,
+        capability=(9, 0),
+        memory=85_500_000_000,
+        bandwidth=3350e9,
+    ),
+    "h200": dict(
+        cores=132,
+        clock=1.98,
+        l2=62914560,
+        shared=233472,
+        capability=(9, 0),
+        memory=150_000_000_000,
+        bandwidth=4800e9,
+    ),
+    "b200": dict(
+        cores=148,
+        clock=1.96,
+        l2=132644864,
+        shared=233472,
+        capability=(10, 0),
+        memory=191_000_000_000,
+        bandwidth=7700e9,
+    ),
+}
 SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
 CLUSTERS = {"a100": "a100-80"}  # of a target, where it has another name
 CUDNN = (9, 8, 0)  # of the described GPUs
@@ -56,10 +88,22 @@ class Compiled:
     def sent(self) -> dict[str, float]:
         """Bytes that one device sends in a step, by mesh axis."""
         axes = sorted({c["axis"] for c in self.collectives})
-        return {axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis) for axis in axes}
+        return {
+            axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis)
+            for axis in axes
+        }
 
     def as_json(self) -> dict[str, Any]:
-        names = ("target", "argument_bytes", "temp_bytes", "output_bytes", "alias_bytes", "total_bytes", "compile_seconds", "collectives")  # fmt: skip
+        names = (
+            "target",
+            "argument_bytes",
+            "temp_bytes",
+            "output_bytes",
+            "alias_bytes",
+            "total_bytes",
+            "compile_seconds",
+            "collectives",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -67,7 +111,10 @@ def parse_target(target: str, devices: int) -> str:
     """The name in TARGET or TARGETxN; ConfigError for an unknown one or another number of devices than the mesh has."""
     name, cross, count = target.lower().partition("x")
     if name not in ("cpu", *GPUS):
-        raise ConfigError(f"--compile {short(target)}: the target must be one of cpu, {', '.join(GPUS)}, as in --compile h100x{devices}.")  # fmt: skip
+        raise ConfigError(
+            f"--compile {short(target)}: the target must be one of cpu, {', '.join(GPUS)}, as in --compile "
+            f"h100x{devices}."
+        )
     if cross and (not count.isdigit() or int(count) != devices):
         raise ConfigError(
             f"--compile {short(target)}: the mesh has {devices} devices, so write {name} or {name}x{devices}."
@@ -78,7 +125,8 @@ def parse_target(target: str, devices: int) -> str:
 def compile_step(config: Config, target: str) -> Compiled:
     """Compiles the train step of a config for `cpu` or a GPU of `GPUS`, which need not be there.
 
-    Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not installed.
+    Must run before JAX has started a backend, since it chooses which. Raises ConfigError where the compiler is not
+    installed.
     """
     devices = config.mesh.devices
     name = parse_target(target, devices)
@@ -94,8 +142,11 @@ def compile_step(config: Config, target: str) -> Compiled:
     start = clock.perf_counter()
     executable = lowered.compile()
     seconds = clock.perf_counter() - start
-    memory, text = executable.memory_analysis(), executable.as_text()
-    assert memory is not None and text is not None, "XLA's CPU and GPU compilers both tell what they allocate"
+    memory = executable.memory_analysis()
+    text = executable.as_text()
+    assert memory is not None and text is not None, (
+        "XLA's CPU and GPU compilers both tell what they allocate"
+    )
     module = Module(text)
     return Compiled(
         target=f"{name}x{devices}",
@@ -125,7 +176,9 @@ def _batch(config: Config) -> dict[str, None]:
     """The arrays of a batch, by name."""
     if FAMILIES[config.model.family].images:
         images = config.data.images
-        return dict.fromkeys((PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ())))
+        return dict.fromkeys(
+            (PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ()))
+        )
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
     pairs = PAIRS if config.train.objective == "dpo" else ()
     return dict.fromkeys((TOKENS, LABELS, *packed, *pairs))
@@ -154,10 +207,14 @@ def described_devices(name: str, devices: int) -> Sequence[Any]:
     describe_gpu(CUDNN)
     shape = f"1x{-(-devices // 8)}x{min(8, devices)}"
     try:
-        described = topologies.get_topology_desc(platform="cuda", target_config=target_config(name), topology=shape)
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=target_config(name), topology=shape
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--compile {name} needs XLA's CUDA compiler, though no GPU: install {PACKAGES} ({reason}).") from None  # fmt: skip
+        raise ConfigError(
+            f"--compile {name} needs XLA's CUDA compiler, though no GPU: install {PACKAGES} ({reason})."
+        ) from None
     return described.devices
 
 
@@ -200,7 +257,8 @@ def comparison(plan: Plan, compiled: Compiled) -> list[tuple[str, float, float]]
         ("needed during the step (temporaries)", plan.bytes - between, float(compiled.temp_bytes)),
         ("held in all", plan.bytes, float(compiled.total_bytes)),
     ]
-    planned, compiled_sent = traffic.by_axis(plan.transfers), compiled.sent()
+    planned = traffic.by_axis(plan.transfers)
+    compiled_sent = compiled.sent()
     rows += [
         (f"sent over {axis}", planned.get(axis, 0.0), compiled_sent.get(axis, 0.0))
         for axis in sorted({*planned, *compiled_sent})

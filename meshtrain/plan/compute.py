@@ -1,6 +1,7 @@
 """The work of a step on one device: FLOPs of every matrix product with its shape, and bytes that go through memory.
 
-A product (m, k, n) multiplies [m, k] by [k, n]. Sizes are of one microbatch; the backward of a product is two of the same size.
+A product (m, k, n) multiplies [m, k] by [k, n]. Sizes are of one microbatch; the backward of a product is two of the
+same size.
 """
 
 import functools
@@ -21,12 +22,15 @@ from meshtrain.plan import shapes
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of attention that never writes its scores. On a GPU and on sequences of `length` tokens its forward reaches
+    """A kernel of attention that never writes its scores.
+
+    On a GPU and on sequences of `length` tokens its forward reaches
 
         rate / (1 + half_length / length)
 
-    of the peak, where only the half of the scores that is not masked is counted: blocks on the diagonal are computed whole, and short loops
-    do not fill the device's pipelines. `experiments/plan/kernels.py` reads the numbers from published tables; width of heads hardly shows in them.
+    of the peak, where only the half of the scores that is not masked is counted: blocks on the diagonal are computed
+    whole, and short loops do not fill the device's pipelines. `experiments/plan/kernels.py` reads the numbers from
+    published tables; width of heads hardly shows in them.
     """
 
     rate: float | None = None  # none: Efficiency.attention, which is cuDNN's
@@ -38,16 +42,19 @@ class Kernel:
         """How much longer forward and backward take than at the forward's rate on long sequences."""
         if accelerator.platform != "gpu":  # nothing is known of their kernels' lengths
             return 1.0, 1.0
-        return 1 + self.half_length / length, (1 + self.half_length_backward / length) / self.backward
+        return 1 + self.half_length / length, (
+            1 + self.half_length_backward / length
+        ) / self.backward
 
 
 CUDNN = Kernel()
-# Bytes an element of the output in a step over context: operands picked, read and written; the kernel's output read, and merged with the
-# float32 one in two halves.
+# Bytes an element of the output in a step over context: operands picked, read and written; the kernel's output read,
+# and merged with the float32 one in two halves.
 MERGED = 14
-# Passes over q and k of a rotation in PyTorch's own kernels: times the cosine (2), halves swapped (4), times the sine (2), the sum (3); over
-# the MLP's width of a gate: silu (2), product (3).
-ROTATION, GATE = 11, 5
+# Passes over q and k of a rotation in PyTorch's own kernels: times the cosine (2), halves swapped (4), times the sine
+# (2), the sum (3); over the MLP's width of a gate: silu (2), product (3).
+ROTATION = 11
+GATE = 5
 
 
 @dataclass(frozen=True)
@@ -56,35 +63,44 @@ class FrameworkProfile:
 
     execution: str = "lockstep"  # or asynchronous: one program per stage
     kernel: Kernel | None = CUDNN  # none: attention writes its scores to memory
-    norm_bytes: float = 4.0  # that a norm reads and writes of a 16-bit element: one kernel reads it and writes it
+    norm_bytes: float = (
+        4.0  # that a norm reads and writes of a 16-bit element: one kernel reads it and writes it
+    )
     fused_rotation: bool = True  # the rotation of q and k is one kernel
     fused_gate: bool = True  # so is the MLP's gate
-    loss_passes: float = (
-        3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
+    loss_passes: float = 3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
+    whole_logits: bool = (
+        False  # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
     )
-    whole_logits: bool = False  # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
     overlap_data: bool = False  # gradient reduction and weight gathers run beside compute
-    overlap_tensor: bool = False  # collectives of tensor parallelism run beside the products they belong to
-    input_sums: int = (
-        2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
+    overlap_tensor: bool = (
+        False  # collectives of tensor parallelism run beside the products they belong to
     )
-    imbalance: float = 1.1  # rows of the fullest device's experts, over the mean: of a balanced router
+    input_sums: int = 2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
+    imbalance: float = (
+        1.1  # rows of the fullest device's experts, over the mean: of a balanced router
+    )
     overlap_expert: bool = False  # messages of experts travel beside another microbatch's products
-    # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where its experts take it
-    # (DeepEP, HybridEP)
+    # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where
+    # its experts take it (DeepEP, HybridEP)
     token_per_node: bool = False
-    # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and writes it
+    # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and
+    # writes it
     bias_bytes: tuple[float, float] = (4.0, 4.0)
-    regathers: bool = (
-        True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
-    )
+    regathers: bool = True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
-    scatter_messages: bool = False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
+    scatter_messages: bool = (
+        False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
+    )
     gradient_bytes: int = 4  # of one element, as summed over data
     # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
     sum_bytes: int = 10
-    copy_bytes: int = 0  # of one element of weights and gradient, out of and into the buffers of collectives
-    compiled: bool = False  # as our program: with its copies, and what XLA lets collectives travel under
+    copy_bytes: int = (
+        0  # of one element of weights and gradient, out of and into the buffers of collectives
+    )
+    compiled: bool = (
+        False  # as our program: with its copies, and what XLA lets collectives travel under
+    )
     # fractions of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
     recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
@@ -101,7 +117,9 @@ class Seconds:
     memory: float = 0.0
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory)
+        return Seconds(
+            self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory
+        )
 
     def __mul__(self, factor: float) -> "Seconds":
         return Seconds(self.matmul * factor, self.attention * factor, self.memory * factor)
@@ -112,8 +130,11 @@ class Seconds:
 
 
 def product(accelerator: Accelerator, dtype: str, m: float, k: float, n: float) -> float:
-    """Seconds of one matrix product: by the roofline (Williams et al. 2009), with a rate that falls with every short side."""
-    efficiency, size = accelerator.efficiency, shapes.itemsize(dtype)
+    """Seconds of one matrix product: by the roofline (Williams et al. 2009), with a rate that falls with every short
+    side.
+    """
+    efficiency = accelerator.efficiency
+    size = shapes.itemsize(dtype)
     slowed = 1 + efficiency.half_size * (1 / m + 1 / k + 1 / n)
     compute = 2 * m * k * n / (accelerator.flops(dtype) * efficiency.matmul) * slowed
     moved = size * (m * k + k * n + m * n) / accelerator.memory_rate
@@ -141,37 +162,56 @@ class Layer:
 
 @functools.lru_cache(maxsize=65536)
 def layer(
-    model: ModelConfig, accelerator: Accelerator, dtype: str, sequences: int, length: int, tensor: int, sequence_parallel: bool,
-    profile: FrameworkProfile = DEFAULT_PROFILE, context: int = 1, of_kernel: int = 0,
-) -> Layer:  # fmt: skip
-    """One layer forward on one device, for sequences of `length` tokens that `context` devices share; attention's kernel is called for
-    sequences of `of_kernel` tokens (0: of all), and where these are not all what it gives is merged, step by step."""
+    model: ModelConfig,
+    accelerator: Accelerator,
+    dtype: str,
+    sequences: int,
+    length: int,
+    tensor: int,
+    sequence_parallel: bool,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+    context: int = 1,
+    of_kernel: int = 0,
+) -> Layer:
+    """One layer forward on one device, for sequences of `length` tokens that `context` devices share; attention's
+    kernel is called for sequences of `of_kernel` tokens (0: of all), and where these are not all what it gives is
+    merged, step by step.
+    """
     n, size, of_kernel = sequences * length // context, shapes.itemsize(dtype), of_kernel or length
-    d, k, f = model.d_model, model.head_dim, -(-model.d_ff // tensor)
-    heads, groups = model.heads // tensor, local_kv_heads(model.kv_heads, tensor)
+    d = model.d_model
+    k = model.head_dim
+    f = -(-model.d_ff // tensor)
+    heads = model.heads // tensor
+    groups = local_kv_heads(model.kv_heads, tensor)
     family = FAMILIES[model.family]
     gated = family.gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
-        return Seconds(matmul=sum(product(accelerator, dtype, *shape) for shape in dots if all(shape)))
+        return Seconds(
+            matmul=sum(product(accelerator, dtype, *shape) for shape in dots if all(shape))
+        )
 
     def passes(elements: float) -> Seconds:
         moved = size * n * elements if elements else 0.0
         return Seconds(memory=moved / accelerator.memory_rate)
 
-    # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k, the MLP's own.
-    # Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one kernel anywhere. Without sequence
-    # parallelism every tensor rank has the whole stream.
+    # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k,
+    # the MLP's own. Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one
+    # kernel anywhere. Without sequence parallelism every tensor rank has the whole stream.
     stream = d / (tensor if sequence_parallel else 1)
     norm = stream * (2.0 if family.centred_norms else profile.norm_bytes / 2)
     rotation = 2 if profile.fused_rotation or not family.rotary else ROTATION
     activation = (3 if profile.fused_gate else GATE) if gated else 2
     scores = n * heads * shapes.seen(model, length)
-    merged = MERGED * n * heads * k * context / accelerator.memory_rate if of_kernel < length else 0.0
+    merged = (
+        MERGED * n * heads * k * context / accelerator.memory_rate if of_kernel < length else 0.0
+    )
     return Layer(
         norms=passes((4 if model.post_norms else 2) * norm),
-        qkv=products((n, d, heads * k), (n, d, 2 * groups * k)) + passes(rotation * (heads + groups) * k),
-        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, family.causal) + Seconds(memory=merged),
+        qkv=products((n, d, heads * k), (n, d, 2 * groups * k))
+        + passes(rotation * (heads + groups) * k),
+        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, family.causal)
+        + Seconds(memory=merged),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
@@ -182,26 +222,38 @@ def layer(
 
 
 def attention(
-    accelerator: Accelerator, dtype: str, width: int, length: int, scores: float, profile: FrameworkProfile, causal: bool = True
-) -> Seconds:  # fmt: skip
-    """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of `width` elements.
+    accelerator: Accelerator,
+    dtype: str,
+    width: int,
+    length: int,
+    scores: float,
+    profile: FrameworkProfile,
+    causal: bool = True,
+) -> Seconds:
+    """Attention forward over `scores` elements of the whole square, of sequences of `length` tokens and heads of
+    `width` elements.
 
     A kernel leaves out the half that is masked, where attention is `causal`.
     """
-    flops, efficiency, size = accelerator.flops(dtype), accelerator.efficiency, shapes.itemsize(dtype)
+    flops = accelerator.flops(dtype)
+    efficiency = accelerator.efficiency
+    size = shapes.itemsize(dtype)
     if kernel := profile.kernel:
         slowed, _ = kernel.slowed(accelerator, looped(length, causal))
         products = 4 * width * (scores / 2 if causal else scores) * slowed
         return Seconds(attention=products / (flops * (kernel.rate or efficiency.attention)))
-    # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and dropout write them, and each
-    # is read), 9 and a byte backward. A backward counts as two forwards here, so a forward as a third of both.
+    # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and
+    # dropout write them, and each is read), 9 and a byte backward. A backward counts as two forwards here, so a forward
+    # as a third of both.
     moved = scores * (15 * size + 2) / 3
     spent = scores / length**2 * 2 * product(accelerator, dtype, length, width, length)
     return Seconds(attention=spent, memory=moved / accelerator.memory_rate)
 
 
 def looped(length: int, causal: bool) -> int:
-    """The length of the causal sequence over which a kernel's loops are as long: they are half of it there, in the mean."""
+    """The length of the causal sequence over which a kernel's loops are as long: they are half of it there, in the
+    mean.
+    """
     return length if causal else 2 * length
 
 
@@ -218,22 +270,34 @@ def _trained_share(model: ModelConfig, lora: LoraConfig, trainable: tuple[str, .
 
 
 def adapters(config: Config, accelerator: Accelerator) -> Seconds:
-    """LoRA's products of one layer and microbatch forward, on one device: what splits a projection's inputs or outputs splits its factor's."""
-    seconds, n, tensor = Seconds(), shapes.tokens(config), config.mesh.tensor
+    """LoRA's products of one layer and microbatch forward, on one device: what splits a projection's inputs or outputs
+    splits its factor's.
+    """
+    seconds = Seconds()
+    n = shapes.tokens(config)
+    tensor = config.mesh.tensor
     for weight in lora_weights(config.model, config.lora):
         sides = [n for axis, n in weight.dims if axis != "rank"]
         split = tensor if {axis for axis, _ in weight.dims} & {"heads", "mlp"} else 1
-        width, rank = math.prod(sides) / split, config.lora.rank
+        width = math.prod(sides) / split
+        rank = config.lora.rank
         shape = (n, width, rank) if weight.bound else (n, rank, width)
         seconds += Seconds(matmul=product(accelerator, config.precision.compute, *shape))
     return seconds
 
 
 def layer_backward(
-    forward: Seconds, accelerator: Accelerator, length: int, profile: FrameworkProfile = DEFAULT_PROFILE, share: float = 1.0
-) -> Seconds:  # fmt: skip
-    """Every pass twice, and every product, but once where its weight is frozen (all but a `share`). A kernel of attention computes the
-    scores again, 2.5 times the FLOPs (FlashAttention, section 3.1); `length` is as it is `looped`."""
+    forward: Seconds,
+    accelerator: Accelerator,
+    length: int,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+    share: float = 1.0,
+) -> Seconds:
+    """Every pass twice, and every product, but once where its weight is frozen (all but a `share`).
+
+    A kernel of attention computes the scores again, 2.5 times the FLOPs (FlashAttention, section 3.1); `length` is as
+    it is `looped`.
+    """
     attention = 2.0
     if kernel := profile.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
@@ -241,12 +305,16 @@ def layer_backward(
     return Seconds((1 + share) * forward.matmul, attention * forward.attention, 2 * forward.memory)
 
 
-def weight_passes(config: Config, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE) -> Seconds:
+def weight_passes(
+    config: Config, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> Seconds:
     """Passes over memory of one microbatch for the weights and gradients of one layer, beside its products.
 
-    A gradient that is scattered at once costs as much as one that is added up: it is read, and written and sent in float32.
+    A gradient that is scattered at once costs as much as one that is added up: it is read, and written and sent in
+    float32.
     """
-    block, moved = shapes.resident(config).block, 0.0
+    block = shapes.resident(config).block
+    moved = 0.0
     if config.parallel.microbatches > 1:
         moved += profile.sum_bytes * shapes.trained(config).block.full
     if gathers_at_use(config):
@@ -254,21 +322,32 @@ def weight_passes(config: Config, accelerator: Accelerator, profile: FrameworkPr
     return Seconds(memory=moved / accelerator.memory_rate)
 
 
-def recomputed(config: Config, layer: Layer, profile: FrameworkProfile = DEFAULT_PROFILE) -> Seconds:
+def recomputed(
+    config: Config, layer: Layer, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> Seconds:
     """The part of a layer's forward that the backward computes again: what it reads and was not kept."""
     if profile.recomputes == "attention":
         return layer.attention
     if profile.recomputes is not None:
         products, attention, memory = profile.recomputes
         forward = layer.forward
-        return Seconds(products * forward.matmul, attention * forward.attention, memory * forward.memory)
+        return Seconds(
+            products * forward.matmul, attention * forward.attention, memory * forward.memory
+        )
     parallel = config.parallel
     if parallel.remat == "none":
         return Seconds()
     if parallel.remat == "dots":
         return Seconds(0.0, layer.forward.attention, layer.forward.memory)
     kept = {*parallel.names_kept, *parallel.remat_offload}
-    names = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", *["mlp_out"] * config.model.post_norms)
+    names = (
+        "qkv",
+        "attention",
+        "attention_out",
+        "mlp_in",
+        "mlp_hidden",
+        *["mlp_out"] * config.model.post_norms,
+    )
     parts = {name: getattr(layer, name) for name in names}
     again = layer.norms + layer.residual
     return sum((part for name, part in parts.items() if name not in kept), again)
@@ -276,10 +355,17 @@ def recomputed(config: Config, layer: Layer, profile: FrameworkProfile = DEFAULT
 
 @functools.lru_cache(maxsize=65536)
 def head(
-    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int, profile: FrameworkProfile = DEFAULT_PROFILE, trained: bool = True
-) -> Seconds:  # fmt: skip
+    model: ModelConfig,
+    accelerator: Accelerator,
+    dtype: str,
+    tokens: int,
+    degree: int,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+    trained: bool = True,
+) -> Seconds:
     """Final norm, logits, cross-entropy and their backward, the vocabulary shared by `degree` devices."""
-    rows, labels = -(-model.vocab_size // degree), shapes.labels(model, tokens)
+    rows = -(-model.vocab_size // degree)
+    labels = shapes.labels(model, tokens)
     seen = model.vocab_size if profile.whole_logits else rows
     matmul = (2 + trained) * product(accelerator, dtype, labels, model.d_model, rows)
     moved = 4.0 * labels * seen * profile.loss_passes
@@ -288,9 +374,17 @@ def head(
 
 
 @functools.lru_cache(maxsize=65536)
-def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int, trained: bool = True) -> Seconds:  # fmt: skip
-    """Patches to the stream, and the gradient of their weights, the numbers of a patch shared by `degree` devices; nothing of text,
-    whose rows are looked up."""
+def embedding(
+    model: ModelConfig,
+    accelerator: Accelerator,
+    dtype: str,
+    tokens: int,
+    degree: int,
+    trained: bool = True,
+) -> Seconds:
+    """Patches to the stream, and the gradient of their weights, the numbers of a patch shared by `degree` devices;
+    nothing of text, whose rows are looked up.
+    """
     if not FAMILIES[model.family].images:
         return Seconds()
     number, size = patches_of(model)
@@ -298,24 +392,36 @@ def embedding(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: 
     return Seconds(matmul=(1 + trained) * product(accelerator, dtype, *shape))
 
 
-def head_forward(model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int) -> Seconds:
+def head_forward(
+    model: ModelConfig, accelerator: Accelerator, dtype: str, tokens: int, degree: int
+) -> Seconds:
     """Final norm, logits and cross-entropy alone: the logits are written and read once."""
     rows = -(-model.vocab_size // degree)
     moved = 2 * 4.0 * tokens * rows + 4 * shapes.itemsize(dtype) * tokens * model.d_model
-    return Seconds(product(accelerator, dtype, tokens, model.d_model, rows), 0.0, moved / accelerator.memory_rate)
+    return Seconds(
+        product(accelerator, dtype, tokens, model.d_model, rows),
+        0.0,
+        moved / accelerator.memory_rate,
+    )
 
 
 def optimizer(
-    config: Config, accelerator: Accelerator, elements: float, profile: FrameworkProfile = DEFAULT_PROFILE
+    config: Config,
+    accelerator: Accelerator,
+    elements: float,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
 ) -> float:
     """Seconds to read gradient, master and state of this device's share of `elements`, and write master and state.
 
-    Our program also sets the gradients' sums to zero and turns them, and the weights that it gathers, from the order that products
+    Our program also sets the gradients' sums to zero and turns them, and the weights that it gathers, from the order
+    that products
     leave or want into that of the shards: all in float32 once read and written, all in the compute dtype likewise.
     """
     moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
     own_program = profile.compiled and accelerator.platform == "gpu"
-    gathered_at_once = config.mesh.shards > 1 and config.parallel.zero_stage and not gathers_at_use(config)
+    gathered_at_once = (
+        config.mesh.shards > 1 and config.parallel.zero_stage and not gathers_at_use(config)
+    )
     if own_program and gathered_at_once:
         resident = shapes.trained(config)
         elements_gathered = resident.block.full * stages(config).on_device + resident.outer.full

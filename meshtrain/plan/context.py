@@ -20,26 +20,43 @@ from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
 
 def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
-    """Collectives over context of a chunk's layers, in one pass. Where a layer is computed again, XLA makes what it sends twice of the same
-    only once: of a ring the first message, since the others are sent in loops."""
-    mesh, parallel, n = config.mesh, config.parallel, config.mesh.context
+    """Collectives over context of a chunk's layers, in one pass.
+
+    Where a layer is computed again, XLA makes what it sends twice of the same
+    only once: of a ring the first message, since the others are sent in loops.
+    """
+    mesh = config.mesh
+    parallel = config.parallel
+    n = config.mesh.context
     if n == 1:
         return []
-    size, tokens, layers = shapes.itemsize(config.precision.compute), shapes.tokens(config), stages(config).longest
+    size = shapes.itemsize(config.precision.compute)
+    tokens = shapes.tokens(config)
+    layers = stages(config).longest
     w = activations.widths(config.model, mesh.tensor, parallel.sequence_parallel)
     ids = FLOAT32 * tokens if activations.is_packed(config) else 0
-    pairs, sums = 2 * size * tokens * w.key, 2 * FLOAT32 * tokens * w.key  # of one rank
+    # of one rank
+    pairs = 2 * size * tokens * w.key
+    sums = 2 * FLOAT32 * tokens * w.key
     # They are the same for all layers.
     documents = "forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", n * ids, 1, n)
 
-    def over(moment: str, kind: str, what: str, nbytes: float, count: int = 1) -> tuple[str, Transfer]:
+    def over(
+        moment: str, kind: str, what: str, nbytes: float, count: int = 1
+    ) -> tuple[str, Transfer]:
         return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
 
     if parallel.context_strategy == "ring":
         again = activations.makes_attention_again(config)
         return [
             over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
-            over("backward", PERMUTE, "keys and values sent round again", pairs + ids, n - 1 + again * (n - 2)),
+            over(
+                "backward",
+                PERMUTE,
+                "keys and values sent round again",
+                pairs + ids,
+                n - 1 + again * (n - 2),
+            ),
             over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
         ]
     if parallel.context_strategy == "all_gather":
@@ -50,7 +67,8 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
             over("backward", REDUCE_SCATTER, "cotangents of keys and values scattered", n * sums),
         ]
     repeated = w.key * (n // math.gcd(n, w.key // config.model.head_dim))
-    swapped, again = 2 * size * tokens * (w.query + repeated), parallel.remat != "none"
+    swapped = 2 * size * tokens * (w.query + repeated)
+    again = parallel.remat != "none"
     return [
         over("forward", ALL_TO_ALL, "tokens swapped for heads", swapped),
         *[documents] * (ids > 0),
@@ -59,9 +77,14 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     ]
 
 
-def context_seconds(config: Config, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
-    """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so long."""
-    n, waits = config.mesh.context, layer_waits(config, cluster, context_transfers(config))
+def context_seconds(
+    config: Config, cluster: Cluster, forward: float, backward: float
+) -> tuple[float, float]:
+    """(forward, backward) seconds that one layer waits for its messages over context, where its attention takes so
+    long.
+    """
+    n = config.mesh.context
+    waits = layer_waits(config, cluster, context_transfers(config))
     if config.parallel.context_strategy != "ring" or cluster.accelerator.platform == "cpu":
         return waits
     # Behind the last step of the forward no message is under way.

@@ -27,16 +27,31 @@ from meshtrain.schedule.simulation import Timeline
 from meshtrain.shown import Shown
 
 PART_NAMES = {
-    "matmul": "matrix products", "attention": "attention", "memory": "norms, activations, sums", "recompute": "computed again",
-    "head": "output head and loss", "tensor": "tensor collectives", "context": "context collectives", "expert": "expert collectives", "pipeline": "pipeline collectives", "data": "data collectives",
-    "host": "copies to the host", "bubble": "pipeline bubble", "optimizer": "optimizer", "checkpoint": "checkpoints",
-    "reference": "reference forward (dpo)", "stragglers": "waits for the slowest host",
-}  # fmt: skip
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations, sums",
+    "recompute": "computed again",
+    "head": "output head and loss",
+    "tensor": "tensor collectives",
+    "context": "context collectives",
+    "expert": "expert collectives",
+    "pipeline": "pipeline collectives",
+    "data": "data collectives",
+    "host": "copies to the host",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoints",
+    "reference": "reference forward (dpo)",
+    "stragglers": "waits for the slowest host",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown):
-    """A config's memory, traffic and time on a cluster. Sizes in bytes, times in seconds, of one device and one step."""
+    """A config's memory, traffic and time on a cluster.
+
+    Sizes in bytes, times in seconds, of one device and one step.
+    """
 
     config: Config
     cluster: Cluster
@@ -107,7 +122,9 @@ class Plan(Shown):
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
             "usable_bytes": int(self.cluster.accelerator.usable_bytes),
             "fits": self.fits,
-            "traffic_bytes_per_step": {k: int(v) for k, v in traffic.by_axis(self.transfers).items()},
+            "traffic_bytes_per_step": {
+                k: int(v) for k, v in traffic.by_axis(self.transfers).items()
+            },
             "pipeline": {
                 "bubble_fraction": self.bubble_fraction,
                 "peak_in_flight": self.peak_in_flight,
@@ -123,11 +140,16 @@ class Plan(Shown):
         }
 
 
-def plan(config: Config, cluster: Cluster | str | None = None, profile: FrameworkProfile = DEFAULT_PROFILE) -> Plan:
-    """Plans what each device of a config holds, sends and waits for (bytes and seconds of one step), on a cluster or one named as --cluster.
+def plan(
+    config: Config,
+    cluster: Cluster | str | None = None,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
+) -> Plan:
+    """Plans what each device of a config holds, sends and waits for (bytes and seconds of one step), on a cluster or
+    one named as --cluster.
 
-    Default: the cpu of this machine with run.fake_devices, else h100. Touches no device. ConfigError for a cluster that is not
-    there or too small.
+    Default: the cpu of this machine with run.fake_devices, else h100. Touches no device. ConfigError for a cluster that
+    is not there or too small.
     """
     a_config(config, "mt.plan")
     if not isinstance(cluster, Cluster):
@@ -149,26 +171,37 @@ def large_enough(cluster: Cluster, config: Config) -> Cluster:
 
 def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> Plan:
     """The plan of a checked config. The pipeline's time is simulated from its table."""
-    costs, facts = microbatch_costs(config, cluster, profile), pipeline.facts(config)
-    platform, m = cluster.accelerator.platform, config.parallel.microbatches
+    costs = microbatch_costs(config, cluster, profile)
+    facts = pipeline.facts(config)
+    platform = cluster.accelerator.platform
+    m = config.parallel.microbatches
     skips = skips_idle_work(config, platform)
     items = memory.items(config, facts, platform)
-    timeline, seconds, clocks, peak, bubble = None, m * costs.stage, m, 1, 0.0
+    timeline = None
+    seconds = m * costs.stage
+    clocks = m
+    peak = 1
+    bubble = 0.0
     hidden = hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
     if runs_table(config):
         *sent, head = chunk_seconds(config, cluster) if profile.compiled else (0.0, 0.0, 0.0)
         timeline = pipeline.timeline(config, costs, profile, sent=sent)
-        seconds, clocks = timeline.makespan, timeline.table.clocks
-        peak, bubble = int(timeline.peak_in_flight.max()), timeline.bubble_fraction
+        seconds = timeline.makespan
+        clocks = timeline.table.clocks
+        peak = int(timeline.peak_in_flight.max())
+        bubble = timeline.bubble_fraction
         if any(sent):
             # the rest of what is sent has no cell, and is waited for
-            waits, seconds = seconds, pipeline.timeline(config, costs, profile).makespan
+            waits = seconds
+            seconds = pipeline.timeline(config, costs, profile).makespan
             counts = (timeline.table.sends >= 0).sum(axis=1).tolist()
             hidden = sent[0] * counts[0] + sent[1] * counts[1] + head - (waits - seconds)
     time = _step_time(config, cluster, costs, seconds, profile)
     time = replace(time, data=time.data - hidden)
     time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
-    time = replace(time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total))
+    time = replace(
+        time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total)
+    )
     iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
     return Plan(
         config=config,
@@ -187,8 +220,11 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
 
 
 def by_formula(config: Config, cluster: Cluster) -> tuple[float, float]:
-    """(seconds of a step, bytes of a device) by formulas alone, in lockstep with stages as long as the longest: a hundredth of an `estimate`."""
-    facts, costs = pipeline.facts(config), microbatch_costs(config, cluster)
+    """(seconds of a step, bytes of a device) by formulas alone, in lockstep with stages as long as the longest: a
+    hundredth of an `estimate`.
+    """
+    facts = pipeline.facts(config)
+    costs = microbatch_costs(config, cluster)
     seconds = pipeline.quick(config, facts, costs) - hidden_seconds(config, cluster, costs)
     nbytes = memory.total(memory.items(config, facts, cluster.accelerator.platform))
     return seconds + sum(outside_seconds(config, cluster)), nbytes
@@ -197,22 +233,36 @@ def by_formula(config: Config, cluster: Cluster) -> tuple[float, float]:
 def outside_seconds(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> tuple[float, float, float]:
-    """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, and its state's way from
-    the host and back."""
-    layers, device, trained = stages(config).on_device, cluster.accelerator, shapes.trained(config)
+    """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, and its
+    state's way from the host and back.
+    """
+    layers = stages(config).on_device
+    device = cluster.accelerator
+    trained = shapes.trained(config)
     data = data_seconds(config, cluster, profile)
     data *= device.efficiency.exposed if profile.overlap_data else 1.0
-    optimizer = compute.optimizer(config, device, (trained.block * layers + trained.outer).shard, profile)
-    copied = 2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
+    optimizer = compute.optimizer(
+        config, device, (trained.block * layers + trained.outer).shard, profile
+    )
+    copied = (
+        2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
+    )
     return data, optimizer, copied / (cluster.host_bandwidth * 1e9)
 
 
 def _step_time(
-    config: Config, cluster: Cluster, costs: MicrobatchCosts, microbatches: float, profile: FrameworkProfile
+    config: Config,
+    cluster: Cluster,
+    costs: MicrobatchCosts,
+    microbatches: float,
+    profile: FrameworkProfile,
 ) -> StepTime:
-    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage, with nothing over data hidden and no
-    checkpoints."""
-    m, layer, edge = config.parallel.microbatches, costs.layer, costs.edge
+    """The parts of a step of which all microbatches take `microbatches` seconds on the longest stage, with nothing over
+    data hidden and no checkpoints.
+    """
+    m = config.parallel.microbatches
+    layer = costs.layer
+    edge = costs.edge
     layers = m * stages(config).on_device
     useful = layer.forward + layer.backward + layer.recompute * -1.0
     data, optimizer, host = outside_seconds(config, cluster, profile)
@@ -225,7 +275,8 @@ def _step_time(
         memory=layers * useful.memory,
         recompute=layers * layer.recompute.total,
         head=m * edge.head.total,
-        tensor=layers * waited * (sends - layer.context_sends - layer.expert_sends) + m * edge.head_sends,
+        tensor=layers * waited * (sends - layer.context_sends - layer.expert_sends)
+        + m * edge.head_sends,
         context=layers * waited * layer.context_sends,
         expert=layers * waited * layer.expert_sends,
         pipeline=m * (edge.vocab_sends + 2 * costs.chunks * costs.message.waits),

@@ -4,7 +4,8 @@
     all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
     all_to_all    rows sent to their experts, and back        likewise
 
-In our program only a pair's other half hides some: they stand between a layer's products. Others send a row to a node once (`FrameworkProfile`).
+In our program only a pair's other half hides some: they stand between a layer's products. Others send a row to a node
+once (`FrameworkProfile`).
 """
 
 import dataclasses
@@ -42,29 +43,47 @@ class ExpertRows:
 
 def rows(config: Config) -> ExpertRows:
     """Returns the rows of a config with experts."""
-    moe, experts, ranks, tokens = config.model.moe, config.parallel.experts, expert_ranks(config), _tokens(config)
+    moe = config.model.moe
+    experts = config.parallel.experts
+    ranks = expert_ranks(config)
+    tokens = _tokens(config)
     local = moe.experts // ranks
     room = expert_room(experts, ranks, local, tokens, moe.top_k)
     sent = room if experts.dispatch == "all_to_all" else ranks * tokens
-    return ExpertRows(tokens * moe.top_k, sent, room, round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK))
+    return ExpertRows(
+        tokens * moe.top_k, sent, room, round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK)
+    )
 
 
 def width(config: Config) -> int:
     """Returns the columns of an expert on one device."""
-    return math.ceil(config.model.expert_width / (1 if TENSOR in expert_axes(config) else config.mesh.tensor))
+    return math.ceil(
+        config.model.expert_width / (1 if TENSOR in expert_axes(config) else config.mesh.tensor)
+    )
 
 
 def _tokens(config: Config) -> int:
-    """Returns the tokens that a device's router is given: where experts lie over tensor too, its part of each sequence."""
+    """Returns the tokens that a device's router is given: where experts lie over tensor too, its part of each
+    sequence.
+    """
     return shapes.tokens(config) // (config.mesh.tensor if TENSOR in expert_axes(config) else 1)
 
 
-def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile) -> Layer:
-    """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than the mean the fullest
-    device has."""
-    moe, device, dtype = config.model.moe, cluster.accelerator, config.precision.compute
-    tokens, d, f, size = _tokens(config), config.model.d_model, width(config), shapes.itemsize(dtype)
-    local, r = moe.experts // expert_ranks(config), rows(config)
+def with_experts(
+    config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile
+) -> Layer:
+    """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than
+    the mean the fullest device has.
+    """
+    moe = config.model.moe
+    device = cluster.accelerator
+    dtype = config.precision.compute
+    tokens = _tokens(config)
+    d = config.model.d_model
+    f = width(config)
+    size = shapes.itemsize(dtype)
+    local = moe.experts // expert_ranks(config)
+    r = rows(config)
     used = min(r.room, r.here * profile.imbalance) + local * EXPERT_BLOCK / 2
     each = used / local
     # our kernels skip blocks that are not in use, but XLA's passes over memory around them do not
@@ -74,11 +93,14 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
         return Seconds(memory=size * elements / device.memory_rate)
 
     router = Seconds(matmul=product(device, "float32", tokens, d, moe.experts))
-    # rows are read and written into slots, before all_to_all into what is sent too, and each slot of a token read once more
+    # rows are read and written into slots, before all_to_all into what is sent too, and each slot of a token read once
+    # more
     copies = 1
     if config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all":
         copies = 0 if profile.token_per_node else 2
-    biases = [FAMILIES[config.model.family].biased_experts * nbytes / 2 for nbytes in profile.bias_bytes]
+    biases = [
+        FAMILIES[config.model.family].biased_experts * nbytes / 2 for nbytes in profile.bias_bytes
+    ]
     return dataclasses.replace(
         layer,
         mlp_in=layer.mlp_in
@@ -93,15 +115,15 @@ def with_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framew
 
 
 def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
-    """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the products into the experts
-    give, the hidden activations before and after their weights, and the router's logits; `taken` of an element that a product takes. So on GPUs:
-    where products are loops (`model.expert_loops`) less is kept, rows as they came."""
-    d, f, slots, size = (
-        config.model.d_model,
-        width(config),
-        rows(config).slots,
-        shapes.itemsize(config.precision.compute),
-    )
+    """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the
+    products into the experts give, the hidden activations before and after their weights, and the router's logits;
+    `taken` of an element that a product takes. So on GPUs: where products are loops (`model.expert_loops`) less is
+    kept, rows as they came.
+    """
+    d = config.model.d_model
+    f = width(config)
+    slots = rows(config).slots
+    size = shapes.itemsize(config.precision.compute)
     by_name = {"dispatched": slots * d, "mlp_in": 2 * slots * f, "mlp_hidden": slots * f}
     if remat == "full":
         return 0.0
@@ -113,9 +135,13 @@ def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> fl
 
 
 def at_hand(config: Config) -> float:
-    """Returns the bytes that one layer's backward has at hand in its experts: cotangents in slots, and rows as they travel; and what is
-    computed again."""
-    d, f, r, size = config.model.d_model, width(config), rows(config), shapes.itemsize(config.precision.compute)
+    """Returns the bytes that one layer's backward has at hand in its experts: cotangents in slots, and rows as they
+    travel; and what is computed again.
+    """
+    d = config.model.d_model
+    f = width(config)
+    r = rows(config)
+    size = shapes.itemsize(config.precision.compute)
     again = config.parallel.remat != "none"
     travelling = 2 * r.sent * d if config.mesh.expert > 1 else 0
     return float(size * (r.slots * (2 * d + 4 * f + again * (d + 4 * f)) + travelling))
@@ -147,7 +173,9 @@ def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
     yield over("backward", back, "cotangents of weights back", choices * FLOAT32)
 
 
-def expert_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile) -> tuple[float, float]:
+def expert_seconds(
+    config: Config, cluster: Cluster, profile: FrameworkProfile
+) -> tuple[float, float]:
     """Returns the seconds, forward and backward, that one layer waits for its messages over `expert`."""
     seconds = partial(_once_a_node, config, cluster) if profile.token_per_node else None
     exposed = cluster.accelerator.efficiency.exposed_tensor if profile.overlap_expert else 1.0
@@ -156,10 +184,14 @@ def expert_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile) 
 
 
 def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
-    """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the outermost first, to each
-    block with one of them once; those of other blocks go on from there."""
-    group, moe = cluster.axis(EXPERT, config.mesh), config.model.moe
-    seconds, inside, of_tokens = 0.0, 1, transfer.nbytes * _tokens(config) / rows(config).sent
+    """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the
+    outermost first, to each block with one of them once; those of other blocks go on from there.
+    """
+    group = cluster.axis(EXPERT, config.mesh)
+    moe = config.model.moe
+    seconds = 0.0
+    inside = 1
+    of_tokens = transfer.nbytes * _tokens(config) / rows(config).sent
     for hop in group.hops:
         blocks = group.size / inside / hop.fan * (hop.fan - 1)
         nbytes = of_tokens * blocks * reached(moe, moe.experts * inside // group.size)
@@ -169,13 +201,18 @@ def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
 
 
 def reached(moe: MoeConfig, experts: int) -> float:
-    """Returns the chance that a token has one of so many neighbouring experts among those it chooses, all being as likely as others."""
+    """Returns the chance that a token has one of so many neighbouring experts among those it chooses, all being as
+    likely as others.
+    """
     groups, taken = moe.groups or (1, 1)
     size = moe.experts // groups
-    pool, whole = taken * size, max(1, experts // size)
+    pool = taken * size
+    whole = max(1, experts // size)
     ways = math.comb(groups, taken) * math.comb(pool, moe.top_k)
     missed = sum(
-        math.comb(whole, n) * math.comb(groups - whole, taken - n) * math.comb(pool - n * min(experts, size), moe.top_k)
+        math.comb(whole, n)
+        * math.comb(groups - whole, taken - n)
+        * math.comb(pool - n * min(experts, size), moe.top_k)
         for n in range(min(whole, taken) + 1)
     )
     return 1 - missed / ways

@@ -1,13 +1,16 @@
-"""What failures cost: mean time between them, how often to write a checkpoint, and how much of the time is left for training.
+"""What failures cost: mean time between them, how often to write a checkpoint, and how much of the time is left for
+training.
 
 Failures of devices are taken to be independent and memoryless, at a constant rate a device-hour.
 
     work τ        copy C   work τ        copy C   ...        training stands still for the copies
                            write W ┤              write W ┤   what a copy holds counts once it is written
 
-The loss is flat around the best interval, and a store is shared: advised is the longest interval, up to an hour, that gives up at most `GIVEN_UP` of the time.
+The loss is flat around the best interval, and a store is shared: advised is the longest interval, up to an hour, that
+gives up at most `GIVEN_UP` of the time.
 
-A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half written is lost
+A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half
+written is lost
 with what has been done since: L/2 + min(τ, W) on average, to first order.
 """
 
@@ -20,7 +23,8 @@ from meshtrain.plan.estimate import Plan
 from meshtrain.plan.hosts import save_seconds
 
 GIVEN_UP = 0.005  # of all time, below the best interval's share
-HOUR, DAY = 3600.0, 86400.0
+HOUR = 3600.0
+DAY = 86400.0
 
 
 def mean_time_between(rate: float, devices: int) -> float:
@@ -34,7 +38,9 @@ def young(copy: float, between: float) -> float:
 
 
 def daly(copy: float, between: float) -> float:
-    """The interval of `young` to higher order (Daly 2006, equation 37); M where the copy takes twice as long or more."""
+    """The interval of `young` to higher order (Daly 2006, equation 37); M where the copy takes twice as long or
+    more.
+    """
     if copy >= 2 * between or math.isinf(between):
         return between
     x = math.sqrt(copy / (2 * between))
@@ -42,30 +48,39 @@ def daly(copy: float, between: float) -> float:
 
 
 def best_interval(copy: float, write: float, between: float) -> float:
-    """Seconds of work between checkpoints that lose least where each stops training for `copy` and is `write` later on disk.
+    """Seconds of work between checkpoints that lose least where each stops training for `copy` and is `write` later on
+    disk.
 
-    While τ is more than W the share that W costs is exp(-W/M), whatever τ: Daly's interval stays. While it is less, a round takes
-    W + C however little is done in it, and `goodput` grows with τ up to M.
+    While τ is more than W the share that W costs is exp(-W/M), whatever τ: Daly's interval stays. While it is less, a
+    round takes W + C however little is done in it, and `goodput` grows with τ up to M.
     """
     return max(daly(copy, between), min(write, between))
 
 
 def advised_interval(copy: float, write: float, restart: float, between: float) -> float:
-    """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more; beyond the best an hour at
-    most, since few devices fail seldom and nobody likes to lose a day."""
+    """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more; beyond the
+    best an hour at most, since few devices fail seldom and nobody likes to lose a day.
+    """
     best = best_interval(copy, write, between)
-    least, interval = goodput(best, copy, restart, between, write) - GIVEN_UP, best
-    while interval * 1.05 <= max(best, HOUR) and goodput(interval * 1.05, copy, restart, between, write) >= least > 0:
+    least = goodput(best, copy, restart, between, write) - GIVEN_UP
+    interval = best
+    while (
+        interval * 1.05 <= max(best, HOUR)
+        and goodput(interval * 1.05, copy, restart, between, write) >= least > 0
+    ):
         interval *= 1.05
     return interval
 
 
-def goodput(interval: float, copy: float, restart: float, between: float, write: float = 0.0) -> float:
+def goodput(
+    interval: float, copy: float, restart: float, between: float, write: float = 0.0
+) -> float:
     """Share of the time that goes into steps that count: exact for memoryless failures.
 
-    Work of `interval` seconds and a copy of `copy`, again until done, each written in `write` seconds beside what follows; a failure
-    costs what was not written and a restart, which may fail too. A life of M seconds ends with N checkpoints written with probability
-    exp(-(τ + C + W + (N - 1) L)/M) or more, and a restart makes it M exp(R/M). With W = 0 this is equation 20 of Daly 2006.
+    Work of `interval` seconds and a copy of `copy`, again until done, each written in `write` seconds beside what
+    follows; a failure costs what was not written and a restart, which may fail too. A life of M seconds ends with N
+    checkpoints written with probability exp(-(τ + C + W + (N - 1) L)/M) or more, and a restart makes it M exp(R/M).
+    With W = 0 this is equation 20 of Daly 2006.
     """
     around = max(interval, write) + copy
     if math.isinf(between):
@@ -77,11 +92,15 @@ def goodput(interval: float, copy: float, restart: float, between: float, write:
 
 
 def lost(interval: float, copy: float, between: float, write: float = 0.0) -> float:
-    """Seconds before a failure that count for nothing, on average: a life of M without the rounds whose checkpoint was written."""
+    """Seconds before a failure that count for nothing, on average: a life of M without the rounds whose checkpoint was
+    written.
+    """
     around = max(interval, write) + copy
     if around / between > 700:
         return between
-    return between - around * math.exp(-min(interval, write) / between) / math.expm1(around / between)
+    return between - around * math.exp(-min(interval, write) / between) / math.expm1(
+        around / between
+    )
 
 
 def survival(needed: int, devices: int, rate: float, hours: float) -> float:
@@ -111,12 +130,15 @@ class FailureCosts:
 
 def faults(plan: Plan) -> FailureCosts:
     """Failures of a plan on its cluster."""
-    cluster, devices = plan.cluster, plan.devices
-    between, restart = mean_time_between(cluster.failures_per_device_hour, devices), cluster.restart_seconds
+    cluster = plan.cluster
+    devices = plan.devices
+    between = mean_time_between(cluster.failures_per_device_hour, devices)
+    restart = cluster.restart_seconds
     saved = memory.saved(plan.memory)
     copy, write = save_seconds(cluster, devices, saved)
     interval = best_interval(copy, write, between)
-    step, steps = plan.seconds - plan.time.checkpoint, 0
+    step = plan.seconds - plan.time.checkpoint
+    steps = 0
     if math.isfinite(between):
         advised = advised_interval(copy, write, restart, between)
         steps = max(1, round(advised / step), math.ceil(min(write, between) / step))

@@ -1,10 +1,12 @@
-"""What products in float8 change of a layer's costs: their rate, the passes that round their operands, bytes that are kept and gathered.
+"""What products in float8 change of a layer's costs: their rate, the passes that round their operands, bytes that are
+kept and gathered.
 
     rounding       read twice, for the scale and for the cast, and written as a byte: 5 bytes of a bfloat16 element
     transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a weight's gradient
 
-A product gains what its width takes of the faster rate, and loses the passes, whose bytes do not depend on it: narrow ones lose.
-Blockwise products and experts' have the rate of the compute dtype: XLA has no kernel for the one, nor we for the others.
+A product gains what its width takes of the faster rate, and loses the passes, whose bytes do not depend on it: narrow
+ones lose. Blockwise products and experts' have the rate of the compute dtype: XLA has no kernel for the one, nor we for
+the others.
 """
 
 import math
@@ -35,20 +37,35 @@ NONE = Differences(Seconds(), Seconds())
 
 def differences(config: Config, device: Accelerator) -> Differences:
     """Returns what a microbatch takes more in a layer than with products in the compute dtype."""
-    part, dtype, recipe = float8_share(config), config.precision.compute, config.precision.float8_recipe
+    part = float8_share(config)
+    dtype = config.precision.compute
+    recipe = config.precision.float8_recipe
     if not part:
         return NONE
-    model, tensor, n, size = config.model, config.mesh.tensor, shapes.tokens(config), shapes.itemsize(dtype)
-    d, f, k = model.d_model, -(-model.d_ff // tensor), model.head_dim
-    heads, groups, into = (
-        model.heads // tensor,
-        local_kv_heads(model.kv_heads, tensor),
-        1 + FAMILIES[model.family].gated,
+    model = config.model
+    tensor = config.mesh.tensor
+    n = shapes.tokens(config)
+    size = shapes.itemsize(dtype)
+    d = model.d_model
+    f = -(-model.d_ff // tensor)
+    k = model.head_dim
+    heads = model.heads // tensor
+    groups = local_kv_heads(model.kv_heads, tensor)
+    into = 1 + FAMILIES[model.family].gated
+    dots = [
+        (d, heads * k),
+        (d, 2 * groups * k),
+        (heads * k, d),
+        *[(d, f)] * into * (f > 0),
+        *[(f, d)] * (f > 0),
+    ]
+    gain = sum(
+        _product(device, dtype, recipe, n, *dot) - product(device, dtype, n, *dot) for dot in dots
     )
-    dots = [(d, heads * k), (d, 2 * groups * k), (heads * k, d), *[(d, f)] * into * (f > 0), *[(f, d)] * (f > 0)]
-    gain = sum(_product(device, dtype, recipe, n, *dot) - product(device, dtype, n, *dot) for dot in dots)
-    inputs, outputs = n * (2 * d + heads * k + f), n * sum(width for _, width in dots)
-    weights, rounds = sum(a * b for a, b in dots), 2 * size + 1
+    inputs = n * (2 * d + heads * k + f)
+    outputs = n * sum(width for _, width in dots)
+    weights = sum(a * b for a, b in dots)
+    rounds = 2 * size + 1
     in_hardware = recipe != "blockwise"
     forward: float = rounds * (inputs + weights) + in_hardware * TRANSPOSED * weights
     backward: float = rounds * (outputs + weights) + (recipe == "rowwise") * 3 * weights
@@ -60,34 +77,50 @@ def differences(config: Config, device: Accelerator) -> Differences:
     of_experts = _of_experts(config, part)
     return Differences(
         Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
-        Seconds(part * gain * (1 + trained * in_float8), 0.0, (part * backward + of_experts[1]) / device.memory_rate),
+        Seconds(
+            part * gain * (1 + trained * in_float8),
+            0.0,
+            (part * backward + of_experts[1]) / device.memory_rate,
+        ),
     )
 
 
 def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
-    """Seconds of a product of rounded operands. The largest reach the share of the peak that 16-bit ones do; what a short side costs is
-    time, not a share of the rate, and at twice the rate twice the share.
+    """Seconds of a product of rounded operands.
+
+    The largest reach the share of the peak that 16-bit ones do; what a short side costs is time, not a share of the
+    rate, and at twice the rate twice the share.
     """
     if recipe == "blockwise" or not device.peak.float8:
         return product(device, dtype, m, k, n)
-    efficiency, flops = device.efficiency, device.peak.float8 * 1e12
+    efficiency = device.efficiency
+    flops = device.peak.float8 * 1e12
     slowed = 1 + efficiency.half_size * flops / device.flops(dtype) * (1 / m + 1 / k + 1 / n)
     compute = 2 * m * k * n / (flops * efficiency.matmul) * slowed
     return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
 def _of_experts(config: Config, part: float) -> tuple[float, float]:
-    """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast, and written as they are
-    multiplied, in the compute dtype; to be kept, as a byte."""
-    model, trained = config.model, trained_share(config)
+    """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast,
+    and written as they are multiplied, in the compute dtype; to be kept, as a byte.
+    """
+    model = config.model
+    trained = trained_share(config)
     if not model.moe.experts:
         return 0.0, 0.0
-    used, d, f = experts.rows(config).here, model.d_model, experts.width(config)
-    weights, size = 3 * d * f * model.moe.experts / config.mesh.expert, shapes.itemsize(config.precision.compute)
-    inputs, outputs = used * (d + f), used * (2 * f + d)
+    used = experts.rows(config).here
+    d = model.d_model
+    f = experts.width(config)
+    weights = 3 * d * f * model.moe.experts / config.mesh.expert
+    size = shapes.itemsize(config.precision.compute)
+    inputs = used * (d + f)
+    outputs = used * (2 * f + d)
     in_float8 = trained * (config.precision.float8_wgrad == "float8")
     of_weights = weights * (config.precision.float8_recipe == "rowwise")
-    backward = 3 * size * (outputs + of_weights + in_float8 * (inputs + outputs)) + trained * (1 + size) * inputs
+    backward = (
+        3 * size * (outputs + of_weights + in_float8 * (inputs + outputs))
+        + trained * (1 + size) * inputs
+    )
     return part * ((3 * size + 1) * inputs + 3 * size * weights), part * backward
 
 
@@ -125,14 +158,22 @@ def entering_size(config: Config) -> float:
 
 def weight_size(config: Config) -> float:
     """Returns the bytes of an element of a layer's weights that is gathered where it is used, on the mean of all."""
-    size, every = shapes.itemsize(config.precision.compute), shapes.resident(config).block.shard
-    saved = sum(p.on_rank() * (1.0 if is_held(config, p) else float8_share(config)) for p in _gathered(config))
+    size = shapes.itemsize(config.precision.compute)
+    every = shapes.resident(config).block.shard
+    saved = sum(
+        p.on_rank() * (1.0 if is_held(config, p) else float8_share(config))
+        for p in _gathered(config)
+    )
     return size - (size - 1) * saved / every
 
 
 def saved(config: Config) -> tuple[float, float]:
-    """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8: gathered, and as they are held."""
-    less, gathered, held = shapes.itemsize(config.precision.compute) - 1, 0.0, 0.0
+    """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8:
+    gathered, and as they are held.
+    """
+    less = shapes.itemsize(config.precision.compute) - 1
+    gathered = 0.0
+    held = 0.0
     for weight in shapes.of_one_layer(config) if config.precision.matmul == "float8" else ():
         if is_held(config, weight):
             gathered += less * weight.on_device() - 4 * _scales(config, weight, 1)
@@ -147,4 +188,6 @@ def _scales(config: Config, weight: Placed, ranks: int) -> int:
         n // ways // (ranks if d == weight.zero_dim else 1)
         for d, (n, ways) in enumerate(zip(weight.padded, weight.ways, strict=True))
     ]
-    return math.prod(-(-n // group) if group else 1 for n, group in zip(sides[1:], groups, strict=True))
+    return math.prod(
+        -(-n // group) if group else 1 for n, group in zip(sides[1:], groups, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""A collective of a step, and those that gradients are sent by: over data, across islands, and of islands that step by themselves.
+"""A collective of a step, and those that gradients are sent by: over data, across islands, and of islands that step by
+themselves.
 
     compression              over data                            across islands, of a shard
     none                     reduce-scatter, or all-reduce        all-reduce
@@ -7,8 +8,8 @@
     powersgd                 an all-reduce of P and one of Q for each weight, over all that are compressed
     norms, biases            as with none
 
-Islands that step by themselves (`parallel.sync`) send 2 (R - 1) / R of a device's float32 shard of the weights, R islands, once in `every`
-steps; the first `start` steps, which sum gradients over all islands, are not in it.
+Islands that step by themselves (`parallel.sync`) send 2 (R - 1) / R of a device's float32 shard of the weights, R
+islands, once in `every` steps; the first `start` steps, which sum gradients over all islands, are not in it.
 
 Bytes are those of `meshtrain.parallel.reduce.sizes`, which the program stands on too.
 """
@@ -18,7 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, best, sent
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    best,
+    sent,
+)
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.compression import COMPRESSIONS, codec_of
 from meshtrain.config import Config, MeshConfig
@@ -40,10 +48,12 @@ from meshtrain.parallel.sync.when import BESIDE, sent_compressed
 from meshtrain.plan import shapes
 
 FLOAT32 = 4  # bytes
-# Passes over float32 numbers, as XLA fuses them: to encode, the largest of a block, the values, and the error for the metrics; PowerSGD
-# multiplies its matrix twice, and writes what came of it and what was left out.
-ENCODED, MULTIPLIED = 3, 4
-# Bytes a number to find the largest of a row: a radix sort reads and writes key and place four times (CUB, for 32 bits).
+# Passes over float32 numbers, as XLA fuses them: to encode, the largest of a block, the values, and the error for the
+# metrics; PowerSGD multiplies its matrix twice, and writes what came of it and what was left out.
+ENCODED = 3
+MULTIPLIED = 4
+# Bytes a number to find the largest of a row: a radix sort reads and writes key and place four times (CUB, for 32
+# bits).
 SORTED = 64
 
 
@@ -51,8 +61,8 @@ SORTED = 64
 class Iterations:
     """How often a device goes forward and backward through a chunk and through the loss head in a step.
 
-    The embedding's passes, forward and backward (`unembedding`), and the messages `down` and `up` are as many where not given; the
-    head's backward (`unhead`) comes with its forward.
+    The embedding's passes, forward and backward (`unembedding`), and the messages `down` and `up` are as many where not
+    given; the head's backward (`unhead`) comes with its forward.
     """
 
     forward: int
@@ -69,12 +79,16 @@ class Iterations:
         count = getattr(self, moment)
         if count is not None:
             return count
-        return {"embedding": self.forward, "down": self.forward, "unhead": self.head}.get(moment, self.backward)
+        return {"embedding": self.forward, "down": self.forward, "unhead": self.head}.get(
+            moment, self.backward
+        )
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Collectives of one sort in a step: `nbytes` is the size S of the whole array (see `algorithms`), `count` how many."""
+    """Collectives of one sort in a step: `nbytes` is the size S of the whole array (see `algorithms`), `count` how
+    many.
+    """
 
     axis: str
     kind: str
@@ -102,13 +116,19 @@ class Transfer:
 
 
 def layer_waits(
-    config: Config, cluster: Cluster, transfers: list[tuple[str, Transfer]], seconds: Callable[[Transfer], float] | None = None
-) -> tuple[float, float]:  # fmt: skip
-    """Returns the seconds, forward and backward, of one layer's part of a chunk's collectives, one after the other; `seconds` are those of
-    a transfer where it is no collective of XLA's."""
+    config: Config,
+    cluster: Cluster,
+    transfers: list[tuple[str, Transfer]],
+    seconds: Callable[[Transfer], float] | None = None,
+) -> tuple[float, float]:
+    """Returns the seconds, forward and backward, of one layer's part of a chunk's collectives, one after the other;
+    `seconds` are those of a transfer where it is no collective of XLA's.
+    """
     waits = {"forward": 0.0, "backward": 0.0}
     for moment, t in transfers:
-        waits[moment] += (seconds(t) if seconds else t.seconds(cluster, config.mesh)) / stages(config).longest
+        waits[moment] += (seconds(t) if seconds else t.seconds(cluster, config.mesh)) / stages(
+            config
+        ).longest
     return waits["forward"], waits["backward"]
 
 
@@ -117,11 +137,19 @@ class _Tally:
     """Transfers as they come up, added up where they are of one sort, and the bytes that pass over memory for them."""
 
     config: Config
-    entries: dict[tuple[tuple[str, ...], str, str, int], tuple[float, int]] = field(default_factory=dict)
+    entries: dict[tuple[tuple[str, ...], str, str, int], tuple[float, int]] = field(
+        default_factory=dict
+    )
     moved: float = 0.0
 
     def add(
-        self, axes: tuple[str, ...], kind: str, what: str, nbytes: float, count: int = 1, alone: bool = False
+        self,
+        axes: tuple[str, ...],
+        kind: str,
+        what: str,
+        nbytes: float,
+        count: int = 1,
+        alone: bool = False,
     ) -> None:
         """Counts a collective; `alone`: XLA joins it with no other of its sort."""
         key = axes, kind, what, count
@@ -130,28 +158,35 @@ class _Tally:
 
     def encoded(self, numbers: float, nbytes: float, summed: float, count: int = 1) -> None:
         """Numbers that become so many bytes, of which as many come back and are decoded to `summed` numbers."""
-        passes = ENCODED * FLOAT32 + SORTED * COMPRESSIONS[self.config.parallel.reduce.compression].sorts
+        passes = (
+            ENCODED * FLOAT32 + SORTED * COMPRESSIONS[self.config.parallel.reduce.compression].sorts
+        )
         self.moved += count * (passes * numbers + 3 * nbytes + FLOAT32 * summed)
 
     def transfers(self) -> list[Transfer]:
-        mesh, transfers = self.config.mesh, []
+        mesh = self.config.mesh
+        transfers = []
         for (axes, kind, what, count), (nbytes, parts) in self.entries.items():
             split = [axis for axis in axes if mesh.ways(axis) > 1]
             size = math.prod(mesh.ways(axis) for axis in split)
             if split and nbytes:
-                transfers.append(Transfer("+".join(split), kind, what, nbytes / parts, count * parts, size))
+                transfers.append(
+                    Transfer("+".join(split), kind, what, nbytes / parts, count * parts, size)
+                )
         return transfers
 
 
 def gradient_transfers(config: Config, iterations: Iterations) -> list[Transfer]:
-    """Every collective that sums gradients over data and across islands in a step, but those of weights that are whole over tensor or
-    pipeline without ZeRO, whose sums are over all at once (`traffic`)."""
+    """Every collective that sums gradients over data and across islands in a step, but those of weights that are whole
+    over tensor or pipeline without ZeRO, whose sums are over all at once (`traffic`).
+    """
     return _tally(config, iterations).transfers()
 
 
 def seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     """Seconds of all of them, one after the other; and of what encodes and decodes, as passes over memory."""
-    m, v = config.parallel.microbatches, stages(config).chunks
+    m = config.parallel.microbatches
+    v = stages(config).chunks
     tally = _tally(config, Iterations(m * v, m, m * v, unembedding=m))
     spent = [transfer.seconds(cluster, config.mesh) for transfer in tally.transfers()]
     return sum(spent), tally.moved / cluster.accelerator.memory_rate
@@ -161,7 +196,10 @@ def bytes_and_ratio(config: Config, iterations: Iterations) -> tuple[float, floa
     """Bytes that a device sends in a step to sum gradients, and those of float32 over them; 1.0 where none are sent."""
     plain = replace(config, precision=replace(config.precision, reduce="float32"))
     plain = replace(plain, parallel=replace(config.parallel, reduce=ReduceConfig(feedback=False)))
-    sent, uncompressed = (sum(transfer.sent for transfer in gradient_transfers(c, iterations)) for c in (config, plain))
+    sent, uncompressed = (
+        sum(transfer.sent for transfer in gradient_transfers(c, iterations))
+        for c in (config, plain)
+    )
     return sent, uncompressed / sent if sent else 1.0
 
 
@@ -186,7 +224,8 @@ def _tally(config: Config, iterations: Iterations) -> _Tally:
 def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
     """A weight's gradient, summed in an island."""
     config = tally.config
-    ranks, reduce = weight.zero_degree, shapes.itemsize(config.precision.reduce)
+    ranks = weight.zero_degree
+    reduce = shapes.itemsize(config.precision.reduce)
     if weight.zero_dim is None:
         joined = any(config.mesh.ways(axis) > 1 for axis in weight.replicated)
         if config.parallel.zero_stage or not joined:
@@ -199,18 +238,29 @@ def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
     else:
         for where, shard, count in _scatters(config, weight, iterations):
             if scatters_compressed(config, weight):
-                nbytes, what = ranks * codec_of(config.parallel.reduce).nbytes(shard), _as(config)
-                tally.add(weight.zero_axes, ALL_TO_ALL, f"gradients{where} scattered{what}", nbytes, count, alone=True)
+                nbytes = ranks * codec_of(config.parallel.reduce).nbytes(shard)
+                what = _as(config)
+                tally.add(
+                    weight.zero_axes,
+                    ALL_TO_ALL,
+                    f"gradients{where} scattered{what}",
+                    nbytes,
+                    count,
+                    alone=True,
+                )
                 tally.encoded(ranks * shard, nbytes, shard, count)
             else:
-                nbytes, what = ranks * shard * reduce, f"gradients{where} scattered"
+                nbytes = ranks * shard * reduce
+                what = f"gradients{where} scattered"
                 tally.add(weight.zero_axes, REDUCE_SCATTER, what, nbytes, count)
 
 
 def _across(tally: _Tally, weight: Placed) -> None:
     """Its shard, summed across islands."""
-    config, what = tally.config, "gradients summed across islands"
-    islands, k = config.mesh.islands, weight.on_rank()
+    config = tally.config
+    what = "gradients summed across islands"
+    islands = config.mesh.islands
+    k = weight.on_rank()
     if not crosses_compressed(config, weight):
         if weight.zero_dim is not None and not _low_rank(config, weight):
             tally.add((ISLAND,), ALL_REDUCE, what, k * shapes.itemsize(config.precision.reduce))
@@ -228,7 +278,9 @@ def _across(tally: _Tally, weight: Placed) -> None:
         tally.encoded(k + each, 2 * nbytes, k + each)
 
 
-def _scatters(config: Config, weight: Placed, iterations: Iterations) -> Iterator[tuple[str, int, int]]:
+def _scatters(
+    config: Config, weight: Placed, iterations: Iterations
+) -> Iterator[tuple[str, int, int]]:
     """(where, numbers of a shard, how often) of the scatters of a weight's gradient."""
     shard = weight.on_rank()
     if not scatters_at_use(config):
@@ -253,13 +305,20 @@ def _factors(tally: _Tally, weight: Placed) -> None:
     config = tally.config
     matrix = as_matrix(config, weight)
     assert matrix is not None
-    local, first = compressed_part(config, weight).local(config), matrix.first
+    local = compressed_part(config, weight).local(config)
+    first = matrix.first
     layers, n, c = (
-        math.prod(local[a:b]) for a, b in ((0, first), (first, first + matrix.rows), (first + matrix.rows, None))
+        math.prod(local[a:b])
+        for a, b in ((0, first), (first, first + matrix.rows), (first + matrix.rows, None))
     )
     axes = summed_over(config, weight)
     for side, rows in (("P", n), ("Q", c)):
-        tally.add(axes, ALL_REDUCE, f"gradients as PowerSGD's {side}", FLOAT32 * layers * rows * matrix.rank)
+        tally.add(
+            axes,
+            ALL_REDUCE,
+            f"gradients as PowerSGD's {side}",
+            FLOAT32 * layers * rows * matrix.rank,
+        )
     tally.moved += MULTIPLIED * FLOAT32 * layers * n * c
 
 
@@ -268,21 +327,28 @@ def _as(config: Config) -> str:
 
 
 def sync_transfers(config: Config) -> list[Transfer]:
-    """Collectives that synchronize islands which step by themselves; a fragment's are one of `every` steps. Fragments are taken to be
-    equal."""
-    sync, islands = config.parallel.sync, config.mesh.islands
+    """Collectives that synchronize islands which step by themselves; a fragment's are one of `every` steps.
+
+    Fragments are taken to be equal.
+    """
+    sync = config.parallel.sync
+    islands = config.mesh.islands
     if not sync.every:
         return []
-    times, what = sync.fragments / sync.every, "islands brought together"
+    times = sync.fragments / sync.every
+    what = "islands brought together"
     numbers: dict[bool, list[float]] = {True: [], False: []}
     for weight in all_placed(config):
         if weight.trained:
             numbers[sent_compressed(config, weight)].append(weight.on_rank() / sync.fragments)
-    plain = Transfer(ISLAND, ALL_REDUCE, what, FLOAT32 * (sum(numbers[False]) + BESIDE), times, islands)
+    plain = Transfer(
+        ISLAND, ALL_REDUCE, what, FLOAT32 * (sum(numbers[False]) + BESIDE), times, islands
+    )
     if not numbers[True]:
         return [plain]
     reduce = config.parallel.reduce
-    what, k = f"{what}, as {reduce.compression}", message_length(reduce, map(round, numbers[True]), islands)
+    what = f"{what}, as {reduce.compression}"
+    k = message_length(reduce, map(round, numbers[True]), islands)
     kinds = (ALL_GATHER,) if islands == 2 else (ALL_TO_ALL, ALL_GATHER)
     nbytes = islands * codec_of(reduce).nbytes(k if islands == 2 else chunk_length(k, islands))
     return [plain, *(Transfer(ISLAND, kind, what, nbytes, times, islands) for kind in kinds)]
@@ -294,7 +360,9 @@ def sync_seconds(config: Config, cluster: Cluster) -> float:
 
 
 def sync_copies(config: Config) -> list[str]:
-    """Names what islands that step by themselves hold besides the weights, each as large as a float32 shard of what is trained."""
+    """Names what islands that step by themselves hold besides the weights, each as large as a float32 shard of what is
+    trained.
+    """
     sync = config.parallel.sync
     copies = {
         "islands' own weights": sync.every,

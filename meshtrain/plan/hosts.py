@@ -11,14 +11,16 @@ SCATTER = 0.007
 
 
 def straggling(cluster: Cluster, devices: int) -> float:
-    """The share of its work that a host waits for the slowest: of n whose times scatter as a normal distribution with deviation `SCATTER`
-    the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6)."""
+    """The share of its work that a host waits for the slowest: of n whose times scatter as a normal distribution with
+    deviation `SCATTER` the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6).
+    """
     return SCATTER * math.sqrt(2 * math.log(math.ceil(devices / cluster.devices_per_node)))
 
 
 def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for all hosts to agree and the copy to the host, and the write
-    beside it, by the slower of a node's way to the store and the store."""
+    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for all hosts to agree and the copy to the
+    host, and the write beside it, by the slower of a node's way to the store and the store.
+    """
     hosts = math.ceil(devices / cluster.devices_per_node)
     node = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)
     store = nbytes * devices / (cluster.storage_bandwidth_total * 1e9)
@@ -27,8 +29,9 @@ def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, 
 
 
 def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: float) -> float:
-    """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not done when the
-    next one is due (`step` seconds a step)."""
+    """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not
+    done when the next one is due (`step` seconds a step).
+    """
     every = config.checkpoint.every
     if not every:
         return 0.0

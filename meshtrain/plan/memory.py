@@ -1,7 +1,7 @@
 """What a device holds while a step runs, item by item.
 
-State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). Sizes are of the longest stage; `activations`
-has those of a layer.
+State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). Sizes are of the longest stage;
+`activations` has those of a layer.
 """
 
 import math
@@ -44,9 +44,16 @@ KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
 def zero_state(
-    elements: float, stage: int, data: int, weight: float = 2, gradient: float = 2, state: float = 12
+    elements: float,
+    stage: int,
+    data: int,
+    weight: float = 2,
+    gradient: float = 2,
+    state: float = 12,
 ) -> float:
-    """Bytes of model state per device in mixed-precision training (ZeRO, figure 1): `state` counts masters and two moments."""
+    """Bytes of model state per device in mixed-precision training (ZeRO, figure 1): `state` counts masters and two
+    moments.
+    """
     degrees = [data if stage >= level else 1 for level in (3, 2, 1)]
     return elements * (weight / degrees[0] + gradient / degrees[1] + state / degrees[2])
 
@@ -56,7 +63,9 @@ def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[M
     return fullest(config, facts, platform)[1]
 
 
-def fullest(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> tuple[str, list[MemoryItem]]:
+def fullest(
+    config: Config, facts: ScheduleFacts, platform: str = "gpu"
+) -> tuple[str, list[MemoryItem]]:
     """The moment of a step at which a device holds most, and what it holds then."""
     always = [*state(config), *_images(config), *kept(config, facts, platform)]
     moments = passing(config, facts, platform)
@@ -89,17 +98,32 @@ def state(config: Config) -> list[MemoryItem]:
 
 def between_steps(config: Config) -> list[MemoryItem]:
     """Masters, optimizer state, and what compression of gradients keeps."""
-    state = 0 if config.parallel.offload_optimizer else 4 * shapes.optimizer_state(config, stages(config).on_device)
+    state = (
+        0
+        if config.parallel.offload_optimizer
+        else 4 * shapes.optimizer_state(config, stages(config).on_device)
+    )
     trained = _elements(config, trained=True)
     frozen = _elements(config) - trained
     return [
         MemoryItem("float32 masters", "parameters", 4 * trained.shard, True),
         MemoryItem(f"{config.optimizer.name} state", "optimizer_state", state, True),
         MemoryItem(
-            "frozen weights", "parameters", _itemsize(config) * frozen.shard - _saved(config)[1], True, frozen=True
+            "frozen weights",
+            "parameters",
+            _itemsize(config) * frozen.shard - _saved(config)[1],
+            True,
+            frozen=True,
         ),
-        *(MemoryItem(KEPT[name], "gradients", n, True) for name, n in feedback_bytes(config).items() if n),
-        *(MemoryItem(name, "parameters", 4 * trained.shard, True) for name in gradient_traffic.sync_copies(config)),
+        *(
+            MemoryItem(KEPT[name], "gradients", n, True)
+            for name, n in feedback_bytes(config).items()
+            if n
+        ),
+        *(
+            MemoryItem(name, "parameters", 4 * trained.shard, True)
+            for name in gradient_traffic.sync_copies(config)
+        ),
     ]
 
 
@@ -117,17 +141,30 @@ def _saved(config: Config) -> tuple[float, float]:
 
 
 def _weights(config: Config) -> list[MemoryItem]:
-    resident, size = _elements(config, trained=True), shapes.itemsize(config.precision.compute)
+    resident = _elements(config, trained=True)
+    size = shapes.itemsize(config.precision.compute)
     if gathers_at_use(config):
-        return [MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard if size < 4 else 0)]
+        return [
+            MemoryItem(
+                "weights in compute dtype, sharded",
+                "parameters",
+                size * resident.shard if size < 4 else 0,
+            )
+        ]
     items = []
     if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
         frozen = _elements(config) - resident
-        items.append(MemoryItem("frozen weights, gathered", "parameters", size * frozen.full - _saved(config)[0]))
+        items.append(
+            MemoryItem(
+                "frozen weights, gathered", "parameters", size * frozen.full - _saved(config)[0]
+            )
+        )
     if size < 4 or zero_ways(config) > 1:
         items.append(MemoryItem("weights in compute dtype", "parameters", size * resident.full))
     if scatters_at_use(config) and size < 4:
-        items.append(MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard))
+        items.append(
+            MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard)
+        )
     return items
 
 
@@ -136,7 +173,8 @@ def _sums(config: Config) -> list[MemoryItem]:
     if config.parallel.microbatches == 1 and config.mesh.pipeline == 1:
         return []
     resident = _elements(config, trained=True)
-    name, size = f"{config.precision.gradient_sums} gradient sums", shapes.itemsize(config.precision.gradient_sums)
+    name = f"{config.precision.gradient_sums} gradient sums"
+    size = shapes.itemsize(config.precision.gradient_sums)
     if scatters_at_use(config):
         return [MemoryItem(f"{name}, sharded", "gradients", size * resident.shard)]
     return [MemoryItem(name, "gradients", size * resident.full)]
@@ -147,36 +185,58 @@ def _images(config: Config) -> list[MemoryItem]:
     if not FAMILIES[config.model.family].images:
         return []
     rows = shapes.microbatch_rows(config) * config.parallel.microbatches
-    return [MemoryItem("images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model)))]
+    return [
+        MemoryItem(
+            "images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model))
+        )
+    ]
 
 
 def of_layer(config: Config) -> tuple[float, float]:
     """Returns the bytes that one layer keeps of a microbatch for its backward, and for its weights' gradients alone."""
-    return activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(config)
+    return activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(
+        config
+    )
 
 
 def kept(
-    config: Config, facts: ScheduleFacts, platform: str = "gpu", layer_keeps: tuple[float, float] | None = None, stage: Any = None
-) -> list[MemoryItem]:  # fmt: skip
-    """Activations that the microbatches in flight keep for their backward, and those that wait between stages; `layer_keeps`: `of_layer`,
-    where it is known already; `stage`: see `passing`."""
-    stage, parallel = stage or stages(config), config.parallel
+    config: Config,
+    facts: ScheduleFacts,
+    platform: str = "gpu",
+    layer_keeps: tuple[float, float] | None = None,
+    stage: Any = None,
+) -> list[MemoryItem]:
+    """Activations that the microbatches in flight keep for their backward, and those that wait between stages;
+    `layer_keeps`: `of_layer`, where it is known already; `stage`: see `passing`.
+    """
+    stage = stage or stages(config)
+    parallel = config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer, residuals = layer_keeps or of_layer(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
-    losses = 4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
+    losses = (
+        4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
+    )
     reference = MemoryItem("losses under the reference", "activations", losses)
     if not runs_table(config):
-        return [MemoryItem("activations kept for the backward", "activations", stage.on_device * layer), reference]
+        return [
+            MemoryItem("activations kept for the backward", "activations", stage.on_device * layer),
+            reference,
+        ]
     cpu = platform == "cpu"
-    # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in backwards after them.
+    # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
+    # backwards after them.
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
     f_inbox = depths.f_inbox * (cpu or facts.together > 1)
     waiting = depths.cot * stage.longest * residuals
     return [
-        MemoryItem("activations kept for the backward", "activations", depths.stash * stage.longest * layer),
+        MemoryItem(
+            "activations kept for the backward", "activations", depths.stash * stage.longest * layer
+        ),
         MemoryItem("what weight gradients wait for", "activations", waiting),
-        MemoryItem("activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream),
+        MemoryItem(
+            "activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream
+        ),
         # what the last F and B made and the embedding that the next F takes
         MemoryItem("activations on their way", "activations", 3 * stream),
         reference,
@@ -188,8 +248,9 @@ def passing(
 ) -> dict[str, list[MemoryItem]]:
     """Lists what is held only for a moment, by moment.
 
-    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it holds. Of many
-    schedules at once, as searches ask, `facts` and `stage` (the layers of `placement.Stages`) are arrays, and so are the bytes.
+    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it
+    holds. Of many schedules at once, as searches ask, `facts` and `stage` (the layers of `placement.Stages`) are
+    arrays, and so are the bytes.
     """
     if not runs_table(config):
         return _of_one_stage(config, platform)
@@ -199,13 +260,19 @@ def passing(
 def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     """Moments of a step without pipeline stages.
 
-    XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden states and
-    the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where collectives stand between.
+    XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden
+    states and the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where
+    collectives stand between.
     """
-    size, tensor, several = _itemsize(config), config.mesh.tensor, config.parallel.microbatches > 1
-    gathers, scatters = gathers_at_use(config), scatters_at_use(config)
-    resident, trained = shapes.resident(config), shapes.trained(config)
-    block, vocabulary = resident.block, resident.vocabulary
+    size = _itemsize(config)
+    tensor = config.mesh.tensor
+    several = config.parallel.microbatches > 1
+    gathers = gathers_at_use(config)
+    scatters = scatters_at_use(config)
+    resident = shapes.resident(config)
+    trained = shapes.trained(config)
+    block = resident.block
+    vocabulary = resident.vocabulary
     chunked = shapes.loss_chunks(config) > 1
     waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
     logits = MemoryItem("logits", "activations", _logits(config, 4))
@@ -214,7 +281,11 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
         MemoryItem("hidden states at the head", "activations", _hidden(config)),
     ]
     in_place = platform != "cpu" and sums_in_place(config)
-    gradients = [MemoryItem("new gradients of the layers", "gradients", 0 if in_place else _new_gradients(config))]
+    gradients = [
+        MemoryItem(
+            "new gradients of the layers", "gradients", 0 if in_place else _new_gradients(config)
+        )
+    ]
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     late = 0 if waits else size * trained.vocabulary.largest
@@ -223,57 +294,101 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     # They are set to zero before the head.
     early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
     early = early or activations.kernel(config, platform) == "fused"
-    gathered = MemoryItem("gathered output head", "parameters", size * vocabulary.largest if gathers else 0)
-    largest = MemoryItem("gradient of the output head", "gradients", (size + 4 * scatters) * trained.vocabulary.largest)
+    gathered = MemoryItem(
+        "gathered output head", "parameters", size * vocabulary.largest if gathers else 0
+    )
+    largest = MemoryItem(
+        "gradient of the output head",
+        "gradients",
+        (size + 4 * scatters) * trained.vocabulary.largest,
+    )
     layer = [
-        MemoryItem("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
+        MemoryItem(
+            "gathered weights of a layer", "parameters", size * block.largest if gathers else 0
+        ),
         MemoryItem("work of one layer", "activations", activations.work(config, platform)),
-        MemoryItem("gradients of a layer, to be scattered", "gradients", 4 * trained.block.full if scatters else 0),
+        MemoryItem(
+            "gradients of a layer, to be scattered",
+            "gradients",
+            4 * trained.block.full if scatters else 0,
+        ),
     ]
     return {
         "loss": [logits, *head, gathered, _summed(config), *(gradients if early else [])],
-        "loss head": [*head, gathered, *(new if several and not waits else [largest]), *(gradients if early else [])],
+        "loss head": [
+            *head,
+            gathered,
+            *(new if several and not waits else [largest]),
+            *(gradients if early else []),
+        ],
         "backward": [*gradients, *new, *layer, *(head if waits else [])],
     }
 
 
-def _of_stages(config: Config, facts: ScheduleFacts, platform: str, stage: Any) -> dict[str, list[MemoryItem]]:
+def _of_stages(
+    config: Config, facts: ScheduleFacts, platform: str, stage: Any
+) -> dict[str, list[MemoryItem]]:
     """Moments of a clock: a chunk goes forward, another backward, and the loss head between them.
 
-    Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is there twice.
+    Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is
+    there twice.
     """
-    size, gathers, scatters = _itemsize(config), gathers_at_use(config), scatters_at_use(config)
-    block, trained = shapes.resident(config).block, shapes.trained(config).block
+    size = _itemsize(config)
+    gathers = gathers_at_use(config)
+    scatters = scatters_at_use(config)
+    block = shapes.resident(config).block
+    trained = shapes.trained(config).block
     chunked = shapes.loss_chunks(config) > 1
     always = [
-        MemoryItem("gathered weights of a layer", "parameters", size * block.largest if gathers else 0),
-        MemoryItem("gradients of a layer, to be scattered", "gradients", 4 * trained.full if scatters else 0),
+        MemoryItem(
+            "gathered weights of a layer", "parameters", size * block.largest if gathers else 0
+        ),
+        MemoryItem(
+            "gradients of a layer, to be scattered",
+            "gradients",
+            4 * trained.full if scatters else 0,
+        ),
     ]
     # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
     logits = MemoryItem("logits", "activations", _logits(config, 4))
     head = [
         MemoryItem("cotangent of the logits", "activations", _logits(config, size)),
-        MemoryItem("hidden states at the head", "activations", _hidden(config) if chunked else size * _read(config)),
+        MemoryItem(
+            "hidden states at the head",
+            "activations",
+            _hidden(config) if chunked else size * _read(config),
+        ),
     ]
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
-    # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time, in another order.
+    # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time,
+    # in another order.
     degree = zero_ways(config)
     gathered = block if config.parallel.zero_stage == 3 else trained
     weight = size * gathered.largest * stage.on_device if degree > 1 and not gathers else 0
-    gathering = MemoryItem("a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree))
+    gathering = MemoryItem(
+        "a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree)
+    )
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
     stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
-    loss, backward = [*always, logits, *head, _summed(config)], [*always, *([] if chunked else head), work, pair]
+    loss = [*always, logits, *head, _summed(config)]
+    backward = [*always, *([] if chunked else head), work, pair]
     moments = {"gathering": [gathering], "loss": loss, "backward": backward}
     if platform == "cpu" or not sends_by_table(config):
         return moments
     # What travels beside the clocks is there twice.
-    layers, reduce = stage.longest, shapes.itemsize(config.precision.reduce)
-    weights = MemoryItem("weights of a chunk, as they arrive", "parameters", size * gathered.full * layers)
+    layers = stage.longest
+    reduce = shapes.itemsize(config.precision.reduce)
+    weights = MemoryItem(
+        "weights of a chunk, as they arrive", "parameters", size * gathered.full * layers
+    )
     full = trained.full * layers + shapes.trained(config).head.full
-    sent = MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", reduce * full)
-    shards = MemoryItem("gradients that have been reduced", "gradients", 4 * trained.shard * stage.on_device)
+    sent = MemoryItem(
+        "gradients of a chunk and the head, as they are sent", "gradients", reduce * full
+    )
+    shards = MemoryItem(
+        "gradients that have been reduced", "gradients", 4 * trained.shard * stage.on_device
+    )
     return moments | {"gathering": [weights, work], "reducing": [sent, shards, work, pair]}
 
 
@@ -307,4 +422,8 @@ def _hidden(config: Config) -> float:
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
     block = shapes.trained(config).block
-    return _itemsize(config) * (block.shard if scatters_at_use(config) else block.full) * stages(config).longest
+    return (
+        _itemsize(config)
+        * (block.shard if scatters_at_use(config) else block.full)
+        * stages(config).longest
+    )

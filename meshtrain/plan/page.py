@@ -1,6 +1,7 @@
 """A plan as one self-contained page: memory bars, the waterfall of a step, the pipeline's Gantt chart, scaling curves.
 
-No script and nothing fetched. Charts are as wide as there is room for; the Gantt chart, which would be unreadable so, scrolls sideways.
+No script and nothing fetched. Charts are as wide as there is room for; the Gantt chart, which would be unreadable so,
+scrolls sideways.
 """
 
 import math
@@ -36,7 +37,12 @@ from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.scaling import Point
 from meshtrain.schedule import draw
 
-KIND_COLOURS = {"parameters": BLUE, "gradients": GREEN, "optimizer_state": ORANGE, "activations": PURPLE}
+KIND_COLOURS = {
+    "parameters": BLUE,
+    "gradients": GREEN,
+    "optimizer_state": ORANGE,
+    "activations": PURPLE,
+}
 KINDS_OF_TIME = {
     "compute": (BLUE, ("matmul", "attention", "memory", "head", "reference")),
     "recomputation": (PURPLE, ("recompute",)),
@@ -49,7 +55,9 @@ ROW = 34
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
 
 
-def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequence[str] = ()) -> str:
+def page(
+    plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequence[str] = ()
+) -> str:
     """The page of a plan with its strong and weak scaling."""
     heading = f"{units.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
     usable = plan.cluster.accelerator.usable_bytes
@@ -64,19 +72,35 @@ def page(plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequ
         *[f'<p class="note">{escape(note)}</p>' for note in notes],
         "<h2>What a device holds, and where a step's time goes</h2>",
         f"<p>{escape(report.layers(plan).capitalize())}.</p>",
-        figures([
-            figure("Memory", f"of a device, {units.size(usable)}, by item", memory_bars(plan)),
-            figure("A step", f"of {units.duration(plan.seconds)}, each part where the one before ends", waterfall(plan)),
-        ]),
+        figures(
+            [
+                figure("Memory", f"of a device, {units.size(usable)}, by item", memory_bars(plan)),
+                figure(
+                    "A step",
+                    f"of {units.duration(plan.seconds)}, each part where the one before ends",
+                    waterfall(plan),
+                ),
+            ]
+        ),
         _pipeline(plan),
         "<h2>What each device sends in a step</h2>",
         _traffic(plan),
         "<h2>More devices, and failures</h2>",
-        figures([
-            figure("Throughput a device", f"over that on {first:,}; the data axis grows, tensor and pipeline stay", curves({"strong: same batch": strong, "weak: batch grows": weak})),
-            figure("Failures", "", f"<p>{pages.sentence(report.faults_text(report.faults(plan)))}.</p>"),
-        ]),
-    ]  # fmt: skip
+        figures(
+            [
+                figure(
+                    "Throughput a device",
+                    f"over that on {first:,}; the data axis grows, tensor and pipeline stay",
+                    curves({"strong: same batch": strong, "weak: batch grows": weak}),
+                ),
+                figure(
+                    "Failures",
+                    "",
+                    f"<p>{pages.sentence(report.faults_text(report.faults(plan)))}.</p>",
+                ),
+            ]
+        ),
+    ]
     return pages.page(heading, parts)
 
 
@@ -86,15 +110,24 @@ def picture(plan: Plan) -> Picture:
     style = f"width:{WIDTH}px;padding:8px;display:inline-block"
     cells = [
         f'<td style="vertical-align:top;text-align:left">{title(name)}<br/>{image(drawing, name, style)}</td>'
-        for name, drawing in (("each device holds", memory_bars(plan)), ("a step takes", waterfall(plan)))
+        for name, drawing in (
+            ("each device holds", memory_bars(plan)),
+            ("a step takes", waterfall(plan)),
+        )
     ]
     lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
-    return Picture(block(title(first), lines, f"<table><tr>{''.join(cells)}</tr></table>"), report.headline(plan))
+    return Picture(
+        block(title(first), lines, f"<table><tr>{''.join(cells)}</tr></table>"),
+        report.headline(plan),
+    )
 
 
 def _tiles(plan: Plan) -> str:
     tiles = [
-        (units.size(plan.bytes), f"of {units.size(plan.cluster.accelerator.usable_bytes)} a device"),
+        (
+            units.size(plan.bytes),
+            f"of {units.size(plan.cluster.accelerator.usable_bytes)} a device",
+        ),
         (units.duration(plan.seconds), f"a step, bound by {plan.time.bound}"),
         (f"{plan.mfu:.1%}", f"MFU, {plan.flops_per_device / 1e12:.3g} TFLOP/s a device"),
         (units.count(plan.tokens_per_second), "tokens a second"),
@@ -109,19 +142,26 @@ def memory_bars(plan: Plan) -> str:
     """A bar an item, largest first, with the device's memory as the full width."""
     usable = max(plan.cluster.accelerator.usable_bytes, plan.bytes)
     items = report.by_size(plan)
-    body, start = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="{EMPTY}"/>'], 0.0
+    body = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="{EMPTY}"/>']
+    start = 0.0
     for item in items:
         width = item.nbytes / usable * WIDTH
         body.append(
-            f'<rect x="{start:.2f}" y="4" width="{width:.2f}" height="22" fill="{KIND_COLOURS[item.kind]}" stroke="{GROUND}" stroke-width="0.7"/>'
+            f'<rect x="{start:.2f}" y="4" width="{width:.2f}" height="22" fill="{KIND_COLOURS[item.kind]}" '
+            f'stroke="{GROUND}" stroke-width="0.7"/>'
         )
         start += width
     limit = plan.cluster.accelerator.usable_bytes / usable * WIDTH - 1
-    body.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="{BAD}" stroke-width="2"/>')
-    y, columns = 40, widths([units.size(item.nbytes)] for item in items)
+    body.append(
+        f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="{BAD}" stroke-width="2"/>'
+    )
+    y = 40
+    columns = widths([units.size(item.nbytes)] for item in items)
     for item in items:
         share = item.nbytes / items[0].nbytes
-        body += bar_row(y, item.name, [units.size(item.nbytes)], columns, 0.0, share, KIND_COLOURS[item.kind])
+        body += bar_row(
+            y, item.name, [units.size(item.nbytes)], columns, 0.0, share, KIND_COLOURS[item.kind]
+        )
         y += ROW
     held = [(colour, kind.replace("_", " ")) for kind, colour in KIND_COLOURS.items()]
     legend, end = keys([*held, (BAD, "limit")], y=y + 8)
@@ -132,11 +172,14 @@ def waterfall(plan: Plan) -> str:
     """Each part of a step begins where the one before ends."""
     rows = [row for row in report.waterfall(plan) if row[-1] >= 0.0005]
     values = [(units.duration(seconds), f"{share:.1%}") for _, seconds, _, share in rows]
-    columns, body = widths(values), list[str]()
+    columns = widths(values)
+    body = list[str]()
     for i, ((name, _, start, share), value) in enumerate(zip(rows, values, strict=True)):
         body += bar_row(i * ROW, PART_NAMES[name], value, columns, start, share, PART_COLOURS[name])
     drawn = {PART_COLOURS[row[0]] for row in rows}
-    legend, end = keys([(c, kind) for kind, (c, _) in KINDS_OF_TIME.items() if c in drawn], y=len(rows) * ROW + 8)
+    legend, end = keys(
+        [(c, kind) for kind, (c, _) in KINDS_OF_TIME.items() if c in drawn], y=len(rows) * ROW + 8
+    )
     return chart(end, [*body, *legend], "time of a step by part")
 
 
@@ -146,7 +189,9 @@ def _pipeline(plan: Plan) -> str:
         return ""
     drawing = pages.wide(draw.gantt_svg(line, units.duration, headed=False))
     if len(line.kind) > MOST_CELLS:
-        drawing = f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
+        drawing = (
+            f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
+        )
     head, *rest = draw.figures(line, units.duration)
     words = f"<p>{pages.sentence(head)}; {escape('; '.join(rest))}.</p>"
     return f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>{words}{drawing}"
@@ -169,7 +214,10 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     counts = sorted({point.devices for points in drawn.values() for point in points})
     if not counts:
         return ""
-    left, top, width, height = 46, 10, WIDTH - 72, 190
+    left = 46
+    top = 10
+    width = WIDTH - 72
+    height = 190
     low, high = math.log2(counts[0]), max(math.log2(counts[-1]), math.log2(counts[0]) + 1)
     most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
 
@@ -186,13 +234,21 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
             f'<text x="{left - 8}" y="{y(mark) + 5:.1f}" text-anchor="end">{mark:.0%}</text>'
         )
     for devices in counts[:: math.ceil(len(counts) / 5)]:
-        body.append(f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>')
-    body.append(f'<text x="{WIDTH}" y="{top + height + 38}" text-anchor="end" fill="{FAINT}">devices</text>')
+        body.append(
+            f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>'
+        )
+    body.append(
+        f'<text x="{WIDTH}" y="{top + height + 38}" text-anchor="end" fill="{FAINT}">devices</text>'
+    )
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         path = " ".join(f"{x(p.devices):.1f},{y(p.efficiency):.1f}" for p in points)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
         )
-        body += [f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} devices: {p.efficiency:.1%}, step {units.duration(p.plan.seconds)}</title></circle>' for p in points]  # fmt: skip
+        body += [
+            f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} '
+            f"devices: {p.efficiency:.1%}, step {units.duration(p.plan.seconds)}</title></circle>"
+            for p in points
+        ]
     legend, end = keys(zip((FIRST, SECOND), drawn, strict=False), y=top + height + 50)
     return chart(end, [*body, *legend], "efficiency by number of devices")

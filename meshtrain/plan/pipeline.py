@@ -20,7 +20,12 @@ from meshtrain.schedule.table import B, F, Table
 
 
 def _sizes(config: Config) -> tuple[str, int, int, int]:
-    return config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches, stages(config).chunks
+    return (
+        config.parallel.schedule,
+        config.mesh.pipeline,
+        config.parallel.microbatches,
+        stages(config).chunks,
+    )
 
 
 def facts(config: Config) -> ScheduleFacts:
@@ -29,9 +34,11 @@ def facts(config: Config) -> ScheduleFacts:
 
 
 def iterations(config: Config, skips: bool = False) -> Iterations:
-    """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU), only
-    when it has work. Messages go in every clock all the same."""
-    m, v = config.parallel.microbatches, stages(config).chunks
+    """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU),
+    only when it has work. Messages go in every clock all the same.
+    """
+    m = config.parallel.microbatches
+    v = stages(config).chunks
     if not runs_table(config):
         return Iterations(m, m, m)
     if skips:
@@ -44,7 +51,8 @@ def reference_iterations(config: Config, skips: bool = False) -> Iterations | No
     """`iterations` of dpo's forward without adapters, which takes the table's forwards alone."""
     if config.train.objective != "dpo":
         return None
-    m, v = config.parallel.microbatches, stages(config).chunks
+    m = config.parallel.microbatches
+    v = stages(config).chunks
     if not runs_table(config):
         return Iterations(m, m, 0, unhead=0)
     busy = int(table_ops(table(config))[:, 0].sum())
@@ -55,10 +63,12 @@ def reference_iterations(config: Config, skips: bool = False) -> Iterations | No
 
 @functools.lru_cache(maxsize=32)
 def _iterations(table: Table) -> Iterations:
-    """What a clock does is the same in all turns of a phase; of one that is compiled alone XLA leaves out what the table has no use
+    """What a clock does is the same in all turns of a phase; of one that is compiled alone XLA leaves out what the
+    table has no use
     for: embeddings of no microbatch, and messages that nobody keeps.
     """
-    found, program = phases(table), executed(table)
+    found = phases(table)
+    program = executed(table)
     work = ops_per_clock(found)
     forward, head, backward, *_ = work.sum(axis=0).tolist()
     alone = np.zeros(table.clocks, bool)
@@ -84,9 +94,12 @@ def _iterations(table: Table) -> Iterations:
     )
 
 
-def durations(config: Config, costs: MicrobatchCosts, split: bool, optimizer: float = 0.0) -> Durations:
-    """The simulator's durations from one microbatch's costs, of a table that is `split` or not. Virtual stages are as long as they
-    have layers.
+def durations(
+    config: Config, costs: MicrobatchCosts, split: bool, optimizer: float = 0.0
+) -> Durations:
+    """The simulator's durations from one microbatch's costs, of a table that is `split` or not.
+
+    Virtual stages are as long as they have layers.
     """
     stage = stages(config)
     share: PerChunk = 1.0  # of the longest virtual stage's layers
@@ -95,7 +108,8 @@ def durations(config: Config, costs: MicrobatchCosts, split: bool, optimizer: fl
     spread = config.parallel.vocab == "spread"
     return Durations(
         forward=costs.chunk_forward * share,
-        input_grad=(costs.chunk_backward - costs.chunk_weight_grad + split * costs.chunk_residuals) * share,
+        input_grad=(costs.chunk_backward - costs.chunk_weight_grad + split * costs.chunk_residuals)
+        * share,
         weight_grad=costs.chunk_weight_grad * share,
         forward_hidden=costs.layers * costs.layer.forward_hidden * share,
         backward_hidden=costs.layers * costs.layer.backward_hidden * share,
@@ -113,7 +127,9 @@ def timeline(
     optimizer: float = 0.0,
     sent: Sequence[float] = (0.0, 0.0),
 ) -> Timeline:
-    """The step as the simulator plays it; `sent`: seconds of a chunk's gather and reduction over data, where the table has them travel."""
+    """The step as the simulator plays it; `sent`: seconds of a chunk's gather and reduction over data, where the table
+    has them travel.
+    """
     of_step = table(config)
     if not any(sent):
         of_step = of_step.without_sends()
@@ -122,10 +138,17 @@ def timeline(
 
 
 def hidden(config: Config, layer: LayerCost) -> float:
-    """Seconds of a layer's messages that pairs hide, of one microbatch in the mean: in pairs of F and B those of both, of I and W those of I."""
-    known, count = facts(config), config.parallel.microbatches * stages(config).chunks
-    together, covered = known.paired * known.together / count, known.covered / count
-    return min(1.0, together) * layer.forward_hidden + min(1.0, together + covered) * layer.backward_hidden
+    """Seconds of a layer's messages that pairs hide, of one microbatch in the mean: in pairs of F and B those of both,
+    of I and W those of I.
+    """
+    known = facts(config)
+    count = config.parallel.microbatches * stages(config).chunks
+    together = known.paired * known.together / count
+    covered = known.covered / count
+    return (
+        min(1.0, together) * layer.forward_hidden
+        + min(1.0, together + covered) * layer.backward_hidden
+    )
 
 
 def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
@@ -143,7 +166,8 @@ def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float
         forward_hidden=hidden[0],
         backward_hidden=hidden[1],
     )
-    # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an activation's.
+    # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an
+    # activation's.
     if facts.paired:
         # Both leave at once, with what stands behind the pair to hide them: W, and in some clocks the head.
         shown = (facts.forward + facts.backward - facts.together) * max(
@@ -158,9 +182,13 @@ def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float
 
 
 def reference(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
-    """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its messages."""
+    """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its
+    messages.
+    """
     if not runs_table(config):
-        return config.parallel.microbatches * (costs.chunks * costs.chunk_reference + costs.edge.reference)
+        return config.parallel.microbatches * (
+            costs.chunks * costs.chunk_reference + costs.edge.reference
+        )
     # without the objective nothing is sent
     message = costs.message.overlapped if costs.chunk_reference else 0.0
     return facts.forward * (costs.chunk_reference + message) + facts.head * costs.edge.reference

@@ -8,9 +8,19 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import MeshConfig
 
 
-def seconds(algorithm: str, kind: str, axes: Sequence[str], mesh: MeshConfig, cluster: Cluster, nbytes: float) -> float:
-    """Seconds of an all-reduce, or one of its halves, of `nbytes` over the mesh axes, by what `parallel.reduce.algorithm` names."""
-    one_pass, passes = ALGORITHMS[algorithm].seconds, 2 if kind == ALL_REDUCE else 1
+def seconds(
+    algorithm: str,
+    kind: str,
+    axes: Sequence[str],
+    mesh: MeshConfig,
+    cluster: Cluster,
+    nbytes: float,
+) -> float:
+    """Seconds of an all-reduce, or one of its halves, of `nbytes` over the mesh axes, by what
+    `parallel.reduce.algorithm` names.
+    """
+    one_pass = ALGORITHMS[algorithm].seconds
+    passes = 2 if kind == ALL_REDUCE else 1
     if one_pass is None:
         return best(kind, cluster.axis("+".join(axes), mesh), nbytes).seconds
     if ALGORITHMS[algorithm].by_levels and len(axes) == 2:

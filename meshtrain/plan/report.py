@@ -26,18 +26,23 @@ from meshtrain.units import count, duration, size
 
 def _experts(plan: Plan) -> str:
     """How a layer's experts lie, and what is assumed of their loads."""
-    config, moe, ranks = plan.config, plan.config.model.moe, expert_ranks(plan.config)
+    config = plan.config
+    moe = plan.config.model.moe
+    ranks = expert_ranks(plan.config)
     r = rows(config)
     return (
         f"experts {moe.experts // ranks} of {moe.experts} a device, {moe.top_k} a token"
         + (f", by {config.parallel.experts.dispatch}" if ranks > 1 else "")
-        + f"; room for {r.room / r.here:.3g} x the rows of an even load, of which the fullest device is taken to have {DEFAULT_PROFILE.imbalance:g} x"
+        + f"; room for {r.room / r.here:.3g} x the rows of an even load, of which the fullest device is taken to have "
+        f"{DEFAULT_PROFILE.imbalance:g} x"
     )
 
 
 def headline(plan: Plan) -> str:
     """The answer in a few lines: fits or not, seconds, what bounds it."""
-    config, mesh, device = plan.config, plan.config.mesh, plan.cluster.accelerator
+    config = plan.config
+    mesh = plan.config.mesh
+    device = plan.cluster.accelerator
     trained = trained_text(config.model, config.lora, config.train.trainable)
     moe = config.model.moe
     active = f", {count(shapes.active_parameters(config.model))} active" if moe.experts else ""
@@ -46,16 +51,20 @@ def headline(plan: Plan) -> str:
         f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {mesh}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
         f"layers  {layers(plan)}",
-        f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, {plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
+        f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, "
+        f"{plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
         f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
     ]
     if moe.experts:
         lines.append(_experts(plan))
     if (chunks := shapes.loss_chunks(config)) > 1:
-        lines.append(f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)")
+        lines.append(
+            f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)"
+        )
     if plan.timeline is not None:
         lines.append(
-            f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, at most {plan.peak_in_flight} microbatches in flight, "
+            f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, at most {plan.peak_in_flight} "
+            "microbatches in flight, "
             f"{plan.bubble_fraction:.1%} of the time idle"
         )
     peak = device.flops(config.precision.compute) / 1e12
@@ -70,13 +79,17 @@ def headline(plan: Plan) -> str:
 
 def layers(plan: Plan) -> str:
     """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
-    stage, pipeline = stages(plan.config), plan.config.mesh.pipeline
+    stage = stages(plan.config)
+    pipeline = plan.config.mesh.pipeline
     if pipeline == 1:
         return f"all {stage.on_device} layers"
     if len(set(stage.counts)) == 1:
         return f"{stage.on_device} layers, as every stage"
     kind = "stage" if stage.chunks == 1 else "virtual stage"
-    return f"room for {stage.on_device} layers: {kind} {stage.counts.index(stage.longest)} is the longest with {stage.longest}"
+    return (
+        f"room for {stage.on_device} layers: {kind} {stage.counts.index(stage.longest)} is the longest with "
+        f"{stage.longest}"
+    )
 
 
 def by_size(plan: Plan) -> list[MemoryItem]:
@@ -95,7 +108,9 @@ def waterfall(plan: Plan) -> Iterator[tuple[str, float, float, float]]:
 
 def algorithm(plan: Plan, transfer: Transfer) -> str:
     """Names the algorithm that runs a collective."""
-    return best(transfer.kind, plan.cluster.axis(transfer.axis, plan.config.mesh), transfer.nbytes).algorithm
+    return best(
+        transfer.kind, plan.cluster.axis(transfer.axis, plan.config.mesh), transfer.nbytes
+    ).algorithm
 
 
 def table(title: str, *columns: str) -> Table:
@@ -116,7 +131,9 @@ def render(plan: Plan) -> RenderableType:
         text.highlight_words(["DOES NOT FIT"], "bold red")
         lines.add_row(name, text)
     tables = _memory(plan), _traffic(plan), _axes(plan), _time(plan)
-    return Group(Text(first, "bold"), lines, *(part for table in tables for part in (Text(), table)), Text())
+    return Group(
+        Text(first, "bold"), lines, *(part for table in tables for part in (Text(), table)), Text()
+    )
 
 
 def _bar(share: float, width: int) -> str:
@@ -139,7 +156,9 @@ def _traffic(plan: Plan) -> Table:
     for t in plan.transfers:
         alike.setdefault((t.axis, f"{t.axis}: {t.kind}, {algorithm(plan, t)}"), []).append(t)
     for axis, sent in traffic.by_axis(plan.transfers).items():
-        for (_, name), transfers in ((key, found) for key, found in alike.items() if key[0] == axis):
+        for (_, name), transfers in (
+            (key, found) for key, found in alike.items() if key[0] == axis
+        ):
             rows.add_row(name)
             for t in transfers:
                 rows.add_row(f"  {t.what}", f"{t.times}", size(t.nbytes), size(t.sent))
@@ -155,7 +174,13 @@ def _axes(plan: Plan) -> Table:
     rows = table(title, "axis", ">apart", "blocks that meet", ">sent", ">takes")
     for axis in axes.axes_on_links(plan):
         levels = ", ".join(f"{name} {fan}" for name, fan in axis.levels)
-        rows.add_row(f"{axis.axis} {axis.size}", str(axis.apart), levels, size(axis.sent), duration(axis.seconds))
+        rows.add_row(
+            f"{axis.axis} {axis.size}",
+            str(axis.apart),
+            levels,
+            size(axis.sent),
+            duration(axis.seconds),
+        )
     return rows
 
 
@@ -173,7 +198,9 @@ def compared(plan: Plan, compiled: Compiled) -> Table:
     title = f"compiled for {compiled.target} in {compiled.compile_seconds:.1f} s"
     rows = table(title, "", ">planned", ">compiled", ">off by")
     for what, planned, by_xla in comparison(plan, compiled):
-        rows.add_row(what, size(planned), size(by_xla), f"{planned / by_xla - 1:+.1%}" if by_xla else "")
+        rows.add_row(
+            what, size(planned), size(by_xla), f"{planned / by_xla - 1:+.1%}" if by_xla else ""
+        )
     return rows
 
 
@@ -182,14 +209,18 @@ def faults_text(costs: FailureCosts) -> str:
     if not costs.interval_steps:
         return "none expected"
     return (
-        f"one in {duration(costs.between)} loses {duration(costs.lost)} and a restart; a checkpoint every {costs.interval_steps:,} steps, copied "
-        f"in {duration(costs.copy)} and written in {duration(costs.write)} ({size(costs.bytes_a_day)} a day), leaves {costs.goodput:.1%} of the time for training; "
+        f"one in {duration(costs.between)} loses {duration(costs.lost)} and a restart; a checkpoint every "
+        f"{costs.interval_steps:,} steps, copied "
+        f"in {duration(costs.copy)} and written in {duration(costs.write)} ({size(costs.bytes_a_day)} a day), leaves "
+        f"{costs.goodput:.1%} of the time for training; "
         f"{costs.spares} spare node{'s last' if costs.spares != 1 else ' lasts'} a day with 99%"
     )
 
 
 def as_json(plan: Plan) -> dict:
-    """The object of `plan --json` but for what changes it: the plan, its failures, collectives (bytes of the whole array) and axes."""
+    """The object of `plan --json` but for what changes it: the plan, its failures, collectives (bytes of the whole
+    array) and axes.
+    """
     costs = faults(plan)
     return plan.as_json() | {
         "faults": {
@@ -204,11 +235,18 @@ def as_json(plan: Plan) -> dict:
             "spare_nodes_for_a_day": costs.spares,
         },
         "traffic": [
-            {"axis": t.axis, "what": t.what, "kind": t.kind, "algorithm": algorithm(plan, t), "times": t.count, "bytes": int(t.nbytes)}
+            {
+                "axis": t.axis,
+                "what": t.what,
+                "kind": t.kind,
+                "algorithm": algorithm(plan, t),
+                "times": t.count,
+                "bytes": int(t.nbytes),
+            }
             for t in plan.transfers
         ],
         "axes": axes.as_json(plan),
-    }  # fmt: skip
+    }
 
 
 def settings(config: Config) -> dict[str, object]:
@@ -221,23 +259,31 @@ def settings(config: Config) -> dict[str, object]:
     return (
         {f"mesh.{name}": getattr(config.mesh, name) for name in axes}
         | {f"parallel.{name}": getattr(config.parallel, name) for name in names}
-        | {"parallel.experts.dispatch": config.parallel.experts.dispatch, "precision.matmul": config.precision.matmul}
+        | {
+            "parallel.experts.dispatch": config.parallel.experts.dispatch,
+            "precision.matmul": config.precision.matmul,
+        }
     )
 
 
 def layout(config: Config) -> str:
     """A layout in a line."""
-    mesh, parallel = config.mesh, config.parallel
+    mesh = config.mesh
+    parallel = config.parallel
     words = [str(mesh)]
     words += [f"context by {parallel.context_strategy}"] * (mesh.context > 1)
     if runs_table(config):
         chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
         words.append(f"{parallel.schedule}{chunks}")
         words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")
-    words.append(f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch")
+    words.append(
+        f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch"
+    )
     words += ["float8"] * (config.precision.matmul == "float8")
     words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
-    kept = f" ({' + '.join(parallel.remat_keep) or 'none kept'})" if parallel.remat == "names" else ""
+    kept = (
+        f" ({' + '.join(parallel.remat_keep) or 'none kept'})" if parallel.remat == "names" else ""
+    )
     words.append(f"remat {parallel.remat}{kept}")
     if parallel.remat_offload:
         words.append(f"{' + '.join(parallel.remat_offload)} offloaded")
@@ -249,11 +295,20 @@ def layout(config: Config) -> str:
 def ranking(result: search.SearchResult, devices: int) -> RenderableType:
     """The best layouts of a search, with the reasons."""
     head = (
-        f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {memory.MARGIN:.0%} of the memory to spare; "
+        f"{result.legal:,} legal layouts on {devices:,} devices, {result.fitting:,} fit with {memory.MARGIN:.0%} of "
+        "the memory to spare; "
         f"searched in {result.seconds:.1f} s"
     )
     lines: list[RenderableType] = [Text(head, "bold")]
     for place, plan in enumerate(result.plans, 1):
-        lines.append(Text(f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}", "bold"))
-        lines += [Padding(words, (0, 0, 0, 4)) for words in (layout(plan.config), search.reason(plan, result.plans[0]))]
+        lines.append(
+            Text(
+                f"{place:2}  {duration(plan.seconds):>8}  {size(plan.bytes):>9}  MFU {plan.mfu:.1%}",
+                "bold",
+            )
+        )
+        lines += [
+            Padding(words, (0, 0, 0, 4))
+            for words in (layout(plan.config), search.reason(plan, result.plans[0]))
+        ]
     return Group(*lines, f"the fastest step, all of it: {search.made_of(result.plans[0])}")

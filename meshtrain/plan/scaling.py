@@ -1,8 +1,8 @@
 """How a layout scales: the same batch on more devices (strong), or a batch that grows with them (weak).
 
-Tensor and pipeline stay as they are and the data axis grows, which is how a run is made larger. Amdahl's law (1967) knows only
-the part that does not shrink; here every term has its own law: compute falls with the share of the batch, the bubble stays
-where microbatches run out, collectives over data grow with the number of hops.
+Tensor and pipeline stay as they are and the data axis grows, which is how a run is made larger. Amdahl's law (1967)
+knows only the part that does not shrink; here every term has its own law: compute falls with the share of the batch,
+the bubble stays where microbatches run out, collectives over data grow with the number of hops.
 """
 
 import math
@@ -39,15 +39,20 @@ def strong(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[P
 
 def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
     """The config's share of the batch on every data rank, on more and more devices."""
-    mesh, batch = config.mesh, config.train.global_batch_size
+    mesh = config.mesh
+    batch = config.train.global_batch_size
     factors = [2**k for k in range(most.bit_length()) if mesh.devices << k <= most]
-    larger = (replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch}) for n in factors)
+    larger = (
+        replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch})
+        for n in factors
+    )
     return _points(larger, cluster)
 
 
 def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
     model_parallel = config.mesh.devices // config.mesh.data
-    batch, data = config.train.global_batch_size, config.mesh.data
+    batch = config.train.global_batch_size
+    data = config.mesh.data
     pads = config.train.uneven_batch == "pad"
     size = microbatch_rows(config)  # kept as long as it can be
     while data * model_parallel <= most and (batch % data == 0 or (pads and data <= batch)):

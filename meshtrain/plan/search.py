@@ -1,7 +1,7 @@
 """Every legal layout for a number of devices, those that fit ranked by the time of a step.
 
-Layouts that differ in schedule and ZeRO alone are a table, of whose bytes the formulas of `memory` make one array, and most fit nowhere. Of
-those that fit a table's seconds are computed where a lower bound of them is among the fastest.
+Layouts that differ in schedule and ZeRO alone are a table, of whose bytes the formulas of `memory` make one array, and
+most fit nowhere. Of those that fit a table's seconds are computed where a lower bound of them is among the fastest.
 """
 
 import functools
@@ -27,7 +27,7 @@ from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.memory import spared
-from meshtrain.plan.seconds import (  # fmt: skip
+from meshtrain.plan.seconds import (
     EdgeCost,
     LayerCost,
     MessageCost,
@@ -39,7 +39,8 @@ from meshtrain.plan.seconds import (  # fmt: skip
 from meshtrain.schedule.facts import ScheduleFacts
 from meshtrain.schedule.generators import PAIRED
 
-FREE_EDGE, FREE_MESSAGE = EdgeCost(Seconds(), 0.0, 0.0, 0.0), MessageCost(0.0, 0.0)
+FREE_EDGE = EdgeCost(Seconds(), 0.0, 0.0, 0.0)
+FREE_MESSAGE = MessageCost(0.0, 0.0)
 
 
 class ZeroKeys(NamedTuple):
@@ -69,7 +70,13 @@ class Candidate(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """What a search lists one layout of: the rest differ in details that hardly cost time."""
         parallel = self.base.parallel
-        return self.base.mesh, parallel.schedule, parallel.virtual_stages, parallel.remat, self.base.precision
+        return (
+            self.base.mesh,
+            parallel.schedule,
+            parallel.virtual_stages,
+            parallel.remat,
+            self.base.precision,
+        )
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,17 @@ class SearchResult:
     seconds: float  # that the search took
 
 
-def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float8: bool = False) -> SearchResult:
+def search(
+    config: Config, cluster: Cluster, devices: int, best: int = 10, float8: bool = False
+) -> SearchResult:
     """The `best` layouts of a config's model and batch on `devices` devices of a cluster.
 
-    Only mesh and parallel keys are changed; with `float8` also what the products of layers are in. Raises ConfigError where no layout is legal.
+    Only mesh and parallel keys are changed; with `float8` also what the products of layers are in. Raises ConfigError
+    where no layout is legal.
     """
     began = clock.perf_counter()
-    legal, fitting = 0, 0
+    legal = 0
+    fitting = 0
     smallest: Candidate | None = None
     groups: list[_Group] = []
     matmuls = {config.precision.matmul, *["float8"] * float8}
@@ -103,12 +114,16 @@ def search(config: Config, cluster: Cluster, devices: int, best: int = 10, float
             groups.append(group)
     if smallest is None:
         raise ConfigError(
-            f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, model.heads "
-            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_of_the_batch(config)}, mesh.tensor divide the "
+            f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, "
+            "model.heads "
+            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_of_the_batch(config)}, "
+            "mesh.tensor divide the "
             "second, and mesh.pipeline be at most the third."
         )
     plans = [estimate(c.config, cluster) for c in _fastest(groups, 2 * best)]
-    plans = sorted((p for p in plans if p.bytes <= spared(cluster)), key=lambda p: (p.seconds, p.bytes))[:best]
+    plans = sorted(
+        (p for p in plans if p.bytes <= spared(cluster)), key=lambda p: (p.seconds, p.bytes)
+    )[:best]
     return SearchResult(plans, legal, fitting, smallest, clock.perf_counter() - began)
 
 
@@ -137,20 +152,32 @@ def _of_the_batch(config: Config) -> str:
     )
 
 
-def candidates(config: Config, cluster: Cluster, devices: int, near: bool = False) -> Iterator[Candidate]:
-    """Every legal layout with its bytes and seconds by formula. `near`: of those the ones with the config's own schedule, vocabulary
-    and split of the sequence, as far as the mesh allows, and with microbatches of its rows, a half, a quarter, ... of them.
+def candidates(
+    config: Config, cluster: Cluster, devices: int, near: bool = False
+) -> Iterator[Candidate]:
+    """Every legal layout with its bytes and seconds by formula.
+
+    `near`: of those the ones with the config's own schedule, vocabulary and split of the sequence, as far as the mesh
+    allows, and with microbatches of its rows, a half, a quarter, ... of them.
     """
     for group in _groups(config, cluster, devices, near):
         yield from group.candidates(np.isfinite(group.nbytes))
 
 
-def _groups(config: Config, cluster: Cluster, devices: int, near: bool = False) -> Iterator["_Group"]:
+def _groups(
+    config: Config, cluster: Cluster, devices: int, near: bool = False
+) -> Iterator["_Group"]:
     """All of `candidates`, by what they have in common."""
     most = microbatch_rows(config)
     base = put(
         config,
-        parallel={"layer_split": None, "zero_hold": False, "remat": "none", "remat_keep": (), "remat_offload": ()},
+        parallel={
+            "layer_split": None,
+            "zero_hold": False,
+            "remat": "none",
+            "remat_keep": (),
+            "remat_offload": (),
+        },
     )
     recomputed: dict[tuple, list[dict[str, Any]]] = {}
     tables: dict[tuple, _Tables] = {}
@@ -167,19 +194,23 @@ def _groups(config: Config, cluster: Cluster, devices: int, near: bool = False) 
         splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
-        counts, named_schedules = (
-            choices.cuts(base, data),
-            (*choices.schedules(layers, mesh.mesh), *choices.with_empty_ends(layers, mesh.mesh)),
+        counts = choices.cuts(base, data)
+        named_schedules = (
+            *choices.schedules(layers, mesh.mesh),
+            *choices.with_empty_ends(layers, mesh.mesh),
         )
         if near:
-            splits, vocabularies = (base.parallel.sequence_parallel and splits[-1],), (base.parallel.vocab,)
-            counts, named_schedules = choices.near_cuts(base, data, most), (choices.near_schedule(base, stages),)
+            splits = (base.parallel.sequence_parallel and splits[-1],)
+            vocabularies = (base.parallel.vocab,)
+            counts = choices.near_cuts(base, data, most)
+            named_schedules = (choices.near_schedule(base, stages),)
         states: dict[tuple, list[float]] = {}
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             if (rows := (stages, m, named_schedules)) not in tables:
                 tables[rows] = _tables(cut, named_schedules)
-            zeros, state = _zeros(cut, cluster), None
+            zeros = _zeros(cut, cluster)
+            state = None
             outside: dict[tuple[int, ZeroKeys], float] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
@@ -191,7 +222,15 @@ def _groups(config: Config, cluster: Cluster, devices: int, near: bool = False) 
                     if state is None:
                         state = _state(chosen, tables[rows], zeros, states)
                     nbytes = _bytes(chosen, cluster, tables[rows], zeros, state)
-                    yield _Group(chosen, cluster, tables[rows], zeros, nbytes, nbytes <= spared(cluster), outside)
+                    yield _Group(
+                        chosen,
+                        cluster,
+                        tables[rows],
+                        zeros,
+                        nbytes,
+                        nbytes <= spared(cluster),
+                        outside,
+                    )
 
 
 class _Layers(NamedTuple):
@@ -202,8 +241,9 @@ class _Layers(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The schedules that so many stages and microbatches may go by; `alike`: those for which memory has one formula, as places in the
-    lists, with their layers and facts as arrays."""
+    """The schedules that so many stages and microbatches may go by; `alike`: those for which memory has one formula, as
+    places in the lists, with their layers and facts as arrays.
+    """
 
     keys: list[dict[str, Any]]  # of the section parallel
     stages: list[Stages]
@@ -225,7 +265,9 @@ def _tables(config: Config, named_schedules: Iterable[tuple[str, int]]) -> _Tabl
             tables.stages.append(stages_of(scheduled))
             tables.facts.append(pipeline.facts(scheduled))
     for at in alike.values():
-        layers = _stacked([_Layers(tables.stages[i].longest, tables.stages[i].on_device) for i in at])
+        layers = _stacked(
+            [_Layers(tables.stages[i].longest, tables.stages[i].on_device) for i in at]
+        )
         tables.alike.append((at, layers, _stacked([tables.facts[i] for i in at])))
     return tables
 
@@ -233,7 +275,9 @@ def _tables(config: Config, named_schedules: Iterable[tuple[str, int]]) -> _Tabl
 def _stacked(rows: Sequence[Any]) -> Any:
     """Named tuples as one, of arrays."""
     columns = zip(*rows, strict=True)
-    return type(rows[0])(*(_stacked(c) if isinstance(c[0], tuple) else np.array(c) for c in columns))
+    return type(rows[0])(
+        *(_stacked(c) if isinstance(c[0], tuple) else np.array(c) for c in columns)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,34 +290,48 @@ class _Group:
     zeros: list[ZeroKeys]
     nbytes: np.ndarray  # [rows, columns], infinite where nothing is looked at
     fits: np.ndarray
-    outside: dict[tuple[int, ZeroKeys], float]  # seconds outside the microbatches, which groups share
+    outside: dict[
+        tuple[int, ZeroKeys], float
+    ]  # seconds outside the microbatches, which groups share
 
     def least(self) -> float:
-        """Seconds that each layout that fits takes at least: of its table where head and messages between stages take none, since
-        `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`)."""
-        seconds, layers = [], dict[int, LayerCost]()
+        """Seconds that each layout that fits takes at least: of its table where head and messages between stages take
+        none, since `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`).
+        """
+        seconds = []
+        layers = dict[int, LayerCost]()
         for i in np.flatnonzero(self.fits.any(axis=1)):
-            scheduled, stage = put(self.config, parallel=self.tables.keys[i]), self.tables.stages[i]
+            scheduled = put(self.config, parallel=self.tables.keys[i])
+            stage = self.tables.stages[i]
             if (key := _in_float8(self.config) * stage.longest) not in layers:
                 layers[key] = layer_cost(scheduled, self.cluster)
-            costs = MicrobatchCosts(layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks)
+            costs = MicrobatchCosts(
+                layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks
+            )
             seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
         return min(seconds)
 
     def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
         """Those of [rows, columns], with their seconds."""
-        costs: dict[int, MicrobatchCosts] = {}  # their chunks count only where there is one stage, of one chunk
+        costs: dict[
+            int, MicrobatchCosts
+        ] = {}  # their chunks count only where there is one stage, of one chunk
         for i in np.flatnonzero(chosen.any(axis=1)):
-            scheduled, stage = put(self.config, parallel=self.tables.keys[i]), self.tables.stages[i]
+            scheduled = put(self.config, parallel=self.tables.keys[i])
+            stage = self.tables.stages[i]
             if stage.longest not in costs and self.fits[i].any():
                 costs[stage.longest] = microbatch_costs(scheduled, self.cluster)
             for j in np.flatnonzero(chosen[i]):
-                zero, seconds = self.zeros[j], math.inf
+                zero = self.zeros[j]
+                seconds = math.inf
                 if self.fits[i, j]:
-                    config, cost = _with_zero(scheduled, zero), costs[stage.longest]
+                    config = _with_zero(scheduled, zero)
+                    cost = costs[stage.longest]
                     if (key := (stage.on_device, zero)) not in self.outside:
                         self.outside[key] = sum(outside_seconds(config, self.cluster))
-                    seconds = pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
+                    seconds = (
+                        pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
+                    )
                     seconds -= hidden_seconds(config, self.cluster, cost)
                 yield Candidate(seconds, float(self.nbytes[i, j]), scheduled, zero)
 
@@ -285,11 +343,15 @@ def _in_float8(config: Config) -> bool:
 
 def _bytes(
     config: Config, cluster: Cluster, tables: _Tables, zeros: list[ZeroKeys], state: np.ndarray
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Bytes of [rows, columns], of which `state` are those of state."""
-    usable, platform, nbytes = spared(cluster), cluster.accelerator.platform, state.copy()
+    usable = spared(cluster)
+    platform = cluster.accelerator.platform
+    nbytes = state.copy()
     for at, layers, facts in tables.alike:
-        rows = [put(config, parallel=tables.keys[i]) for i in (at if _in_float8(config) else at[:1])]
+        rows = [
+            put(config, parallel=tables.keys[i]) for i in (at if _in_float8(config) else at[:1])
+        ]
         # activations on the host, which no table has
         if config.parallel.remat_offload and runs_table(rows[0]):
             nbytes[at] = math.inf
@@ -297,10 +359,13 @@ def _bytes(
         layer_keeps: Any = tuple(np.array([memory.of_layer(row) for row in rows]).T)
         kept: Any = memory.total(memory.kept(rows[0], facts, platform, layer_keeps, layers))
         totals = nbytes[at] + kept[:, None]
-        fits, passing = totals <= usable, dict[tuple[int, bool], Any]()
+        fits = totals <= usable
+        passing = dict[tuple[int, bool], Any]()
         for j in np.flatnonzero(fits.any(axis=0)):
             if (key := zeros[j][:2]) not in passing:
-                moments = memory.passing(_with_zero(rows[0], zeros[j]), facts, platform, layers).values()
+                moments = memory.passing(
+                    _with_zero(rows[0], zeros[j]), facts, platform, layers
+                ).values()
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
@@ -311,7 +376,9 @@ def _bytes(
     return nbytes
 
 
-def _state(config: Config, tables: _Tables, zeros: list[ZeroKeys], known: dict[tuple, list[float]]) -> np.ndarray:
+def _state(
+    config: Config, tables: _Tables, zeros: list[ZeroKeys], known: dict[tuple, list[float]]
+) -> np.ndarray:
     """Bytes of state of [rows, columns], which follow from the layers on a device; `known` has those of a mesh."""
     rows = []
     for keys, stage in zip(tables.keys, tables.stages, strict=True):
@@ -324,12 +391,19 @@ def _state(config: Config, tables: _Tables, zeros: list[ZeroKeys], known: dict[t
 
 
 def _with_zero(config: Config, zero: ZeroKeys) -> Config:
-    return put(config, parallel={"zero_stage": zero.stage, "zero_hold": zero.hold, "offload_optimizer": zero.offload})
+    return put(
+        config,
+        parallel={
+            "zero_stage": zero.stage,
+            "zero_hold": zero.hold,
+            "offload_optimizer": zero.offload,
+        },
+    )
 
 
 def _zeros(config: Config, cluster: Cluster) -> list[ZeroKeys]:
-    """ZeRO stages, the third also held where there are several microbatches (the second is the first then); each with the optimizer's
-    state on the device and, where there are GPUs, on the host.
+    """ZeRO stages, the third also held where there are several microbatches (the second is the first then); each with
+    the optimizer's state on the device and, where there are GPUs, on the host.
     """
     several = config.parallel.microbatches > 1 or config.mesh.pipeline > 1
     holds = (False, True) if several else (False,)
@@ -350,8 +424,12 @@ def reason(plan: Plan, fastest: Plan) -> str:
     total = plan.seconds
     if plan is fastest:
         largest = sorted(plan.time.parts(), key=lambda p: -p[1])[:3]
-        return "fastest: " + ", ".join(f"{PART_NAMES[name]} {seconds / total:.0%}" for name, seconds in largest)
-    slower = {name: seconds - dict(fastest.time.parts())[name] for name, seconds in plan.time.parts()}
+        return "fastest: " + ", ".join(
+            f"{PART_NAMES[name]} {seconds / total:.0%}" for name, seconds in largest
+        )
+    slower = {
+        name: seconds - dict(fastest.time.parts())[name] for name, seconds in plan.time.parts()
+    }
     most = max(slower, key=lambda name: slower[name])
     less = min(slower, key=lambda name: slower[name])
     text = f"+{total / fastest.seconds - 1:.1%}: {PART_NAMES[most]} +{slower[most] / fastest.seconds:.1%}"
@@ -361,10 +439,16 @@ def reason(plan: Plan, fastest: Plan) -> str:
 
 
 def made_of(plan: Plan) -> str:
-    """All that a step's time goes to, down to a tenth of a per cent, and what its products reach of the peak while they run."""
+    """All that a step's time goes to, down to a tenth of a per cent, and what its products reach of the peak while they
+    run.
+    """
     spent = sorted(plan.time.parts(), key=lambda part: -part[1])
     shares = [(PART_NAMES[name], seconds / plan.seconds) for name, seconds in spent]
-    busy = dict(shares)[PART_NAMES["matmul"]] + dict(shares)[PART_NAMES["attention"]] + dict(shares)[PART_NAMES["head"]]
+    busy = (
+        dict(shares)[PART_NAMES["matmul"]]
+        + dict(shares)[PART_NAMES["attention"]]
+        + dict(shares)[PART_NAMES["head"]]
+    )
     return ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.0005) + (
         f"; the model's products reach {plan.mfu / busy:.0%} of the peak while they run."
     )

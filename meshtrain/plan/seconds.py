@@ -1,4 +1,5 @@
-"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its table.
+"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its
+table.
 
     layer_cost ──┐
     edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──► StepTime
@@ -17,7 +18,12 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.mesh import ISLAND
-from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use, sends_by_table
+from meshtrain.config.reduce import (
+    gathers_at_use,
+    overlaps_reduce_scatter,
+    scatters_at_use,
+    sends_by_table,
+)
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
@@ -32,8 +38,8 @@ from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_tra
 class LayerCost:
     """Seconds of one microbatch in one layer on one device.
 
-    `*_sends` are its collectives over tensor, context and expert as they delay the device, `*_copies` what it waits for activations on the host: they leave
-    while the layer goes on, but XLA has them back before its backward begins.
+    `*_sends` are its collectives over tensor, context and expert as they delay the device, `*_copies` what it waits for
+    activations on the host: they leave while the layer goes on, but XLA has them back before its backward begins.
     """
 
     forward: Seconds
@@ -77,7 +83,10 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """Seconds of one microbatch on one device, from which a step is put together. A chunk has the layers of the longest virtual stage."""
+    """Seconds of one microbatch on one device, from which a step is put together.
+
+    A chunk has the layers of the longest virtual stage.
+    """
 
     layer: LayerCost
     edge: EdgeCost
@@ -93,12 +102,18 @@ class MicrobatchCosts:
     @property
     def chunk_forward(self) -> float:
         layer = self.layer
-        return self.layers * (layer.forward.total + layer.forward_sends + layer.forward_copies) + self.message.waits
+        return (
+            self.layers * (layer.forward.total + layer.forward_sends + layer.forward_copies)
+            + self.message.waits
+        )
 
     @property
     def chunk_backward(self) -> float:
         layer = self.layer
-        return self.layers * (layer.backward.total + layer.backward_sends + layer.backward_copies) + self.message.waits
+        return (
+            self.layers * (layer.backward.total + layer.backward_sends + layer.backward_copies)
+            + self.message.waits
+        )
 
     @property
     def chunk_weight_grad(self) -> float:
@@ -114,7 +129,9 @@ class MicrobatchCosts:
         return self.layers * self.layer.reference
 
 
-def microbatch_costs(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> MicrobatchCosts:
+def microbatch_costs(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> MicrobatchCosts:
     """Costs of one microbatch on one device of a cluster."""
     stage = stages(config)
     return MicrobatchCosts(
@@ -126,36 +143,62 @@ def microbatch_costs(config: Config, cluster: Cluster, profile: FrameworkProfile
     )
 
 
-def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> LayerCost:
+def layer_cost(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> LayerCost:
     """Costs of a microbatch in one layer."""
-    device, model, parallel = cluster.accelerator, config.model, config.parallel
+    device = cluster.accelerator
+    model = config.model
+    parallel = config.parallel
     # A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
-    length = shapes.length(config) if activations.in_pieces(config) else config.train.sequence_length
+    length = (
+        shapes.length(config) if activations.in_pieces(config) else config.train.sequence_length
+    )
     layer = compute.layer(
-        model, device, config.precision.compute, shapes.microbatch_rows(config), config.train.sequence_length, config.mesh.tensor,
-        parallel.sequence_parallel, profile, config.mesh.context, length,
-    )  # fmt: skip
+        model,
+        device,
+        config.precision.compute,
+        shapes.microbatch_rows(config),
+        config.train.sequence_length,
+        config.mesh.tensor,
+        parallel.sequence_parallel,
+        profile,
+        config.mesh.context,
+        length,
+    )
     if model.moe.experts:
         layer = with_experts(config, layer, cluster, profile)
-    adapters, trained = compute.adapters(config, device), compute.trained_share(config)
+    adapters = compute.adapters(config, device)
+    trained = compute.trained_share(config)
     recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
     eights = float8.differences(config, device)
     again = recompute.matmul / layer.forward.matmul
-    recompute += Seconds(again * eights.forward.matmul, 0.0, (parallel.remat != "none") * eights.forward.memory)
+    recompute += Seconds(
+        again * eights.forward.matmul, 0.0, (parallel.remat != "none") * eights.forward.memory
+    )
     weight_grad = (
-        layer.forward.matmul * trained + adapters.matmul + max(0.0, eights.backward.matmul - eights.forward.matmul)
+        layer.forward.matmul * trained
+        + adapters.matmul
+        + max(0.0, eights.backward.matmul - eights.forward.matmul)
     )
     forward_sends, backward_sends = _tensor_sends(config, cluster, profile, weight_grad)
     own_program = profile.compiled and device.platform == "gpu"
     copied = _copies(config, device) if own_program else (Seconds(), Seconds())
     backward = compute.layer_backward(
-        layer.forward, device, compute.looped(length, FAMILIES[model.family].causal), profile, trained
+        layer.forward,
+        device,
+        compute.looped(length, FAMILIES[model.family].causal),
+        profile,
+        trained,
     )
     context = 0.0, 0.0
     if config.mesh.context > 1:
-        context = context_seconds(config, cluster, layer.forward.attention, backward.attention + recompute.attention)
+        context = context_seconds(
+            config, cluster, layer.forward.attention, backward.attention + recompute.attention
+        )
     expert = expert_seconds(config, cluster, profile)
-    forward_sends, backward_sends = forward_sends + context[0] + expert[0], backward_sends + context[1] + expert[1]
+    forward_sends = forward_sends + context[0] + expert[0]
+    backward_sends = backward_sends + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
     forward = layer.forward + adapters + copied[0] + eights.forward
     weights = compute.weight_passes(config, device, profile)
@@ -172,10 +215,14 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
         expert_sends=sum(expert),
         forward_copies=max(0.0, offload - layer.forward.total),
         backward_copies=offload,
-        residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate if own_program else 0.0,
+        residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate
+        if own_program
+        else 0.0,
         reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
-        # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the open.
-        forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad) * pairs,
+        # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
+        # open.
+        forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad)
+        * pairs,
         backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
     )
 
@@ -183,9 +230,12 @@ def layer_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEF
 def _tensor_sends(
     config: Config, cluster: Cluster, profile: FrameworkProfile, weight_grad: float
 ) -> tuple[float, float]:
-    """(forward, backward) seconds that one layer's collectives over tensor delay the device. On accelerators our program computes
-    gradients of weights, which nothing waits for, beside some of the backward's."""
-    group, device = cluster.axis("tensor", config.mesh), cluster.accelerator
+    """(forward, backward) seconds that one layer's collectives over tensor delay the device.
+
+    On accelerators our program computes gradients of weights, which nothing waits for, beside some of the backward's.
+    """
+    group = cluster.axis("tensor", config.mesh)
+    device = cluster.accelerator
     exposed = device.efficiency.exposed_tensor if profile.overlap_tensor else 1.0
     hides = profile.compiled and device.platform != "cpu"
     seconds = {"forward": 0.0, "backward": 0.0, "hideable": 0.0}
@@ -199,52 +249,78 @@ def _tensor_sends(
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
-    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it (`experiments.plan.timed`).
+    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it
+    (`experiments.plan.timed`).
 
-    Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it keeps into the
-    stash; and of several sequences that were gathered over tensor, or are to be scattered, into the order of the other side.
+    Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it
+    keeps into the stash; and of several sequences that were gathered over tensor, or are to be scattered, into the
+    order of the other side.
     """
-    size, sliced = shapes.itemsize(config.precision.compute), 0.0
+    size = shapes.itemsize(config.precision.compute)
+    sliced = 0.0
     if not gathers_at_use(config):
         sliced = 2 * size * shapes.resident(config).block.full
-    moved = {"forward": sliced + 2 * activations.kept(config, config.parallel.remat), "backward": sliced}
-    if config.parallel.sequence_parallel and config.mesh.tensor > 1 and shapes.microbatch_rows(config) > 1:
+    moved = {
+        "forward": sliced + 2 * activations.kept(config, config.parallel.remat),
+        "backward": sliced,
+    }
+    if (
+        config.parallel.sequence_parallel
+        and config.mesh.tensor > 1
+        and shapes.microbatch_rows(config) > 1
+    ):
         for moment, transfer in layer_transfers(config):
             moved[moment] += 2 * transfer.nbytes * transfer.count / stages(config).longest
-    return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(memory=moved["backward"] / device.memory_rate)
+    return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(
+        memory=moved["backward"] / device.memory_rate
+    )
 
 
-def edge_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> EdgeCost:
+def edge_cost(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> EdgeCost:
     """Costs of a microbatch in embedding and loss head."""
-    model, trained = config.model, shapes.trained(config)
-    dtype, degree = config.precision.compute, shapes.vocabulary_degree(config)
+    model = config.model
+    trained = shapes.trained(config)
+    dtype = config.precision.compute
+    degree = shapes.vocabulary_degree(config)
     sizes = model, cluster.accelerator, dtype, shapes.tokens(config), degree
     head_is_trained = bool(trained.tokens.full if model.tied_head else trained.output.full)
-    head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(*sizes, bool(trained.embedding.full))
+    head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(
+        *sizes, bool(trained.embedding.full)
+    )
     if (chunks := shapes.loss_chunks(config)) > 1:
-        # a sum of gradients that every chunk reads and writes; and the forward again, but where ours makes the gradients with the losses
+        # a sum of gradients that every chunk reads and writes; and the forward again, but where ours makes the
+        # gradients with the losses
         weight = (trained.tokens if model.tied_head else trained.output).full
         head += Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
         if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
-    sends, forward = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}, 0.0
+    sends = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}
+    forward = 0.0
     for moment, t in edge_transfers(config):
         spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
         sends[t.axis] += spent
         if moment in ("embedding", "head"):
             forward += spent
     if profile.whole_logits:
-        nbytes = shapes.labels(model, shapes.tokens(config)) * model.vocab_size * shapes.itemsize(dtype)
+        nbytes = (
+            shapes.labels(model, shapes.tokens(config)) * model.vocab_size * shapes.itemsize(dtype)
+        )
         sends["tensor"] += best(ALL_GATHER, cluster.axis("tensor", config.mesh), nbytes).seconds
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
         vocab_sends=sends["pipeline"] + sends[BOTH],
-        reference=compute.head_forward(*sizes).total + forward if config.train.objective == "dpo" else 0.0,
+        reference=compute.head_forward(*sizes).total + forward
+        if config.train.objective == "dpo"
+        else 0.0,
     )
 
 
-def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> MessageCost:
+def message_cost(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> MessageCost:
     """Costs of one hop of a microbatch to the next stage."""
     mesh = config.mesh
     if mesh.pipeline == 1:
@@ -259,8 +335,9 @@ def message_cost(config: Config, cluster: Cluster, profile: FrameworkProfile = D
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `expert`, `pipeline`, `data`, `host`, `bubble` and
-    `stragglers`."""
+    """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `expert`, `pipeline`,
+    `data`, `host`, `bubble` and `stragglers`.
+    """
 
     matmul: float
     attention: float
@@ -289,7 +366,15 @@ class StepTime:
     @property
     def work(self) -> float:
         """Seconds that the device works, and does not wait."""
-        return self.matmul + self.attention + self.memory + self.recompute + self.head + self.optimizer + self.reference
+        return (
+            self.matmul
+            + self.attention
+            + self.memory
+            + self.recompute
+            + self.head
+            + self.optimizer
+            + self.reference
+        )
 
     @property
     def bound(self) -> str:
@@ -309,19 +394,24 @@ class StepTime:
         return max(groups, key=lambda name: groups[name])
 
 
-def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> float:
+def data_seconds(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
     mesh, parallel, layers = config.mesh, config.parallel, stages(config).on_device
     if mesh.data * mesh.context == 1:
         return 0.0
-    trained, tokens = shapes.trained(config), mesh.token_axes(across=False)
+    trained = shapes.trained(config)
+    tokens = mesh.token_axes(across=False)
     weight = shapes.itemsize(config.precision.compute)
     reduce = profile.gradient_bytes
     if profile is DEFAULT_PROFILE:
         reduce = shapes.itemsize(config.precision.reduce)
     compressed = profile is DEFAULT_PROFILE and parallel.reduce.compression != "none"
 
-    def send(kind: str, axes: tuple[str, ...], nbytes: float, algorithm: str = parallel.reduce.algorithm) -> float:
+    def send(
+        kind: str, axes: tuple[str, ...], nbytes: float, algorithm: str = parallel.reduce.algorithm
+    ) -> float:
         return programs.seconds(algorithm, kind, axes, mesh, cluster, nbytes)
 
     seconds = gradient_traffic.sync_seconds(config, cluster)
@@ -336,28 +426,39 @@ def data_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile = D
     if compressed:
         seconds += sum(gradient_traffic.seconds(config, cluster))
     else:
-        sends.append((REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, parallel.reduce.algorithm))
+        sends.append(
+            (REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, parallel.reduce.algorithm)
+        )
     for kind, size, at_use, times, elements, algorithm in sends:
-        block, outer = elements.block, elements.outer
-        # At use the steps of each collective count every time; our program's backward gathers embedding and head no second time.
+        block = elements.block
+        outer = elements.outer
+        # At use the steps of each collective count every time; our program's backward gathers embedding and head no
+        # second time.
         if at_use:
             size_of_layer = float8.weight_size(config) if kind == ALL_GATHER else size
             layer = send(kind, tokens, block.gathered * size_of_layer, algorithm)
             around = send(kind, tokens, outer.gathered * size, algorithm)
-            seconds += parallel.microbatches * (times * layers * layer + (1 if profile.compiled else times) * around)
+            seconds += parallel.microbatches * (
+                times * layers * layer + (1 if profile.compiled else times) * around
+            )
         else:
-            seconds += send(kind, tokens, (block.gathered * layers + outer.gathered) * size, algorithm)
+            seconds += send(
+                kind, tokens, (block.gathered * layers + outer.gathered) * size, algorithm
+            )
     if mesh.islands > 1 and not compressed and not parallel.sync.every:
-        seconds += send(ALL_REDUCE, (ISLAND,), (trained.block.shard * layers + trained.outer.shard) * reduce)
+        seconds += send(
+            ALL_REDUCE, (ISLAND,), (trained.block.shard * layers + trained.outer.shard) * reduce
+        )
     return seconds
 
 
 def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
     """Seconds over data that our program hides on accelerators; of the embedding and the head it hides nothing.
 
-    Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back through the one before
-    (`parallel.accumulate`); nothing hides the first. In a pipeline weights and gradients travel by chunks, each beside at least as many
-    clocks as there are stages; nothing hides the first chunk's weights and the last one's gradient (`pipeline.timeline` is exact).
+    Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back
+    through the one before (`parallel.accumulate`); nothing hides the first. In a pipeline weights and gradients travel
+    by chunks, each beside at least as many clocks as there are stages; nothing hides the first chunk's weights and the
+    last one's gradient (`pipeline.timeline` is exact).
     """
     if cluster.accelerator.platform == "cpu":
         return 0.0
@@ -372,28 +473,39 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
         return _hidden_at_use(config, cluster, costs.layer)
     if not overlaps_reduce_scatter(config):
         return 0.0
-    layers, (_, sent) = stages(config).on_device, _held_seconds(config, cluster)
+    layers = stages(config).on_device
+    (_, sent) = _held_seconds(config, cluster)
     back = costs.chunk_backward / layers
     sizes = [behind - first for first, behind in buckets(layers)]
     return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
 
 
 def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of gathering the weights of one chunk over data, of reducing its gradient, and of reducing the head's, where the table says
-    when (`sends_by_table`)."""
+    """Seconds of gathering the weights of one chunk over data, of reducing its gradient, and of reducing the head's,
+    where the table says when (`sends_by_table`).
+    """
     if not sends_by_table(config) or cluster.accelerator.platform == "cpu":
         return 0.0, 0.0, 0.0
-    (gather, reduce), layers, trained = _held_seconds(config, cluster), stages(config).longest, shapes.trained(config)
+    (gather, reduce), layers, trained = (
+        _held_seconds(config, cluster),
+        stages(config).longest,
+        shapes.trained(config),
+    )
     return layers * gather, layers * reduce, reduce * trained.head.full / trained.block.full
 
 
 def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
-    """A layer's share of gathering all weights over data, and of reducing all gradients, of those that are held over the step."""
-    trained, layers = shapes.trained(config), stages(config).on_device
+    """A layer's share of gathering all weights over data, and of reducing all gradients, of those that are held over
+    the step.
+    """
+    trained = shapes.trained(config)
+    layers = stages(config).on_device
     gathered = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
     elements = gathered.block.gathered * layers + gathered.outer.gathered
     size = elements * shapes.itemsize(config.precision.compute)
-    gathers = programs.seconds("psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size)
+    gathers = programs.seconds(
+        "psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size
+    )
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
     sent = data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
     return gathers * gathered.block.gathered / elements if elements else 0.0, sent * share
@@ -401,20 +513,31 @@ def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
 
 def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
     """Seconds of the gathers and scatters at the layers that hide under a layer's own work, as in the compiled program
-    (`tests/parallel/test_gpu_overlap.py`): a layer's gathers start with it, and its gradients travel during the next one's backward. What its
+    (`tests/parallel/test_gpu_overlap.py`): a layer's gathers start with it, and its gradients travel during the next
+    one's backward. What its
     first products read is waited for: projections into attention, and in the backward at most the largest weight.
     """
 
     def send(kind: str, elements: float, dtype: str) -> float:
         nbytes = elements * shapes.itemsize(dtype)
-        return programs.seconds("psum", kind, config.mesh.token_axes(across=False), config.mesh, cluster, nbytes)
+        return programs.seconds(
+            "psum", kind, config.mesh.token_axes(across=False), config.mesh, cluster, nbytes
+        )
 
     resident = shapes.resident(config)
-    forward, backward = 0.0, send(REDUCE_SCATTER, shapes.trained(config).block.gathered, config.precision.reduce)
+    forward = 0.0
+    backward = send(REDUCE_SCATTER, shapes.trained(config).block.gathered, config.precision.reduce)
     if gathers_at_use(config):
         gathered = send(ALL_GATHER, resident.block.gathered, config.precision.compute)
-        forward = max(0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute))
-        backward += max(0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute))
+        forward = max(
+            0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute)
+        )
+        backward += max(
+            0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute)
+        )
     hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)
     # what is compressed, or gathered in float8, is less than the bytes above
-    return min(config.parallel.microbatches * stages(config).on_device * hidden, data_seconds(config, cluster))
+    return min(
+        config.parallel.microbatches * stages(config).on_device * hidden,
+        data_seconds(config, cluster),
+    )

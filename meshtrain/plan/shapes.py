@@ -27,12 +27,18 @@ class Elements:
     full: int = 0
     shard: int = 0
     largest: int = 0  # full elements of the largest weight
-    # What a gather over all token ranks makes of the shards; of experts, which fewer ranks gather, what sends as many bytes.
+    # What a gather over all token ranks makes of the shards; of experts, which fewer ranks gather, what sends as many
+    # bytes.
     gathered: float = 0.0
 
     def __add__(self, other: "Elements") -> "Elements":
         largest = max(self.largest, other.largest)
-        return Elements(self.full + other.full, self.shard + other.shard, largest, self.gathered + other.gathered)
+        return Elements(
+            self.full + other.full,
+            self.shard + other.shard,
+            largest,
+            self.gathered + other.gathered,
+        )
 
     def __sub__(self, other: "Elements") -> "Elements":
         """Without a part of it."""
@@ -78,19 +84,35 @@ Sizes = tuple[ModelConfig, MeshConfig, str, int, LoraConfig, tuple[str, ...]]
 
 def _sizes(config: Config) -> Sizes:
     """All that the weights on a device follow from. What is trained ZeRO shards as much in every stage from 1 on."""
-    lora, trainable = config.lora, config.train.trainable
-    stage = config.parallel.zero_stage if lora.rank or trainable else min(config.parallel.zero_stage, 1)
+    lora = config.lora
+    trainable = config.train.trainable
+    stage = (
+        config.parallel.zero_stage if lora.rank or trainable else min(config.parallel.zero_stage, 1)
+    )
     return config.model, config.mesh, config.parallel.vocab, stage, lora, trainable
 
 
 @functools.lru_cache(maxsize=65536)
-def _resident(model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...], trained_only: bool) -> WeightParts:  # fmt: skip
+def _resident(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    vocab: str,
+    zero: int,
+    lora: LoraConfig,
+    trainable: tuple[str, ...],
+    trained_only: bool,
+) -> WeightParts:
     """`alone`: of what is trained."""
     placed_weights = _of_one_layer((model, mesh, vocab, zero, lora, trainable))
 
     def under(name: str | tuple[str, ...]) -> Elements:
-        chosen = [p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)]
-        return _sum(Elements(p.on_device(), p.on_rank(), p.on_device(), _gathered(p, mesh.shards)) for p in chosen)
+        chosen = [
+            p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)
+        ]
+        return _sum(
+            Elements(p.on_device(), p.on_rank(), p.on_device(), _gathered(p, mesh.shards))
+            for p in chosen
+        )
 
     names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
     return WeightParts(*(under(name) for name in names))
@@ -124,10 +146,21 @@ def optimizer_state(config: Config, layers: int) -> float:
 
 
 @functools.lru_cache(maxsize=65536)
-def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: str, zero: int, lora: LoraConfig, trainable: tuple[str, ...]) -> tuple[int, int]:  # fmt: skip
+def _moments(
+    o: OptimizerConfig,
+    model: ModelConfig,
+    mesh: MeshConfig,
+    vocab: str,
+    zero: int,
+    lora: LoraConfig,
+    trainable: tuple[str, ...],
+) -> tuple[int, int]:
     """(of one layer, outside the layers)."""
-    kind, counts = OPTIMIZERS[o.name], {True: 0, False: 0}
-    for weight in (p for p in _of_one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained):
+    kind = OPTIMIZERS[o.name]
+    counts = {True: 0, False: 0}
+    for weight in (
+        p for p in _of_one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained
+    ):
         for dims in kind.moments(o, weight):
             moment = part(weight, [*range(weight.stacked), *dims]) if kind.by_matrix else weight
             counts[weight.stacked] += moment.on_rank()
@@ -135,8 +168,11 @@ def _moments(o: OptimizerConfig, model: ModelConfig, mesh: MeshConfig, vocab: st
 
 
 def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
-    """Elements, after ZeRO, of trained weights that are whole over model-parallel axes, by (axes, devices of the group); of `layers` layers."""
-    mesh, counts = config.mesh, dict[tuple[str, int], int]()
+    """Elements, after ZeRO, of trained weights that are whole over model-parallel axes, by (axes, devices of the
+    group); of `layers` layers.
+    """
+    mesh = config.mesh
+    counts = dict[tuple[str, int], int]()
     for weight in (p for p in _of_one_layer(_sizes(config)) if p.trained):
         group = {axis: getattr(mesh, axis) for axis in weight.replicated if getattr(mesh, axis) > 1}
         if group:
@@ -177,12 +213,16 @@ def labels(model: ModelConfig, tokens: int) -> int:
 
 def read(model: ModelConfig, tokens: int) -> int:
     """The tokens, of so many, that the head reads: all, but of images with a class token these alone."""
-    return labels(model, tokens) if FAMILIES[model.family].images and model.pool == "class" else tokens
+    return (
+        labels(model, tokens) if FAMILIES[model.family].images and model.pool == "class" else tokens
+    )
 
 
 def loss_chunk(config: Config) -> int:
     """Labels of a microbatch whose logits are alive at once."""
-    return follow.loss_chunk(config, tokens(config), vocabulary_rows(config)) or labels(config.model, tokens(config))
+    return follow.loss_chunk(config, tokens(config), vocabulary_rows(config)) or labels(
+        config.model, tokens(config)
+    )
 
 
 def loss_chunks(config: Config) -> int:
@@ -191,19 +231,24 @@ def loss_chunks(config: Config) -> int:
 
 
 def logits_again(config: Config) -> bool:
-    """Returns whether our backward makes logits again: else a loop over chunks makes losses and gradients at once (`model.chunked_loss`)."""
+    """Returns whether our backward makes logits again: else a loop over chunks makes losses and gradients at once
+    (`model.chunked_loss`).
+    """
     return config.train.objective == "dpo" and loss_chunks(config) > 1
 
 
 def stream(config: Config) -> int:
-    """Elements of the residual stream of one microbatch on one device: 1/tensor of the sequence if sequence parallel."""
+    """Elements of the residual stream of one microbatch on one device: 1/tensor of the sequence if sequence
+    parallel.
+    """
     split = config.mesh.tensor if config.parallel.sequence_parallel else 1
     return tokens(config) * config.model.d_model // split
 
 
 def seen(model: ModelConfig, length: int) -> float:
-    """Keys that a query of a sequence sees, as FLOPs are counted (PaLM): `length`, also where it sees those before it alone, which is
-    twice their mean; over the layers, fewer in a window."""
+    """Keys that a query of a sequence sees, as FLOPs are counted (PaLM): `length`, also where it sees those before it
+    alone, which is twice their mean; over the layers, fewer in a window.
+    """
     near = min(model.window or length, length)
     everywhere = model.layers // model.global_every / model.layers if model.global_every else 0.0
     return everywhere * length + (1 - everywhere) * (2 * near - near * near / length)
@@ -225,9 +270,13 @@ def active_parameters(model: ModelConfig) -> int:
 
 def model_flops(config: Config) -> float:
     """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
-    (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference has a forward
-    more, without adapters: 2 N + 4 L H Q T. Of an image N of the head counts once, and of the patches, which ask for no gradient, 4 N."""
-    model, train = config.model, config.train
+    (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference
+    has a forward
+    more, without adapters: 2 N + 4 L H Q T. Of an image N of the head counts once, and of the patches, which ask for no
+    gradient, 4 N.
+    """
+    model = config.model
+    train = config.train
     length = train.sequence_length
     reference = 2 if train.objective == "dpo" else 0
 
@@ -238,23 +287,30 @@ def model_flops(config: Config) -> float:
     every = all_weights(model, config.lora)
     matrices = sum(of(weight) for weight in every if weight.stacked and weight.decayed)
     head = next(
-        of(weight) for weight in every if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
+        of(weight)
+        for weight in every
+        if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
     scores = model.layers * model.heads * model.head_dim * seen(model, length)
     per_token = matrices + (12 + 2 * reference) * scores
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
-    embedding = sum(of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT)
+    embedding = sum(
+        of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT
+    )
     return float((per_token * length + head + embedding * number) * train.global_batch_size)
 
 
 def tokens_at_peak(config: Config, kind: str, devices: int) -> float | None:
-    """Tokens a second, were every device of this kind to do nothing but the model's FLOPs at its peak rate; None if that is not known.
+    """Tokens a second, were every device of this kind to do nothing but the model's FLOPs at its peak rate; None if
+    that is not known.
 
     A run's tokens a second over these are its model FLOPs utilisation (PaLM, appendix B).
     """
     if (name := canonical(kind)) not in KINDS.values():
         return None
-    flops_per_token = model_flops(config) / (config.train.global_batch_size * config.train.sequence_length)
+    flops_per_token = model_flops(config) / (
+        config.train.global_batch_size * config.train.sequence_length
+    )
     return devices * ACCELERATORS[name].flops(config.precision.compute) / flops_per_token

@@ -9,8 +9,8 @@
     pipeline   activations down, cotangents up                                           a clock
                sums over the stages that share the vocabulary                            a clock, or a head
 
-A pass is a microbatch without stages. With stages it is a clock: all devices run one program, so on accelerators a stage that idles
-in a clock computes and sends all the same (its work is masked), and fills and drains cost traffic too.
+A pass is a microbatch without stages. With stages it is a clock: all devices run one program, so on accelerators a
+stage that idles in a clock computes and sends all the same (its work is masked), and fills and drains cost traffic too.
 """
 
 import math
@@ -29,15 +29,25 @@ from meshtrain.plan import float8, shapes
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.experts import expert_transfers
-from meshtrain.plan.gradient_traffic import FLOAT32, Iterations, Transfer, gradient_transfers, sync_transfers
+from meshtrain.plan.gradient_traffic import (
+    FLOAT32,
+    Iterations,
+    Transfer,
+    gradient_transfers,
+    sync_transfers,
+)
 
 # What other frameworks send more or less often than our program, see `as_practised`.
-GATHERED_FOR_WEIGHTS, INPUTS_SUMMED = "layer inputs gathered again for weights", "input cotangents summed"
-OUTPUTS_SCATTERED_AGAIN, OUTPUTS_SUMMED_AGAIN = "layer outputs scattered again", "layer outputs summed again"
+GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
+INPUTS_SUMMED = "input cotangents summed"
+OUTPUTS_SCATTERED_AGAIN = "layer outputs scattered again"
+OUTPUTS_SUMMED_AGAIN = "layer outputs summed again"
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
-def transfers(config: Config, iterations: Iterations, reference: Iterations | None = None) -> list[Transfer]:
+def transfers(
+    config: Config, iterations: Iterations, reference: Iterations | None = None
+) -> list[Transfer]:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
     transfers = _in_microbatches(config, iterations)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
@@ -49,17 +59,22 @@ def transfers(config: Config, iterations: Iterations, reference: Iterations | No
 def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers = _in_microbatches(config, iterations)
     transfers += _messages(config, iterations)
-    stages, base = config.mesh.pipeline, shapes.resident(config).block - shapes.trained(config).block
+    stages = config.mesh.pipeline
+    base = shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
         transfers += _gathers(config, iterations, base.gathered)
     if config.parallel.vocab == "edge":
         losses = 4 * shapes.tokens(config) * config.parallel.microbatches
-        transfers.append(Transfer("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages))
+        transfers.append(
+            Transfer("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages)
+        )
     return [replace(t, what=f"reference: {t.what}") for t in transfers]
 
 
 def by_axis(transfers: list[Transfer]) -> dict[str, float]:
-    """Bytes that one device sends in a step by mesh axis; sums over tensor and pipeline at once have a line of their own."""
+    """Bytes that one device sends in a step by mesh axis; sums over tensor and pipeline at once have a line of their
+    own.
+    """
     axes = dict.fromkeys([*AXES, *sorted({t.axis for t in transfers})])
     return {axis: sum(t.sent for t in transfers if t.axis == axis) for axis in axes}
 
@@ -86,21 +101,34 @@ def layer_transfers(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
     parallel, ranks, stream_bytes = config.parallel, config.mesh.tensor, _stream_bytes(config)
     layers = stages(config).longest
-    names = ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
+    names = (
+        ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
+    )
     # of the layer's own output the backward has no use, unless a norm stands behind it
     again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
     # Of products that are computed again the backward waits for the inputs; else only the weights' gradients take them.
     # where experts lie over tensor too nothing is gathered for them, but for shared ones
     halves = 1 + (config.model.d_ff > 0 or TENSOR not in expert_axes(config))
-    late = ("qkv" in names) + (halves - 1) * ("mlp_in" in names) if parallel.remat != "dots" else halves
+    late = (
+        ("qkv" in names) + (halves - 1) * ("mlp_in" in names)
+        if parallel.remat != "dots"
+        else halves
+    )
 
     def over(
-        moment: str, kind: str, what: str, count: int, hides: bool = False, nbytes: float = stream_bytes
+        moment: str,
+        kind: str,
+        what: str,
+        count: int,
+        hides: bool = False,
+        nbytes: float = stream_bytes,
     ) -> Moment:
         return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
     scales = config.model.d_model * shapes.itemsize(config.precision.compute)
-    shared = ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
+    shared = (
+        ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
+    )
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -109,12 +137,20 @@ def layer_transfers(config: Config) -> list[Moment]:
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
     if parallel.sequence_parallel:
-        entering = stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
+        entering = (
+            stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
+        )
         return [
             over("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
             over("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
             over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering),
-            over("backward", ALL_GATHER, "layer inputs gathered again for products", halves - late, nbytes=entering),
+            over(
+                "backward",
+                ALL_GATHER,
+                "layer inputs gathered again for products",
+                halves - late,
+                nbytes=entering,
+            ),
             over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
             over("backward", ALL_GATHER, "output cotangents gathered", halves),
             over("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
@@ -124,7 +160,10 @@ def layer_transfers(config: Config) -> list[Moment]:
         over("forward", ALL_REDUCE, "layer outputs summed", 2),
         over("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         over("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
-        *[over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales) for moment in shared],
+        *[
+            over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
+            for moment in shared
+        ],
         *over_heads,
     ]
 
@@ -143,24 +182,39 @@ def as_practised(what: str, count: float, profile: FrameworkProfile) -> float:
 def edge_transfers(config: Config) -> list[Moment]:
     """Collectives of embedding and loss head, in one pass; a frozen embedding has no backward."""
     frozen = not shapes.trained(config).embedding.full
-    return [(moment, t) for moment, t in _edge_transfers(config) if not (frozen and moment == "unembedding")]
+    return [
+        (moment, t)
+        for moment, t in _edge_transfers(config)
+        if not (frozen and moment == "unembedding")
+    ]
 
 
 def _edge_transfers(config: Config) -> Iterator[Moment]:
-    mesh, model, stream_bytes, tokens = config.mesh, config.model, _stream_bytes(config), shapes.tokens(config)
-    labels, read = shapes.labels(model, tokens), shapes.read(model, tokens)
+    mesh, model, stream_bytes, tokens = (
+        config.mesh,
+        config.model,
+        _stream_bytes(config),
+        shapes.tokens(config),
+    )
+    labels = shapes.labels(model, tokens)
+    read = shapes.read(model, tokens)
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     position = stream_bytes // tokens
-    # What the last stage sends on, and the ranks of a split sequence to each other: of an image a position from every rank.
+    # What the last stage sends on, and the ranks of a split sequence to each other: of an image a position from every
+    # rank.
     last = read * position if read < tokens else stream
     pooled = labels * mesh.tensor * position if labels < tokens else stream_bytes
-    shared = config.parallel.vocab == "spread" and mesh.pipeline > 1  # the stages share the vocabulary
+    shared = (
+        config.parallel.vocab == "spread" and mesh.pipeline > 1
+    )  # the stages share the vocabulary
     sums = BOTH if shared and mesh.tensor > 1 else "pipeline" if shared else "tensor"
 
     chunks = shapes.loss_chunks(config)
     again = shapes.logits_again(config)
 
-    def transfer(moment: str, axis: str, kind: str, what: str, nbytes: float, count: int = 1) -> Moment:
+    def transfer(
+        moment: str, axis: str, kind: str, what: str, nbytes: float, count: int = 1
+    ) -> Moment:
         size = math.prod(mesh.ways(part) for part in axis.split("+"))
         return moment, Transfer(axis, kind, what, nbytes / count, count, size)
 
@@ -168,27 +222,45 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
         yield transfer("embedding", "tensor", REDUCE_SCATTER, "embedding scattered", stream_bytes)
         if shared:
             yield transfer("embedding", "pipeline", ALL_REDUCE, "embedding summed", stream)
-        yield transfer("unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", stream_bytes)
+        yield transfer(
+            "unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", stream_bytes
+        )
         yield transfer("head", "tensor", ALL_GATHER, "last output gathered", pooled, chunks)
         if again:
-            yield transfer("unhead", "tensor", ALL_GATHER, "last output gathered again", pooled, chunks)
-        yield transfer("unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", pooled, chunks)
+            yield transfer(
+                "unhead", "tensor", ALL_GATHER, "last output gathered again", pooled, chunks
+            )
+        yield transfer(
+            "unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", pooled, chunks
+        )
         if shared:
-            yield transfer("unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", last, chunks)
+            yield transfer(
+                "unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", last, chunks
+            )
     else:
         yield transfer("embedding", sums, ALL_REDUCE, "embedding summed", stream_bytes)
         yield transfer("unhead", sums, ALL_REDUCE, "last output's cotangent summed", last, chunks)
     if shared:
         yield transfer("head", "pipeline", ALL_REDUCE, "last output to all stages", last)
-        yield transfer("unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream)
+        yield transfer(
+            "unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream
+        )
     smoothed = config.train.label_smoothing > 0
     for moment in ("head", *["unhead"] * again):
-        yield transfer(moment, sums, ALL_REDUCE, "loss: sums of exponentials", 4 * labels * (2 + smoothed), chunks)
+        yield transfer(
+            moment,
+            sums,
+            ALL_REDUCE,
+            "loss: sums of exponentials",
+            4 * labels * (2 + smoothed),
+            chunks,
+        )
         yield transfer(moment, sums, ALL_REDUCE, "loss: largest logits", 4 * labels, chunks)
 
 
 def _data(config: Config, iterations: Iterations) -> list[Transfer]:
-    ranks, zero = config.mesh.shards, config.parallel.zero_stage
+    ranks = config.mesh.shards
+    zero = config.parallel.zero_stage
     transfers: list[Transfer] = []
     # What is frozen is whole everywhere but in stage 3.
     gathered = shapes.resident(config) if zero == 3 else shapes.trained(config)
@@ -197,7 +269,9 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
     elif zero:
         everything = gathered.block.gathered * stages(config).on_device + gathered.outer.gathered
         weight = shapes.itemsize(config.precision.compute)
-        transfers.append(Transfer(_over(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks))
+        transfers.append(
+            Transfer(_over(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks)
+        )
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
 
 
@@ -212,30 +286,43 @@ def _joined(config: Config, axes: Iterable[str]) -> str:
 
 def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Transfer]:
     """Weights gathered where they are used, of a layer so many elements."""
-    weight, ranks = shapes.itemsize(config.precision.compute), config.mesh.shards
+    weight = shapes.itemsize(config.precision.compute)
+    ranks = config.mesh.shards
     passes = stages(config).longest * (iterations.forward + iterations.backward)
     over = _over(config)
     transfers = [
-        Transfer(over, ALL_GATHER, "weights of a layer gathered", layer * float8.weight_size(config), passes, ranks)
+        Transfer(
+            over,
+            ALL_GATHER,
+            "weights of a layer gathered",
+            layer * float8.weight_size(config),
+            passes,
+            ranks,
+        )
     ]
     for moment, elements in edge_uses(config):
-        what, times = f"weights of the {moment} gathered", iterations.of(moment)
+        what = f"weights of the {moment} gathered"
+        times = iterations.of(moment)
         transfers.append(Transfer(over, ALL_GATHER, what, elements * weight, times, ranks))
     return transfers
 
 
 def edge_uses(config: Config) -> list[tuple[str, float]]:
-    """(embedding or head, elements) that are gathered where they are used. A tied weight is used twice: without stages it is gathered
-    once for both uses."""
+    """(embedding or head, elements) that are gathered where they are used.
+
+    A tied weight is used twice: without stages it is gathered once for both uses.
+    """
     resident = shapes.resident(config)
-    embedding, head = resident.embedding.gathered, resident.head.gathered
+    embedding = resident.embedding.gathered
+    head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
     return [("embedding", embedding), ("head", head)]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
-    stages, size = config.mesh.pipeline, shapes.itemsize(config.precision.compute)
+    stages = config.mesh.pipeline
+    size = shapes.itemsize(config.precision.compute)
     stream = shapes.stream(config) * size
     return [
         Transfer("pipeline", PERMUTE, "activations sent on", stream, iterations.of("down"), stages),
@@ -244,12 +331,18 @@ def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
 
 
 def _replicated(config: Config) -> list[Transfer]:
-    """Gradients of weights that are whole on several model-parallel ranks, each of which has a part of the sum. Without ZeRO they
-    are summed over data in the same go."""
+    """Gradients of weights that are whole on several model-parallel ranks, each of which has a part of the sum.
+
+    Without ZeRO they are summed over data in the same go.
+    """
     axes = summed_axes(config)
     data = 1 if config.parallel.zero_stage else math.prod(config.mesh.ways(axis) for axis in axes)
     transfers = []
     for (axis, size), elements in shapes.replicated(config, stages(config).on_device).items():
         joined = _joined(config, (*axes, *axis.split("+"))) if data > 1 else axis
-        transfers.append(Transfer(joined, ALL_REDUCE, "gradients of replicated weights", 4 * elements, 1, size * data))
+        transfers.append(
+            Transfer(
+                joined, ALL_REDUCE, "gradients of replicated weights", 4 * elements, 1, size * data
+            )
+        )
     return transfers

@@ -18,7 +18,8 @@ from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
-    "What the links and devices really give, and which of them is slow; start it on every node as a run is started."
+    "What the links and devices really give, and which of them is slow; start it on every node as a run is "
+    "started."
 )
 WOULD = """\
 probe measures, on all devices that JAX finds here (or on all nodes, if it is started on each as a run is):
@@ -68,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _output_to_errors() -> Iterator[None]:
-    """Standard output is for the figures alone: Gloo, which joins CPUs of several processes, writes words of its own there."""
+    """Standard output is for the figures alone: Gloo, which joins CPUs of several processes, writes words of its own
+    there.
+    """
     # Started with its standard output closed, a process has none.
     if sys.stdout is None:
         yield
@@ -86,13 +89,34 @@ def _output_to_errors() -> Iterator[None]:
 def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.probe", description=DESCRIPTION)
     parser.add_config(required=False)
-    parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh to measure, as in data=4,islands=2,tensor=4 (default: a machine's devices are tensor ranks, machines are data ranks)")  # fmt: skip
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="a YAML file or an accelerator that the figures are held against")  # fmt: skip
-    parser.add_argument("--every-pair", action="store_true", help="measures every pair of devices, of more than 16 too, as a device_order needs: minutes")  # fmt: skip
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="the mesh to measure, as in data=4,islands=2,tensor=4 (default: a machine's devices are tensor ranks, "
+        "machines are data ranks)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|NAME",
+        help="a YAML file or an accelerator that the figures are held against",
+    )
+    parser.add_argument(
+        "--every-pair",
+        action="store_true",
+        help="measures every pair of devices, of more than 16 too, as a device_order needs: minutes",
+    )
     parser.add_argument("--only", choices=PARTS, help="one part of it (default: all)")
-    parser.add_argument("--algorithms", metavar="NAME,...|all", help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of tables")
-    parser.add_argument("--output", metavar="FILE", help="writes a cluster file for meshtrain plan --cluster")
+    parser.add_argument(
+        "--algorithms",
+        metavar="NAME,...|all",
+        help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="prints one JSON object in place of tables"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="writes a cluster file for meshtrain plan --cluster"
+    )
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -105,7 +129,9 @@ def _config(options: argparse.Namespace) -> Config | None:
     if options.config and options.mesh:
         raise ConfigError("--mesh and --config both give a mesh; leave one out.")
     if options.set and not options.config:
-        raise ConfigError("--set overrides a key of --config FILE, which is missing; --mesh gives a mesh without one.")
+        raise ConfigError(
+            "--set overrides a key of --config FILE, which is missing; --mesh gives a mesh without one."
+        )
     if options.config:
         return load(options.config, options.set, reading=True)
     return replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
@@ -128,9 +154,14 @@ def _check(options: argparse.Namespace, config: Config | None) -> None:
         raise ConfigError("--output writes all that a cluster file holds; leave --only out.")
     asked = options.algorithms != "all" and _algorithms(options)
     if asked and "hierarchical" in asked and (config is None or config.mesh.islands == 1):
-        raise ConfigError("--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh data=4,islands=2.")  # fmt: skip
+        raise ConfigError(
+            "--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh "
+            "data=4,islands=2."
+        )
     if options.algorithms and options.only not in (None, "collectives"):
-        raise ConfigError(f"--algorithms are of collectives, which --only {options.only} leaves out.")
+        raise ConfigError(
+            f"--algorithms are of collectives, which --only {options.only} leaves out."
+        )
     for path, endings in ((options.output, (".yaml", ".yml")), (options.html, (".html",))):
         if path and Path(path).suffix.lower() not in endings:
             raise ConfigError(f"{short(path)}: its name must end in {endings[0]}.")
@@ -148,7 +179,9 @@ def _cluster(name: str | None, devices: int) -> Cluster | None:
         return None
     cluster = named(name, devices)
     if cluster.devices < devices:
-        raise ConfigError(f"--cluster {short(name)} describes {cluster.devices} devices, and {devices} are measured.")
+        raise ConfigError(
+            f"--cluster {short(name)} describes {cluster.devices} devices, and {devices} are measured."
+        )
     return cluster
 
 
@@ -161,7 +194,8 @@ def _show(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
         write_target(options.output, describe.to_yaml(probe))
         if (together := describe.by_pairs(probe)) and not together.in_order:
             say(
-                f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it take them in the order found."
+                f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it "
+                "take them in the order found."
             )
     if options.html:
         write_target(options.html, page.page(probe, cluster))
@@ -169,13 +203,20 @@ def _show(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
 
 def as_json(probe: Probe, cluster: Cluster | None) -> dict:
     """The figures, what is slow, and with a cluster the scores."""
-    content = probe.as_json() | {"findings": [asdict(one) for one in judge.findings(probe, cluster)]}
+    content = probe.as_json() | {
+        "findings": [asdict(one) for one in judge.findings(probe, cluster)]
+    }
     if cluster:
         for entry, collective in zip(content["collectives"], probe.collectives, strict=True):
             entry["score"] = judge.score(cluster, probe, collective)
             for sized in entry["sizes"]:
-                sized["described_seconds"] = judge.described(cluster, probe, collective, sized["bytes"])
-        content["cluster"] = {"name": cluster.name, "device_scores": judge.device_scores(cluster, probe)}
+                sized["described_seconds"] = judge.described(
+                    cluster, probe, collective, sized["bytes"]
+                )
+        content["cluster"] = {
+            "name": cluster.name,
+            "device_scores": judge.device_scores(cluster, probe),
+        }
     return content
 
 

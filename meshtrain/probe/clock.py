@@ -1,10 +1,10 @@
 """Programs are timed in turns, so that what disturbs the machine for a moment disturbs none of them alone.
 
-Of a collective the median counts, which is what training gets; of one device or one pair the shortest, which is what it can: what is
-broken is slow every time, and chance makes nothing fast.
+Of a collective the median counts, which is what training gets; of one device or one pair the shortest, which is what it
+can: what is broken is slow every time, and chance makes nothing fast.
 
-In several processes a program has ended when the last of them has; each run begins behind a barrier, or waiting for the others would
-count.
+In several processes a program has ended when the last of them has; each run begins behind a barrier, or waiting for the
+others would count.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from meshtrain.compat import meet
 from meshtrain.probe.figures import STEADY
 from meshtrain.run.processes import gathered
 
-REPEATS, ATTEMPTS = 7, 2
+REPEATS = 7
+ATTEMPTS = 2
 PATIENCE = 600.0  # seconds that processes wait for each other's compilers
 _meetings = itertools.count()
 
@@ -46,7 +47,10 @@ class Times:
 
 
 def times(
-    jobs: Sequence[Job], barrier: Callable[[], object] | None = None, repeats: int = REPEATS, attempts: int = ATTEMPTS
+    jobs: Sequence[Job],
+    barrier: Callable[[], object] | None = None,
+    repeats: int = REPEATS,
+    attempts: int = ATTEMPTS,
 ) -> Times:
     """Runs each job once, then all of them in turn, `repeats` times. All processes must give the same jobs.
 
@@ -54,7 +58,9 @@ def times(
     """
     _warm(jobs, barrier)
     # All processes hear the same times, and so decide alike.
-    return _steadiest(lambda: np.max(np.array(gathered(_in_turns(jobs, repeats, barrier))), axis=0), attempts)
+    return _steadiest(
+        lambda: np.max(np.array(gathered(_in_turns(jobs, repeats, barrier))), axis=0), attempts
+    )
 
 
 def own_times(jobs: Sequence[Job]) -> Times:
@@ -77,12 +83,15 @@ def _steadiest(take: Callable[[], np.ndarray], attempts: int) -> Times:
 def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
     for job in jobs:
         if barrier:
-            # Compiled at different moments they would wait for each other inside a collective, which on CPUs is refused after 30 s.
+            # Compiled at different moments they would wait for each other inside a collective, which on CPUs is refused
+            # after 30 s.
             meet(f"probe {next(_meetings)}", PATIENCE)
         jax.block_until_ready(job.run())
 
 
-def _in_turns(jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None) -> list[list[float]]:
+def _in_turns(
+    jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None
+) -> list[list[float]]:
     def seconds(job: Job) -> float:
         if barrier:
             jax.block_until_ready(barrier())

@@ -4,12 +4,12 @@
     tensor 4, all of a machine    ──►  node   {devices: 4}
     data 2, between machines      ──►  rail   {devices: 8}
 
-An axis joins blocks of those before it, as a level does; axes whose links are alike make one level. A link's figures are those of a
-permute over its axis, in which every device sends at once: what collectives are made of.
+An axis joins blocks of those before it, as a level does; axes whose links are alike make one level. A link's figures
+are those of a permute over its axis, in which every device sends at once: what collectives are made of.
 
-Where devices that fast links join are not neighbours in the mesh, axes mix levels. Then the levels are those that the pairs of devices
-show (`meshtrain.cluster.levels`), and `device_order` has them in an order that keeps to the links; probed once more with `mesh.cluster`
-naming the file, the axes tell the figures of all devices sending at once.
+Where devices that fast links join are not neighbours in the mesh, axes mix levels. Then the levels are those that the
+pairs of devices show (`meshtrain.cluster.levels`), and `device_order` has them in an order that keeps to the links;
+probed once more with `mesh.cluster` naming the file, the axes tell the figures of all devices sending at once.
 """
 
 import itertools
@@ -33,7 +33,8 @@ from meshtrain.plan.compute import product
 from meshtrain.probe.figures import Devices, Probe
 
 # The inner and the outer name of levels in a machine and between machines.
-INSIDE, BETWEEN = ("island", "node"), ("rail", "spine")
+INSIDE = ("island", "node")
+BETWEEN = ("rail", "spine")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ class Level:
 
 
 def by_pairs(probe: Probe) -> Clustered | None:
-    """Returns how devices stand together, where pairs were measured and show several levels. Some pairs alone, as the probe takes them of many
-    devices, can confirm the order that there is, and tell of no other."""
+    """Returns how devices stand together, where pairs were measured and show several levels.
+
+    Some pairs alone, as the probe takes them of many devices, can confirm the order that there is, and tell of no
+    other.
+    """
     if probe.pairs is None:
         return None
     together = clustered(probe.pairs.sizes, probe.pairs.seconds)
@@ -66,7 +70,10 @@ def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
 
 
 def _of_pairs(probe: Probe, together: Clustered) -> list[Level]:
-    return [Level(one.devices, one.latency, one.bandwidth, _is_inside(probe, one.blocks)) for one in together.levels]
+    return [
+        Level(one.devices, one.latency, one.bandwidth, _is_inside(probe, one.blocks))
+        for one in together.levels
+    ]
 
 
 def _of_axes(probe: Probe) -> list[Level]:
@@ -83,7 +90,9 @@ def _of_axes(probe: Probe) -> list[Level]:
 def levels(probe: Probe) -> dict[str, Level]:
     """Returns levels by the planner's names, innermost first."""
     together = by_pairs(probe)
-    by_distance = _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
+    by_distance = (
+        _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
+    )
     while len(by_distance) > 1:
         gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance)))
         most = max(sum(level.inside is side for level in by_distance) for side in (True, False))
@@ -105,14 +114,19 @@ def _joined(inner: Level, outer: Level) -> Level:
 
 def to_yaml(probe: Probe) -> str:
     """Returns the cluster file; ConfigError where something that it holds was not measured."""
-    devices, links = probe.devices, levels(probe)
+    devices = probe.devices
+    links = levels(probe)
     if devices is None or (probe.size > 1 and not links):
         raise ConfigError("a cluster file needs collectives and products; leave --only out.")
     sizes = set(Counter(probe.machines).values())
     if len(sizes) > 1:
-        raise ConfigError(f"a cluster file has machines of one size, and these have {' and '.join(map(str, sorted(sizes)))} devices; give a smaller --mesh.")  # fmt: skip
+        raise ConfigError(
+            f"a cluster file has machines of one size, and these have {' and '.join(map(str, sorted(sizes)))} "
+            "devices; give a smaller --mesh."
+        )
     machines = len(set(probe.machines))
-    # Fake devices share one machine, whose figures the planner divides; where their links differ the file says what each has.
+    # Fake devices share one machine, whose figures the planner divides; where their links differ the file says what
+    # each has.
     shared = probe.platform == "cpu" and links.keys() <= {"node"}
     ways = probe.size if shared else 1
     described = {
@@ -121,9 +135,10 @@ def to_yaml(probe: Probe) -> str:
         "devices_per_node": probe.size // machines,
         "shared": shared,
         "topology": "flat" if machines == 1 else "fat_tree",
-        "accelerator": {"name": probe.kind} | (_shares(probe.kind, devices) if knows(probe) else _figures(probe, devices, ways)),
+        "accelerator": {"name": probe.kind}
+        | (_shares(probe.kind, devices) if knows(probe) else _figures(probe, devices, ways)),
         "links": {name: _link(name, level) for name, level in links.items()},
-    }  # fmt: skip
+    }
     if (together := by_pairs(probe)) and probe.names:
         described["device_order"] = [probe.names[device] for device in together.order]
     return yaml.safe_dump(described, sort_keys=False)
@@ -144,7 +159,11 @@ def _shares(kind: str, devices: Devices) -> dict[str, Any]:
         "link": 1.0,
     }
     efficiency = {name: _short(min(max(share, 0.001), 1.0)) for name, share in reached.items()}
-    return {"memory": _short(devices.memory_bytes / 2**30), "reserved": 0.0, "efficiency": efficiency}
+    return {
+        "memory": _short(devices.memory_bytes / 2**30),
+        "reserved": 0.0,
+        "efficiency": efficiency,
+    }
 
 
 def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
@@ -153,7 +172,14 @@ def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
         "memory": _short(devices.memory_bytes * ways / 2**30),
         "bandwidth": _short(devices.memory_rate * ways / 1e9),
         "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()},
-        "efficiency": {"matmul": 1.0, "half_size": 0.0, "attention": 0.5, "memory": 1.0, "link": 1.0, "exposed": 1.0},
+        "efficiency": {
+            "matmul": 1.0,
+            "half_size": 0.0,
+            "attention": 0.5,
+            "memory": 1.0,
+            "link": 1.0,
+            "exposed": 1.0,
+        },
     }
 
 
@@ -162,7 +188,8 @@ def _link(name: str, level: Level) -> dict[str, float]:
     bounds = keys(Link if name in INSIDE else Cable)
     link: dict[str, float] = {"devices": level.devices}
     for key, figure in (("latency", level.latency), ("bandwidth", level.bandwidth / 1e9)):
-        least, most = bounds[key].least, bounds[key].most
+        least = bounds[key].least
+        most = bounds[key].most
         assert least is not None and most is not None
         link[key] = _short(min(max(figure, least), most))
     return link

@@ -1,8 +1,8 @@
 """What each device computes and passes over in memory: by itself, and while all the others do the same.
 
-Fake devices share their cores and their memory, so that only the second tells what each has of them. Matrices are random: a GPU multiplies
-zeros or ones faster, as it then stays below its power limit (He 2024, "Strangely, matrix multiplications on GPUs run faster when given
-predictable data").
+Fake devices share their cores and their memory, so that only the second tells what each has of them. Matrices are
+random: a GPU multiplies zeros or ones faster, as it then stays below its power limit (He 2024, "Strangely, matrix
+multiplications on GPUs run faster when given predictable data").
 """
 
 import os
@@ -22,10 +22,12 @@ from meshtrain.run.processes import gathered
 CHAIN = 4  # products of a program, so that its start does not count
 PASSES = 4  # over memory that is there already: pages that are touched for the first time would count several times
 DTYPES = ("float32", "bfloat16", "float16")
-# By platform: the side of the matrices, and elements of the array that is passed over, which fits no cache. An accelerator takes
-# milliseconds for them, as does a share of a laptop's cores.
-SIDES, OTHER_SIDE = {"cpu": 512}, 8192
-ELEMENTS, OTHER_ELEMENTS = {"cpu": 2**23}, 2**28
+# By platform: the side of the matrices, and elements of the array that is passed over, which fits no cache. An
+# accelerator takes milliseconds for them, as does a share of a laptop's cores.
+SIDES = {"cpu": 512}
+OTHER_SIDE = 8192
+ELEMENTS = {"cpu": 2**23}
+OTHER_ELEMENTS = 2**28
 
 
 def products(a: jax.Array) -> jax.Array:
@@ -42,9 +44,13 @@ def passes(a: jax.Array) -> jax.Array:
 
 
 def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
-    """Measures them. `order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`."""
+    """Measures them.
+
+    `order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`.
+    """
     where = platform(mesh)
-    side, elements = SIDES.get(where, OTHER_SIDE), ELEMENTS.get(where, OTHER_ELEMENTS)
+    side = SIDES.get(where, OTHER_SIDE)
+    elements = ELEMENTS.get(where, OTHER_ELEMENTS)
     dtype = "float32" if where == "cpu" else "bfloat16"
     matrix = np.random.default_rng(0).standard_normal((side, side), np.float32)
     jobs = [_everywhere(mesh, products, matrix.astype(jnp.dtype(name))) for name in DTYPES]
@@ -82,16 +88,31 @@ def _everywhere(mesh: Mesh, function: Callable, x: np.ndarray) -> Job:
     return Job(lambda: run(whole))
 
 
-def _each(mesh: Mesh, matrix: np.ndarray, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns FLOP/s and bytes/s of every device by its place in `mesh.devices.flat`, one device of a process after another; their spread."""
+def _each(
+    mesh: Mesh, matrix: np.ndarray, vector: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns FLOP/s and bytes/s of every device by its place in `mesh.devices.flat`, one device of a process after
+    another; their spread.
+    """
     inputs = ((products, matrix), (passes, vector))
-    taken = own_times([_on(device, function, x) for device in mesh.local_devices for function, x in inputs])
-    own = {device.id: seconds for device, seconds in zip(mesh.local_devices, taken.least.reshape(-1, 2).tolist(), strict=True)}  # fmt: skip
+    taken = own_times(
+        [_on(device, function, x) for device in mesh.local_devices for function, x in inputs]
+    )
+    own = {
+        device.id: seconds
+        for device, seconds in zip(
+            mesh.local_devices, taken.least.reshape(-1, 2).tolist(), strict=True
+        )
+    }
     of_processes = gathered([own, taken.unsteady])
     # JSON makes words of their numbers.
     everyone = {int(number): seconds for one, _ in of_processes for number, seconds in one.items()}
     multiplied, passed = np.array([everyone[device.id] for device in mesh.devices.flat]).T
-    return _flops(len(matrix), multiplied), _rate(len(vector), passed), max(spread for _, spread in of_processes)
+    return (
+        _flops(len(matrix), multiplied),
+        _rate(len(vector), passed),
+        max(spread for _, spread in of_processes),
+    )
 
 
 def _on(device: jax.Device, function: Callable, x: np.ndarray) -> Job:

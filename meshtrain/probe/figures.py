@@ -1,14 +1,18 @@
-"""What was measured, as data. Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
+"""What was measured, as data.
 
-Sizes and bandwidths are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/alltoall.cu, src/sendrecv.cu). S is the size of
-the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin with on a device; of
-a permute the message. n devices, t seconds:
+Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
+
+Sizes and bandwidths are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/alltoall.cu, src/sendrecv.cu).
+S is the size of
+the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin
+with on a device; of a permute the message. n devices, t seconds:
 
     algbw = S / t        what the caller gets
     busbw = algbw f      what a link carries, so that it may be held against the link's own bandwidth; f is 2 (n-1)/n of an all-reduce,
                          1 of a permute, (n-1)/n of the others
 
-A line through times of several sizes is the alpha-beta model (Thakur et al. 2005, section 3): seconds = latency + bytes / bandwidth.
+A line through times of several sizes is the alpha-beta model (Thakur et al. 2005, section 3): seconds = latency + bytes
+/ bandwidth.
 """
 
 from collections.abc import Sequence
@@ -26,7 +30,8 @@ from meshtrain.shown import Shown
 
 BARRIER = "barrier"
 PARTS = (BARRIER, "collectives", "pairs", "products")  # what is measured
-XLA = "xla"  # the algorithm that XLA and NCCL choose; others are programs of messages (`meshtrain.parallel.reduce.algorithms`)
+# the algorithm that XLA and NCCL choose; others are programs of messages (`meshtrain.parallel.reduce.algorithms`)
+XLA = "xla"
 
 
 def bus_factor(kind: str, devices: int) -> float:
@@ -35,7 +40,8 @@ def bus_factor(kind: str, devices: int) -> float:
 
 
 ROUNDS = 20  # of reweighting: it settles in fewer
-BEND = 1.345  # residuals beyond so many deviations weigh less (Huber 1964; 95% as efficient as least squares on Gaussian noise)
+# residuals beyond so many deviations weigh less (Huber 1964; 95% as efficient as least squares on Gaussian noise)
+BEND = 1.345
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,15 @@ class Line:
 
 
 def line(sizes: ArrayLike, seconds: ArrayLike) -> Line:
-    """Returns the line of least relative error, so that small messages weigh as much as large ones; outliers weigh less.
+    """Returns the line of least relative error, so that small messages weigh as much as large ones; outliers weigh
+    less.
 
-    Neither figure is negative. Where chance made a large message no slower than a small one no line tells the bandwidth, and it is that of
-    the largest message alone.
+    Neither figure is negative. Where chance made a large message no slower than a small one no line tells the
+    bandwidth, and it is that of the largest message alone.
     """
     order = np.argsort(sizes)
-    x, y = np.asarray(sizes, float)[order], np.asarray(seconds, float)[order]
+    x = np.asarray(sizes, float)[order]
+    y = np.asarray(seconds, float)[order]
     design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
     trust = np.ones_like(x)
     for _ in range(ROUNDS):
@@ -73,7 +81,9 @@ def line(sizes: ArrayLike, seconds: ArrayLike) -> Line:
 
 
 def left_out(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Returns for each size the relative error (signed) of a line through all the others; none where two or fewer would be left."""
+    """Returns for each size the relative error (signed) of a line through all the others; none where two or fewer would
+    be left.
+    """
     if len(sizes) < 4:
         return []
     lines = [line(np.delete(sizes, i), np.delete(seconds, i)) for i in range(len(sizes))]
@@ -85,7 +95,9 @@ STEADY = 0.2  # the middle half of the repeats over their median: beyond it the 
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """One kind over one axis (or over two joined by +) by one algorithm, in all groups of the axis at once; of each size, smallest first."""
+    """One kind over one axis (or over two joined by +) by one algorithm, in all groups of the axis at once; of each
+    size, smallest first.
+    """
 
     axis: str
     kind: str
@@ -117,13 +129,28 @@ class MeasuredCollective:
     def as_json(self) -> dict[str, Any]:
         factor = bus_factor(self.kind, self.devices)
         sizes = [
-            {"bytes": size, "seconds": seconds, "algbw": algbw, "busbw": algbw * factor, "spread": spread}
-            for size, seconds, algbw, spread in zip(self.sizes, self.seconds, self.algbw, self.spreads, strict=True)
+            {
+                "bytes": size,
+                "seconds": seconds,
+                "algbw": algbw,
+                "busbw": algbw * factor,
+                "spread": spread,
+            }
+            for size, seconds, algbw, spread in zip(
+                self.sizes, self.seconds, self.algbw, self.spreads, strict=True
+            )
         ]
         return {
-            "axis": self.axis, "kind": self.kind, "algorithm": self.algorithm, "devices": self.devices, "latency_seconds": self.line.latency,
-            "algbw": self.line.bandwidth, "busbw": self.busbw, "left_out_errors": self.left_out, "sizes": sizes,
-        }  # fmt: skip
+            "axis": self.axis,
+            "kind": self.kind,
+            "algorithm": self.algorithm,
+            "devices": self.devices,
+            "latency_seconds": self.line.latency,
+            "algbw": self.line.bandwidth,
+            "busbw": self.busbw,
+            "left_out_errors": self.left_out,
+            "sizes": sizes,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +188,10 @@ class Devices:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Probe(Shown):
-    """All figures; what was not measured is None or empty. `machines` says by device which machine it is in, `names` which device of
-    which host it is."""
+    """All figures; what was not measured is None or empty.
+
+    `machines` says by device which machine it is in, `names` which device of which host it is.
+    """
 
     platform: str  # cpu, gpu or tpu
     kind: str
@@ -194,7 +223,9 @@ class Probe(Shown):
 
     @property
     def spread(self) -> dict[str, float]:
-        """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of one's own some percent."""
+        """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of
+        one's own some percent.
+        """
         every = [spread for c in self.collectives for spread in c.spreads]
         spreads = {"collectives": float(np.median(every))} if every else {}
         spreads |= {"pairs": self.pairs.spread} if self.pairs else {}
@@ -202,7 +233,9 @@ class Probe(Shown):
 
     def place(self, device: int) -> str:
         """A device for people: its number, and where it stands in the mesh."""
-        ranks = {axis: device // self.mesh.stride(axis) % ways for axis, ways in self.mesh.shape.items()}
+        ranks = {
+            axis: device // self.mesh.stride(axis) % ways for axis, ways in self.mesh.shape.items()
+        }
         where = [f"{axis} {rank}" for axis, rank in ranks.items() if self.mesh.ways(axis) > 1]
         where += [f"machine {self.machines[device]}"] * (len(set(self.machines)) > 1)
         return f"device {device}" + (f" ({', '.join(where)})" if where else "")
@@ -231,5 +264,8 @@ class Probe(Shown):
                 "flops": self.devices.flops.tolist(),
                 "memory_bandwidth": self.devices.memory_bandwidth.tolist(),
             }
-            content["all_at_once"] = {"matmul_flops": self.devices.matmul, "memory_bandwidth": self.devices.memory_rate}
+            content["all_at_once"] = {
+                "matmul_flops": self.devices.matmul,
+                "memory_bandwidth": self.devices.memory_rate,
+            }
         return content

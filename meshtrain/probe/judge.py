@@ -1,6 +1,7 @@
 """Scores of what was measured: against a described cluster (1: as described, 0.5: half as fast), and against its like.
 
-A device is held against the others, a pair against pairs as far apart, so that a slow one is found without any description.
+A device is held against the others, a pair against pairs as far apart, so that a slow one is found without any
+description.
 """
 
 from collections import Counter
@@ -16,7 +17,8 @@ from meshtrain.survive.stragglers import SLOW
 
 SLOW_PAIR = 0.67  # of its like, by the seconds of its largest message
 SLOW_AXIS = 0.5  # of what is described
-MACHINE, BEYOND = "in a machine", "between machines"
+MACHINE = "in a machine"
+BEYOND = "between machines"
 APART = ("in a tensor group", "in a stage", "in an island", MACHINE, BEYOND)
 FEWEST = 3  # of its like that something is held against
 
@@ -34,7 +36,9 @@ class SlowFinding:
 def described(cluster: Cluster, probe: Probe, collective: MeasuredCollective, nbytes: int) -> float:
     """Returns the seconds of a collective of one size by the planner."""
     program = "psum" if collective.algorithm == XLA else collective.algorithm
-    return programs.seconds(program, collective.kind, collective.axis.split("+"), probe.mesh, cluster, nbytes)
+    return programs.seconds(
+        program, collective.kind, collective.axis.split("+"), probe.mesh, cluster, nbytes
+    )
 
 
 def score(cluster: Cluster, probe: Probe, collective: MeasuredCollective) -> float:
@@ -46,7 +50,8 @@ def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
     """Returns measured over described rates, of one device while all are busy: of products by dtype, and of memory."""
     if probe.devices is None:
         return {}
-    device, side = cluster.accelerator, probe.devices.side
+    device = cluster.accelerator
+    side = probe.devices.side
     rates = {
         dtype: rate * product(device, dtype, side, side, side) / (2 * side**3)
         for dtype, rate in probe.devices.matmul.items()
@@ -55,7 +60,10 @@ def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
 
 
 def findings(probe: Probe, cluster: Cluster | None = None) -> list[SlowFinding]:
-    """Returns what is slow, the worst first. Where times vary much the verdict is that the machine is shared, and there is no other."""
+    """Returns what is slow, the worst first.
+
+    Where times vary much the verdict is that the machine is shared, and there is no other.
+    """
     judges = {
         "products": lambda: _devices(probe),
         "pairs": lambda: _pairs(probe),
@@ -65,7 +73,8 @@ def findings(probe: Probe, cluster: Cluster | None = None) -> list[SlowFinding]:
     for part, spread in probe.spread.items():
         if spread > STEADY:
             sentence = (
-                f"the times of {part} vary by {spread:.0%} from one repeat to the next: the machine is shared or busy, so that they tell of no "
+                f"the times of {part} vary by {spread:.0%} from one repeat to the next: the machine is shared or "
+                "busy, so that they tell of no "
                 "device and no link."
             )
             slow.append(SlowFinding("machine", (), 1 / (1 + spread), sentence))
@@ -84,16 +93,20 @@ def _devices(probe: Probe) -> list[SlowFinding]:
     ):
         shares = rates / np.median(rates)
         for device in np.flatnonzero(shares < SLOW).tolist():
-            sentence = f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
+            sentence = (
+                f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
+            )
             slow.append(SlowFinding(what, (device,), float(shares[device]), sentence))
     return slow
 
 
 def pair_scores(probe: Probe) -> np.ndarray:
-    """Returns scores [devices, devices], from row to column: the seconds that the largest message takes between devices as far apart, over those
-    of this pair; NaN where there are too few of its like, or nothing was measured."""
+    """Returns scores [devices, devices], from row to column: the seconds that the largest message takes between devices
+    as far apart, over those of this pair; NaN where there are too few of its like, or nothing was measured.
+    """
     assert probe.pairs is not None
-    seconds, far = probe.pairs.seconds[-1], apart(probe)
+    seconds = probe.pairs.seconds[-1]
+    far = apart(probe)
     scores = np.full_like(seconds, np.nan)
     for level in np.unique(far).tolist():
         like = (far == level) & ~np.isnan(seconds)
@@ -104,7 +117,9 @@ def pair_scores(probe: Probe) -> np.ndarray:
 
 def apart(probe: Probe) -> np.ndarray:
     """Returns how far devices are apart [from, to], as a place in APART."""
-    number, machines, mesh = np.arange(probe.size), np.array(probe.machines), probe.mesh
+    number = np.arange(probe.size)
+    machines = np.array(probe.machines)
+    mesh = probe.mesh
     far = np.full((probe.size, probe.size), APART.index(MACHINE))
     stage = mesh.tensor * mesh.shards
     blocks = [mesh.tensor, stage, *([stage * mesh.pipeline] if mesh.islands > 1 else [])]
@@ -125,7 +140,10 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
         # What has many slow links is slow itself; its partners are not.
         if count > FEWEST and count > measured[device] / 2:
             own = float(np.median([scores[pair] for pair in slow if device in pair]))
-            sentence = f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of their like."
+            sentence = (
+                f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of "
+                "their like."
+            )
             findings.append(SlowFinding("links", (device,), own, sentence))
     explained = {finding.devices[0] for finding in findings}
     for a, b in slow:
@@ -134,7 +152,9 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
             continue
         worse = float(min(scores[a, b], scores[b, a]) if both else scores[a, b])
         ends = (
-            f"between {probe.place(a)} and {probe.place(b)}" if both else f"from {probe.place(a)} to {probe.place(b)}"
+            f"between {probe.place(a)} and {probe.place(b)}"
+            if both
+            else f"from {probe.place(a)} to {probe.place(b)}"
         )
         sentence = f"the link {ends} reaches {worse:.2f} of the speed of its like."
         findings.append(SlowFinding("pair", (a, b), worse, sentence))
@@ -144,7 +164,9 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
 def _axes(probe: Probe, cluster: Cluster) -> list[SlowFinding]:
     slow = []
     for axis in probe.axes:
-        share = float(np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA]))
+        share = float(
+            np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA])
+        )
         if share < SLOW_AXIS:
             sentence = f"collectives over {axis} reach {share:.2f} of the speed that {cluster.name} describes."
             slow.append(SlowFinding("axis", (), share, sentence))

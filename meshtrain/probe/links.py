@@ -1,6 +1,7 @@
 """Programs that use the links: a barrier, each collective over each axis of a mesh, a message between two devices.
 
-A program does the same thing several times in a loop, so that its start counts little; each round needs what the round before received.
+A program does the same thing several times in a loop, so that its start counts little; each round needs what the round
+before received.
 """
 
 import functools
@@ -20,16 +21,22 @@ from meshtrain.parallel.reduce.algorithms import all_gather, all_reduce, reduce_
 from meshtrain.probe.clock import Job, times
 from meshtrain.probe.figures import XLA, MeasuredCollective, Pairs
 
-KIB, MIB = 2**10, 2**20
-# Accelerators: from what latency rules to what bandwidth rules. Fake devices copy in caches that all of them share, and two to five times
-# slower once those are full (8 devices of a small machine: from 512 KiB on), so that no one line tells of both; training on fake devices
-# sends messages that fit.
+KIB = 2**10
+MIB = 2**20
+# Accelerators: from what latency rules to what bandwidth rules. Fake devices copy in caches that all of them share, and
+# two to five times slower once those are full (8 devices of a small machine: from 512 KiB on), so that no one line
+# tells of both; training on fake devices sends messages that fit.
 SIZES = {"cpu": (4 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB)}
 OTHER_SIZES = (4 * KIB, 256 * KIB, 4 * MIB, 32 * MIB, 128 * MIB)
 PAIR_SIZES = {"cpu": (4 * KIB, 256 * KIB)}
 OTHER_PAIR_SIZES = (4 * KIB, 32 * MIB)
-MOST_ROUNDS, LEAST_ROUNDS, ENOUGH = 16, 4, 4 * MIB  # rounds of a program: as many as move `ENOUGH` bytes, within bounds
-ALL_PAIRS = 16  # of so many devices every pair is measured; of more, each with those 1, 2, 4, ... further
+# rounds of a program: as many as move `ENOUGH` bytes, within bounds
+MOST_ROUNDS = 16
+LEAST_ROUNDS = 4
+ENOUGH = 4 * MIB
+ALL_PAIRS = (
+    16  # of so many devices every pair is measured; of more, each with those 1, 2, 4, ... further
+)
 PAIRS_A_PROGRAM = 64
 
 Step = Callable[[jax.Array], jax.Array]
@@ -38,12 +45,16 @@ _STEPS: dict[str, Callable[[Any, int], Step]] = {
     ALL_GATHER: lambda axes, _: lambda x: jax.lax.all_gather(x, axes, tiled=True),
     REDUCE_SCATTER: lambda axes, _: lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
     ALL_TO_ALL: lambda axes, _: lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
-    PERMUTE: lambda axes, n: lambda x: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]),
+    PERMUTE: lambda axes, n: (
+        lambda x: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
+    ),
 }
 
 
 def algorithms_of(kind: str, devices: int, islands: bool, asked: Sequence[str]) -> list[str]:
-    """Returns XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is within them."""
+    """Returns XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is
+    within them.
+    """
 
     def has(name: str) -> bool:
         algorithm = ALGORITHMS[name]
@@ -68,20 +79,32 @@ class Arrays:
     """One array of ones a size on every device; programs take its memory and give it back."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.arrays = mesh, dict[int, jax.Array]()
+        self.mesh = mesh
+        self.arrays = dict[int, jax.Array]()
         self.sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
-    def program(self, loop: Callable[..., jax.Array], elements: int, *before: jax.Array) -> Callable[..., jax.Array]:
-        """`loop` takes what is the same on all devices, and a device's array [elements] of float32, which it returns. What comes back takes
-        the former alone: others of the shapes of `before`."""
+    def program(
+        self, loop: Callable[..., jax.Array], elements: int, *before: jax.Array
+    ) -> Callable[..., jax.Array]:
+        """`loop` takes what is the same on all devices, and a device's array [elements] of float32, which it returns.
+
+        What comes back takes
+        the former alone: others of the shapes of `before`.
+        """
         everywhere = PartitionSpec(self.mesh.axis_names)
         specs = (*(PartitionSpec() for _ in before), everywhere)
         manual = jax.shard_map(loop, mesh=self.mesh, in_specs=specs, out_specs=everywhere)
         if elements not in self.arrays:
             ones = np.ones(elements, np.float32)
             whole = (self.mesh.size * elements,)
-            self.arrays[elements] = jax.make_array_from_callback(whole, self.sharding, lambda _: ones)
-        compiled = jax.jit(manual, donate_argnums=len(before)).lower(*before, self.arrays[elements]).compile()
+            self.arrays[elements] = jax.make_array_from_callback(
+                whole, self.sharding, lambda _: ones
+            )
+        compiled = (
+            jax.jit(manual, donate_argnums=len(before))
+            .lower(*before, self.arrays[elements])
+            .compile()
+        )
 
         def run(*arguments: jax.Array) -> jax.Array:
             self.arrays[elements] = compiled(*arguments, self.arrays[elements])
@@ -125,7 +148,9 @@ def axes_of(mesh: Mesh) -> list[str]:
 
 
 def groups_of(mesh: Mesh) -> list[str]:
-    """Returns what collectives are measured over: each axis that has links, and all of data where it has islands of several devices."""
+    """Returns what collectives are measured over: each axis that has links, and all of data where it has islands of
+    several devices.
+    """
     axes = axes_of(mesh)
     return [*axes, JOINED] if {ISLAND, DATA} <= set(axes) else axes
 
@@ -140,15 +165,26 @@ def barriers(mesh: Mesh) -> dict[str, float]:
 
 
 def collectives(
-    mesh: Mesh, axis: str, kinds: Sequence[str], sizes: Sequence[int] = (), algorithms: Sequence[str] = ()
+    mesh: Mesh,
+    axis: str,
+    kinds: Sequence[str],
+    sizes: Sequence[int] = (),
+    algorithms: Sequence[str] = (),
 ) -> Iterator[MeasuredCollective]:
-    """Measures each kind at each size over one axis, or two joined by +, in all of its groups at once, as in training; by XLA's own algorithm and
-    those programs of messages that have this kind."""
+    """Measures each kind at each size over one axis, or two joined by +, in all of its groups at once, as in training;
+    by XLA's own algorithm and those programs of messages that have this kind.
+    """
     axes = tuple(axis.split("+"))
-    n, arrays = math.prod(mesh.shape[one] for one in axes), Arrays(mesh)
-    ways = [(kind, by) for kind in kinds for by in algorithms_of(kind, n, axis == JOINED, algorithms)]
+    n = math.prod(mesh.shape[one] for one in axes)
+    arrays = Arrays(mesh)
+    ways = [
+        (kind, by) for kind in kinds for by in algorithms_of(kind, n, axis == JOINED, algorithms)
+    ]
     # A device's part of every array is whole numbers.
-    sizes = [math.ceil(size / (4 * n)) * 4 * n for size in sizes or SIZES.get(platform(mesh), OTHER_SIZES)]
+    sizes = [
+        math.ceil(size / (4 * n)) * 4 * n
+        for size in sizes or SIZES.get(platform(mesh), OTHER_SIZES)
+    ]
     jobs = []
     for kind, by in ways:
         for size in sizes:
@@ -157,8 +193,12 @@ def collectives(
             jobs.append(Job(arrays.program(loop, elements), rounds_of(size)))
     taken = times(jobs, one_barrier(mesh))
     shape = (len(ways), len(sizes))
-    for (kind, by), median, spread in zip(ways, taken.median.reshape(shape), taken.spread.reshape(shape), strict=True):
-        yield MeasuredCollective(axis, kind, n, tuple(sizes), tuple(median.tolist()), tuple(spread.tolist()), by)
+    for (kind, by), median, spread in zip(
+        ways, taken.median.reshape(shape), taken.spread.reshape(shape), strict=True
+    ):
+        yield MeasuredCollective(
+            axis, kind, n, tuple(sizes), tuple(median.tolist()), tuple(spread.tolist()), by
+        )
 
 
 def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
@@ -170,16 +210,25 @@ def partners(devices: int, every: bool = False) -> list[tuple[int, int]]:
     return sorted(pairs | {(b, a) for a, b in pairs})
 
 
-def pairs(mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bool = False) -> Pairs:
-    """Sends one message at a time, between `every` two devices or some of them (`partners`). `order` [devices]: of each device, as the planner
-    numbers them, its place in `mesh.devices.flat`."""
+def pairs(
+    mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bool = False
+) -> Pairs:
+    """Sends one message at a time, between `every` two devices or some of them (`partners`).
+
+    `order` [devices]: of each device, as the planner numbers them, its place in `mesh.devices.flat`.
+    """
     chosen = partners(mesh.size, every)
     sizes = tuple(sizes or PAIR_SIZES.get(platform(mesh), OTHER_PAIR_SIZES))
     seconds = np.full((len(sizes), mesh.size, mesh.size), np.nan)
-    jobs, arrays = [], Arrays(mesh)
+    jobs = []
+    arrays = Arrays(mesh)
     for size in sizes:
         for begin in range(0, len(chosen), PAIRS_A_PROGRAM):
-            jobs += _messages(arrays, [(order[a], order[b]) for a, b in chosen[begin : begin + PAIRS_A_PROGRAM]], size)
+            jobs += _messages(
+                arrays,
+                [(order[a], order[b]) for a, b in chosen[begin : begin + PAIRS_A_PROGRAM]],
+                size,
+            )
     taken = times(jobs, one_barrier(mesh))
     least = iter(taken.least.tolist())
     for level in seconds:
@@ -189,7 +238,9 @@ def pairs(mesh: Mesh, order: Sequence[int], sizes: Sequence[int] = (), every: bo
 
 
 def _messages(arrays: Arrays, places: Sequence[tuple[int, int]], size: int) -> list[Job]:
-    """Returns a job a pair, all of one program, which is told by a number which pair is meant: one compilation for all of them."""
+    """Returns a job a pair, all of one program, which is told by a number which pair is meant: one compilation for all
+    of them.
+    """
     rounds = rounds_of(size)
     branches = [repeated(message(arrays.mesh, source, target), rounds) for source, target in places]
     same = NamedSharding(arrays.mesh, PartitionSpec())

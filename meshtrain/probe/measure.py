@@ -28,7 +28,8 @@ FAKED = 8  # devices where there is no accelerator and no mesh is given
 
 
 def mesh_of(config: Config | None) -> Mesh:
-    """Returns the mesh of a config; without one all devices, those of a machine as tensor ranks and machines as data ranks.
+    """Returns the mesh of a config; without one all devices, those of a machine as tensor ranks and machines as data
+    ranks.
 
     ConfigError where there are fewer devices than the config needs.
     """
@@ -39,7 +40,9 @@ def mesh_of(config: Config | None) -> Mesh:
     machines = Counter(machines_of(devices))
     alike = len(set(machines.values())) == 1
     tensor = machines[0] if alike else len(devices)
-    return make_mesh(replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor)), devices)
+    return make_mesh(
+        replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor)), devices
+    )
 
 
 def machines_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
@@ -63,10 +66,12 @@ def measure(
     progress: Callable[[str], object] = lambda _: None,
     every_pair: bool = False,
 ) -> Probe:
-    """Measures all of it: some seconds on accelerators, up to a minute on fake devices; the machine should be idle. All processes must call it.
+    """Measures all of it: some seconds on accelerators, up to a minute on fake devices; the machine should be idle.
 
-    `progress` is told what comes next. `sizes` in bytes replace those of the platform. `algorithms` are programs of messages by name, which
-    are measured beside XLA's own.
+    All processes must call it.
+
+    `progress` is told what comes next. `sizes` in bytes replace those of the platform. `algorithms` are programs of
+    messages by name, which are measured beside XLA's own.
     """
     # As the planner numbers devices: islands outermost, then pipeline, data, tensor innermost.
     in_place = [mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names]
@@ -83,7 +88,9 @@ def measure(
         for axis in links.groups_of(mesh):
             # What runs over all of data are its sums.
             over = [ALL_REDUCE] if axis == links.JOINED else kinds
-            progress(f"{', '.join(over)} over {axis} {math.prod(mesh.shape[one] for one in axis.split('+'))}")
+            progress(
+                f"{', '.join(over)} over {axis} {math.prod(mesh.shape[one] for one in axis.split('+'))}"
+            )
             collectives += links.collectives(mesh, axis, over, sizes, algorithms)
     if "pairs" in parts and axes:
         progress(f"{len(links.partners(mesh.size, every_pair))} pairs of devices")
@@ -106,8 +113,12 @@ def measure(
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`meshtrain.plan --measure`: the cluster file of all devices, without the collectives that it says nothing of; a report on stderr."""
-    probe = measure(mesh_of(None), kinds=(ALL_REDUCE, PERMUTE), progress=lambda what: say(f"measuring {what}"))
+    """`meshtrain.plan --measure`: the cluster file of all devices, without the collectives that it says nothing of; a
+    report on stderr.
+    """
+    probe = measure(
+        mesh_of(None), kinds=(ALL_REDUCE, PERMUTE), progress=lambda what: say(f"measuring {what}")
+    )
     print(report.to_text(probe), file=sys.stderr)
     print(describe.to_yaml(probe), end="")
     return DONE

@@ -70,14 +70,18 @@ def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
     return pages.table(heads, rows) + about
 
 
-_SIDE, _LEFT, _TOP = 34, 52, 34
+_SIDE = 34
+_LEFT = 52
+_TOP = 34
 _SMALL = 8  # side of a cell without its number, from so many devices on
 _NUMBERED = 32
 
 
 def picture(probe: Probe) -> Picture:
     text = report.to_text(probe)
-    return Picture(block(image(drawing(probe), "pairs of devices")) if probe.pairs else block(), text)
+    return Picture(
+        block(image(drawing(probe), "pairs of devices")) if probe.pairs else block(), text
+    )
 
 
 def drawing(probe: Probe) -> str:
@@ -85,12 +89,16 @@ def drawing(probe: Probe) -> str:
     side = _SIDE if probe.size <= _NUMBERED else _SMALL
     extent = probe.size * side
     width = max(_LEFT + extent + 8, _LEFT + 260)
-    return svg(width, _TOP + extent + 64, _cells(probe, side), "how fast each pair of devices talks")
+    return svg(
+        width, _TOP + extent + 64, _cells(probe, side), "how fast each pair of devices talks"
+    )
 
 
 def _cells(probe: Probe, side: int) -> Iterator[str]:
     assert probe.pairs is not None
-    scores, bandwidth, latency = judge.pair_scores(probe), probe.pairs.bandwidth, probe.pairs.latency
+    scores = judge.pair_scores(probe)
+    bandwidth = probe.pairs.bandwidth
+    latency = probe.pairs.latency
     every = 1 if side == _SIDE else 8
     for number in range(0, probe.size, every):
         middle = number * side + side / 2
@@ -103,11 +111,18 @@ def _cells(probe: Probe, side: int) -> Iterator[str]:
         score = float(scores[a, b])
         title = f"{probe.place(a)} to {probe.place(b)}: {gigabytes:.3g} GB/s, {duration(float(latency[a, b]))}"
         title += "" if np.isnan(score) else f", {score:.2f} of its like"
-        x, y = _LEFT + b * side, _TOP + a * side
+        x = _LEFT + b * side
+        y = _TOP + a * side
         yield f"<g><title>{escape(title)}</title>"
-        yield f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="{side // 8}" fill="{_colour(score)}"/>'
+        yield (
+            f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="{side // 8}" '
+            f'fill="{_colour(score)}"/>'
+        )
         if side == _SIDE:
-            yield f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" fill="{INK}">{gigabytes:.3g}</text>'
+            yield (
+                f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" '
+                f'fill="{INK}">{gigabytes:.3g}</text>'
+            )
         yield "</g>"
     legend = (
         (_colour(1), "as fast as its like"),

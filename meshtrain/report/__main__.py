@@ -1,4 +1,6 @@
-"""python -m meshtrain.report RUN: healthy or not, how fast against what is possible, why it is slow; of two runs, what differs."""
+"""python -m meshtrain.report RUN: healthy or not, how fast against what is possible, why it is slow; of two runs, what
+differs.
+"""
 
 import json
 import sys
@@ -52,16 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.report",
-        description="What became of a run: healthy or not, how fast against what is possible, and why it is slow; of two runs, what differs.",
+        description="What became of a run: healthy or not, how fast against what is possible, and why it is slow; of "
+        "two runs, what differs.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
-    parser.add_argument("other", metavar="RUN2", type=Path, nargs="?", help="another run's directory, to compare with")
-    parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
-    parser.add_argument("--json", action="store_true", help="prints one JSON object in place of text")
     parser.add_argument(
-        "--diagnose", action="store_true", help="tells from a trace where the time went, and what to change"
+        "other",
+        metavar="RUN2",
+        type=Path,
+        nargs="?",
+        help="another run's directory, to compare with",
     )
-    parser.add_argument("--cluster", metavar="FILE|NAME", help="what it is held against, as plan takes it (default: cpu with run.fake_devices, else h100)")  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
+    parser.add_argument(
+        "--json", action="store_true", help="prints one JSON object in place of text"
+    )
+    parser.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="tells from a trace where the time went, and what to change",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|NAME",
+        help="what it is held against, as plan takes it (default: cpu with run.fake_devices, else h100)",
+    )
     parser.add_trust()
     return parser
 

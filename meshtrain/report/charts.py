@@ -1,6 +1,8 @@
-"""The charts of a report's page: what the rows say of steps, and the samples of all processes, each over the steps of the run.
+"""The charts of a report's page: what the rows say of steps, and the samples of all processes, each over the steps of
+the run.
 
-Curves of any number of points are small SVG: each bin keeps the least, the greatest and the mean, so that no spike is lost.
+Curves of any number of points are small SVG: each bin keeps the least, the greatest and the mean, so that no spike is
+lost.
 """
 
 import math
@@ -17,7 +19,12 @@ from meshtrain.draw.svg import FAINT, FIRST, GRID, GROUND, PALE, SECOND, WIDTH
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 172, 52, 8, 8, 24  # of a chart; margins for numbers
+# of a chart; margins for numbers
+HEIGHT = 172
+LEFT = 52
+RIGHT = 8
+TOP = 8
+BOTTOM = 24
 FAR = 6  # times what lies between the first and the last tenth of values, above these, is far
 BINS = 120  # of a curve over the width of a chart
 SMOOTH = 50  # a smoothed curve is of means of so many parts of a run
@@ -96,22 +103,29 @@ OF_PROCESSES = (
 
 
 def figures(facts: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
-    """Returns (title, range of its values, drawing) of each chart for which a run has values; two runs share each, FIRST and SECOND."""
+    """Returns (title, range of its values, drawing) of each chart for which a run has values; two runs share each,
+    FIRST and SECOND.
+    """
     runs = list(zip(facts, (FIRST, SECOND), strict=False))
     charts = []
     for spec in OF_STEPS:
         curves = [
-            curve for run, colour in runs for curve in _curves(spec, run, colour, SECOND if len(facts) == 1 else colour)
+            curve
+            for run, colour in runs
+            for curve in _curves(spec, run, colour, SECOND if len(facts) == 1 else colour)
         ]
         charts.append(_figure(spec, curves))
     for spec in OF_PROCESSES:
-        curves = [Curve("", *_sampled(run.samples.values(), spec.metric), colour) for run, colour in runs]
+        curves = [
+            Curve("", *_sampled(run.samples.values(), spec.metric), colour) for run, colour in runs
+        ]
         charts.append(_figure(spec, curves))
     return [drawn for drawn in charts if drawn is not None]
 
 
 def _curves(spec: MetricChart, run: RunFacts, colour: str, dots: str) -> Iterator[Curve]:
-    steps, values = run.steps["step"], run.steps[spec.metric]
+    steps = run.steps["step"]
+    values = run.steps[spec.metric]
     known = np.isfinite(values)
     # Means of neighbours, unless values are too few for them.
     window = int(known.sum()) // SMOOTH if spec.smooth else 0
@@ -128,18 +142,27 @@ def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] 
     # A curve of zeros says no more than its absence.
     if not values.any():
         return None
-    low, high = values.min(), values.max()
-    about = f"{spec.number(low)} to {spec.number(high)}" if high > low else f"always {spec.number(high)}"
+    low = values.min()
+    high = values.max()
+    about = (
+        f"{spec.number(low)} to {spec.number(high)}"
+        if high > low
+        else f"always {spec.number(high)}"
+    )
     if len(dots := [c for c in dotted if c.y.size]) == 1:
         lowest = int(np.argmin(dots[0].y))
-        about += f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
-    base, label = 2 if spec.number is _bytes else 10, f"{spec.title.lower()} over steps"
+        about += (
+            f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
+        )
+    base = 2 if spec.number is _bytes else 10
+    label = f"{spec.title.lower()} over steps"
     return spec.title, about, chart(label, curves, spec.number, spec.zero, base, spec.spikes)
 
 
 def _sampled(samples: Iterable[Columns], metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a metric of all processes and of all of its labels, one after the other."""
-    xs, ys = [np.empty(0)], [np.empty(0)]
+    xs = [np.empty(0)]
+    ys = [np.empty(0)]
     for columns in samples:
         for name in columns.names(metric):
             if name == metric or name.startswith(f"{metric}."):
@@ -156,12 +179,15 @@ def chart(
     base: int = 10,
     spikes: bool = False,
 ) -> str:
-    """Draws curves over steps on common axes; `number` writes a value, `zero` begins the axis there. Nothing if there is no point.
+    """Draws curves over steps on common axes; `number` writes a value, `zero` begins the axis there.
 
-    `base`: 2 for bytes, whose round numbers are powers of 2. `spikes`: a few values far beyond all others do not count for the axis.
+    Nothing if there is no point.
 
-    The axis holds all but the last thousandth of the values on either side: one step that took a minute would flatten all others.
-    What is beyond it is drawn at the edge.
+    `base`: 2 for bytes, whose round numbers are powers of 2. `spikes`: a few values far beyond all others do not count
+    for the axis.
+
+    The axis holds all but the last thousandth of the values on either side: one step that took a minute would flatten
+    all others. What is beyond it is drawn at the edge.
     """
     drawn = [_finite(curve) for curve in curves]
     drawn = [curve for curve in drawn if curve.x.size]
@@ -171,7 +197,8 @@ def chart(
     low, high = _range([c.y for c in drawn], zero, spikes)
     ticks = list(svg.ticks(low, high, base))
     low, high = min(low, ticks[0]), max(high, ticks[-1])
-    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    wide = WIDTH - LEFT - RIGHT
+    tall = HEIGHT - TOP - BOTTOM
 
     def place(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         across = (x - first) / ((last - first) or 1.0) * wide
@@ -201,11 +228,14 @@ def _range(values: Sequence[np.ndarray], zero: bool, spikes: bool) -> tuple[floa
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         margin = abs(high) * 0.1 or 1.0
-        low, high = (low if zero and low == 0 < high else low - margin), high + margin
+        low = low if zero and low == 0 < high else low - margin
+        high = high + margin
     return low, high
 
 
-def _axes(ticks: Sequence[float], low: float, high: float, tall: float, number: Callable[[float], str]) -> str:
+def _axes(
+    ticks: Sequence[float], low: float, high: float, tall: float, number: Callable[[float], str]
+) -> str:
     out = []
     for tick in ticks:
         y = TOP + tall * (1 - (tick - low) / (high - low))
@@ -222,7 +252,10 @@ def _steps(first: float, last: float, wide: float) -> Iterator[str]:
         places.append((last, "end", 1.0))
     for step, anchor, share in places:
         name = "step " if share == 0 else ""
-        yield f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{name}{step:,.0f}</text>'
+        yield (
+            f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" '
+            f'fill="{FAINT}">{name}{step:,.0f}</text>'
+        )
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:
@@ -237,27 +270,38 @@ def _dots(curve: Curve, place: Callable) -> Iterator[str]:
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     """Of each value [n] the mean of those about it, `window` of them, fewer at the ends."""
-    sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(values.size)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(values.size)
     reach = np.minimum(np.minimum(places, places[::-1]), window // 2)
     return (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
 
 
-def binned(x: np.ndarray, y: np.ndarray, first: float, last: float, bins: int = BINS) -> tuple[np.ndarray, ...]:
+def binned(
+    x: np.ndarray, y: np.ndarray, first: float, last: float, bins: int = BINS
+) -> tuple[np.ndarray, ...]:
     """Centre, least, mean and greatest of each bin of `x` between `first` and `last` that holds a value."""
     place = np.clip(((x - first) / ((last - first) or 1.0) * bins).astype(int), 0, bins - 1)
     counts = np.bincount(place, minlength=bins)
-    least, greatest = np.full(bins, np.inf), np.full(bins, -np.inf)
+    least = np.full(bins, np.inf)
+    greatest = np.full(bins, -np.inf)
     np.minimum.at(least, place, y)
     np.maximum.at(greatest, place, y)
     there = counts > 0
-    sums, centres = np.bincount(place, y, minlength=bins), np.bincount(place, x, minlength=bins)
-    return centres[there] / counts[there], least[there], sums[there] / counts[there], greatest[there]
+    sums = np.bincount(place, y, minlength=bins)
+    centres = np.bincount(place, x, minlength=bins)
+    return (
+        centres[there] / counts[there],
+        least[there],
+        sums[there] / counts[there],
+        greatest[there],
+    )
 
 
 def _band(curve: Curve, first: float, last: float, place: Callable) -> Iterator[str]:
     centre, least, mean, greatest = binned(curve.x, curve.y, first, last)
     if np.any(greatest > least):
-        up, down = place(centre, greatest), place(centre[::-1], least[::-1])
+        up = place(centre, greatest)
+        down = place(centre[::-1], least[::-1])
         outline = _path(np.concatenate([up[0], down[0]]), np.concatenate([up[1], down[1]]))
         yield f'<path d="{outline}z" fill="{curve.colour}" fill-opacity=".2"/>'
     xs, ys = place(centre, mean)
@@ -288,14 +332,20 @@ def _legend(curves: Sequence[Curve]) -> str:
     ]
     for curve, width in zip(curves, widths, strict=True):
         faint = ' fill-opacity=".4"' if curve.pale else ""
-        out.append(f'<rect x="{x:.0f}" y="{TOP + 5}" width="9" height="9" rx="2" fill="{curve.colour}"{faint}/>')
-        out.append(f'<text x="{x + 13:.0f}" y="{TOP + 13}" font-size="12">{escape(curve.name)}</text>')
+        out.append(
+            f'<rect x="{x:.0f}" y="{TOP + 5}" width="9" height="9" rx="2" fill="{curve.colour}"{faint}/>'
+        )
+        out.append(
+            f'<text x="{x + 13:.0f}" y="{TOP + 13}" font-size="12">{escape(curve.name)}</text>'
+        )
         x += width
     return "".join(out)
 
 
 class Row(NamedTuple):
-    """A line of a figure: what it is of, its figures, and a bar: a share of the width, the planned one pale beneath it."""
+    """A line of a figure: what it is of, its figures, and a bar: a share of the width, the planned one pale beneath
+    it.
+    """
 
     name: str
     figures: tuple[str, ...]
@@ -313,18 +363,22 @@ def bars(rows: Sequence[Row], label: str) -> str:
         body += svg.bar_row(i * tall, row.name, row.figures, columns, 0.0, row.bar, row.colour)
         if row.planned is not None:
             width = row.planned * WIDTH
-            body.append(f'<rect x="0" y="{i * tall + 29}" width="{width:.1f}" height="4" rx="2" fill="{PALE}"/>')
+            body.append(
+                f'<rect x="0" y="{i * tall + 29}" width="{width:.1f}" height="4" rx="2" fill="{PALE}"/>'
+            )
     return svg.chart(tall * len(rows), body, label)
 
 
 def stacked(rows: Sequence[Row], label: str) -> str:
     """Draws one bar of shares that sum to 1, and under it a line for each row with its two figures."""
-    body, x = [], 0.0
+    body = []
+    x = 0.0
     for row in rows:
         place = f'x="{x:.2f}" y="2" width="{row.bar * WIDTH:.2f}" height="20"'
         body.append(f'<rect {place} fill="{row.colour}" stroke="{GROUND}" stroke-width=".7"/>')
         x += row.bar * WIDTH
-    y, columns = 44, svg.widths(row.figures for row in rows)
+    y = 44
+    columns = svg.widths(row.figures for row in rows)
     for row in rows:
         body.append(f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{row.colour}"/>')
         body.append(f'<text x="18" y="{y}">{escape(row.name)}</text>')

@@ -1,17 +1,21 @@
-"""Two runs held against each other, with intervals. Equal runs differ by chance; only what is beyond that is a difference.
+"""Two runs held against each other, with intervals.
 
-Seconds of neighbouring steps depend on each other (the machine was busy for a while), so that as many steps do not tell as much as they
-seem to. They are taken in blocks, three times as long as steps remember (the integrated autocorrelation time, with the window of Sokal
-1997, "Monte Carlo methods in statistical mechanics", section 3), of which each has one median; these are compared by Welch's test (1947,
-"The generalization of Student's problem when several different population variances are involved").
+Equal runs differ by chance; only what is beyond that is a difference.
+
+Seconds of neighbouring steps depend on each other (the machine was busy for a while), so that as many steps do not tell
+as much as they seem to. They are taken in blocks, three times as long as steps remember (the integrated autocorrelation
+time, with the window of Sokal 1997, "Monte Carlo methods in statistical mechanics", section 3), of which each has one
+median; these are compared by Welch's test (1947, "The generalization of Student's problem when several different
+population variances are involved").
 
     seconds a token  ─ warmed up ─ blocks ─ log of the median ─ mean ─┬─► the second over the first, with an interval
     loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, over the last quarter
 
 What an interval does not know: how another hour, machine or seed would have been. Runs of two seeds are two runs.
 
-Tried on noise of 10% that remembers for 1 to 65 steps, 200 pairs of runs each: of equal runs at most 5% differ (6% of those with fewer steps
-than they remember); a run that is slower by a tenth is found always from 1,000 steps on where they remember for 3, and in 94% of runs of 150.
+Tried on noise of 10% that remembers for 1 to 65 steps, 200 pairs of runs each: of equal runs at most 5% differ (6% of
+those with fewer steps than they remember); a run that is slower by a tenth is found always from 1,000 steps on where
+they remember for 3, and in 94% of runs of 150.
 """
 
 import math
@@ -33,7 +37,9 @@ from meshtrain.survive import history as histories
 from meshtrain.telemetry.catalogue import RECENT_ROWS
 
 SURE = 0.99  # of an interval: several things are compared
-FEWEST, MOST = 4, 64  # blocks
+# blocks
+FEWEST = 4
+MOST = 64
 FEW = 8  # blocks below which it is not sure how long steps remember: intervals are twice as wide
 REMEMBERED = 3  # times the autocorrelation time, the length of a block
 NEGLIGIBLE = 0.002  # share by which seconds or losses differ that is nothing to anybody
@@ -61,7 +67,9 @@ class Comparison:
 
     names: tuple[str, str]
     time: Interval | None  # seconds a token, as a share of the first's: 0.1 is 10% slower
-    loss: Interval | None  # the second's minus the first's, over the last quarter of the tokens that both have read
+    loss: (
+        Interval | None
+    )  # the second's minus the first's, over the last quarter of the tokens that both have read
     identical: int  # rows of the same step, if their losses are the same bit by bit; else 0
     tokens: float  # that both have read
     config: tuple[tuple[str, Any, Any], ...]
@@ -80,7 +88,9 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Nothing that could be compared differs."""
-        return not any(interval is not None and interval.differs for interval in (self.time, self.loss))
+        return not any(
+            interval is not None and interval.differs for interval in (self.time, self.loss)
+        )
 
     def as_json(self) -> dict[str, Any]:
         content = asdict(self) | {"same": self.same, "verdict": self.verdict}
@@ -100,7 +110,9 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
     names = (short(first.name), short(second.name))
     if names[0] == names[1]:
         names = (short(first.directory), short(second.directory))
-    return Comparison(names, time, loss, identical, tokens, changed, tuple(_figures(first, second)), tuple(why))
+    return Comparison(
+        names, time, loss, identical, tokens, changed, tuple(_figures(first, second)), tuple(why)
+    )
 
 
 def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
@@ -117,7 +129,9 @@ def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
         )
         return None
     value, half = _interval(*medians)
-    interval = Interval(math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE)
+    interval = Interval(
+        math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE
+    )
     if not interval.differs and half > VAGUE:
         why.append(
             "speed: it cannot be told apart, since the steps of a run take too different times; let both take more."
@@ -146,7 +160,9 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
     # How the difference changes on the way is no noise about what it is in the mean.
     medians = blocks(_detrended(difference[np.isfinite(difference)]))
     if medians.size < FEWEST:
-        why.append("loss: it cannot be told apart, since the runs have read too few of the same tokens.")
+        why.append(
+            "loss: it cannot be told apart, since the runs have read too few of the same tokens."
+        )
         return None, 0, common
     value, half = _interval(medians)
     level = float(np.nanmean(means[0][count * 3 // 4 :]))
@@ -167,7 +183,9 @@ def _by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.nd
     """Mean of `values` between each two `edges` of the tokens read; NaN where there is none."""
     known = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
     # A row is of the tokens up to it.
-    place = np.clip(np.searchsorted(edges, read[known] * (1 - 1e-9), "right") - 1, 0, len(edges) - 2)
+    place = np.clip(
+        np.searchsorted(edges, read[known] * (1 - 1e-9), "right") - 1, 0, len(edges) - 2
+    )
     sums = np.bincount(place, values[known], minlength=len(edges) - 1)
     counts = np.bincount(place, minlength=len(edges) - 1)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
@@ -180,11 +198,18 @@ def blocks(values: np.ndarray) -> np.ndarray:
     length = max(math.ceil(REMEMBERED * memory(values)), math.ceil(values.size / MOST))
     count = values.size // length
     # What is left over is at the begin.
-    return np.median(values[values.size - count * length :].reshape(count, length), axis=1) if count else np.empty(0)
+    return (
+        np.median(values[values.size - count * length :].reshape(count, length), axis=1)
+        if count
+        else np.empty(0)
+    )
 
 
 def memory(values: np.ndarray) -> float:
-    """Integrated autocorrelation time, in values: about so many neighbours tell what one independent value would. At least 1."""
+    """Integrated autocorrelation time, in values: about so many neighbours tell what one independent value would.
+
+    At least 1.
+    """
     centre = np.median(values)
     spread = np.median(np.abs(values - centre)) or np.std(values)
     if not spread:
@@ -209,7 +234,9 @@ def _interval(a: np.ndarray, b: np.ndarray | None = None) -> tuple[float, float]
     errors = [x.var(ddof=1) / x.size for x in samples]
     if not (error := math.sqrt(sum(errors))):
         return float(value), 0.0
-    freedom = sum(errors) ** 2 / sum(e**2 / (x.size - 1) for e, x in zip(errors, samples, strict=True))
+    freedom = sum(errors) ** 2 / sum(
+        e**2 / (x.size - 1) for e, x in zip(errors, samples, strict=True)
+    )
     wider = 2.0 if min(x.size for x in samples) < FEW else 1.0
     return float(value), wider * student(freedom) * error
 
@@ -226,9 +253,13 @@ def _figures(first: RunFacts, second: RunFacts) -> Iterator[tuple[str, ...]]:
     summaries = [summarise(run) for run in (first, second)]
     yield "verdict", *(summary.verdict for summary in summaries)
     labels = {
-        "tokens/s": "tokens/s", "MFU": f"MFU, last {RECENT_ROWS} rows", "loss": "loss at the end", "lowest eval loss": "eval loss, at best",
-        "eval accuracy": "eval accuracy at the end", "goodput": "goodput",
-    }  # fmt: skip
+        "tokens/s": "tokens/s",
+        "MFU": f"MFU, last {RECENT_ROWS} rows",
+        "loss": "loss at the end",
+        "lowest eval loss": "eval loss, at best",
+        "eval accuracy": "eval accuracy at the end",
+        "goodput": "goodput",
+    }
     for name, label in labels.items():
         values = [summary.figures.get(name, "-") for summary in summaries]
         if name == "loss" or any(value != "-" for value in values):
@@ -237,7 +268,9 @@ def _figures(first: RunFacts, second: RunFacts) -> Iterator[tuple[str, ...]]:
 
 def sentences(comparison: Comparison) -> list[str]:
     """Returns what differs, in words."""
-    time, loss, name = comparison.time, comparison.loss, comparison.names[1]
+    time = comparison.time
+    loss = comparison.loss
+    name = comparison.names[1]
     lines = []
     if time:
         bounds = f"between {time.least:+.1%} and {time.most:+.1%}"
@@ -245,24 +278,34 @@ def sentences(comparison: Comparison) -> list[str]:
             bounds = f"at least {time.least if time.value > 0 else time.most:+.1%}"
         between = f"{time.value:+.1%} of time a token, {bounds} ({SURE:.0%} sure)"
         what = (
-            f"{name} is {'slower' if time.value > 0 else 'faster'}" if time.differs else "no difference beyond chance"
+            f"{name} is {'slower' if time.value > 0 else 'faster'}"
+            if time.differs
+            else "no difference beyond chance"
         )
         lines.append(f"speed: {what}, {between}.")
     if comparison.identical:
-        lines.append(f"loss: the same, bit by bit, at all {comparison.identical:,} steps that both have logged.")
+        lines.append(
+            f"loss: the same, bit by bit, at all {comparison.identical:,} steps that both have logged."
+        )
     elif loss:
         between = (
-            f"{loss.value:+.4f} at the same tokens, between {loss.least:+.4f} and {loss.most:+.4f} ({SURE:.0%} sure)"
+            f"{loss.value:+.4f} at the same tokens, between {loss.least:+.4f} and {loss.most:+.4f} ({SURE:.0%} "
+            "sure)"
         )
         higher = f"{name} has the {'higher' if loss.value > 0 else 'lower'} one"
-        lines.append(f"loss: {higher if loss.differs else 'no difference beyond chance'}, {between}.")
+        lines.append(
+            f"loss: {higher if loss.differs else 'no difference beyond chance'}, {between}."
+        )
     return lines + list(comparison.cannot_tell)
 
 
 def tables(comparison: Comparison) -> list[Section]:
     """Returns the figures of both runs, and the keys in which their configs differ."""
     changed = [(path, setting_text(a), setting_text(b)) for path, a, b in comparison.config]
-    keys = Section("What differs in the config", table=Grid(("key", *comparison.names), changed, "keys", newest=False))
+    keys = Section(
+        "What differs in the config",
+        table=Grid(("key", *comparison.names), changed, "keys", newest=False),
+    )
     figures = Section("", table=Grid(("", *comparison.names), comparison.figures))
     return [figures, keys if changed else Section("", ("Their configs are the same.",))]
 

@@ -22,10 +22,18 @@ from meshtrain.run.rows import RowReader
 
 # What is drawn of a load over the mean: up to where, in which hue, how strong, and what the legend says.
 CLASSES = (
-    (0.0, ORANGE, 1.0, "0"), (0.5, ORANGE, 0.65, "to 0.5"), (0.8, ORANGE, 0.35, "to 0.8"), (1.25, TRACK, 1.0, "to 1.25"),
-    (2.0, FIRST, 0.4, "to 2"), (4.0, FIRST, 0.7, "to 4"), (math.inf, FIRST, 1.0, "over 4"),
-)  # fmt: skip
-LEFT, TALLEST, LOWEST = 52, 260, 22  # of the map: its margin, its height at most, and that of a layer at most
+    (0.0, ORANGE, 1.0, "0"),
+    (0.5, ORANGE, 0.65, "to 0.5"),
+    (0.8, ORANGE, 0.35, "to 0.8"),
+    (1.25, TRACK, 1.0, "to 1.25"),
+    (2.0, FIRST, 0.4, "to 2"),
+    (4.0, FIRST, 0.7, "to 4"),
+    (math.inf, FIRST, 1.0, "over 4"),
+)
+# of the map: its margin, its height at most, and that of a layer at most
+LEFT = 52
+TALLEST = 260
+LOWEST = 22
 MOST = 1 << 20  # experts of all layers
 
 
@@ -44,10 +52,13 @@ class ExpertLoads:
     @property
     def sentence(self) -> str:
         over = self.over_mean
-        (full, most), (empty, least) = (np.unravel_index(k, over.shape) for k in (over.argmax(), over.argmin()))
+        (full, most), (empty, least) = (
+            np.unravel_index(k, over.shape) for k in (over.argmax(), over.argmin())
+        )
         even = float(np.mean((over > 0.8) & (over <= 1.25)))
         return (
-            f"Tokens of an expert in step {self.step:,}, over the mean of its layer: at most {over.max():.2f} (layer {full}, expert {most}), "
+            f"Tokens of an expert in step {self.step:,}, over the mean of its layer: at most {over.max():.2f} (layer "
+            f"{full}, expert {most}), "
             f"at least {over.min():.2f} (layer {empty}, expert {least}); {even:.0%} of the experts have 0.8 to 1.25."
         )
 
@@ -61,7 +72,8 @@ def newest(metrics: Path) -> ExpertLoads | None:
 
 
 def _of_row(row: dict[str, Any]) -> ExpertLoads | None:
-    step, value = row.get("step"), row.get("expert_tokens")
+    step = row.get("step")
+    value = row.get("expert_tokens")
     if type(step) is not int or not isinstance(value, list):
         return None
     try:
@@ -69,7 +81,12 @@ def _of_row(row: dict[str, Any]) -> ExpertLoads | None:
     # ragged, texts, a number of hundreds of digits
     except (ValueError, TypeError, OverflowError):
         return None
-    sane = tokens.ndim == 2 and 0 < tokens.size <= MOST and np.isfinite(tokens).all() and (tokens >= 0).all()
+    sane = (
+        tokens.ndim == 2
+        and 0 < tokens.size <= MOST
+        and np.isfinite(tokens).all()
+        and (tokens >= 0).all()
+    )
     return ExpertLoads(step, tokens) if sane and tokens.max() < 2**53 else None
 
 
@@ -77,7 +94,8 @@ def picture(loads: ExpertLoads) -> str:
     """Draws the heat map: layers downwards, experts across, a legend beneath."""
     over = loads.over_mean
     layers, experts = over.shape
-    wide, tall = (WIDTH - LEFT) / experts, min(LOWEST, TALLEST / layers)
+    wide = (WIDTH - LEFT) / experts
+    tall = min(LOWEST, TALLEST / layers)
     kinds = np.searchsorted([limit for limit, *_ in CLASSES], over)
     gap = 1.0 if min(wide, tall) >= 6 else 0.0
     paths = [""] * len(CLASSES)
@@ -85,7 +103,8 @@ def picture(loads: ExpertLoads) -> str:
         # neighbours of a kind in one piece, unless there is room for a gap
         starts = np.arange(experts) if gap else np.flatnonzero(np.diff(row, prepend=-1))
         for first, behind in zip(starts, [*starts[1:], experts], strict=True):
-            width, height = (behind - first) * wide - gap, tall - gap
+            width = (behind - first) * wide - gap
+            height = tall - gap
             corner = f"M{LEFT + first * wide:.1f} {LOWEST + layer * tall:.1f}"
             paths[row[first]] += f"{corner}h{width:.1f}v{height:.1f}h-{width:.1f}z"
     body = [
@@ -94,23 +113,39 @@ def picture(loads: ExpertLoads) -> str:
         if path
     ]
     bottom = LOWEST + layers * tall
-    body += [_name(LEFT - 6, LOWEST + (i + 0.5) * tall + 4, i, "end") for i in _numbered(layers, tall, 14)]
-    body += [_name(LEFT + (e + 0.5) * wide, bottom + 13, e, "middle") for e in _numbered(experts, wide, 30)]
+    body += [
+        _name(LEFT - 6, LOWEST + (i + 0.5) * tall + 4, i, "end")
+        for i in _numbered(layers, tall, 14)
+    ]
+    body += [
+        _name(LEFT + (e + 0.5) * wide, bottom + 13, e, "middle")
+        for e in _numbered(experts, wide, 30)
+    ]
     body += [_name(LEFT - 6, 12, "layer", "end"), _name(WIDTH, bottom + 29, "expert", "end")]
-    top, box = bottom + 40, WIDTH / len(CLASSES)
+    top = bottom + 40
+    box = WIDTH / len(CLASSES)
     for i, (_, hue, strength, words) in enumerate(CLASSES):
         place = f'x="{i * box + 1:.1f}" y="{top:.1f}" width="{box - 2:.1f}" height="12" rx="2"'
         body.append(f'<rect {place} fill="{hue}" fill-opacity="{strength}" stroke="{GROUND}"/>')
         body.append(_name((i + 0.5) * box, top + 26, words, "middle"))
-    label = f"load of {experts} experts in {layers} layers, over each layer's mean. {loads.sentence}"
+    label = (
+        f"load of {experts} experts in {layers} layers, over each layer's mean. {loads.sentence}"
+    )
     return svg.chart(top + 34, body, label)
 
 
 def _numbered(count: int, size: float, room: float) -> range:
     """Of so many things side by side those whose number is written: each where there is room, else one of several."""
-    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, count) if step * size >= room or step >= count)
+    every = next(
+        step
+        for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, count)
+        if step * size >= room or step >= count
+    )
     return range(0, count, every)
 
 
 def _name(x: float, y: float, words: object, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{escape(str(words))}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" '
+        f'fill="{FAINT}">{escape(str(words))}</text>'
+    )

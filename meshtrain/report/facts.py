@@ -1,4 +1,6 @@
-"""All that the files of a run say, each read once: rows, samples, alerts, findings, checkpoints, history, config and its plan."""
+"""All that the files of a run say, each read once: rows, samples, alerts, findings, checkpoints, history, config and
+its plan.
+"""
 
 import json
 import time
@@ -114,7 +116,9 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
         ranks=ranks,
         hosts=hosts,
         alerts=tuple(deque(RowReader(directory / ALERTS).new(), maxlen=MOST_ALERTS)),
-        findings=tuple(f for f in findings if isinstance(f, dict)) if isinstance(findings, list) else None,
+        findings=tuple(f for f in findings if isinstance(f, dict))
+        if isinstance(findings, list)
+        else None,
         diagnosis=diagnosis,
         checkpoints=_checkpoints(directory),
         survived=_survived(directory, notes),
@@ -134,7 +138,9 @@ def refuse_no_run(directory: Path) -> None:
     if not exists:
         raise ConfigError(f"there is no run directory {short(directory)}.")
     if not begun:
-        raise ConfigError(f"{short(directory)} is no run directory: it holds neither {CONFIG} nor {METRICS}.")
+        raise ConfigError(
+            f"{short(directory)} is no run directory: it holds neither {CONFIG} nor {METRICS}."
+        )
 
 
 def config_of(directory: Path, notes: list[str]) -> Config | None:
@@ -155,14 +161,23 @@ def config_of(directory: Path, notes: list[str]) -> Config | None:
 
 
 def planned(
-    config: Config | None, cluster: str | None, steps: Columns, samples: Mapping[int, Columns], notes: list[str]
+    config: Config | None,
+    cluster: str | None,
+    steps: Columns,
+    samples: Mapping[int, Columns],
+    notes: list[str],
 ) -> Plan | None:
-    """Returns the plan of a run, for the devices that it seems to have had. ConfigError for a cluster that was asked for and cannot be."""
+    """Returns the plan of a run, for the devices that it seems to have had.
+
+    ConfigError for a cluster that was asked for and cannot be.
+    """
     if config is None:
         return None
     name = cluster or likely(config, steps, samples)
     if name is None:
-        notes.append("its devices are not known, so that it is held against H100s; --cluster names others.")
+        notes.append(
+            "its devices are not known, so that it is held against H100s; --cluster names others."
+        )
     try:
         return plan(config, name or "h100")
     except ConfigError as problem:
@@ -176,22 +191,33 @@ def planned(
 def likely(config: Config, steps: Columns, samples: Mapping[int, Columns]) -> str | None:
     """Returns the accelerator that a run had, as far as rows and samples tell; None if it cannot be told.
 
-    It is the one whose peak the rows' MFU is a share of, of equal ones that with the memory of the devices; the cpu where no row and no
-    sample knows of a device.
+    It is the one whose peak the rows' MFU is a share of, of equal ones that with the memory of the devices; the cpu
+    where no row and no sample knows of a device.
     """
-    rate, mfu = steps["tokens_per_second"], steps["mfu"]
+    rate = steps["tokens_per_second"]
+    mfu = steps["mfu"]
     useful = (rate > 0) & (mfu > LEAST_MFU)
-    names = [(columns, name) for columns in samples.values() for name in columns.names("device_memory_limit_bytes")]
+    names = [
+        (columns, name)
+        for columns in samples.values()
+        for name in columns.names("device_memory_limit_bytes")
+    ]
     limits = [columns.known(name) for columns, name in names]
     if useful.any():
-        flops_per_token = model_flops(config) / (config.train.global_batch_size * config.train.sequence_length)
+        flops_per_token = model_flops(config) / (
+            config.train.global_batch_size * config.train.sequence_length
+        )
         peak = float(np.median(rate[useful] / mfu[useful])) * flops_per_token / config.mesh.devices
         known = [ACCELERATORS[name] for name in dict.fromkeys(KINDS.values())]
         equal = [a for a in known if abs(a.flops(config.precision.compute) / peak - 1) < SAME_PEAK]
         if limit := max((float(values.max()) for values in limits if values.size), default=None):
             equal.sort(key=lambda a: abs(a.memory_bytes - limit))
         return equal[0].name if equal else None
-    if limits or "memory_in_use_bytes" in steps or any(columns.names("device_") for columns in samples.values()):
+    if (
+        limits
+        or "memory_in_use_bytes" in steps
+        or any(columns.names("device_") for columns in samples.values())
+    ):
         return None
     # The same config runs on accelerators where there are some: what rows and samples know of comes first.
     return "cpu" if samples or config.run.fake_devices else None
@@ -208,14 +234,20 @@ def written(path: Path) -> float | None:
 def sampled(directory: Path) -> dict[int, Path]:
     """The files of samples, by rank."""
     try:
-        paths = [p for p in (directory / RESOURCES).iterdir() if p.suffix == ".jsonl" and p.stem.isdecimal()]
+        paths = [
+            p
+            for p in (directory / RESOURCES).iterdir()
+            if p.suffix == ".jsonl" and p.stem.isdecimal()
+        ]
     except OSError:
         return {}
     return {int(path.stem): path for path in sorted(paths, key=lambda p: int(p.stem))}
 
 
 def _samples(directory: Path) -> tuple[dict[int, Columns], int, dict[int, str]]:
-    paths, samples, hosts = sampled(directory), {}, {}
+    paths = sampled(directory)
+    samples = {}
+    hosts = {}
     for rank in list(paths)[:MOST_RANKS]:
         columns = Columns()
         for row in RowReader(paths[rank]).new():
@@ -250,14 +282,22 @@ def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
     for path in steps.directories(directory):
         try:
             m = StepManifest.read(path)
-            checkpoints.append(CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path)))
+            checkpoints.append(
+                CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path))
+            )
         except (steps.Damaged, steps.NewerFormat, Unreadable) as problem:
             # One that was removed meanwhile is none.
             if isinstance(problem, Unreadable) or path.exists():
                 checkpoints.append(CheckpointFacts(path.name, problem=str(problem)))
         except OSError as error:
-            checkpoints.append(CheckpointFacts(path.name, problem=f"it cannot be read: {error.strerror}"))
-    lowest = min((c for c in checkpoints if c.eval_loss is not None), key=lambda c: c.eval_loss or 0.0, default=None)
+            checkpoints.append(
+                CheckpointFacts(path.name, problem=f"it cannot be read: {error.strerror}")
+            )
+    lowest = min(
+        (c for c in checkpoints if c.eval_loss is not None),
+        key=lambda c: c.eval_loss or 0.0,
+        default=None,
+    )
     return tuple(replace(c, best=True) if c is lowest else c for c in checkpoints)
 
 

@@ -17,7 +17,10 @@ SHORTEST = 1e-9  # seconds of a step; what is said to be shorter was no step
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, warmed up. `mfu`: as of the last rows, see `recent_mfu`; none where no peak of the devices is known."""
+    """Seconds of a step, warmed up.
+
+    `mfu`: as of the last rows, see `recent_mfu`; none where no peak of the devices is known.
+    """
 
     steps: int  # of which this is
     median: float
@@ -31,7 +34,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a step could take at least, by the plan: each at the device's full rate and beside all others (a roofline of seconds)."""
+    """What a step could take at least, by the plan: each at the device's full rate and beside all others (a roofline of
+    seconds).
+    """
 
     compute: float  # the model's FLOPs at the peak
     memory: float  # passes over memory at its bandwidth
@@ -67,7 +72,9 @@ class MemoryUse:
 
 
 def warmed_up(columns: Columns) -> np.ndarray:
-    """bool [rows]: steps whose seconds tell of the run's speed, not the first of all nor one before which something was compiled."""
+    """bool [rows]: steps whose seconds tell of the run's speed, not the first of all nor one before which something was
+    compiled.
+    """
     seconds = columns["step_seconds"]
     mask = seconds > SHORTEST
     for name in ("compiles", "compile_seconds"):
@@ -80,7 +87,8 @@ def warmed_up(columns: Columns) -> np.ndarray:
 
 def tokens_by_row(columns: Columns) -> np.ndarray:
     """float64 [rows]: tokens read up to each row. Steps that no row tells of have had as many as the row after them."""
-    steps, tokens = columns["step"], np.maximum(np.nan_to_num(columns["tokens"]), 0.0)
+    steps = columns["step"]
+    tokens = np.maximum(np.nan_to_num(columns["tokens"]), 0.0)
     since = np.diff(steps, prepend=0.0)
     since[~(since >= 0)] = 1.0
     return np.cumsum(tokens * since)
@@ -90,7 +98,8 @@ def speed_of(columns: Columns) -> Speed | None:
     mask = warmed_up(columns)
     if not mask.any():
         return None
-    seconds, waits = columns["step_seconds"][mask], columns["data_wait_seconds"][mask]
+    seconds = columns["step_seconds"][mask]
+    waits = columns["data_wait_seconds"][mask]
     p10, median, p90 = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
     rate = _finite(columns["tokens"][mask] / seconds)
     known = np.isfinite(waits)
@@ -111,17 +120,24 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 def bounds_of(planned: Plan) -> Bounds:
-    device, parts = planned.cluster.accelerator, dict(planned.time.parts())
+    device = planned.cluster.accelerator
+    parts = dict(planned.time.parts())
     return Bounds(
         compute=planned.mfu * planned.seconds,
         memory=(parts["memory"] + parts["optimizer"]) * device.efficiency.memory,
-        links=parts["tensor"] + parts["context"] + parts["expert"] + parts["pipeline"] + parts["data"],
+        links=parts["tensor"]
+        + parts["context"]
+        + parts["expert"]
+        + parts["pipeline"]
+        + parts["data"],
         planned=planned.seconds,
     )
 
 
 def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
-    """Returns where the time of the run went, and who says so: the supervisors' ledger, the processes' phases, or the rows."""
+    """Returns where the time of the run went, and who says so: the supervisors' ledger, the processes' phases, or the
+    rows.
+    """
     if facts.survived:
         seconds = facts.survived.ledger.seconds
         return _shares({word(kind): s for kind, s in seconds.items()}), "the supervisors' ledger"
@@ -133,18 +149,28 @@ def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
     names = ["step_seconds", "data_wait_seconds", "checkpoint_blocked_seconds", "compile_seconds"]
     steps, data, blocked, compiling = (float(facts.steps.known(name).sum()) for name in names)
     blocked = min(blocked, max(steps - data, 0.0))
-    parts = {"steps": max(steps - data - blocked, 0.0), "waiting for data": data, "saves, blocking": blocked}
+    parts = {
+        "steps": max(steps - data - blocked, 0.0),
+        "waiting for data": data,
+        "saves, blocking": blocked,
+    }
     return _shares(parts | {"compiling": compiling}), "the logged steps' rows"
 
 
 def on_host(columns: Columns) -> tuple[TimeShare, ...]:
     """Returns the parts of a step on the host: waiting for data, dispatching, waiting for the devices, and all else."""
-    names = {"data_wait_seconds": "waiting for data", "dispatch_seconds": "dispatch", "wait_seconds": "devices"}
+    names = {
+        "data_wait_seconds": "waiting for data",
+        "dispatch_seconds": "dispatch",
+        "wait_seconds": "devices",
+    }
     mask = warmed_up(columns)
     if "wait_seconds" not in columns or not mask.any():
         return ()
     known = {name: _finite(columns[column][mask]) for column, name in names.items()}
-    parts = {name: max(float(seconds.mean()), 0.0) for name, seconds in known.items() if seconds.size}
+    parts = {
+        name: max(float(seconds.mean()), 0.0) for name, seconds in known.items() if seconds.size
+    }
     rest = float(columns["step_seconds"][mask].mean()) - sum(parts.values())
     return _shares(parts | {"all else on the host": max(rest, 0.0)})
 
@@ -160,15 +186,26 @@ def most_held(facts: RunFacts) -> Iterator[MemoryUse]:
     limit = facts.plan.cluster.accelerator.usable_bytes if facts.plan else None
     if (used := _most([facts.steps], "memory_in_use_bytes", "memory_peak_bytes")) is not None:
         yield MemoryUse("a device, as its rows say", used, limit)
-    samples, driver = list(facts.samples.values()), "the fullest device, as its driver says"
+    samples = list(facts.samples.values())
+    driver = "the fullest device, as its driver says"
     for rule, what, metric, limits in (
         ("device_memory", driver, "device_memory_used_bytes", "device_memory_limit_bytes"),
-        ("memory_limit", "the largest process on its host", "process_rss_bytes", "memory_limit_bytes"),
+        (
+            "memory_limit",
+            "the largest process on its host",
+            "process_rss_bytes",
+            "memory_limit_bytes",
+        ),
     ):
         if used := _most(samples, metric):
             yield MemoryUse(what, used, _most(samples, limits) or None, rule)
 
 
 def _most(samples: Sequence[Columns], *metrics: str) -> float | None:
-    values = [columns.known(name) for columns in samples for metric in metrics for name in columns.names(metric)]
+    values = [
+        columns.known(name)
+        for columns in samples
+        for metric in metrics
+        for name in columns.names(metric)
+    ]
     return max((float(known.max()) for known in values if known.size), default=None)

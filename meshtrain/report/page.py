@@ -1,6 +1,8 @@
-"""Writes the report of one run, or of two, as one self-contained page: no script, nothing fetched, for a phone, a desk and a sheet of A4.
+"""Writes the report of one run, or of two, as one self-contained page: no script, nothing fetched, for a phone, a desk
+and a sheet of A4.
 
-Its pictures are SVG with a view box, in as many columns as there is room for; tables that are too wide scroll by themselves.
+Its pictures are SVG with a view box, in as many columns as there is room for; tables that are too wide scroll by
+themselves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +40,9 @@ h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--lin
 """
 
 
-def page(facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comparison | None = None) -> str:
+def page(
+    facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comparison | None = None
+) -> str:
     """Returns the page of a run, or of two with what differs between them."""
     title = " and ".join(short(one.name) for one in facts)
     body: list[str] = []
@@ -48,7 +52,9 @@ def page(facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comp
     for one, summary in zip(facts, summaries, strict=True):
         body += _run(one, summary, alone=compared is None)
     date = f"{datetime.fromtimestamp(facts[0].now, UTC):%Y-%m-%d %H:%M} UTC"
-    body.append(f"<footer>Made by meshtrain.report on {date} from the files of the run, and of nothing else.</footer>")
+    body.append(
+        f"<footer>Made by meshtrain.report on {date} from the files of the run, and of nothing else.</footer>"
+    )
     return pages.page(title, body, STYLE)
 
 
@@ -102,11 +108,19 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
 
 def _tiles(summary: Summary) -> str:
     labels = {
-        "loss": "loss at the end", "eval loss": "eval loss", "eval accuracy": "eval accuracy",
-        "lowest eval loss": f"lowest, step {summary.eval_least_step:,}" if summary.eval_least_step is not None else "",
-        "a step": "a step, median", "tokens/s": "tokens a second", "MFU": f"MFU, last {RECENT_ROWS} rows", "data wait": "waiting for data",
-        "tokens": "tokens read", "goodput": "goodput",
-    }  # fmt: skip
+        "loss": "loss at the end",
+        "eval loss": "eval loss",
+        "eval accuracy": "eval accuracy",
+        "lowest eval loss": f"lowest, step {summary.eval_least_step:,}"
+        if summary.eval_least_step is not None
+        else "",
+        "a step": "a step, median",
+        "tokens/s": "tokens a second",
+        "MFU": f"MFU, last {RECENT_ROWS} rows",
+        "data wait": "waiting for data",
+        "tokens": "tokens read",
+        "goodput": "goodput",
+    }
     figures = summary.figures | {"tokens": units.count(summary.tokens)}
     if figures.get("lowest eval loss") == figures.get("eval loss"):
         figures.pop("lowest eval loss", None)
@@ -120,20 +134,29 @@ def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
     yield "<h2>Step by step</h2>"
     if len(facts) > 1:
         named = zip(facts, (FIRST, SECOND), strict=False)
-        keys = (f'<span><i style="background:{colour}"></i>{escape(short(run.name))}</span>' for run, colour in named)
+        keys = (
+            f'<span><i style="background:{colour}"></i>{escape(short(run.name))}</span>'
+            for run, colour in named
+        )
         yield f'<p class="legend">{"".join(keys)}<span>dots: validation text</span></p>'
     yield pages.figures(figure(*chart) for chart in charts)
-    yield '<p class="about">Lines are means of neighbouring steps, the bands about them reach from the least to the greatest.</p>'
+    yield (
+        '<p class="about">Lines are means of neighbouring steps, the bands about them reach from the least to the '
+        "greatest.</p>"
+    )
 
 
 def _compared(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.names
     yield f"<h1>{escape(a)} and {escape(b)}</h1>"
-    yield _verdict("good" if comparison.same and not comparison.cannot_tell else "note", comparison.verdict)
+    yield _verdict(
+        "good" if comparison.same and not comparison.cannot_tell else "note", comparison.verdict
+    )
     yield f"<ul>{''.join(f'<li>{sentence(line)}</li>' for line in compare.sentences(comparison))}</ul>"
     for section in compare.tables(comparison):
         yield from _section(section, "table wraps")
     yield (
-        "<p>An interval knows how steps vary within a run, and that neighbouring ones depend on each other; not how another hour, machine or "
+        "<p>An interval knows how steps vary within a run, and that neighbouring ones depend on each other; not how "
+        "another hour, machine or "
         "seed would have been.</p>"
     )

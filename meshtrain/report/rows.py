@@ -25,7 +25,9 @@ class Columns:
     def __init__(self) -> None:
         self._columns: dict[str, array] = {}
         self.rows = 0
-        self.not_finite: dict[str, int] = {}  # how many rows name a value that was infinite or no number
+        self.not_finite: dict[
+            str, int
+        ] = {}  # how many rows name a value that was infinite or no number
 
     def add(self, row: Mapping[str, Any]) -> None:
         self._put(row, "")
@@ -80,7 +82,8 @@ def _float(value: float) -> float:
 
 def read(path: Path) -> tuple[Columns, int]:
     """All rows of a file as columns, and how many lines were no rows."""
-    reader, columns = RowReader(path), Columns()
+    reader = RowReader(path)
+    columns = Columns()
     for row in reader.new():
         columns.add(row)
     return columns, reader.torn

@@ -1,4 +1,7 @@
-"""What follows from the facts of a run: healthy or not and why, how fast against what is possible. Figures and sentences, no layout."""
+"""What follows from the facts of a run: healthy or not and why, how fast against what is possible.
+
+Figures and sentences, no layout.
+"""
 
 import math
 from collections import Counter
@@ -27,7 +30,9 @@ Severity = Literal["good", "note", "bad"]
 BUSY = 1800.0  # seconds for which an evaluation, a save or a compilation may last
 WAITING = 0.05  # share of the steps' time waiting for data that is worth a word
 RISEN = 1.05  # times its least, smoothed, that a loss has risen,
-CHANCE = 5.0  # and times what it differs by chance: the least of hundreds of means lies three such below
+CHANCE = (
+    5.0  # and times what it differs by chance: the least of hundreds of means lies three such below
+)
 AGAIN = 3  # evaluations in a row without a lower loss that are no chance
 
 
@@ -50,7 +55,9 @@ class Summary:
     eval_least: float | None
     eval_least_step: int | None
     accuracy: float | None  # of images: the last evaluation's
-    patience_left: int | None  # evaluations without a lower loss until the run ends; None where it does not end so
+    patience_left: (
+        int | None
+    )  # evaluations without a lower loss until the run ends; None where it does not end so
     speed: Speed | None
     bounds: Bounds | None
     wall: tuple[TimeShare, ...]  # where the run's wall time went, as far as it is known
@@ -70,12 +77,16 @@ class Summary:
     @property
     def verdict(self) -> str:
         """Healthy or not, in a few words."""
-        remarked = "but something was found" if any(r.finding for r in self.reasons) else "with remarks"
+        remarked = (
+            "but something was found" if any(r.finding for r in self.reasons) else "with remarks"
+        )
         word = {"good": "healthy", "note": f"healthy, {remarked}", "bad": "not healthy"}[self.level]
         if self.state == "not begun":
             return "not begun: no step has been taken"
         if self.state == "done" and self.steps and self.step < self.steps:
-            return f"{word}; done, ended by eval.patience after step {self.step:,} of {self.steps:,}"
+            return (
+                f"{word}; done, ended by eval.patience after step {self.step:,} of {self.steps:,}"
+            )
         if self.state == "done":
             return f"{word}; done, all {self.step:,} steps"
         where = "at" if self.state == "going on" else "after"
@@ -109,11 +120,15 @@ def percent(value: float | None) -> str:
 
 def summarise(facts: RunFacts) -> Summary:
     """Returns the figures and the verdict of a run."""
-    columns, config = facts.steps, facts.config
+    columns = facts.steps
+    config = facts.config
     steps = config.train.steps if config else None
-    best, patience = facts.best, config.eval.patience if config else 0
+    best = facts.best
+    patience = config.eval.patience if config else 0
     step = int(max(columns.known("step"), default=0))
-    loss, evals, accuracies = (columns.known(name) for name in ("loss", "eval_loss", "eval_accuracy"))
+    loss, evals, accuracies = (
+        columns.known(name) for name in ("loss", "eval_loss", "eval_accuracy")
+    )
     speed = measured.speed_of(columns)
     state = _state(facts, step, steps, speed)
     wall, wall_from = measured.wall_time(facts)
@@ -143,7 +158,11 @@ def summarise(facts: RunFacts) -> Summary:
 
 
 def _state(facts: RunFacts, step: int, steps: int | None, speed: Speed | None) -> RunState:
-    if facts.config is not None and facts.best.ends(facts.config.eval.patience) and facts.best.last == step:
+    if (
+        facts.config is not None
+        and facts.best.ends(facts.config.eval.patience)
+        and facts.best.last == step
+    ):
         return "done"
     history = facts.survived.history if facts.survived else None
     if steps and step >= steps:
@@ -165,7 +184,10 @@ def _patience(facts: RunFacts, speed: Speed | None) -> float:
     """Seconds without a row that a run that goes on may need."""
     newest = facts.samples.get(0)
     if newest is not None and newest.rows:
-        phases = {name.split(".", 1)[1]: float(newest[name][-1]) for name in newest.names("phase_seconds.")}
+        phases = {
+            name.split(".", 1)[1]: float(newest[name][-1])
+            for name in newest.names("phase_seconds.")
+        }
         spent = {name: seconds for name, seconds in phases.items() if math.isfinite(seconds)}
         # By its newest sample it was at something that no row tells of.
         if spent and max(spent, key=spent.__getitem__) not in STEPPING:
@@ -182,7 +204,11 @@ def firing(facts: RunFacts) -> list[tuple[str, str, str]]:
     for alert in facts.alerts:
         newest[str(alert.get("rule")), str(alert.get("rank"))] = alert
     return [
-        (histories.text(a.get("rule")), histories.text(a.get("severity")), histories.text(a.get("sentence")))
+        (
+            histories.text(a.get("rule")),
+            histories.text(a.get("severity")),
+            histories.text(a.get("sentence")),
+        )
         for a in newest.values()
         if a.get("state") == "firing"
     ]
@@ -190,18 +216,27 @@ def firing(facts: RunFacts) -> list[tuple[str, str, str]]:
 
 def alerts_by_rule(facts: RunFacts) -> list[tuple[str, int]]:
     """Returns how often each rule began to fire, the most frequent first."""
-    return Counter(histories.text(a.get("rule")) for a in facts.alerts if a.get("state") == "firing").most_common()
+    return Counter(
+        histories.text(a.get("rule")) for a in facts.alerts if a.get("state") == "firing"
+    ).most_common()
 
 
 def _reasons(
-    facts: RunFacts, state: RunState, speed: Speed | None, held: Sequence[MemoryUse], loss: np.ndarray
+    facts: RunFacts,
+    state: RunState,
+    speed: Speed | None,
+    held: Sequence[MemoryUse],
+    loss: np.ndarray,
 ) -> Iterator[Reason]:
     columns = facts.steps
     if n := columns.not_finite.get("loss"):
         yield Reason("bad", f"the loss was not finite in {n:,} row{'' if n == 1 else 's'}.")
     if state == "stalled" and facts.written is not None:
         age = duration(facts.now - facts.written)
-        yield Reason("bad", f"no row has come for {age}, and yet a process holds the directory: the run may hang.")
+        yield Reason(
+            "bad",
+            f"no row has come for {age}, and yet a process holds the directory: the run may hang.",
+        )
     if state == "stopped":
         yield Reason("note", "no process is at work on it; run the same command again to go on.")
     for restart in facts.survived.history.plans[-1:] if facts.survived else []:
@@ -209,24 +244,40 @@ def _reasons(
             yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
     # An alert of a run that is over says what its last moment was.
     for rule, severity, sentence in firing(facts):
-        level: Severity = "bad" if severity in ("critical", "error") and state in ("going on", "stalled") else "note"
-        yield Reason(level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}")
+        level: Severity = (
+            "bad"
+            if severity in ("critical", "error") and state in ("going on", "stalled")
+            else "note"
+        )
+        yield Reason(
+            level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}"
+        )
     yield from _risen_losses(facts, loss)
     if (skipped := columns.known("skipped")).size and skipped.max() >= 1:
-        yield Reason("note", f"float16: {int(skipped.max()):,} steps were skipped since their gradient overflowed.")
+        yield Reason(
+            "note",
+            f"float16: {int(skipped.max()):,} steps were skipped since their gradient overflowed.",
+        )
     if speed and speed.waiting is not None and speed.waiting > WAITING:
         waiting = f"{speed.waiting:.0%} of the steps' time is waiting for data"
         yield Reason("note", f"{waiting}: data.prefetch, or a faster source.")
     for use in held:
         if use.limit and use.used > BY_RULE[use.rule].fires * use.limit:
-            yield Reason("note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit.")
+            yield Reason(
+                "note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit."
+            )
     if damaged := [c.name for c in facts.checkpoints if c.problem]:
-        yield Reason("note", f"checkpoint {', '.join(damaged[:5])} cannot be gone on from: see checkpoint verify.")
+        yield Reason(
+            "note",
+            f"checkpoint {', '.join(damaged[:5])} cannot be gone on from: see checkpoint verify.",
+        )
     if facts.survived and (failures := facts.survived.reliability.failures):
         kinds = ", ".join(f"{n} × {kind}" for kind, n in by_kind(failures))
         lost = facts.survived.ledger.seconds["lost"] + facts.survived.ledger.seconds["down"]
         many = f"{len(failures)} {'fault' if len(failures) == 1 else 'faults'} ({kinds})"
-        yield Reason("note", f"{many}; {duration(lost)} lost to work done again and time without a process.")
+        yield Reason(
+            "note", f"{many}; {duration(lost)} lost to work done again and time without a process."
+        )
     for finding in facts.findings or ():
         sentence = histories.text(finding.get("sentence"))
         if sentence and histories.text(finding.get("name")) != "none":
@@ -239,16 +290,19 @@ def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
     few = _last_few(loss)
     if loss.size >= 40:
         smooth = np.convolve(loss, np.full(few, 1 / few), "valid")
-        least, last = float(smooth.min()), float(smooth[-1])
+        least = float(smooth.min())
+        last = float(smooth[-1])
         # By how much a mean of so few rows differs by chance: neighbours differ by the noise of two.
         noise = float(np.std(np.diff(loss))) / math.sqrt(2 * few)
         if last > RISEN * least > 0 and last - least > CHANCE * noise:
             yield Reason("note", f"the loss has risen from {least:.4g} to {last:.4g} since.")
-    best, evals = facts.best, facts.steps.known("eval_loss")
+    best = facts.best
+    evals = facts.steps.known("eval_loss")
     if best.since >= AGAIN and evals.size and evals[-1] > RISEN * best.loss > 0:
         yield Reason(
             "note",
-            f"the loss of validation text was lowest after step {best.step:,}, {best.loss:.4g}, and is {evals[-1]:.4g}, {best.since} evaluations "
+            f"the loss of validation text was lowest after step {best.step:,}, {best.loss:.4g}, and is "
+            f"{evals[-1]:.4g}, {best.since} evaluations "
             "later: the run may learn its training text by heart.",
         )
 
@@ -264,7 +318,11 @@ def settings(facts: RunFacts) -> list[tuple[str, Any]]:
     if config is None:
         return []
     changed = differences(asdict(load(None)), asdict(config))
-    return [(path, now) for path, _, now in changed if path != "run.directory" and not followed(config, path)]
+    return [
+        (path, now)
+        for path, _, now in changed
+        if path != "run.directory" and not followed(config, path)
+    ]
 
 
 def setting_text(value: object) -> str:
@@ -276,14 +334,23 @@ def setting_text(value: object) -> str:
 
 def to_json(facts: RunFacts, summary: Summary) -> dict[str, Any]:
     """Returns the summary for programs. Seconds, bytes, tokens; what is not known is null or left out."""
-    content = asdict(summary) | {"run": str(facts.directory), "verdict": summary.verdict, "level": summary.level}
+    content = asdict(summary) | {
+        "run": str(facts.directory),
+        "verdict": summary.verdict,
+        "level": summary.level,
+    }
     if summary.bounds:
         content["bounds"] |= {"roof": summary.bounds.roof, "bound_by": summary.bounds.bound}
     content["plan"] = facts.plan.as_json() if facts.plan else None
     content["checkpoints"] = [asdict(c) for c in facts.checkpoints]
-    content["alerts"] = {"by_rule": dict(alerts_by_rule(facts)), "firing": [list(a) for a in firing(facts)]}
+    content["alerts"] = {
+        "by_rule": dict(alerts_by_rule(facts)),
+        "firing": [list(a) for a in firing(facts)],
+    }
     content["findings"] = None if facts.findings is None else list(facts.findings)
     content["diagnosis"] = dict(facts.diagnosis) or None
     content["config"] = dict(settings(facts))
-    content["ranks"], content["torn"], content["notes"] = facts.ranks, facts.torn, list(facts.notes)
+    content["ranks"] = facts.ranks
+    content["torn"] = facts.torn
+    content["notes"] = list(facts.notes)
     return histories.plain(content)

@@ -29,7 +29,8 @@ def sparkline(values: np.ndarray, width: int = 40) -> str:
     known = np.isfinite(means)
     if not known.any():
         return " " * len(means)
-    low, high = means[known].min(), means[known].max()
+    low = means[known].min()
+    high = means[known].max()
     scaled = (means - low) / ((high - low) or 1.0) * (len(LETTERS) - 1)
     return "".join(LETTERS[round(x)] if ok else " " for x, ok in zip(scaled, known, strict=True))
 
@@ -38,8 +39,11 @@ def title(facts: RunFacts) -> str:
     """Returns what ran, in a line."""
     if facts.config is None:
         return short(facts.name)
-    config, mesh = facts.config, facts.config.mesh
-    parameters = f"{units.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
+    config = facts.config
+    mesh = facts.config.mesh
+    parameters = (
+        f"{units.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
+    )
     return (
         f"{short(facts.name)}: {config.model.family}, {parameters}, {mesh}, "
         f"{config.train.global_batch_size} x {config.train.sequence_length} tokens a step"
@@ -66,7 +70,10 @@ def section_text(section: Section) -> str:
     """Returns a section as lines."""
     lines = [section.title, *(f"  {sentence}" for sentence in section.sentences)]
     for number, item in enumerate(section.items, 1):
-        lines += [f"  {number}. {item.sentence}", *(f"     {words}" for words in (item.advice, item.flags) if words)]
+        lines += [
+            f"  {number}. {item.sentence}",
+            *(f"     {words}" for words in (item.advice, item.flags) if words),
+        ]
     if section.unknown:
         lines += ["  It cannot be told:", *(f"  - {sentence}" for sentence in section.unknown)]
     for figure in section.figures:
@@ -76,7 +83,9 @@ def section_text(section: Section) -> str:
         heads, rows, what, newest = section.table
         # The sections of a config, which has no heads, are all named.
         cut = heads and newest and len(rows) > MOST_ROWS
-        lines.append(columns([heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows, "    "))
+        lines.append(
+            columns([heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows, "    ")
+        )
         if cut:
             lines.append(f"    the newest {MOST_ROWS} of {len(rows):,} {what}")
     return "\n".join([*lines, *(f"  {line}" for line in section.lines)])
@@ -84,7 +93,8 @@ def section_text(section: Section) -> str:
 
 def _rows(figure: Figure) -> str:
     rows: Sequence[Sequence[str]] = [
-        [row.name, *row.figures, "█" * max(round(BAR * row.bar), 1) if row.bar else ""] for row in figure.rows
+        [row.name, *row.figures, "█" * max(round(BAR * row.bar), 1) if row.bar else ""]
+        for row in figure.rows
     ]
     return columns(rows, "    ")
 

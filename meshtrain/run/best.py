@@ -1,9 +1,11 @@
-"""The lowest eval loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go by.
+"""The lowest eval loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go
+by.
 
     eval loss   3.1   2.4   2.5   2.4   2.6        the best is 2.4, of the second evaluation; three in a row have not been lower
     since        0     0     1     2     3         with eval.patience: 3 the run ends here
 
-It follows from the rows of metrics.jsonl alone, where each evaluation stands once, however often the run was killed. Imports no JAX.
+It follows from the rows of metrics.jsonl alone, where each evaluation stands once, however often the run was killed.
+Imports no JAX.
 """
 
 import math
@@ -24,10 +26,14 @@ class Best:
     last: int = 0  # the step of the last
 
     def add(self, step: int, loss: float) -> bool:
-        """Returns whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is no number."""
+        """Returns whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is
+        no number.
+        """
         self.last = step
         if loss < self.loss and math.isfinite(loss):
-            self.step, self.loss, self.since = step, loss, 0
+            self.step = step
+            self.loss = loss
+            self.since = 0
             return True
         self.since += 1
         return False
@@ -38,23 +44,35 @@ class Best:
 
     def why(self) -> str:
         """Returns why it ends, in words."""
-        lowest = "gave a finite loss" if self.step is None else f"was below {self.loss:.4f}, that of step {self.step}"
+        lowest = (
+            "gave a finite loss"
+            if self.step is None
+            else f"was below {self.loss:.4f}, that of step {self.step}"
+        )
         return f"no evaluation of {self.since} in a row {lowest}"
 
 
 def best_in(metrics: Path) -> Best:
     """Returns the best of a run's rows, up to the last; of a run without any, that of no evaluation."""
-    evaluations, best = map(evaluation_of, rows.read(metrics, containing=b'"eval_loss"')[0]), Best()
+    evaluations = map(evaluation_of, rows.read(metrics, containing=b'"eval_loss"')[0])
+    best = Best()
     for step, loss in sorted(dict(e for e in evaluations if e is not None).items()):
         best.add(step, loss)
     return best
 
 
 def evaluation_of(row: Any) -> tuple[int, float] | None:
-    """Returns the step and the loss of a row of metrics that tells of an evaluation; what was not finite is null there."""
+    """Returns the step and the loss of a row of metrics that tells of an evaluation; what was not finite is null
+    there.
+    """
     if not isinstance(row, dict) or "eval_loss" not in row:
         return None
-    step, loss = row.get("step"), row["eval_loss"]
-    if type(step) is not int or not 0 <= step < 1 << 63 or not (loss is None or type(loss) is float):
+    step = row.get("step")
+    loss = row["eval_loss"]
+    if (
+        type(step) is not int
+        or not 0 <= step < 1 << 63
+        or not (loss is None or type(loss) is float)
+    ):
         return None
     return step, math.nan if loss is None else loss

@@ -1,4 +1,6 @@
-"""The run directory: config.yaml, metrics.jsonl, checkpoints/; what a run that was started over had left is in earlier-1/, earlier-2/ ..."""
+"""The run directory: config.yaml, metrics.jsonl, checkpoints/; what a run that was started over had left is in
+earlier-1/, earlier-2/ ...
+"""
 
 import os
 import stat
@@ -9,10 +11,17 @@ from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import sync, write_atomically
 
-CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 TRACES = "traces"  # a directory each: `telemetry.trace`
 # Samples of every process, alerts, findings of a report; what trackers call the run.
-RESOURCES, ALERTS, FINDINGS, TRACKERS = WATCHED = ("resources", "alerts.jsonl", "findings.json", "trackers.json")
+RESOURCES, ALERTS, FINDINGS, TRACKERS = WATCHED = (
+    "resources",
+    "alerts.jsonl",
+    "findings.json",
+    "trackers.json",
+)
 # The newest step that was ever committed: beside the checkpoints, of whose loss it is to warn.
 NEWEST = ".newest-checkpoint"
 
@@ -28,7 +37,9 @@ def run_directory(config: Config) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"run.directory {directory} cannot be written: {refusal(error)}; {elsewhere}.") from None
+        raise ConfigError(
+            f"run.directory {directory} cannot be written: {refusal(error)}; {elsewhere}."
+        ) from None
     if problem := _unwritable(directory / METRICS):
         raise ConfigError(f"{directory / METRICS} {problem}; mend that, or {elsewhere}.")
     if (directory / CONFIG).is_dir():
@@ -77,8 +88,11 @@ def note_checkpoint(directory: Path, step: int) -> None:
 
 
 def noted_checkpoint(directory: Path) -> str | None:
-    """Returns the step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there was none."""
-    note, metrics = directory / NEWEST, directory / METRICS
+    """Returns the step of the newest checkpoint that a run ever committed, by its note or by its rows; None if there
+    was none.
+    """
+    note = directory / NEWEST
+    metrics = directory / METRICS
     if note.exists():
         return note.read_text(errors="replace").strip()
     if not metrics.exists():

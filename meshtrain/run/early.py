@@ -1,4 +1,6 @@
-"""Requests to stop a command: while it still imports what it needs, which takes seconds (`hear`), and at its work (`interrupt`)."""
+"""Requests to stop a command: while it still imports what it needs, which takes seconds (`hear`), and at its work
+(`interrupt`).
+"""
 
 import os
 import signal
@@ -12,13 +14,15 @@ SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 class Stopped(KeyboardInterrupt):
     """A request to stop, in a sentence if it has one.
 
-    A class of its own: `python -m` ends by SIGINT, whatever was caught, if a bare KeyboardInterrupt comes while a text is executed,
-    such as the definition of a dataclass in an import.
+    A class of its own: `python -m` ends by SIGINT, whatever was caught, if a bare KeyboardInterrupt comes while a text
+    is executed, such as the definition of a dataclass in an import.
     """
 
 
 def hear() -> None:
-    """Has a request end the process from here on, until something else listens; before `interrupt` nothing has begun, so nothing is lost."""
+    """Has a request end the process from here on, until something else listens; before `interrupt` nothing has begun,
+    so nothing is lost.
+    """
     for number in heard():
         signal.signal(number, _stop)
 
@@ -42,7 +46,9 @@ def is_command() -> bool:
 
 def heard() -> set[signal.Signals]:
     """Returns those of SIGNALS that are to be met: under nohup a closed terminal is to be ignored."""
-    return SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
+    return SIGNALS - (
+        {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    )
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -72,7 +78,8 @@ def _stop(number: int, _: FrameType | None) -> None:
         at_work = signal.getsignal(signal.SIGINT) is _raise
         os.write(
             2,
-            f"{__package__.partition('.')[0]}: {name}: stopped{'' if at_work else '; nothing is lost, run again to go on'}.\n".encode(),
+            f"{__package__.partition('.')[0]}: {name}: "
+            f"stopped{'' if at_work else '; nothing is lost, run again to go on'}.\n".encode(),
         )
     finally:
         os._exit(STOPPED)

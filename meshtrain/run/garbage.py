@@ -4,7 +4,8 @@
     process 0   ──────────╴collects╶──────────
     process 1   ──────────╴collects╶──────────
 
-What is there when training begins (modules, the compiled program) is never looked through again, so that a collection takes little.
+What is there when training begins (modules, the compiled program) is never looked through again, so that a collection
+takes little.
 """
 
 import gc
@@ -16,10 +17,14 @@ from meshtrain.run.hooks import RunHook
 
 
 class GarbageCollection(RunHook):
-    """Collects after every `every`-th step is dispatched, while the devices compute, and at no other moment until `close`."""
+    """Collects after every `every`-th step is dispatched, while the devices compute, and at no other moment until
+    `close`.
+    """
 
     def __init__(self, every: int) -> None:
-        self._every, self._is_begun, self._was_enabled = every, False, gc.isenabled()
+        self._every = every
+        self._is_begun = False
+        self._was_enabled = gc.isenabled()
 
     def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, Any]) -> None:
         if not self._is_begun:

@@ -3,8 +3,9 @@
     before_batch ─► the batch ─► before_step ─► the step is dispatched ─► after_step
                                                        its metrics have come ─► after_metrics      due ─► before_save
 
-`meshtrain.train` calls each hook at each moment, in their order: supervision, tracing, the offload check, rows, what watches the run,
-the check of the numbers; then those of whoever calls `mt.train(config, callbacks=[...])`. Steps are counted from 1. The metrics of a step come while the next one is under way already.
+`meshtrain.train` calls each hook at each moment, in their order: supervision, tracing, the offload check, rows, what
+watches the run, the check of the numbers; then those of whoever calls `mt.train(config, callbacks=[...])`. Steps are
+counted from 1. The metrics of a step come while the next one is under way already.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,11 +22,19 @@ Batch = dict[str, jax.Array]
 
 
 def as_hooks(callbacks: Iterable[Any]) -> list["RunHook"]:
-    """Returns callbacks as hooks: a RunHook is one, a function is called with the metrics of each step. ConfigError for what is neither."""
+    """Returns callbacks as hooks: a RunHook is one, a function is called with the metrics of each step.
+
+    ConfigError for what is neither.
+    """
     hooks = []
     for callback in callbacks:
-        if not isinstance(callback, RunHook) and (isinstance(callback, type) or not callable(callback)):
-            what = f"a callback is {short(repr(callback))}; it must be a RunHook (meshtrain.run.hooks) or a function of a step's metrics"
+        if not isinstance(callback, RunHook) and (
+            isinstance(callback, type) or not callable(callback)
+        ):
+            what = (
+                f"a callback is {short(repr(callback))}; it must be a RunHook (meshtrain.run.hooks) or a function "
+                "of a step's metrics"
+            )
             raise ConfigError(f"{what}.")
         hooks.append(callback if isinstance(callback, RunHook) else _OfMetrics(callback))
     return hooks
@@ -37,11 +46,15 @@ class RunHook:
     def before_batch(self, step: int) -> None:
         """Ahead of everything that the step needs, its batch too."""
 
-    def before_step(self, step: int, compiled: jax.stages.Compiled, state: Any, batch: Batch) -> tuple[Any, Batch]:
+    def before_step(
+        self, step: int, compiled: jax.stages.Compiled, state: Any, batch: Batch
+    ) -> tuple[Any, Batch]:
         """Ahead of the step's dispatch; returns the state and the batch that it takes."""
         return state, batch
 
-    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, jax.Array]) -> None:
+    def after_step(
+        self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, jax.Array]
+    ) -> None:
         """The step is dispatched; its metrics are not there yet."""
 
     def after_metrics(self, row: Row, due: bool) -> None:

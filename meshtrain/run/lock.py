@@ -34,10 +34,13 @@ class RunLock:
         return not self._file.closed and still_names(self._directory / LOCK, self._file)
 
     def take_again(self) -> None:
-        """Takes the lock of a directory that was removed, or no longer is the same; RunInUse if another run has begun there since."""
+        """Takes the lock of a directory that was removed, or no longer is the same; RunInUse if another run has begun
+        there since.
+        """
         if os.path.lexists(self._directory / LOCK):
             raise RunInUse(
-                f"{_owner(self._directory / LOCK)} has begun another run in {self._directory}; give one of them another run.directory."
+                f"{_owner(self._directory / LOCK)} has begun another run in {self._directory}; give one of them "
+                "another run.directory."
             )
         self.release()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,9 @@ class RunLock:
         if self.path.is_symlink():
             raise self._unusable("is a link")
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+            )
         except OSError as error:
             refuse_passing(self.path, error)
             if not os.path.lexists(self.path):
@@ -89,7 +94,8 @@ class RunLock:
 
     def _in_use(self, owner: str) -> RunInUse:
         return RunInUse(
-            f"run.directory {self._directory} is in use by {owner}; wait for it, or give another with --set run.directory=PATH."
+            f"run.directory {self._directory} is in use by {owner}; wait for it, or give another with --set "
+            "run.directory=PATH."
         )
 
     def _unusable(self, why: str) -> ConfigError:
@@ -104,7 +110,10 @@ class RunLock:
 
 
 def _owner(path: Path) -> str:
-    """Returns what the process that holds a lock has said of itself. Not for a lock of this process, which closing the file would give up."""
+    """Returns what the process that holds a lock has said of itself.
+
+    Not for a lock of this process, which closing the file would give up.
+    """
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
         if words := file.read(200).split():
             return short(" ".join(words))
@@ -120,7 +129,9 @@ def holder(directory: Path) -> str:
 
 
 def in_use(directory: Path) -> bool | None:
-    """Returns whether a run holds the lock of a directory, asked without taking it; None where the system cannot say."""
+    """Returns whether a run holds the lock of a directory, asked without taking it; None where the system cannot
+    say.
+    """
     path = directory.resolve() / LOCK
     # Opened and closed here, this process's own lock would be gone.
     if path in RunLock._held:
@@ -131,7 +142,9 @@ def in_use(directory: Path) -> bool | None:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             # struct flock: type, whence, start, length, process; the kernel answers with who is in the way.
             asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            return struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+            return (
+                struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+            )
     except FileNotFoundError:
         return False
     except OSError:

@@ -1,4 +1,5 @@
-"""The processes of a run: decisions that all must share, what ends one while the run goes on, and an end that waits for nobody.
+"""The processes of a run: decisions that all must share, what ends one while the run goes on, and an end that waits for
+nobody.
 
 One process looks at the disk, all of them hear what it found. A failure is one plain sentence.
 """
@@ -32,7 +33,9 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size)).reshape(-1)
-    padded = multihost_utils.process_allgather(np.pad(text, (0, room(int(sizes.max())) - text.size)))
+    padded = multihost_utils.process_allgather(
+        np.pad(text, (0, room(int(sizes.max())) - text.size))
+    )
     return [json.loads(bytes(row[:size])) for row, size in zip(padded, sizes, strict=True)]
 
 
@@ -55,7 +58,8 @@ def first_decides(decide: Callable[[], Any]) -> Any:
         except Unreadable as error:
             message = {"unreadable": error.what}
         except OSError as error:
-            where, reason = error.filename or "the run directory", refusal(error)
+            where = error.filename or "the run directory"
+            reason = refusal(error)
             if error.errno in PASSING:
                 message = {"unreadable": f"{where} cannot be used now: {reason}"}
             else:
@@ -69,11 +73,12 @@ def first_decides(decide: Callable[[], Any]) -> Any:
     return message["value"]
 
 
-# What the collectives (gloo, NCCL) and JAX's coordination service say when a process is gone. Between processes of one machine it
-# takes a moment, else up to jax.distributed's heartbeat timeout; where the service notices first, it ends the process by SIGABRT,
-# which nothing in Python can meet.
+# What the collectives (gloo, NCCL) and JAX's coordination service say when a process is gone. Between processes of one
+# machine it takes a moment, else up to jax.distributed's heartbeat timeout; where the service notices first, it ends
+# the process by SIGABRT, which nothing in Python can meet.
 LOST = re.compile(
-    r"gloo|nccl|rccl|connection (reset|closed|refused|timed out)|socket closed|heartbeat|coordination", re.I
+    r"gloo|nccl|rccl|connection (reset|closed|refused|timed out)|socket closed|heartbeat|coordination",
+    re.I,
 )
 
 
@@ -103,9 +108,14 @@ class SickDevice(RunFailure):
 
 # What a supervisor is told that a failure was (survive.heartbeat.CODES), the more special ones first.
 _KINDS: dict[type[Exception], str] = {
-    FloatingPointError: "numbers", SickDevice: "sick", PeerLost: "peer", OutOfMemory: "memory", RunInUse: "lock", PortTaken: "port",
+    FloatingPointError: "numbers",
+    SickDevice: "sick",
+    PeerLost: "peer",
+    OutOfMemory: "memory",
+    RunInUse: "lock",
+    PortTaken: "port",
     ConfigError: "config",
-}  # fmt: skip
+}
 
 
 def kind_of(failure: Exception) -> str:
@@ -114,14 +124,17 @@ def kind_of(failure: Exception) -> str:
 
 
 def explained(error: Exception, newest: int | None) -> Exception:
-    """Returns what the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last checkpoint."""
+    """Returns what the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last
+    checkpoint.
+    """
     if isinstance(error, RunFailure):
         return error
     line = (str(error).splitlines() or [""])[0][:200]
     if jax.distributed.is_initialized() and LOST.search(str(error)):
         start = "from the start" if newest is None else f"from step {newest}"
         return PeerLost(
-            f"another process of this run died or cannot be reached: {line}; its own words say why, run again to go on {start}."
+            f"another process of this run died or cannot be reached: {line}; its own words say why, run again to go "
+            f"on {start}."
         )
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return OutOfMemory(
@@ -135,8 +148,11 @@ def explained(error: Exception, newest: int | None) -> Exception:
     return error
 
 
-def end_at_once(error: Exception, code: int, plain: tuple[type[Exception], ...] = (RunFailure,)) -> NoReturn:
-    """Ends this process after its last words: to close what it holds, or JAX, it would wait for processes that may be gone.
+def end_at_once(
+    error: Exception, code: int, plain: tuple[type[Exception], ...] = (RunFailure,)
+) -> NoReturn:
+    """Ends this process after its last words: to close what it holds, or JAX, it would wait for processes that may be
+    gone.
 
     `plain`: errors that are one sentence, without a traceback.
     """

@@ -16,13 +16,17 @@ from meshtrain.run.rows import MetricsFile, trim_metrics
 class RunRecord(RunHook):
     """Writes on the first process, and nothing on the others. `start`: the step after which the run goes on.
 
-    A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again, with a word: nothing
-    is written where nobody would find it. ConfigError if it cannot be begun; RunFailure if another run is in the directory by then.
+    A run directory, or a file of these, that is removed, renamed or replaced while the run goes on is made again, with
+    a word: nothing is written where nobody would find it. ConfigError if it cannot be begun; RunFailure if another run
+    is in the directory by then.
     """
 
     def __init__(self, directory: Path, config: Config, start: int, lock: RunLock | None) -> None:
-        self.directory, self.start, self._lock = directory, start, lock
-        self._config, self._imports = to_yaml(config).encode(), config.run.imports
+        self.directory = directory
+        self.start = start
+        self._lock = lock
+        self._config = to_yaml(config).encode()
+        self._imports = config.run.imports
         self._metrics: MetricsFile | None = None
         self._said_missing: list[str] = []
         first_decides(self._begin)
@@ -56,7 +60,10 @@ class RunRecord(RunHook):
         self._metrics = MetricsFile(self.directory / METRICS)
 
     def _missing_files(self) -> list[str]:
-        there = {LOCK: self._lock is None or self._lock.is_there(), CONFIG: os.path.exists(self.directory / CONFIG)}
+        there = {
+            LOCK: self._lock is None or self._lock.is_there(),
+            CONFIG: os.path.exists(self.directory / CONFIG),
+        }
         there[METRICS] = self._metrics is not None and self._metrics.is_there()
         return [name for name, is_there in there.items() if not is_there]
 
@@ -74,7 +81,11 @@ class RunRecord(RunHook):
         return None
 
     def _say_gone(self, missing: list[str], refused: OSError | None) -> None:
-        end = "are made again" + ("; checkpoints that went with them are not" if LOCK in missing else "")
+        end = "are made again" + (
+            "; checkpoints that went with them are not" if LOCK in missing else ""
+        )
         if refused is not None:
             end = f"cannot be made again yet: {refusal(refused)}"
-        say(f"{' and '.join(missing)} of {self.directory} went away while the run goes on, and {end}.")
+        say(
+            f"{' and '.join(missing)} of {self.directory} went away while the run goes on, and {end}."
+        )

@@ -1,7 +1,9 @@
-"""Files with one JSON object a line, such as metrics.jsonl: written line by line, so that a killed run keeps its rows, and read back.
+"""Files with one JSON object a line, such as metrics.jsonl: written line by line, so that a killed run keeps its rows,
+and read back.
 
-One rule holds wherever rows are read: a row is a JSON object that ends with its line. Lines that hold something else (a killed process, a
-full disk) are left out and counted; a last line without an end may still be written, and is left out until it has one.
+One rule holds wherever rows are read: a row is a JSON object that ends with its line. Lines that hold something else (a
+killed process, a full disk) are left out and counted; a last line without an end may still be written, and is left out
+until it has one.
 """
 
 import json
@@ -22,7 +24,8 @@ Row = dict[str, Any]
 
 
 def read(path: Path, containing: bytes = b"") -> tuple[list[Row], int]:
-    """Returns the rows of a file, and how many lines are none; OSError if it cannot be read, no rows where no regular file is.
+    """Returns the rows of a file, and how many lines are none; OSError if it cannot be read, no rows where no regular
+    file is.
 
     `containing`: only lines with these bytes are parsed, which is most of a row's cost.
     """
@@ -47,15 +50,20 @@ def parse(line: bytes) -> Row | None:
 
 
 class RowReader:
-    """Reads a file of rows that may still grow, be replaced, or not be there yet: `new` gives the rows since it was asked last.
+    """Reads a file of rows that may still grow, be replaced, or not be there yet: `new` gives the rows since it was
+    asked last.
 
     `last`: begin so many bytes before the end, to read the newest rows alone. `torn`: lines so far that are no rows.
     """
 
     def __init__(self, path: Path, last: int | None = None, containing: bytes = b"") -> None:
-        self.path, self.torn = path, 0
-        self._last, self._containing = last, containing
-        self._position, self._identity, self._begun = 0, (0, 0), False
+        self.path = path
+        self.torn = 0
+        self._last = last
+        self._containing = containing
+        self._position = 0
+        self._identity = (0, 0)
+        self._begun = False
 
     def new(self) -> Iterator[Row]:
         """Yields rows; none where there is no such file. OSError if it cannot be read."""
@@ -97,15 +105,16 @@ class RowReader:
         """Reads a file from its begin that has taken the place of the one before, or was cut."""
         if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._position:
             self._position = max(status.st_size - self._last, 0) if self._last is not None else 0
-            self._identity, self._begun = (status.st_dev, status.st_ino), False
+            self._identity = (status.st_dev, status.st_ino)
+            self._begun = False
 
 
 class MetricsFile:
     """Appends rows; numbers are written with full precision, what is not finite as null plus a `not_finite` list.
 
-    Rows that the system does not take (a disk is full, read-only, or fails) wait in memory until it does, and that is said once:
-    training need not end for them.
-    A file that was removed or replaced meanwhile is written again with all of its rows.
+    Rows that the system does not take (a disk is full, read-only, or fails) wait in memory until it does, and that is
+    said once: training need not end for them. A file that was removed or replaced meanwhile is written again with all
+    of its rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +125,11 @@ class MetricsFile:
         self.refused: OSError | None = None  # what the system said when it took no rows
 
     def write(self, row: dict[str, Any]) -> None:
-        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        bad = [
+            name
+            for name, value in row.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
         clean = {name: None if name in bad else value for name, value in row.items()}
         self._waiting += json.dumps(clean | ({"not_finite": bad} if bad else {})).encode() + b"\n"
         self._write_waiting()
@@ -193,7 +206,11 @@ def trim_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    rows = [(row["step"], line) for line in lines if line.endswith(b"\n") and (row := parse(line)) and "step" in row]
+    rows = [
+        (row["step"], line)
+        for line in lines
+        if line.endswith(b"\n") and (row := parse(line)) and "step" in row
+    ]
     # By step, since somebody may have put a file together from two.
     remaining = {taken: line for taken, line in rows if isinstance(taken, int) and taken <= step}
     if len(remaining) < len(lines):

@@ -3,8 +3,8 @@
     imports (`early`), data, restoring, compiling      │ steps, evaluation, saves
     given up at once: nothing is lost                  │ the step is finished and saved
 
-Python looks at signals between two instructions of its own: while XLA compiles there are none, and what a library calls back may
-swallow an exception. A thread sees to it that a command ends all the same.
+Python looks at signals between two instructions of its own: while XLA compiles there are none, and what a library calls
+back may swallow an exception. A thread sees to it that a command ends all the same.
 """
 
 import contextlib
@@ -29,9 +29,10 @@ _NOTHING_LOST = "{}: stopped before the first step; nothing is lost, run again t
 class StopSignals:
     """While entered, a request to stop raises Stopped, or from `finish_steps` on makes `requested` true.
 
-    With several processes SIGTERM belongs to JAX's preemption service as soon as they have joined: `requested` becomes true on a
-    cluster's notice, and other signals are passed on as SIGTERM. All processes must read it equally often, once a step: it is true on
-    every one of them at the same step, whichever was asked first. In a thread there are no signals to hear.
+    With several processes SIGTERM belongs to JAX's preemption service as soon as they have joined: `requested` becomes
+    true on a cluster's notice, and other signals are passed on as SIGTERM. All processes must read it equally often,
+    once a step: it is true on every one of them at the same step, whichever was asked first. In a thread there are no
+    signals to hear.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,9 @@ class StopSignals:
         threading.Thread(target=hear, name="meshtrain-signals", daemon=True).start()
 
     def _meet_late(self, name: str) -> None:
-        """Ends the process, on the thread, for a request that the main thread had time to meet and did not; or says what it waits for."""
+        """Ends the process, on the thread, for a request that the main thread had time to meet and did not; or says
+        what it waits for.
+        """
         if not self._watched:  # it has, and is elsewhere by now
             return
         if not (self._held or self._stepping or jax.distributed.is_initialized()):
@@ -91,7 +94,9 @@ class StopSignals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A request that comes meanwhile is met at the end: a process that left others while they join would take them down."""
+        """A request that comes meanwhile is met at the end: a process that left others while they join would take them
+        down.
+        """
         self._held = True
         try:
             yield

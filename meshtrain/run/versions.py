@@ -1,4 +1,7 @@
-"""Which code computes: the versions of the libraries that decide on numbers, and a digest of the package's own source. No JAX."""
+"""Which code computes: the versions of the libraries that decide on numbers, and a digest of the package's own source.
+
+No JAX.
+"""
 
 import hashlib
 import platform
@@ -24,9 +27,12 @@ def _version(package: str) -> str:
 @cache
 def source_digest() -> str:
     """Returns SHA-256 over the package's Python files, by name; not over what editors leave beside them."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not any(part.startswith(".") for part in name.parts):
-            digest.update(f"{name.as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+            digest.update(
+                f"{name.as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode()
+            )
     return digest.hexdigest()

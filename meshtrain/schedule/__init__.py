@@ -4,8 +4,9 @@
     mt.schedule.validate(table)                                         # IllegalTable says where and why
     mt.schedule.simulate(table, mt.schedule.Durations(head=0.5))        # makespan, bubble_fraction, peak_in_flight
 
-Which stage does what in which clock is a table, and all that is to be known of a schedule follows from it. So a new one is a formula
-for its clocks, and memory, bubble, plan, picture and execution come with it. The planner and the compiled step read the same table.
+Which stage does what in which clock is a table, and all that is to be known of a schedule follows from it. So a new one
+is a formula for its clocks, and memory, bubble, plan, picture and execution come with it. The planner and the compiled
+step read the same table.
 
     generators ─┐                 ┌─► validate    proof that it can be run
     CSV file ───┴─► table.Table ──┼─► buffers     where each value waits, and how deep that is
@@ -19,8 +20,8 @@ for its clocks, and memory, bubble, plan, picture and execution come with it. Th
 - `meshtrain.schedule.buffers`, `meshtrain.schedule.phases`: for the executor.
 - `meshtrain.schedule.simulation`: the two models of execution; `meshtrain.schedule.draw`.
 
-Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That the executor holds what is said here is measured by
-`experiments/bench_pipeline.py`.
+Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That the executor holds what is said here is
+measured by `experiments/bench_pipeline.py`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,23 @@ from meshtrain.schedule.table import B, F, IllegalTable, Table, W, parse_csv, re
 from meshtrain.schedule.validate import validate
 
 __all__ = [
-    "SCHEDULES", "B", "Durations", "F", "IllegalTable", "Schedule", "Table", "Timeline", "W", "gantt_svg", "gantt_text", "make_table",
-    "parse_csv", "read_csv", "simulate", "validate",
-]  # fmt: skip
+    "SCHEDULES",
+    "B",
+    "Durations",
+    "F",
+    "IllegalTable",
+    "Schedule",
+    "Table",
+    "Timeline",
+    "W",
+    "gantt_svg",
+    "gantt_text",
+    "make_table",
+    "parse_csv",
+    "read_csv",
+    "simulate",
+    "validate",
+]
 
 if TYPE_CHECKING:
     from meshtrain.schedule.draw import gantt_svg, gantt_text

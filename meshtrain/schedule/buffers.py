@@ -14,11 +14,14 @@ Within a clock things happen in this order, and a place is free again after the 
 
 Where the table has pairs, F and B are one moment, and the loss head comes after it.
 
-In the executor (`executed`) messages and the vocabulary are a slot off, so that a whole slot is there for them to travel in: a cotangent arrives one B later
-than it is sent (of pairs, which begin at once, at the end of its clock, when an embedding's gradient is computed too); a microbatch's embedding is looked up one F before it enters, and its gradient returns one B after it left.
+In the executor (`executed`) messages and the vocabulary are a slot off, so that a whole slot is there for them to
+travel in: a cotangent arrives one B later than it is sent (of pairs, which begin at once, at the end of its clock, when
+an embedding's gradient is computed too); a microbatch's embedding is looked up one F before it enters, and its gradient
+returns one B after it left.
 
-Where idle slots are computed all the same (on accelerators), a write that had to look whether it counts would copy the old content
-out and back. So it does not look: what an idle F or B leaves goes to a place that is free just then, which nobody reads,
+Where idle slots are computed all the same (on accelerators), a write that had to look whether it counts would copy the
+old content out and back. So it does not look: what an idle F or B leaves goes to a place that is free just then, which
+nobody reads,
 
     place 0   ■ ■ ■ ■ ■ . . x        ■ held    x what an idle slot leaves
     place 1   . ■ ■ ■ ■ ■ x .
@@ -73,7 +76,9 @@ class Buffers:
     f_active: np.ndarray
     f_microbatch: np.ndarray
     f_chunk: np.ndarray
-    f_in: np.ndarray  # forward inbox: what F reads; 0 and unused on virtual stage 0, which takes the embedding
+    f_in: (
+        np.ndarray
+    )  # forward inbox: what F reads; 0 and unused on virtual stage 0, which takes the embedding
     f_stash: np.ndarray  # stash: where F leaves what the backward needs
     b_active: np.ndarray
     b_microbatch: np.ndarray
@@ -89,9 +94,15 @@ class Buffers:
     first: np.ndarray  # this F is virtual stage 0
     last: np.ndarray  # this F is the last virtual stage
     enter: np.ndarray  # microbatch whose F runs on virtual stage 0: its embedding is needed
-    exit: np.ndarray  # microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
-    head_out: np.ndarray  # backward inbox of the last virtual stage's stage: where the head leaves the cotangent
-    leave: np.ndarray  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
+    exit: (
+        np.ndarray
+    )  # microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
+    head_out: (
+        np.ndarray
+    )  # backward inbox of the last virtual stage's stage: where the head leaves the cotangent
+    leave: (
+        np.ndarray
+    )  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
     arrivals: tuple[Arrival, ...]  # every way that a message takes at all
     depths: Depths
 
@@ -106,22 +117,32 @@ class Life(NamedTuple):
 def lives(table: Table, when: np.ndarray) -> tuple[Life, Life, Life, Life]:
     """Returns the lives of the entries of stash, forward inbox, backward inbox and cotangent stash."""
     last = table.virtual_stages - 1
-    arrives = np.zeros_like(when)  # moment from which the input of F, and that of B, is in the inbox
+    arrives = np.zeros_like(
+        when
+    )  # moment from which the input of F, and that of B, is in the inbox
     arrives[F, 1:] = 5 * when[F, :-1] + ARRIVAL
     arrives[B, :-1] = 5 * when[B, 1:] + ARRIVAL
     # Of a pair both are done before the head.
     arrives[B, last] = 5 * when[F, last] + (WEIGHT if table.paired else HEAD)
-    f, b = 5 * when[F] + FORWARD, 5 * when[B] + BACKWARD
+    f = 5 * when[F] + FORWARD
+    b = 5 * when[B] + BACKWARD
     w = 5 * when[W] + WEIGHT if table.split else b
     never = np.full_like(f, -1)
     waits = f.copy()
     waits[0] = -1  # virtual stage 0 takes the embedding
-    return Life(f, w), Life(arrives[F], waits), Life(arrives[B], b), Life(b, w if table.split else never)
+    return (
+        Life(f, w),
+        Life(arrives[F], waits),
+        Life(arrives[B], b),
+        Life(b, w if table.split else never),
+    )
 
 
 def depths(table: Table) -> Depths:
     """Returns the depths of a legal table's buffers, without places."""
-    stage = np.broadcast_to(table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape)
+    stage = np.broadcast_to(
+        table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape
+    )
     return Depths(*(_most_alive(table, life, stage) for life in lives(table, table.when())))
 
 
@@ -134,12 +155,15 @@ def _most_alive(table: Table, life: Life, stage: np.ndarray) -> int:
 
 
 def allocate(table: Table) -> Buffers:
-    """Returns places for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no deeper than the most
-    entries in it at once."""
+    """Returns places for a legal table (see `validate`), each buffer of a stage coloured as an interval graph: no
+    deeper than the most entries in it at once.
+    """
     when = table.when()
     last = table.virtual_stages - 1
     stage = table.stage_of(np.arange(table.virtual_stages))
-    (stash, f_in, b_in, cot), deep = zip(*(_colour(table, life, stage) for life in lives(table, when)), strict=True)
+    (stash, f_in, b_in, cot), deep = zip(
+        *(_colour(table, life, stage) for life in lives(table, when)), strict=True
+    )
 
     def active(slot: int) -> np.ndarray:
         return table.cells[:, :, slot, 0] >= 0
@@ -151,7 +175,8 @@ def allocate(table: Table) -> Buffers:
     shape = (table.virtual_stages, table.microbatches)
     microbatches = np.arange(table.microbatches)
     virtual = np.broadcast_to(np.arange(table.virtual_stages)[:, None], shape)
-    microbatch, chunk = np.broadcast_to(microbatches, shape), table.chunk_of(virtual)
+    microbatch = np.broadcast_to(microbatches, shape)
+    chunk = table.chunk_of(virtual)
     return Buffers(
         f_active=active(F),
         f_microbatch=at(F, microbatch),
@@ -191,7 +216,9 @@ def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, in
     for s in range(table.stages):
         rows = np.flatnonzero((stage == s) & (life.end >= 0).all(axis=1))
         entries = sorted(
-            (life.start[k, j], life.end[k, j], k, j) for k in rows.tolist() for j in range(table.microbatches)
+            (life.start[k, j], life.end[k, j], k, j)
+            for k in rows.tolist()
+            for j in range(table.microbatches)
         )
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (end, place)
@@ -208,14 +235,19 @@ def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, in
     return places, depth
 
 
-def _arrivals(table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray) -> tuple[Arrival, ...]:
+def _arrivals(
+    table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
+) -> tuple[Arrival, ...]:
     """Returns each message at its clock, on the stage that receives it, by the way it comes."""
     k = np.arange(table.virtual_stages - 1)  # messages go between k and k + 1
-    low, high = table.stage_of(k), table.stage_of(k + 1)
+    low = table.stage_of(k)
+    high = table.stage_of(k + 1)
     shift = np.ones_like(k) if table.placement == "loop" else high - low
     arrivals = []
     for slot in (F, B):
-        for step in (1, -1, 0) if slot == F else (-1, 1, 0):  # a cotangent goes back the way the activation came
+        for step in (
+            (1, -1, 0) if slot == F else (-1, 1, 0)
+        ):  # a cotangent goes back the way the activation came
             way = k[shift == (step if slot == F else -step)]
             if not len(way):
                 continue
@@ -242,27 +274,36 @@ def _per_clock(table: Table, clock: np.ndarray, values: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True, eq=False)
 class Executed(Buffers):
-    """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1 for nothing."""
+    """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1
+    for nothing.
+    """
 
-    entering: np.ndarray  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
-    leaving: (
+    entering: (
         np.ndarray
-    )  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
+    )  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
+    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
 
 
 def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
-    """Returns what the executor does of a legal table. `ops`: bool [clocks, 6], what is computed in each clock, idly or not (see
-    `phases.ops_per_clock`); None where idle slots are skipped."""
+    """Returns what the executor does of a legal table.
+
+    `ops`: bool [clocks, 6], what is computed in each clock, idly or not (see `phases.ops_per_clock`); None where idle
+    slots are skipped.
+    """
     buffers = allocate(table)
-    forward, backward = (np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B))
+    forward, backward = (
+        np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B)
+    )
 
     def late(arrival: Arrival) -> Arrival:
         if arrival.slot == F or table.paired:
             return arrival
         return replace(
-            arrival, active=one_later(arrival.active, backward, False), place=one_later(arrival.place, backward, 0)
+            arrival,
+            active=one_later(arrival.active, backward, False),
+            place=one_later(arrival.place, backward, 0),
         )
 
     program = Executed(
@@ -280,25 +321,35 @@ def _unmasked(table: Table, buffers: Executed, ops: np.ndarray) -> Executed:
     stash, _, _, cot = lives(table, table.when())
     depths = buffers.depths
     f_stash, deep = _idle(table, stash, FORWARD, F, buffers.f_stash, depths.stash, ops[:, 0])
-    b_cot, deeper = buffers.b_cot, 0
+    b_cot = buffers.b_cot
+    deeper = 0
     if table.split:
         b_cot, deeper = _idle(table, cot, BACKWARD, B, buffers.b_cot, depths.cot, ops[:, 2])
-    return replace(buffers, f_stash=f_stash, b_cot=b_cot, depths=depths._replace(stash=deep, cot=deeper))
+    return replace(
+        buffers, f_stash=f_stash, b_cot=b_cot, depths=depths._replace(stash=deep, cot=deeper)
+    )
 
 
 def _idle(
-    table: Table, life: Life, moment: int, slot: int, places: np.ndarray, depth: int, done: np.ndarray
+    table: Table,
+    life: Life,
+    moment: int,
+    slot: int,
+    places: np.ndarray,
+    depth: int,
+    done: np.ndarray,
 ) -> tuple[np.ndarray, int]:
     """Returns places [clocks, stages] of what a slot writes, where it is idle too, and how many there are then.
 
-    `life` is of the buffer, [virtual stage, microbatch]; `places` [clocks, stages] those of the cells that are not idle; `moment` is
-    that of the write; `done`: bool [clocks], whether the slot is computed at all.
+    `life` is of the buffer, [virtual stage, microbatch]; `places` [clocks, stages] those of the cells that are not
+    idle; `moment` is that of the write; `done`: bool [clocks], whether the slot is computed at all.
     """
     when = table.when()[slot]
     virtual, microbatch = np.nonzero(life.end >= 0)
     stage = table.stage_of(virtual)
     at = places[when[virtual, microbatch], stage]
-    start, end = life.start[virtual, microbatch], life.end[virtual, microbatch]
+    start = life.start[virtual, microbatch]
+    end = life.end[virtual, microbatch]
     # From the first clock at whose moment the entry is there to the first at which it no longer is.
     change = np.zeros((table.clocks + 1, table.stages, depth), np.int32)
     np.add.at(change, (-((moment - start) // 5), stage, at), 1)

@@ -1,4 +1,6 @@
-"""Pictures of a schedule: its table, clock by clock; of a simulated one a Gantt chart, as SVG and as text for a terminal."""
+"""Pictures of a schedule: its table, clock by clock; of a simulated one a Gantt chart, as SVG and as text for a
+terminal.
+"""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -6,7 +8,21 @@ from html import escape
 import numpy as np
 
 from meshtrain.draw.picture import Picture, block, columns, faint, scrolled, title
-from meshtrain.draw.svg import GREEN, GREY, INK, PURPLE, RULE, SKY, YELLOW, image, keys, mixed, stage_hue, svg, ticks
+from meshtrain.draw.svg import (
+    GREEN,
+    GREY,
+    INK,
+    PURPLE,
+    RULE,
+    SKY,
+    YELLOW,
+    image,
+    keys,
+    mixed,
+    stage_hue,
+    svg,
+    ticks,
+)
 from meshtrain.schedule.simulation import HEAD, OPTIMIZER, Timeline
 from meshtrain.schedule.table import SENT, B, F, G, IllegalTable, R, Table, W
 from meshtrain.schedule.validate import validate
@@ -17,24 +33,42 @@ _SENT = {
     G: (mixed(SKY, INK, 0.5), "weights gathered over data (G)"),
     R: (mixed(GREEN, INK, 0.5), "gradient reduced over data (R)"),
 }
-_ROW, _CELL, _LEFT, _RIGHT, _CURVE = 30, 26, 64, 150, 110  # heights of a row, a cell; margins; height of the curve
-_STAGE, _LETTER, _NAME = 22, 6.5, 58  # of a table: height of a row, width of a letter, of a stage's name
+# heights of a row, a cell; margins; height of the curve
+_ROW = 30
+_CELL = 26
+_LEFT = 64
+_RIGHT = 150
+_CURVE = 110
+# of a table: height of a row, width of a letter, of a stage's name
+_STAGE = 22
+_LETTER = 6.5
+_NAME = 58
 
 
 def picture(schedule: Table | Timeline) -> Picture:
-    """The picture of a table, with a row for each stage, a column for each clock and whether it can be run; or of a timeline."""
+    """The picture of a table, with a row for each stage, a column for each clock and whether it can be run; or of a
+    timeline.
+    """
     if isinstance(schedule, Timeline):
-        return Picture(scrolled(image(gantt_svg(schedule), figures(schedule)[0])), gantt_text(schedule))
+        return Picture(
+            scrolled(image(gantt_svg(schedule), figures(schedule)[0])), gantt_text(schedule)
+        )
     table = schedule
     chunks = f", {table.chunks} chunks a stage" if table.chunks > 1 else ""
     head = f"{table.name}: {table.stages} stages, {table.microbatches} microbatches{chunks}, {table.clocks} clocks"
     verdict = _verdict(table)
     if table.stages * table.clocks > MOST_ENTRIES:
         return Picture(block(title(head), faint(verdict)), f"{head}\n{verdict}")
-    texts = [[table.cell_text(clock, stage) for clock in range(table.clocks)] for stage in range(table.stages)]
+    texts = [
+        [table.cell_text(clock, stage) for clock in range(table.clocks)]
+        for stage in range(table.stages)
+    ]
     clocks = ["clock", *map(str, range(table.clocks))]
     rows = [clocks, *([f"stage {stage}", *cells] for stage, cells in enumerate(texts))]
-    widths = [max(3, *(len(texts[s][t]) for s in range(table.stages))) * _LETTER + 6 for t in range(table.clocks)]
+    widths = [
+        max(3, *(len(texts[s][t]) for s in range(table.stages))) * _LETTER + 6
+        for t in range(table.clocks)
+    ]
     height = 18 + (table.stages + table.has_sends) * _STAGE
     drawing = svg(_NAME + sum(widths) + 2, height, _entries(table, widths), head)
     html = block(title(head), scrolled(image(drawing, head)), faint(verdict))
@@ -47,7 +81,13 @@ def _verdict(table: Table) -> str:
         validate(table)
     except IllegalTable as error:
         return f"it cannot be run: {error}"
-    words = dict(zip(table.letters, ("forward", "input gradient" if table.split else "backward", "weight gradient"), strict=False))  # fmt: skip
+    words = dict(
+        zip(
+            table.letters,
+            ("forward", "input gradient" if table.split else "backward", "weight gradient"),
+            strict=False,
+        )
+    )
     words |= {"G": "weights gathered", "R": "gradient reduced"} if table.has_sends else {}
     pairs = f"; {'+'.join(table.letters[:2])} a pair, both at once" if table.paired else ""
     return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}{pairs}"
@@ -62,16 +102,26 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
         yield f'<text x="0" y="{y + 15}">stage {stage}</text>'
         for clock in range(table.clocks):
             wide = widths[clock] - 2
-            yield f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{RULE}" fill-opacity="0.12"/>'
+            yield (
+                f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{RULE}" '
+                'fill-opacity="0.12"/>'
+            )
             # In the order in which the stage runs them.
-            done = [slot for slot in range(len(table.letters)) if table.cells[clock, stage, slot, 0] >= 0]
+            done = [
+                slot
+                for slot in range(len(table.letters))
+                if table.cells[clock, stage, slot, 0] >= 0
+            ]
             for i, slot in enumerate(done):
                 microbatch, chunk = table.cells[clock, stage, slot].tolist()
-                part, left = wide / len(done), x[clock] + i * wide / len(done)
+                part = wide / len(done)
+                left = x[clock] + i * wide / len(done)
                 word = f"{table.letters[slot]}{table.entry_text(microbatch, chunk)}"
                 yield (
-                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" fill="{_colour(slot, chunk, table.chunks)}"/>'
-                    f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" fill="{INK}">{word}</text>'
+                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" '
+                    f'fill="{_colour(slot, chunk, table.chunks)}"/>'
+                    f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" '
+                    f'fill="{INK}">{word}</text>'
                 )
     y = 16 + table.stages * _STAGE
     if table.has_sends:
@@ -90,7 +140,11 @@ def figures(timeline: Timeline, number: Callable[[float], str] = _plain) -> list
     table = timeline.table
     fullest = int(np.argmax(timeline.peak_in_flight))
     sizes = f"{_count(table.stages, 'stage')}, {_count(table.microbatches, 'microbatch', 'es')}"
-    stashed = "kept for the backward" if table.chunks == 1 else f"of 1/{table.chunks} stage each kept for the backward"
+    stashed = (
+        "kept for the backward"
+        if table.chunks == 1
+        else f"of 1/{table.chunks} stage each kept for the backward"
+    )
     return [
         f"{table.name}: {sizes}, {_count(table.chunks, 'chunk')} a stage, {timeline.execution} execution",
         f"makespan {number(timeline.makespan)}; idle {timeline.bubble_fraction:.1%} of the stages' time",
@@ -104,7 +158,13 @@ def _count(number: int, word: str, many: str = "s", one: str = "") -> str:
 
 def _words(timeline: Timeline) -> dict[int, str]:
     backward = "input gradient (I)" if timeline.table.split else "backward (B)"
-    words = {F: "forward (F)", B: backward, W: "weight gradient (W)", HEAD: "loss head (H)", OPTIMIZER: "optimizer (O)"}
+    words = {
+        F: "forward (F)",
+        B: backward,
+        W: "weight gradient (W)",
+        HEAD: "loss head (H)",
+        OPTIMIZER: "optimizer (O)",
+    }
     worked = set(timeline.kind[timeline.end > timeline.start].tolist())
     return {kind: word for kind, word in words.items() if kind in worked}
 
@@ -121,11 +181,14 @@ def _usual(timeline: Timeline) -> float:
     return float(np.quantile(took[took > 0], 0.1)) if (took > 0).any() else timeline.makespan or 1.0
 
 
-def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, headed: bool = True) -> str:
+def gantt_svg(
+    timeline: Timeline, number: Callable[[float], str] = _plain, headed: bool = True
+) -> str:
     """An SVG: a row for each stage, idle time hatched, beneath it how many entries are in flight, and the axis of time.
 
-    It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures. `number` writes a time with its
-    unit; without one, times are in that of the durations. `headed`: with its `figures` at the top.
+    It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures. `number`
+    writes a time with its unit; without one, times are in that of the durations. `headed`: with its `figures` at the
+    top.
     """
     table = timeline.table
     makespan = timeline.makespan or 1.0
@@ -133,7 +196,10 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
     plot = float(np.clip(makespan / _usual(timeline) * (4 + 6 * letters), 700, 12000))
     scale = plot / makespan
     width = _LEFT + plot + _RIGHT
-    colours = [*((_FILL[kind], word) for kind, word in _words(timeline).items()), ("url(#idle)", "idle")]
+    colours = [
+        *((_FILL[kind], word) for kind, word in _words(timeline).items()),
+        ("url(#idle)", "idle"),
+    ]
     colours += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
     colours += [_SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})]
     colours += [(INK, "critical path")] * (timeline.execution == "asynchronous")
@@ -155,7 +221,9 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
     for stage in range(table.stages):
         y = top + stage * _ROW
         out.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>')
-        out.append(f'<rect x="{_LEFT}" y="{y}" width="{plot:.2f}" height="{_CELL}" fill="url(#idle)"/>')
+        out.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{plot:.2f}" height="{_CELL}" fill="url(#idle)"/>'
+        )
         idle = f"idle {timeline.idle[stage] / makespan:.1%}, peak {timeline.peak_in_flight[stage]}"
         out.append(f'<text x="{_LEFT + plot + 8:.2f}" y="{y + 17}">{idle}</text>')
     out += _cells(timeline, scale, top)
@@ -165,7 +233,9 @@ def gantt_svg(timeline: Timeline, number: Callable[[float], str] = _plain, heade
     return svg(width, height, ["\n".join(["", *out, ""])], head, size=12)
 
 
-def _times(makespan: float, scale: float, top: int, number: Callable[[float], str]) -> Iterator[str]:
+def _times(
+    makespan: float, scale: float, top: int, number: Callable[[float], str]
+) -> Iterator[str]:
     """The axis of time, and its name."""
     for time in ticks(0.0, makespan, parts=max(makespan * scale / 100, 4)):
         if time <= makespan:
@@ -183,15 +253,21 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     chunks = timeline.table.chunks
     yield f'<g text-anchor="middle" font-size="10" stroke="{INK}" stroke-width="0">'
     for i in range(len(timeline.kind)):
-        kind, stage, chunk = int(timeline.kind[i]), int(timeline.stage[i]), int(timeline.chunk[i])
-        start, end = float(timeline.start[i]), float(timeline.end[i])
-        x, y, w = _LEFT + start * scale, top + stage * _ROW, (end - start) * scale
+        kind = int(timeline.kind[i])
+        stage = int(timeline.stage[i])
+        chunk = int(timeline.chunk[i])
+        start = float(timeline.start[i])
+        end = float(timeline.end[i])
+        x = _LEFT + start * scale
+        y = top + stage * _ROW
+        w = (end - start) * scale
         if w <= 0:
             continue
         label = _label(timeline, i)
         place = f"stage {stage}, clock {timeline.clock[i]}: {start:.6g} to {end:.6g}"
         yield (
-            f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" width="{max(w - 0.5, 0.3):.2f}" '
+            f'<g><title>{words[kind]} {label}, {place}</title><rect x="{x + 0.25:.2f}" y="{y}" '
+            f'width="{max(w - 0.5, 0.3):.2f}" '
             f'height="{_CELL}" rx="1.5" fill="{_colour(kind, chunk, chunks)}"/>'
         )
         if label and w >= 3 + 5.6 * len(label):
@@ -201,7 +277,10 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
             left = _LEFT + (end if kind == F else start - hidden) * scale
             yield f'<rect x="{left:.2f}" y="{y + _CELL}" width="{hidden * scale:.2f}" height="3" fill="{RULE}"/>'
         if i in critical:
-            yield f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" fill="{INK}"/>'
+            yield (
+                f'<rect x="{x + 0.25:.2f}" y="{y + _CELL - 3}" width="{max(w - 0.5, 0.3):.2f}" height="3" '
+                f'fill="{INK}"/>'
+            )
         yield "</g>"
     yield "</g>"
 
@@ -209,7 +288,9 @@ def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
 def _transfers(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     """A bar under a stage's row for each collective over data that travels beside it."""
     for kind, chunk, stage, start, end in timeline.transfers:
-        x, y, w = _LEFT + start * scale, top + stage * _ROW + _CELL, (end - start) * scale
+        x = _LEFT + start * scale
+        y = top + stage * _ROW + _CELL
+        w = (end - start) * scale
         colour, words = _SENT[kind]
         yield (
             f"<g><title>{words} {chunk}, stage {stage}: {start:.6g} to {end:.6g}</title>"
@@ -218,8 +299,14 @@ def _transfers(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
 
 
 def _colour(kind: int, chunk: int, chunks: int) -> str:
-    """The colour of a kind of work: of the first chunk mixed with white, of the last and of what is of none (-1) as it is."""
-    return mixed(_FILL[kind], "#ffffff", 0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0)
+    """The colour of a kind of work: of the first chunk mixed with white, of the last and of what is of none (-1) as it
+    is.
+    """
+    return mixed(
+        _FILL[kind],
+        "#ffffff",
+        0.5 * (chunks - 1 - chunk) / (chunks - 1) if chunks > 1 and chunk >= 0 else 0,
+    )
 
 
 def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
@@ -234,15 +321,21 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     stages = timeline.table.stages
     for stage in range(stages):
         times, counts = timeline.in_flight(stage)
-        across, down = _LEFT + times * scale, top + _CURVE * (1 - counts / highest)
-        steps = "".join(f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True))
+        across = _LEFT + times * scale
+        down = top + _CURVE * (1 - counts / highest)
+        steps = "".join(
+            f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)
+        )
         hue = f"hsl({stage_hue(stage, stages):.0f}, 65%, 52%)"
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
         if stages <= 8 or stage in (0, stages - 1):
             y = top + 12 + 14 * stage if stages <= 8 else top + (12 if stage == 0 else 26)
             end = _LEFT + timeline.makespan * scale + 8
-            yield f'<path d="M{end:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 20:.2f}" y="{y}">stage {stage}</text>'
+            yield (
+                f'<path d="M{end:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 20:.2f}" '
+                f'y="{y}">stage {stage}</text>'
+            )
 
 
 def gantt_text(timeline: Timeline, width: int = 120) -> str:
@@ -258,7 +351,8 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
     letters = {F: "F", B: timeline.table.letters[1], W: "W", HEAD: "H", OPTIMIZER: "O"}
     lines = [["."] * round(timeline.makespan * scale) for _ in rows]
     for i in np.argsort(timeline.start, kind="stable").tolist():
-        first, end = round(timeline.start[i] * scale), round(timeline.end[i] * scale)
+        first = round(timeline.start[i] * scale)
+        end = round(timeline.end[i] * scale)
         letter = letters[int(timeline.kind[i])]
         word = letter + _label(timeline, i)
         if len(word) > end - first:
@@ -267,10 +361,16 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
     rows += ["over data "] if timeline.transfers else []
     lines += [["."] * len(lines[0])] if timeline.transfers else []
     for kind, chunk, stage, start, end in timeline.transfers:
-        first, behind = round(start * scale), round(end * scale)
+        first = round(start * scale)
+        behind = round(end * scale)
         if stage == 0:
-            lines[-1][first:behind] = f"{SENT[kind]}{chunk}"[: behind - first].ljust(behind - first, "-")
-    out = [row.ljust(left) + _fit("".join(line), columns) for row, line in zip(rows, lines, strict=True)]
+            lines[-1][first:behind] = f"{SENT[kind]}{chunk}"[: behind - first].ljust(
+                behind - first, "-"
+            )
+    out = [
+        row.ljust(left) + _fit("".join(line), columns)
+        for row, line in zip(rows, lines, strict=True)
+    ]
     out.append("in flight ".ljust(left) + _fit(_sparkline(timeline, len(lines[0])), columns))
     words = [
         *_words(timeline).values(),
@@ -289,7 +389,9 @@ def _sparkline(timeline: Timeline, columns: int) -> str:
     fullest = int(np.argmax(timeline.peak_in_flight))
     times, counts = timeline.in_flight(fullest)
     edges = np.linspace(0, timeline.makespan, columns + 1)
-    first = np.searchsorted(times, edges[:-1], side="right")  # number of events up to where a column begins
+    first = np.searchsorted(
+        times, edges[:-1], side="right"
+    )  # number of events up to where a column begins
     end = np.searchsorted(times, edges[1:], side="left")  # and before it ends
     bars = " ▁▂▃▄▅▆▇█"
     counts = np.append(0, counts)

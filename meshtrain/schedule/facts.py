@@ -1,7 +1,9 @@
-"""What planning needs to know of a schedule: how often each slot is computed, how deep the buffers are, and how long stages idle.
+"""What planning needs to know of a schedule: how often each slot is computed, how deep the buffers are, and how long
+stages idle.
 
-Of any table it is counted; of the named schedules formulas say the same without a table, for searches over thousands of plans, of p
-stages, m microbatches and v chunks a stage. In lockstep the idle time follows from how many clocks have an F, a B and a W.
+Of any table it is counted; of the named schedules formulas say the same without a table, for searches over thousands of
+plans, of p stages, m microbatches and v chunks a stage. In lockstep the idle time follows from how many clocks have an
+F, a B and a W.
 """
 
 import functools
@@ -18,7 +20,10 @@ from meshtrain.schedule.table import Table
 
 
 class ScheduleFacts(NamedTuple):
-    """Counts of one table. The first five are numbers of clocks: those in which all devices compute that, some of them idly."""
+    """Counts of one table.
+
+    The first five are numbers of clocks: those in which all devices compute that, some of them idly.
+    """
 
     forward: int
     head: int
@@ -32,12 +37,21 @@ class ScheduleFacts(NamedTuple):
     covered: int = 0  # clocks with a pair of I and W
 
     def seconds(self, durations: Durations) -> float:
-        """Returns the time of all microbatches in lockstep, with stages of equal length, messages that take no time, and one stage doing `head`."""
+        """Returns the time of all microbatches in lockstep, with stages of equal length, messages that take no time,
+        and one stage doing `head`.
+        """
         weight_grad = 0.0 if self.split else durations.weight_grad
-        backward = self.backward * (durations.input_grad + weight_grad) + self.weight * durations.weight_grad
-        hidden = self.paired * self.together * (durations.forward_hidden + durations.backward_hidden)
+        backward = (
+            self.backward * (durations.input_grad + weight_grad)
+            + self.weight * durations.weight_grad
+        )
+        hidden = (
+            self.paired * self.together * (durations.forward_hidden + durations.backward_hidden)
+        )
         hidden += self.covered * durations.backward_hidden
-        return float(self.forward * durations.forward + self.head * durations.head + backward - hidden)
+        return float(
+            self.forward * durations.forward + self.head * durations.head + backward - hidden
+        )
 
 
 ONE_STAGE = ScheduleFacts(0, 0, 0, 0, 0, Depths(1), split=False)
@@ -49,13 +63,19 @@ def facts(table: Table) -> ScheduleFacts:
     forward, head, backward, weight, *_ = ops.sum(axis=0).tolist()
     together = int((ops[:, 0] & ops[:, 2]).sum())
     exact = depths(table)
-    spare = Depths(*(more - least for more, least in zip(executed(table, ops).depths, exact, strict=True)))
+    spare = Depths(
+        *(more - least for more, least in zip(executed(table, ops).depths, exact, strict=True))
+    )
     covered = int((~ops[:, 0] & ops[:, 2] & ops[:, 3]).sum()) * table.paired
-    return ScheduleFacts(forward, head, backward, weight, together, exact, table.split, spare, table.paired, covered)
+    return ScheduleFacts(
+        forward, head, backward, weight, together, exact, table.split, spare, table.paired, covered
+    )
 
 
 def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> ScheduleFacts:
-    """Returns the facts of the table that `make_table` gives, by formula where there is one: the table need not be made."""
+    """Returns the facts of the table that `make_table` gives, by formula where there is one: the table need not be
+    made.
+    """
     entry = SCHEDULES.get(schedule)
     if entry and entry.formulas:
         return FORMULAS[entry.formulas](stages, microbatches, chunks)
@@ -68,22 +88,34 @@ def _facts_of_table(
 ) -> ScheduleFacts:
     sizes = stages, microbatches, chunks
     # A proof takes 50 times as long as the facts, and a search asks for hundreds: what it proposes is proved.
-    return facts(SCHEDULES[schedule].table(*sizes) if schedule in SCHEDULES else make_table(schedule, *sizes))
+    return facts(
+        SCHEDULES[schedule].table(*sizes) if schedule in SCHEDULES else make_table(schedule, *sizes)
+    )
 
 
 def _all_forward_first(p: int, m: int, v: int) -> ScheduleFacts:
-    waits = max(m, p) - p + 1  # clocks that a microbatch which came around the ring waits for its next chunk
+    waits = (
+        max(m, p) - p + 1
+    )  # clocks that a microbatch which came around the ring waits for its next chunk
     inbox = waits if v > 1 else int(p > 1)
     clocks = v * m + _rounds(p, m, v)
-    return ScheduleFacts(clocks, m, clocks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1))
+    return ScheduleFacts(
+        clocks, m, clocks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1)
+    )
 
 
-def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False, paired: bool = False) -> ScheduleFacts:
+def _one_forward_one_backward(
+    p: int, m: int, v: int, split: bool = False, paired: bool = False
+) -> ScheduleFacts:
     groups = max(1, m // p)
     largest = math.ceil(m / groups)  # group of microbatches, see `generators`
-    waits = max(largest, p) - p + 1  # clocks that a microbatch which came around the ring waits for its next chunk
+    waits = (
+        max(largest, p) - p + 1
+    )  # clocks that a microbatch which came around the ring waits for its next chunk
     f_inbox, b_inbox = (waits, waits) if v > 1 else (int(p > 1), 1)
-    if v > 1 and m % groups:  # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
+    if (
+        v > 1 and m % groups
+    ):  # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
         b_inbox = max(waits, min(v, waits + largest - 1))
     stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1 + paired * (1 + split))
     clocks = v * m + _rounds(p, m, v)
@@ -108,8 +140,11 @@ def _one_forward_one_backward(p: int, m: int, v: int, split: bool = False, paire
 
 
 def _in_v(p: int, m: int, v: int) -> ScheduleFacts:
-    clocks, depths = 2 * m + 2 * (p - 1), Depths(min(2 * m, 2 * p), 1, 1)
-    return ScheduleFacts(clocks, m, clocks, 0, 2 * m - 1, depths, split=False, spare=Depths(int(m < p)))
+    clocks = 2 * m + 2 * (p - 1)
+    depths = Depths(min(2 * m, 2 * p), 1, 1)
+    return ScheduleFacts(
+        clocks, m, clocks, 0, 2 * m - 1, depths, split=False, spare=Depths(int(m < p))
+    )
 
 
 def _rounds(p: int, m: int, v: int) -> int:

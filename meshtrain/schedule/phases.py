@@ -1,13 +1,15 @@
-"""Which clocks are compiled together: a schedule as a few phases (warm-up, steady state, cool-down), each a loop over clocks with the same ops.
+"""Which clocks are compiled together: a schedule as a few phases (warm-up, steady state, cool-down), each a loop over
+clocks with the same ops.
 
     interleaved, 4 stages, 16 microbatches, 2 chunks:      F is forward, H the loss head, B backward
 
     F F F F F F F   HB HB HB HB  . . . .  HB HB HB HB ... HB HB HB HB   B B B B B B B
     7 x F           3 x ( 4 x FHB        4 x FB )         4 x FHB       7 x B
 
-The head stands beside the slots because with chunks most clocks have none, and it may cost as much as several layers. So do the
-embedding and its gradient, which all stages may share: the embedding of a microbatch is looked up one F before it enters, and its
-gradient is computed one B after the microbatch left virtual stage 0 (of pairs, whose last B come a clock later, in that clock). So they fall into the clocks that have a head.
+The head stands beside the slots because with chunks most clocks have none, and it may cost as much as several layers.
+So do the embedding and its gradient, which all stages may share: the embedding of a microbatch is looked up one F
+before it enters, and its gradient is computed one B after the microbatch left virtual stage 0 (of pairs, whose last B
+come a clock later, in that clock). So they fall into the clocks that have a head.
 """
 
 import itertools
@@ -22,7 +24,9 @@ Run = tuple[int, "Ops"]  # a number of clocks, and the ops in each of them
 
 
 class Ops(NamedTuple):
-    """Whether any stage does F, the loss head, B, W; whether the next F's embedding is looked up, and the last B's gradient given to it."""
+    """Whether any stage does F, the loss head, B, W; whether the next F's embedding is looked up, and the last B's
+    gradient given to it.
+    """
 
     forward: bool
     head: bool
@@ -46,18 +50,22 @@ class Phase:
 
 
 def phases(table: Table, limit: int = 13) -> list[Phase]:
-    """Returns the table's clocks in order, in phases with `limit` bodies at most, so that code size does not grow with the number of
-    microbatches. A table too irregular for that does some ops idly: first embeddings, in all clocks that are alike but for them; then
-    neighbours are joined, those first that waste least. What is sent over data cuts phases, and may have four bodies more.
+    """Returns the table's clocks in order, in phases with `limit` bodies at most, so that code size does not grow with
+    the number of microbatches. A table too irregular for that does some ops idly: first embeddings, in all clocks that
+    are alike but for them; then neighbours are joined, those first that waste least. What is sent over data cuts
+    phases, and may have four bodies more.
     """
-    ops, limit = table_ops(table), limit + 4 * table.has_sends
+    ops = table_ops(table)
+    limit = limit + 4 * table.has_sends
     bounds = list(itertools.pairwise([*boundaries(table), table.clocks]))
 
     def folded(ops: np.ndarray) -> list[Phase]:
         return [phase for first, end in bounds for phase in _fold(_runs(ops[first:end]), first)]
 
     def bodies(phases: list[Phase]) -> int:
-        return sum(len(phase.body) for section in sections(table, phases) for phase in section.phases)
+        return sum(
+            len(phase.body) for section in sections(table, phases) for phase in section.phases
+        )
 
     for first, end in bounds:
         # What travels should find a loop to travel beside, of all the clocks.
@@ -81,7 +89,8 @@ def _embed_alike(ops: np.ndarray) -> None:
 
 def boundaries(table: Table) -> list[int]:
     """Returns the clocks before which something over data begins, or has to be there, and clock 0."""
-    chunk, begin = table.chunk_of(np.arange(table.virtual_stages)), table.sends
+    chunk = table.chunk_of(np.arange(table.virtual_stages))
+    begin = table.sends
     needed = [int(table.when()[F, chunk == c].min()) for c in np.flatnonzero(begin[G] >= 0)]
     return sorted({0, *begin[begin >= 0].tolist(), *needed})
 
@@ -90,14 +99,18 @@ class ClockSection(NamedTuple):
     """Clocks beside which collectives over data travel, `repeats` times as many clocks with the same ops."""
 
     phases: list[Phase]  # of the first time
-    gathers: tuple[int, ...]  # the chunk whose weights are gathered meanwhile, each time; empty: none
+    gathers: tuple[
+        int, ...
+    ]  # the chunk whose weights are gathered meanwhile, each time; empty: none
     reduces: tuple[int, ...]  # likewise whose gradient is reduced
     repeats: int
     clocks: int  # of each time
 
 
 def sections(table: Table, phases: list[Phase]) -> list[ClockSection]:
-    """Returns the `phases` of a table in sections that begin at its boundaries; neighbours that are alike become one."""
+    """Returns the `phases` of a table in sections that begin at its boundaries; neighbours that are alike become
+    one.
+    """
     found: list[ClockSection] = []
     for first, end in itertools.pairwise([*boundaries(table), table.clocks]):
         inside = [phase for phase in phases if first <= phase.first < end]
@@ -106,7 +119,9 @@ def sections(table: Table, phases: list[Phase]) -> list[ClockSection]:
         if found and _alike(found[-1], section):
             last = found.pop()
             section = last._replace(
-                gathers=last.gathers + section.gathers, reduces=last.reduces + section.reduces, repeats=last.repeats + 1
+                gathers=last.gathers + section.gathers,
+                reduces=last.reduces + section.reduces,
+                repeats=last.repeats + 1,
             )
         found.append(section)
     return found
@@ -124,7 +139,11 @@ def forward_only_phases(phases: list[Phase]) -> list[Phase]:
     """Returns the same clocks with their forwards, heads and embeddings alone; without the phases that have none."""
     forward = [
         replace(
-            phase, body=tuple((n, ops._replace(backward=False, weight=False, leave=False)) for n, ops in phase.body)
+            phase,
+            body=tuple(
+                (n, ops._replace(backward=False, weight=False, leave=False))
+                for n, ops in phase.body
+            ),
         )
         for phase in phases
     ]
@@ -133,13 +152,18 @@ def forward_only_phases(phases: list[Phase]) -> list[Phase]:
 
 def ops_per_clock(phases: list[Phase]) -> np.ndarray:
     """Returns bool [clocks, 6]: what the compiled program does in each clock, idly or not, as `Ops` has it."""
-    turns = [(phase.repeats, [ops for clocks, ops in phase.body for _ in range(clocks)]) for phase in phases]
+    turns = [
+        (phase.repeats, [ops for clocks, ops in phase.body for _ in range(clocks)])
+        for phase in phases
+    ]
     return np.array([ops for repeats, turn in turns for ops in turn * repeats])
 
 
 def idle_fractions(table: Table) -> dict[str, float]:
-    """Returns the share that the table leaves idle of the slots that a program without conditionals computes: of forward, backward (with
-    the weights' gradients where the table splits them) and the loss head, which all stages share."""
+    """Returns the share that the table leaves idle of the slots that a program without conditionals computes: of
+    forward, backward (with the weights' gradients where the table splits them) and the loss head, which all stages
+    share.
+    """
     computed = ops_per_clock(phases(table)).sum(axis=0)
     used = table.microbatches * table.chunks
     return {
@@ -167,8 +191,9 @@ def table_ops(table: Table) -> np.ndarray:
 
 
 def one_earlier(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray:
-    """Returns `array` [all clocks, ..] with what is done in each of `clocks` moved to the one before it among them, and `nothing` elsewhere:
-    so a message has a whole slot to travel in."""
+    """Returns `array` [all clocks, ..] with what is done in each of `clocks` moved to the one before it among them, and
+    `nothing` elsewhere: so a message has a whole slot to travel in.
+    """
     moved = np.full_like(array, nothing)
     moved[clocks[:-1]] = array[clocks[1:]]
     return moved
@@ -183,7 +208,9 @@ def one_later(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray
 
 def _runs(ops: np.ndarray) -> list[Run]:
     """Returns runs of equal rows of `ops`, bool [clocks, 6]."""
-    return [(len(list(same)), row) for row, same in itertools.groupby(Ops(*row) for row in ops.tolist())]
+    return [
+        (len(list(same)), row) for row, same in itertools.groupby(Ops(*row) for row in ops.tolist())
+    ]
 
 
 def _fold(runs: list[Run], clock: int) -> list[Phase]:
@@ -195,7 +222,8 @@ def _fold(runs: list[Run], clock: int) -> list[Phase]:
             n += 1
         return n
 
-    folded, i = [], 0
+    folded = []
+    i = 0
     while i < len(runs):
         folds = [(repetitions(length), length) for length in range(1, 5)]
         repeats, length = max(folds, key=lambda fold: ((fold[0] - 1) * fold[1], -fold[1]))
@@ -207,12 +235,17 @@ def _fold(runs: list[Run], clock: int) -> list[Phase]:
 
 
 def _join(runs: list[Run], weights: tuple[int, ...], limit: int) -> list[Run]:
-    """Joins neighbours, which then do the union of their ops, until there are `limit`; `weights` is the relative cost of each op in a clock."""
+    """Joins neighbours, which then do the union of their ops, until there are `limit`; `weights` is the relative cost
+    of each op in a clock.
+    """
 
     def waste(i: int) -> int:
         (left_clocks, left), (right_clocks, right) = runs[i : i + 2]
         kinds = zip(weights, left, right, strict=True)
-        return sum(weight * (left_clocks * (y and not x) + right_clocks * (x and not y)) for weight, x, y in kinds)
+        return sum(
+            weight * (left_clocks * (y and not x) + right_clocks * (x and not y))
+            for weight, x, y in kinds
+        )
 
     wastes = [waste(i) for i in range(len(runs) - 1)]
     while wastes and (len(runs) > limit or min(wastes) == 0):
@@ -220,5 +253,7 @@ def _join(runs: list[Run], weights: tuple[int, ...], limit: int) -> list[Run]:
         (left_clocks, left), (right_clocks, right) = runs[i : i + 2]
         union = Ops(*(x or y for x, y in zip(left, right, strict=True)))
         runs[i : i + 2] = [(left_clocks + right_clocks, union)]
-        wastes[max(i - 1, 0) : i + 2] = [waste(j) for j in range(max(i - 1, 0), min(i + 1, len(runs) - 1))]
+        wastes[max(i - 1, 0) : i + 2] = [
+            waste(j) for j in range(max(i - 1, 0), min(i + 1, len(runs) - 1))
+        ]
     return runs

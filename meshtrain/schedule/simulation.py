@@ -8,10 +8,12 @@ Two models of execution:
                   `phases`), on the stage where it takes longest. What this framework's executor does on accelerators.
 
 Messages travel while stages work on. In lockstep a message leaves when its slot ends, and the next clock's slot of the
-same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F. A pair ends before both
+same kind waits for it: so an activation has the time of H, B and W to travel, a cotangent that of W and the next F. A
+pair ends before both
 leave, and the next one waits for both: they have the time of H and W.
 
-G and R travel on a lane of their own, one after the other; the stage goes on until the next of them begins, or its first F needs a G.
+G and R travel on a lane of their own, one after the other; the stage goes on until the next of them begins, or its
+first F needs a G.
 """
 
 import itertools
@@ -26,7 +28,9 @@ from meshtrain.schedule.phases import boundaries, ops_per_clock, phases
 from meshtrain.schedule.table import B, F, Table, W, check_is_table
 from meshtrain.shown import Shown
 
-HEAD, OPTIMIZER = 3, 4  # kinds of span, besides F, B and W
+# kinds of span, besides F, B and W
+HEAD = 3
+OPTIMIZER = 4
 EXECUTIONS = ("asynchronous", "lockstep")
 _IN_CLOCK = {
     False: np.array([0, 2, 3, 1]),
@@ -61,7 +65,8 @@ class Durations:
     def work(self, table: Table) -> np.ndarray:
         """float [3, virtual stages]: duration of F, B and W as the table's slots have them."""
         forward, input_grad, weight_grad = (
-            _per_virtual_stage(table, name, getattr(self, name)) for name in ("forward", "input_grad", "weight_grad")
+            _per_virtual_stage(table, name, getattr(self, name))
+            for name in ("forward", "input_grad", "weight_grad")
         )
         if table.split:
             return np.stack([forward, input_grad, weight_grad])
@@ -115,7 +120,9 @@ class Timeline(Shown):
     start: np.ndarray
     end: np.ndarray
     cause: np.ndarray
-    hidden: np.ndarray  # how long messages of the span travel while the other half of its pair works
+    hidden: (
+        np.ndarray
+    )  # how long messages of the span travel while the other half of its pair works
     transfers: tuple[SentSpan, ...] = ()
 
     @cached_property
@@ -158,7 +165,9 @@ class Timeline(Shown):
     def critical_path(self) -> list[int]:
         """Spans, first to last, each of which began when the one before allowed it: what to shorten to gain time."""
         optimizers = len(self.kind) - self.table.stages
-        path = [optimizers + int(self.stage[self.cause[optimizers]])]  # on the stage that was done last
+        path = [
+            optimizers + int(self.stage[self.cause[optimizers]])
+        ]  # on the stage that was done last
         while self.cause[path[-1]] >= 0:
             path.append(int(self.cause[path[-1]]))
         return path[::-1]
@@ -167,14 +176,17 @@ class Timeline(Shown):
 def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockstep") -> Timeline:
     """Runs a legal table by `execution` ('lockstep' or 'asynchronous').
 
-    Raises IllegalTable for what is no table, ValueError for another model of execution, and for durations that are arrays of another length than the virtual stages.
+    Raises IllegalTable for what is no table, ValueError for another model of execution, and for durations that are
+    arrays of another length than the virtual stages.
     """
     check_is_table(table, "simulate")
     if execution not in EXECUTIONS:
         raise ValueError(f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}")
     spans = _spans(table, durations, execution)
     lanes = _Lanes(table, durations, table.stages if execution == "asynchronous" else 1)
-    start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(table, durations, spans, lanes)
+    start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(
+        table, durations, spans, lanes
+    )
     end = start + spans.work
     last = int(np.argmax(end))
     all_done = max(end[last], *lanes.free)
@@ -200,19 +212,27 @@ class _Lanes:
     """What travels over data: a lane for each stage that runs on its own, or one where all go in lockstep."""
 
     def __init__(self, table: Table, durations: Durations, lanes: int) -> None:
-        self.sends, self.seconds = table.sends, (durations.gather, durations.reduce)
-        self.bounds, self.next = boundaries(table), [0] * lanes
-        self.free, self.transfers = [0.0] * lanes, list[SentSpan]()
-        self.beside = [[lane] for lane in range(lanes)] if lanes > 1 else [list(range(table.stages))]
+        self.sends = table.sends
+        self.seconds = (durations.gather, durations.reduce)
+        self.bounds = boundaries(table)
+        self.next = [0] * lanes
+        self.free = [0.0] * lanes
+        self.transfers = list[SentSpan]()
+        self.beside = (
+            [[lane] for lane in range(lanes)] if lanes > 1 else [list(range(table.stages))]
+        )
 
     def at(self, lane: int, clock: int, now: float) -> float:
         """Begins what begins up to a clock that a stage would go on with `now`; returns when it does."""
         while self.next[lane] < len(self.bounds) and self.bounds[self.next[lane]] <= clock:
             now = self.free[lane] = max(now, self.free[lane])
             for kind, chunk in np.argwhere(self.sends == self.bounds[self.next[lane]]).tolist():
-                start, self.free[lane] = self.free[lane], self.free[lane] + self.seconds[kind]
+                start = self.free[lane]
+                self.free[lane] = self.free[lane] + self.seconds[kind]
                 if self.seconds[kind]:
-                    self.transfers += [SentSpan(kind, chunk, s, start, self.free[lane]) for s in self.beside[lane]]
+                    self.transfers += [
+                        SentSpan(kind, chunk, s, start, self.free[lane]) for s in self.beside[lane]
+                    ]
             self.next[lane] += 1
         return now
 
@@ -255,10 +275,17 @@ def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
         work = np.append(work, np.full(heads, durations.head / len(on)))
         hidden = np.append(hidden, np.zeros(heads))
     order = np.lexsort((stage, _IN_CLOCK[table.paired][kind], clock))
-    return _Spans(*(column[order] for column in (kind, stage, microbatch, chunk, clock, virtual, work, hidden)))
+    return _Spans(
+        *(
+            column[order]
+            for column in (kind, stage, microbatch, chunk, clock, virtual, work, hidden)
+        )
+    )
 
 
-def _asynchronous(table: Table, durations: Durations, spans: _Spans, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
+def _asynchronous(
+    table: Table, durations: Durations, spans: _Spans, lanes: _Lanes
+) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when every stage goes on as soon as it can."""
     last = table.virtual_stages - 1
     # Each value that a span can wait for has a number: the inputs of F and of B, and of the loss head, by virtual stage
@@ -267,38 +294,54 @@ def _asynchronous(table: Table, durations: Durations, spans: _Spans, lanes: _Lan
     place = spans.virtual * table.microbatches + spans.microbatch
     nothing = 4 * values
     wants = np.where(spans.kind == W, nothing + 1, spans.kind * values + place)
-    is_f, is_b, is_head = spans.kind == F, spans.kind == B, spans.kind == HEAD
+    is_f = spans.kind == F
+    is_b = spans.kind == B
+    is_head = spans.kind == HEAD
     turn = HEAD if durations.head else B  # who waits for the last virtual stage's output
     gives = np.full(len(place), nothing)
-    gives[is_f] = np.where(spans.virtual == last, turn * values + place, F * values + place + table.microbatches)[is_f]
-    gives[is_b] = np.where(spans.virtual == 0, nothing, B * values + place - table.microbatches)[is_b]
+    gives[is_f] = np.where(
+        spans.virtual == last, turn * values + place, F * values + place + table.microbatches
+    )[is_f]
+    gives[is_b] = np.where(spans.virtual == 0, nothing, B * values + place - table.microbatches)[
+        is_b
+    ]
     gives[is_head] = (B * values + place)[is_head]
 
     onward = spans.virtual + np.where(is_f, 1, np.where(is_b, -1, 0))
     hop = np.where(table.stage_of(np.clip(onward, 0, last)) != spans.stage, durations.message, 0.0)
-    if durations.head and durations.head_spread and table.stages > 1:  # all stages get the output, and send a part back
+    if (
+        durations.head and durations.head_spread and table.stages > 1
+    ):  # all stages get the output, and send a part back
         hop[is_head | (is_f & (spans.virtual == last))] = durations.message
 
     ready = [0.0] * (nothing + 2)
     giver = [-1] * (nothing + 2)
     free = [0.0] * table.stages
     before = [-1] * table.stages
-    starts, causes = [], []
+    starts = []
+    causes = []
     columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
-    for i, (s, clock, work, wanted, value, travel) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        start, cause = lanes.at(s, clock, free[s]), before[s]
+    for i, (s, clock, work, wanted, value, travel) in enumerate(
+        zip(*(c.tolist() for c in columns), strict=True)
+    ):
+        start = lanes.at(s, clock, free[s])
+        cause = before[s]
         if ready[wanted] > start:
-            start, cause = ready[wanted], giver[wanted]
+            start = ready[wanted]
+            cause = giver[wanted]
         starts.append(start)
         causes.append(cause)
         free[s] = end = start + work
         before[s] = i
         if end + travel > ready[value]:
-            ready[value], giver[value] = end + travel, i
+            ready[value] = end + travel
+            giver[value] = i
     return np.array(starts), np.array(causes)
 
 
-def _lockstep(table: Table, durations: Durations, spans: _Spans, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
+def _lockstep(
+    table: Table, durations: Durations, spans: _Spans, lanes: _Lanes
+) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when all stages run one program."""
     alone = durations.work(table)
     in_pair = (alone - durations.hidden(table)).max(axis=1).tolist()
@@ -307,7 +350,9 @@ def _lockstep(table: Table, durations: Durations, spans: _Spans, lanes: _Lanes) 
     message = durations.message if table.stages > 1 else 0.0
     begin = np.zeros((table.clocks, 4))  # when F, B, W, HEAD begin in each clock
     now = f_arrives = b_arrives = 0.0
-    for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(ops_per_clock(phases(table)).tolist()):
+    for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(
+        ops_per_clock(phases(table)).tolist()
+    ):
         now = lanes.at(0, clock, now)
         pair = table.paired and does_b and (does_f or does_w)
         f, b, w = in_pair if pair else alone

@@ -1,7 +1,8 @@
 """A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which clock.
 
-A clock, one step of the schedule, has three slots, and every stage runs them in this order: F (forward), B (backward), W (weight gradient).
-What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on. Of a table of pairs, F and B run at once.
+A clock, one step of the schedule, has three slots, and every stage runs them in this order: F (forward), B (backward),
+W (weight gradient). What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on. Of a table
+of pairs, F and B run at once.
 
         clock  0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
     stage 0    F0   F1               B0    B1
@@ -18,9 +19,10 @@ k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
     loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
     v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
 
-What is sent over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces its gradient. Either
-begins with its clock and travels beside what the stages do from there on, on a lane of its own: until the next one begins or, of a G, until
-the chunk's first F. A chunk without a G is gathered before all clocks, one without an R is reduced after them.
+What is sent over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces
+its gradient. Either begins with its clock and travels beside what the stages do from there on, on a lane of its own:
+until the next one begins or, of a G, until the chunk's first F. A chunk without a G is gathered before all clocks, one
+without an R is reduced after them.
 
         clock  0        1     2     3          4          5     6        7         interleaved, 2 stages, 2 microbatches, 2 chunks
     stage 0    F0.0 G1  F1.0  F0.1  F1.1       B0.1       B1.1  B0.0 R1  B1.0
@@ -41,10 +43,15 @@ from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.files import read_text
 from meshtrain.shown import Shown
 
-F, B, W = 0, 1, 2
+F = 0
+B = 1
+W = 2
 PLACEMENTS = ("loop", "v")
 _LETTERS = {False: "FB", True: "FIW"}  # of a table that is split or not
-G, R, SENT = 0, 1, "GR"  # collectives over data, and their letters: a chunk's weights gathered, its gradient reduced
+# collectives over data, and their letters: a chunk's weights gathered, its gradient reduced
+G = 0
+R = 1
+SENT = "GR"
 MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
 
 
@@ -64,7 +71,8 @@ class Op(NamedTuple):
 class Table(Shown):
     """A schedule. `cells[clock, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle.
 
-    `sends[G or R, chunk]` is the clock with which that collective of a chunk begins, -1 where it has no cell; None: none has one.
+    `sends[G or R, chunk]` is the clock with which that collective of a chunk begins, -1 where it has no cell; None:
+    none has one.
     """
 
     name: str
@@ -74,7 +82,9 @@ class Table(Shown):
     split: bool
     placement: str
     cells: np.ndarray
-    paired: bool = False  # whether F and B of a clock run at once, and I and W where no stage has an F
+    paired: bool = (
+        False  # whether F and B of a clock run at once, and I and W where no stage has an F
+    )
     sends: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -82,7 +92,9 @@ class Table(Shown):
             raise IllegalTable(f"a schedule's name must be one word, and '{self.name}' is not")
         for key in ("stages", "microbatches", "chunks"):
             if getattr(self, key) < 1:
-                raise IllegalTable(f"schedule {self.name}: {key} is {getattr(self, key)}, and must be at least 1")
+                raise IllegalTable(
+                    f"schedule {self.name}: {key} is {getattr(self, key)}, and must be at least 1"
+                )
         if self.placement not in PLACEMENTS:
             raise IllegalTable(
                 f"schedule {self.name}: placement is '{self.placement}', and must be one of {', '.join(PLACEMENTS)}"
@@ -108,7 +120,15 @@ class Table(Shown):
 
     def _key(self) -> tuple:
         sizes = self.stages, self.microbatches, self.chunks
-        return self.name, *sizes, self.split, self.placement, self.paired, self.cells.tobytes(), self.sends.tobytes()
+        return (
+            self.name,
+            *sizes,
+            self.split,
+            self.placement,
+            self.paired,
+            self.cells.tobytes(),
+            self.sends.tobytes(),
+        )
 
     @property
     def clocks(self) -> int:
@@ -171,16 +191,33 @@ class Table(Shown):
 
     @staticmethod
     def at(
-        when: np.ndarray, *, name: str, stages: int, chunks: int = 1, split: bool = False, placement: str = "loop", paired: bool = False
-    ) -> "Table":  # fmt: skip
+        when: np.ndarray,
+        *,
+        name: str,
+        stages: int,
+        chunks: int = 1,
+        split: bool = False,
+        placement: str = "loop",
+        paired: bool = False,
+    ) -> "Table":
         """The table that does each op at the clock given by `when`: the inverse of `Table.when`.
 
         Raises IllegalTable where two ops would share a slot.
         """
         clocks = int(when.max()) + 1
-        empty = Table(name, stages, when.shape[2], chunks, split, placement, np.full((clocks, stages, 3, 2), -1))
+        empty = Table(
+            name,
+            stages,
+            when.shape[2],
+            chunks,
+            split,
+            placement,
+            np.full((clocks, stages, 3, 2), -1),
+        )
         slot, virtual, microbatch = np.nonzero(when >= 0)
-        clock, stage, chunk = when[slot, virtual, microbatch], empty.stage_of(virtual), empty.chunk_of(virtual)
+        clock = when[slot, virtual, microbatch]
+        stage = empty.stage_of(virtual)
+        chunk = empty.chunk_of(virtual)
         place = np.ravel_multi_index((clock, stage, slot), (clocks, stages, 3))
         if np.bincount(place).max() > 1:
             raise IllegalTable(f"schedule {name}: two ops share one slot of one clock and stage")
@@ -193,7 +230,9 @@ class Table(Shown):
         return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
 
     def cell_text(self, clock: int, stage: int) -> str:
-        """What a stage does in a clock, as it is written in CSV: 'F3 B1', a pair 'F3+B1', with chunks 'F3.1 I2.0 W1.0', '' when idle."""
+        """What a stage does in a clock, as it is written in CSV: 'F3 B1', a pair 'F3+B1', with chunks 'F3.1 I2.0 W1.0',
+        '' when idle.
+        """
         words = []
         for slot, letter in enumerate(self.letters):
             microbatch, chunk = self.cells[clock, stage, slot]
@@ -216,27 +255,35 @@ class Table(Shown):
             B0,F1 B1
             B1,
 
-        The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no), `placement` (loop) and
-        `schedule`, its name, may be left out. A cell is empty where the stage is idle in that clock; else it has one op of each kind at
-        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all cells of a row alike,
-        at most one G and one R, each with its chunk. What is sent in a clock can be read from the next on; the last virtual stage may do B in
-        the clock of its F. In a table of pairs, which run both at once, F and B of a cell are joined, as in F1+B0, and I and W in a clock without
-        any F; neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark
-        that a spreadsheet leaves.
+        The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no),
+        `placement` (loop) and `schedule`, its name, may be left out. A cell is empty where the stage is idle in that
+        clock; else it has one op of each kind at
+        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all
+        cells of a row alike, at most one G and one R, each with its chunk. What is sent in a clock can be read from the
+        next on; the last virtual stage may do B in the clock of its F. In a table of pairs, which run both at once, F
+        and B of a cell are joined, as in F1+B0, and I and W in a clock without any F; neither may be in the clock of
+        what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark that a
+        spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
         lines.append(",".join(f"stage {s}" for s in range(self.stages)))
-        lines += [",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.clocks)]
+        lines += [
+            ",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.clocks)
+        ]
         return "\n".join(lines) + "\n"
 
 
 def check_is_table(given: object, taker: str) -> None:
-    """Raises IllegalTable where `taker`, a function's name, was given something else than a table; says how that becomes one."""
+    """Raises IllegalTable where `taker`, a function's name, was given something else than a table; says how that
+    becomes one.
+    """
     if isinstance(given, Table):
         return
     if name := _file_named(given):
-        raise IllegalTable(f"{taker} takes a table, not the name of its file; write mt.schedule.read_csv({name})")
+        raise IllegalTable(
+            f"{taker} takes a table, not the name of its file; write mt.schedule.read_csv({name})"
+        )
     raise IllegalTable(
         f"{taker} takes a table, not {short(repr(given))}; mt.schedule.make_table, read_csv and parse_csv give one"
     )
@@ -245,12 +292,15 @@ def check_is_table(given: object, taker: str) -> None:
 def _file_named(given: object) -> str:
     """Returns a path, or a text that ends as the name of a table's file, as Python writes it; nothing for all else."""
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
-    named = text is not given or (isinstance(text, str) and text.endswith(".csv") and not text.startswith("#"))
+    named = text is not given or (
+        isinstance(text, str) and text.endswith(".csv") and not text.startswith("#")
+    )
     return short(repr(text)) if named else ""
 
 
 _WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
-# A key of the title; its value is all that stands before the next key, less the spaces, commas and semicolons between them.
+# A key of the title; its value is all that stands before the next key, less the spaces, commas and semicolons between
+# them.
 _KEY = re.compile(r"(?<![^\s,;])([^\s,;=]+)\s*=")
 _NUMBER = re.compile("[0-9]{1,9}")
 _TITLE = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
@@ -259,21 +309,30 @@ _MAX_BYTES = 32 * MAX_ENTRIES
 
 
 def read_csv(path: str | Path) -> Table:
-    """Reads what `Table.to_csv` wrote or a person edited. Raises IllegalTable naming file, row, column and what is legal."""
+    """Reads what `Table.to_csv` wrote or a person edited.
+
+    Raises IllegalTable naming file, row, column and what is legal.
+    """
     takes = "parallel.schedule takes a CSV file"
     path = os.path.expanduser(path)
-    return parse_csv(read_text(path, "schedule's table", takes, (".csv",), _MAX_BYTES), source=short(path))
+    return parse_csv(
+        read_text(path, "schedule's table", takes, (".csv",), _MAX_BYTES), source=short(path)
+    )
 
 
 def parse_csv(text: str, source: str = "csv") -> Table:
-    """Like `read_csv`, from a string; `source` stands for the file in messages. Rows are counted from 1, as editors do."""
+    """Like `read_csv`, from a string; `source` stands for the file in messages.
+
+    Rows are counted from 1, as editors do.
+    """
     if name := _file_named(text):
         raise IllegalTable(
             f"parse_csv takes a table's text, not the name of its file; write mt.schedule.read_csv({name})"
         )
     lines = text.rstrip().splitlines()
     title = _read_title(lines[0].strip('", ') if lines else "", source)
-    stages, reader = title["stages"], csv.reader(lines)
+    stages = title["stages"]
+    reader = csv.reader(lines)
     try:
         _check_names([next(reader, []) for _ in range(2)][1], title, source)
         _check_rows(len(lines) - 2, title, source)
@@ -281,12 +340,15 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     except csv.Error as error:
         raise IllegalTable(f"{source} is not CSV: {error}") from None
     table = Table(cells=np.full((len(rows), stages, 3, 2), -1), **title)
-    cells, sends, paired = table.cells.copy(), table.sends.copy(), any("+" in cell for row in rows for cell in row)
+    cells = table.cells.copy()
+    sends = table.sends.copy()
+    paired = any("+" in cell for row in rows for cell in row)
     for clock, row in enumerate(rows):
         sent: list[dict[int, int]] = []
         if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
-                f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
+                f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where "
+                "idle"
             )
         for stage, cell in enumerate(row):
             try:
@@ -294,7 +356,9 @@ def parse_csv(text: str, source: str = "csv") -> Table:
                 sent.append(chunks)
                 _check_sent(cell, sent, sends)
             except IllegalTable as error:
-                raise IllegalTable(f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}") from None
+                raise IllegalTable(
+                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}"
+                ) from None
         for kind, chunk in sent[0].items() if sent else ():
             sends[kind, chunk] = clock
     table = Table(cells=cells, paired=paired, sends=sends, **title)
@@ -309,43 +373,60 @@ def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
             as_pair = table.cell_text(clock, stage)
             if re.sub(r"\s*\+\s*", "+", " ".join(cell.split())) != as_pair:
                 raise IllegalTable(
-                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): '{short(cell)}' must be '{as_pair}' in a table with pairs"
+                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): '{short(cell)}' must be "
+                    f"'{as_pair}' in a table with pairs"
                 )
 
 
 def _check_sent(cell: str, sent: list[dict[int, int]], sends: np.ndarray) -> None:
     """Checks the G and R of a cell beside those of the stages before it, `sent`, and of the clocks before, `sends`."""
     if sent[-1] != sent[0]:
-        raise IllegalTable(f"'{short(cell)}' must have the same G and R as the row's other stages: all send together")
+        raise IllegalTable(
+            f"'{short(cell)}' must have the same G and R as the row's other stages: all send together"
+        )
     for kind, chunk in sent[-1].items():
         if sends[kind, chunk] >= 0:
-            raise IllegalTable(f"'{SENT[kind]}{chunk}' stands in row {sends[kind, chunk] + 3} already")
+            raise IllegalTable(
+                f"'{SENT[kind]}{chunk}' stands in row {sends[kind, chunk] + 3} already"
+            )
 
 
 def _check_names(names: list[str], title: dict, source: str) -> None:
-    """Checks the row above clock 0. Where it was left out, clock 0 would be taken for it, and its ops be missed much later."""
-    stages, letters = title["stages"], _LETTERS[title["split"]] + SENT
+    """Checks the row above clock 0.
+
+    Where it was left out, clock 0 would be taken for it, and its ops be missed much later.
+    """
+    stages = title["stages"]
+    letters = _LETTERS[title["split"]] + SENT
     matches = [_WORD.fullmatch(word) for name in names for word in name.split()]
     if matches and all(match and match[1] in letters for match in matches):
-        example = ",".join(f"stage {stage}" for stage in range(min(stages, 4))) + (",..." if stages > 4 else "")
+        example = ",".join(f"stage {stage}" for stage in range(min(stages, 4))) + (
+            ",..." if stages > 4 else ""
+        )
         raise IllegalTable(
             f"{source}, row 2: must be the stages' names, as in '{example}', and '{short(','.join(names))}' holds ops"
         )
     if len(names) != stages:
-        raise IllegalTable(f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}")
+        raise IllegalTable(
+            f"{source}, row 2: there must be {stages} comma-separated stage names, for stages={stages}"
+        )
 
 
 def _check_rows(clocks: int, title: dict, source: str) -> None:
     """A stage has one forward a clock; and in more clocks than there are ops, some have none."""
     least = title["microbatches"] * title["chunks"]
-    most = min(least * title["stages"] * (3 if title["split"] else 2), MAX_ENTRIES // title["stages"])
+    most = min(
+        least * title["stages"] * (3 if title["split"] else 2), MAX_ENTRIES // title["stages"]
+    )
     if least > most:
         raise IllegalTable(
-            f"{source}, row 1: so many microbatches, chunks and stages make more than the {MAX_ENTRIES} cells that a table can have"
+            f"{source}, row 1: so many microbatches, chunks and stages make more than the {MAX_ENTRIES} cells that a "
+            "table can have"
         )
     if not least <= clocks <= most:
         raise IllegalTable(
-            f"{source}: {clocks} rows after the first two, one a clock; for these microbatches, chunks and stages legal are "
+            f"{source}: {clocks} rows after the first two, one a clock; for these microbatches, chunks and stages "
+            "legal are "
             f"{least} to {most}"
         )
 
@@ -359,7 +440,8 @@ def _read_title(line: str, source: str) -> dict:
     line = line.lstrip("#")
     keys = list(_KEY.finditer(line))
     for match, end in zip(keys, [*(after.start() for after in keys[1:]), len(line)], strict=True):
-        key, value = match[1], line[match.end() : end].strip(",; \t")
+        key = match[1]
+        value = line[match.end() : end].strip(",; \t")
         if key not in _TITLE:
             ending = nearest(key, _TITLE) or f"; legal are {', '.join(_TITLE)}"
             raise IllegalTable(f"{source}, row 1: there is no {short(key)}{ending}")
@@ -368,7 +450,9 @@ def _read_title(line: str, source: str) -> dict:
         words[key] = value
     for key in ("stages", "microbatches"):
         if key not in words:
-            raise IllegalTable(f"{source}, row 1: does not say {key}; it must be as in '{_TITLE_EXAMPLE}'")
+            raise IllegalTable(
+                f"{source}, row 1: does not say {key}; it must be as in '{_TITLE_EXAMPLE}'"
+            )
     title: dict = {
         "name": short("_".join((words.get("schedule") or Path(source).stem).split())),
         "placement": words.get("placement", "loop"),
@@ -377,7 +461,8 @@ def _read_title(line: str, source: str) -> dict:
         value = words.get(key, "1")
         if not _NUMBER.fullmatch(value) or int(value) < 1:
             raise IllegalTable(
-                f"{source}, row 1: {key} is '{short(value)}', and must be a whole number, at least 1 and below a billion"
+                f"{source}, row 1: {key} is '{short(value)}', and must be a whole number, at least 1 and below a "
+                "billion"
             )
         title[key] = int(value)
     split = words.get("split", "no")
@@ -391,27 +476,38 @@ def _read_title(line: str, source: str) -> dict:
 
 
 def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
-    cell, sent = np.full((3, 2), -1, np.int32), {}
-    done, letters = -1, table.letters + SENT
+    cell = np.full((3, 2), -1, np.int32)
+    sent = {}
+    done = -1
+    letters = table.letters + SENT
     for word in text.replace("+", " ").split():
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in letters:
             example = "F3" if table.chunks == 1 else "F3.1"
             raise IllegalTable(
-                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}', "
+                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as "
+                f"'{example}', "
                 f"or {' or '.join(SENT)} and a chunk"
             )
-        slot, microbatch, chunk = letters.index(match[1]), int(match[2]), int(match[3] or 0)
+        slot = letters.index(match[1])
+        microbatch = int(match[2])
+        chunk = int(match[3] or 0)
         if slot <= done:
-            raise IllegalTable(f"'{short(text)}' must have each letter once, in the order {' '.join(letters)}")
+            raise IllegalTable(
+                f"'{short(text)}' must have each letter once, in the order {' '.join(letters)}"
+            )
         done = slot
         if match[1] in SENT:
             if match[3] is not None or microbatch >= table.chunks:
-                raise IllegalTable(f"'{word}' must be {match[1]} and a chunk, and chunks are 0 to {table.chunks - 1}")
+                raise IllegalTable(
+                    f"'{word}' must be {match[1]} and a chunk, and chunks are 0 to {table.chunks - 1}"
+                )
             sent[SENT.index(match[1])] = microbatch
             continue
         if match[3] is None and table.chunks > 1:
-            raise IllegalTable(f"'{word}' must name its chunk too, as '{word}.0', because chunks={table.chunks}")
+            raise IllegalTable(
+                f"'{word}' must name its chunk too, as '{word}.0', because chunks={table.chunks}"
+            )
         if microbatch >= table.microbatches:
             raise IllegalTable(f"'{word}': microbatches are 0 to {table.microbatches - 1}")
         if chunk >= table.chunks:

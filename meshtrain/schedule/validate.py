@@ -1,6 +1,7 @@
 """Proof that a table can be run: every op once, every input there in time.
 
-A legal table cannot deadlock: every op waits only for ops of earlier clocks, or of earlier slots of its own clock and stage. Its buffers follow from it (`buffers.allocate`, which tests replay).
+A legal table cannot deadlock: every op waits only for ops of earlier clocks, or of earlier slots of its own clock and
+stage. Its buffers follow from it (`buffers.allocate`, which tests replay).
 """
 
 import numpy as np
@@ -24,7 +25,10 @@ def _word(table: Table, slot: int, virtual: int, microbatch: int) -> str:
 
 def describe_place(table: Table, clock: int, stage: int) -> str:
     # In CSV, two rows stand above clock 0, and rows are counted from 1.
-    return f"schedule {table.name}: clock {clock} (CSV row {clock + 3}), stage {stage}, cell '{table.cell_text(clock, stage)}'"
+    return (
+        f"schedule {table.name}: clock {clock} (CSV row {clock + 3}), stage {stage}, cell "
+        f"'{table.cell_text(clock, stage)}'"
+    )
 
 
 def _check_cells(table: Table) -> None:
@@ -35,11 +39,15 @@ def _check_cells(table: Table) -> None:
         )
     limits = np.array([table.microbatches, table.chunks])
     idle = (table.cells == -1).all(axis=-1)
-    for clock, stage, slot in np.argwhere(~idle & ((table.cells < 0) | (table.cells >= limits)).any(axis=-1)).tolist():
+    for clock, stage, slot in np.argwhere(
+        ~idle & ((table.cells < 0) | (table.cells >= limits)).any(axis=-1)
+    ).tolist():
         microbatch, chunk = table.cells[clock, stage, slot].tolist()
         raise IllegalTable(
-            f"schedule {table.name}: clock {clock}, stage {stage}, {table.letters[slot]} slot: microbatch {microbatch} of chunk "
-            f"{chunk}; microbatches are 0 to {table.microbatches - 1}, chunks 0 to {table.chunks - 1}, and -1, -1 is idle"
+            f"schedule {table.name}: clock {clock}, stage {stage}, {table.letters[slot]} slot: microbatch "
+            f"{microbatch} of chunk "
+            f"{chunk}; microbatches are 0 to {table.microbatches - 1}, chunks 0 to {table.chunks - 1}, and -1, -1 is "
+            "idle"
         )
 
 
@@ -51,7 +59,8 @@ def _check_once(table: Table) -> None:
         if key in seen:
             word = _word(table, *key)
             raise IllegalTable(
-                f"{describe_place(table, op.clock, op.stage)}: {word} stands in clock {seen[key]} already, and each op must stand once"
+                f"{describe_place(table, op.clock, op.stage)}: {word} stands in clock {seen[key]} already, and each "
+                "op must stand once"
             )
         seen[key] = op.clock
     for slot, virtual, microbatch in np.argwhere(table.when()[: len(table.letters)] < 0).tolist():
@@ -69,10 +78,14 @@ def _check_order(table: Table) -> None:
     waits = [((F, k), (F, k - 1), 1, sent) for k in range(1, last + 1)]
     waits += [((B, k), (B, k + 1), 1, sent) for k in range(last)]
     # Halves of a pair run at once.
-    gap, there = int(table.paired), "there for pairs from clock {3} on" if table.paired else "done in clock {2}"
+    gap = int(table.paired)
+    there = "there for pairs from clock {3} on" if table.paired else "done in clock {2}"
     waits += [((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {there}")]
     if table.split:
-        waits += [((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {there}") for k in range(last + 1)]
+        waits += [
+            ((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {there}")
+            for k in range(last + 1)
+        ]
     late = [
         (int(when[op][j]), op, need, why, int(j))
         for op, need, gap, why in waits
@@ -87,25 +100,38 @@ def _check_order(table: Table) -> None:
 
 
 def _check_sends(table: Table) -> None:
-    """A chunk's weights must be there before its first F, its gradient complete before it is reduced; one of a kind begins with a clock."""
-    when, chunks = table.when(), table.chunk_of(np.arange(table.virtual_stages))
+    """A chunk's weights must be there before its first F, its gradient complete before it is reduced; one of a kind
+    begins with a clock.
+    """
+    when = table.when()
+    chunks = table.chunk_of(np.arange(table.virtual_stages))
     last_slot = W if table.split else B
-    if table.sends.shape != (2, table.chunks) or not ((table.sends >= -1) & (table.sends < table.clocks)).all():
+    if (
+        table.sends.shape != (2, table.chunks)
+        or not ((table.sends >= -1) & (table.sends < table.clocks)).all()
+    ):
         raise IllegalTable(
-            f"schedule {table.name}: sends must be a G and an R for each of the {table.chunks} chunks, clocks from 0 to "
+            f"schedule {table.name}: sends must be a G and an R for each of the {table.chunks} chunks, clocks from 0 "
+            "to "
             f"{table.clocks - 1}, or -1 for none"
         )
     for kind, chunk in np.argwhere(table.sends >= 0).tolist():
-        clock, mine = int(table.sends[kind, chunk]), np.flatnonzero(chunks == chunk)
+        clock = int(table.sends[kind, chunk])
+        mine = np.flatnonzero(chunks == chunk)
         slot, pick = (F, np.argmin) if kind == G else (last_slot, np.argmax)
         row, microbatch = np.unravel_index(pick(when[slot, mine]), when[slot, mine].shape)
-        virtual, other = int(mine[row]), int(when[slot, mine[row], microbatch])
+        virtual = int(mine[row])
+        other = int(when[slot, mine[row], microbatch])
         word = f"{SENT[kind]}{chunk}"
         place = describe_place(table, clock, int(table.stage_of(virtual)))
         op = _word(table, slot, virtual, int(microbatch))
         if kind == G and clock >= other:
-            raise IllegalTable(f"{place}: {word} is too late: {op} needs the weights in clock {other} already")
+            raise IllegalTable(
+                f"{place}: {word} is too late: {op} needs the weights in clock {other} already"
+            )
         if kind != G and clock <= other:
-            raise IllegalTable(f"{place}: {word} is too early: {op} adds to the gradient in clock {other}")
+            raise IllegalTable(
+                f"{place}: {word} is too early: {op} adds to the gradient in clock {other}"
+            )
         if (table.sends[kind] == clock).sum() > 1:
             raise IllegalTable(f"{place}: of one kind only one collective may begin with a clock")

@@ -1,4 +1,6 @@
-"""python -m meshtrain.serve RUN: a model behind OpenAI's API; RUN is a run directory, a checkpoint or a Hugging Face directory."""
+"""python -m meshtrain.serve RUN: a model behind OpenAI's API; RUN is a run directory, a checkpoint or a Hugging Face
+directory.
+"""
 
 import argparse
 import importlib.util
@@ -30,55 +32,139 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     meaning = (
-        "A model behind OpenAI's API (completions, chat completions), to check it with the clients that there are."
+        "A model behind OpenAI's API (completions, chat completions), to check it with the clients that there "
+        "are."
     )
     ending = (
-        f"Clients must send the key that the environment variable {KEY} holds, if there is one. /health and /metrics need none. "
+        f"Clients must send the key that the environment variable {KEY} holds, if there is one. /health and /metrics "
+        "need none. "
         "SIGTERM ends it: first /health says so, then what runs is finished."
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
     parser.add_model()
     parser.add_argument(
-        "others", nargs="*", type=Path, metavar="RUN", help="further models: the request's `model` chooses"
+        "others",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="further models: the request's `model` chooses",
     )
-    add, seconds = parser.add_argument, number_from(0, 1e9)
-    add("--host", default="127.0.0.1", help="the address it listens on; 127.0.0.1: this machine alone")
+    add = parser.add_argument
+    seconds = number_from(0, 1e9)
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="the address it listens on; 127.0.0.1: this machine alone",
+    )
     add("--port", type=number_from(0, 65535, int), default=8000, help="0: any that is free")
     add(
         "--name",
         action="append",
         help="what clients call the model (default: that of its run); of several, once for each",
     )
-    add("--resident", type=whole_number, default=1, metavar="N", help="models that are loaded at once, of several")
-    add("--slots", type=whole_number, default=8, metavar="N", help="sequences that are decoded at once")
-    add("--length", type=whole_number, metavar="N", help="positions of one, prompt and answer (default: the model's)")
-    add("--queue", type=whole_number, default=64, metavar="N", help="answers that may wait for a slot; more get 429")  # fmt: skip
-    add("--cache", type=number_from(0, 1 << 20, int), default=0, metavar="MIB", help="of answers kept for requests with temperature 0 or a seed")  # fmt: skip
-    add("--cache-seconds", type=seconds, default=3600.0, metavar="S", help="that such an answer is kept")
-    add("--key-env", metavar="NAME", help=f"the environment variable that holds the key (default: {KEY})")
-    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="that a request may take, waiting included")  # fmt: skip
-    add("--stuck-after", type=seconds, default=60.0, metavar="S", help="without a step while there are requests, /health says so")  # fmt: skip
-    add("--notice", type=seconds, default=3.0, metavar="S", help="after SIGTERM, /health says so and requests are still taken")  # fmt: skip
-    add("--drain", type=seconds, default=30.0, metavar="S", help="and then what runs may take to finish")
+    add(
+        "--resident",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="models that are loaded at once, of several",
+    )
+    add(
+        "--slots",
+        type=whole_number,
+        default=8,
+        metavar="N",
+        help="sequences that are decoded at once",
+    )
+    add(
+        "--length",
+        type=whole_number,
+        metavar="N",
+        help="positions of one, prompt and answer (default: the model's)",
+    )
+    add(
+        "--queue",
+        type=whole_number,
+        default=64,
+        metavar="N",
+        help="answers that may wait for a slot; more get 429",
+    )
+    add(
+        "--cache",
+        type=number_from(0, 1 << 20, int),
+        default=0,
+        metavar="MIB",
+        help="of answers kept for requests with temperature 0 or a seed",
+    )
+    add(
+        "--cache-seconds",
+        type=seconds,
+        default=3600.0,
+        metavar="S",
+        help="that such an answer is kept",
+    )
+    add(
+        "--key-env",
+        metavar="NAME",
+        help=f"the environment variable that holds the key (default: {KEY})",
+    )
+    add(
+        "--request-timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="that a request may take, waiting included",
+    )
+    add(
+        "--stuck-after",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="without a step while there are requests, /health says so",
+    )
+    add(
+        "--notice",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="after SIGTERM, /health says so and requests are still taken",
+    )
+    add(
+        "--drain",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="and then what runs may take to finish",
+    )
     add("--access-log", action="store_true", help="a line a request on stderr")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    number, names = 1 + len(options.others), options.name or []
+    number = 1 + len(options.others)
+    names = options.name or []
     if names and len(names) != number:
-        raise ConfigError(f"--name is given {len(names)} times for {number} models; give one for each, or none.")
+        raise ConfigError(
+            f"--name is given {len(names)} times for {number} models; give one for each, or none."
+        )
     if number > 1 and options.adapter is not None:
-        raise ConfigError("--adapter is given with several models, but it belongs to one; serve it by itself, or merge it (meshtrain adopt merge).")  # fmt: skip
+        raise ConfigError(
+            "--adapter is given with several models, but it belongs to one; serve it by itself, or merge it "
+            "(meshtrain adopt merge)."
+        )
 
 
 def _key(variable: str | None) -> str | None:
     """Returns what clients must show; never part of a sentence."""
     key = os.environ.get(variable or KEY, "").strip()
     if variable is not None and not key:
-        raise ConfigError(f"--key-env names {short(variable)}, but the environment has no such variable, or an empty one.")  # fmt: skip
+        raise ConfigError(
+            f"--key-env names {short(variable)}, but the environment has no such variable, or an empty one."
+        )
     if not re.fullmatch("[!-~]*", key):
-        raise ConfigError(f"the key in {short(variable or KEY)} must be of printable ASCII characters, without spaces.")
+        raise ConfigError(
+            f"the key in {short(variable or KEY)} must be of printable ASCII characters, without spaces."
+        )
     return key or None
 
 

@@ -1,9 +1,11 @@
 """The answers to one request, from the engine's thread to the event loop.
 
-    engine's thread ─ listener(choice, piece) ─► a list of pieces a choice ─ one wake-up for all of it ─► pieces(), in the event loop
+    engine's thread ─ listener(choice, piece) ─► a list of pieces a choice ─ one wake-up for all of it ─► pieces(), in
+    the event loop
 
-The engine never waits: a client that reads slowly finds several pieces as one when it comes back. At most the answers themselves can
-wait, which the engine ends after so many tokens, and the port's patience bounds for how long (see listening.py).
+The engine never waits: a client that reads slowly finds several pieces as one when it comes back. At most the answers
+themselves can wait, which the engine ends after so many tokens, and the port's patience bounds for how long (see
+listening.py).
 """
 
 import asyncio
@@ -31,10 +33,14 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 class Channel:
-    """What has come and is not taken yet. `every`: whoever takes is woken by each piece, not only by the last one of an answer."""
+    """What has come and is not taken yet.
+
+    `every`: whoever takes is woken by each piece, not only by the last one of an answer.
+    """
 
     def __init__(self, every: bool) -> None:
-        self._every, self._loop = every, asyncio.get_running_loop()
+        self._every = every
+        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._waiting: dict[int, list[Piece]] = {}
         self._woken = False
@@ -56,7 +62,9 @@ class Channel:
         await self._come.wait()
         self._come.clear()
         with self._lock:
-            waiting, self._waiting, self._woken = self._waiting, {}, False
+            waiting = self._waiting
+            self._waiting = {}
+            self._woken = False
         return {choice: joined(pieces) for choice, pieces in waiting.items()}
 
 
@@ -75,8 +83,18 @@ class Answering:
     `model`: its name; `cache`: where their answers may be, and are kept; `weights`: the identity of the engine's.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], every: bool, *, model: str = "", cache: AnswerCache | None = None, weights: str = "") -> None:  # fmt: skip
-        self._engine, self._requests = engine, requests
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        every: bool,
+        *,
+        model: str = "",
+        cache: AnswerCache | None = None,
+        weights: str = "",
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
         self.model = model
         self._cache = cache
         self._keys = [digest(weights, request) for request in requests] if cache else []
@@ -102,7 +120,9 @@ class Answering:
                 self._tell(choice, known)
                 continue
             try:
-                self._tickets[choice] = self._engine.submit(request, functools.partial(self._listen, choice))
+                self._tickets[choice] = self._engine.submit(
+                    request, functools.partial(self._listen, choice)
+                )
             except Busy:
                 raise queue_full(self._engine.status.waiting) from None
             except Closed as error:
@@ -131,7 +151,9 @@ class Answering:
         self._channel.put(END, Piece("", finish="error"))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields (choice, piece), until each choice has had its last; Refused where the engine, or the server's end, ended one."""
+        """Yields (choice, piece), until each choice has had its last; Refused where the engine, or the server's end,
+        ended one.
+        """
         open_choices = set(range(len(self._requests)))
         while open_choices:
             for choice, piece in (await self._channel.take()).items():

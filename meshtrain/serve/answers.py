@@ -42,8 +42,14 @@ class Answers:
 
     def __init__(self, asked: Asked, choices: int) -> None:
         name = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._head = {"id": name, "object": self.kind, "created": int(time.time()), "model": asked.model}
-        self._asked, self._choices = asked, choices
+        self._head = {
+            "id": name,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self._asked = asked
+        self._choices = choices
 
     def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
         choices = [self._choice(index, piece, "message") for index, piece in enumerate(pieces)]
@@ -79,12 +85,22 @@ class Completion(Answers):
 
     def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
         logprobs = None if self._asked.logprobs is None else self._logprobs(index, piece.chosen)
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish,
+        }
 
     def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        offsets = list(itertools.accumulate((len(each.text) for each in chosen), initial=self._offsets[index]))
+        offsets = list(
+            itertools.accumulate((len(each.text) for each in chosen), initial=self._offsets[index])
+        )
         self._offsets[index] = offsets.pop()
-        top = [{text: _number(p) for _, text, p in each.likeliest} | {each.text: _number(each.logprob)} for each in chosen]  # fmt: skip
+        top = [
+            {text: _number(p) for _, text, p in each.likeliest} | {each.text: _number(each.logprob)}
+            for each in chosen
+        ]
         return {
             "tokens": [each.text for each in chosen],
             "token_logprobs": [_number(each.logprob) for each in chosen],
@@ -94,20 +110,32 @@ class Completion(Answers):
 
 
 class Chat(Answers):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def first(self) -> list[dict[str, Any]]:
         return [
-            self._chunk([{"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}])
+            self._chunk(
+                [
+                    {
+                        "index": i,
+                        "delta": {"role": "assistant", "content": ""},
+                        "logprobs": None,
+                        "finish_reason": None,
+                    }
+                ]
+            )
             for i in range(self._choices)
-        ]  # fmt: skip
+        ]
 
     def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
         content: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if form == "delta":
             content = {"content": piece.text} if piece.text or piece.chosen else {}
         tokens = [
-            _token(each.text, each.logprob) | {"top_logprobs": [_token(text, p) for _, text, p in each.likeliest]}
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(text, p) for _, text, p in each.likeliest]}
             for each in piece.chosen
         ]
         logprobs = None if self._asked.logprobs is None else {"content": tokens, "refusal": None}
@@ -116,7 +144,11 @@ class Chat(Answers):
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
     # The bytes of a token that is half a character are not known from its text.
-    return {"token": text, "logprob": _number(logprob), "bytes": None if HALF in text else list(text.encode())}
+    return {
+        "token": text,
+        "logprob": _number(logprob),
+        "bytes": None if HALF in text else list(text.encode()),
+    }
 
 
 def _number(logprob: float) -> float:
@@ -131,10 +163,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict, None], deadline: float, left: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[dict, None], deadline: float, left: Callable[[], None]
+    ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._chunks, self._deadline, self._left = chunks, deadline, left
+        self._chunks = chunks
+        self._deadline = deadline
+        self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -146,9 +182,17 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         async def out(event: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": more})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b"data: " + event + b"\n\n",
+                    "more_body": more,
+                }
+            )
 
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async with contextlib.aclosing(self._chunks):
             try:
                 async with asyncio.timeout_at(self._deadline):

@@ -1,4 +1,7 @@
-"""The routes: OpenAI's models, completions and chat completions; health and metrics. Before them the gate: the key, an end that is near, the count."""
+"""The routes: OpenAI's models, completions and chat completions; health and metrics.
+
+Before them the gate: the key, an end that is near, the count.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +26,15 @@ from meshtrain.generate.request import Piece, Sampling
 from meshtrain.serve import answers, requests
 from meshtrain.serve.answering import Answering, joined
 from meshtrain.serve.answers import Answers, EventStream, unless_gone
-from meshtrain.serve.errors import GONE, MODEL, OUTCOME, Refused, as_refused, json_bytes, unavailable
+from meshtrain.serve.errors import (
+    GONE,
+    MODEL,
+    OUTCOME,
+    Refused,
+    as_refused,
+    json_bytes,
+    unavailable,
+)
 from meshtrain.serve.metrics import families
 from meshtrain.serve.requests import Asked, Fields, parsed
 from meshtrain.serve.service import Service
@@ -54,13 +65,15 @@ class Gate:
     """Around the application."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+        self._app = app
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, path = self._service, scope["path"]
+        service = self._service
+        path = scope["path"]
         status = 0
 
         async def counted_send(message: Message) -> None:
@@ -83,21 +96,38 @@ class Gate:
             await _refusal(as_refused(error))(scope, receive, counted_send)
         finally:
             service.open_requests -= answered
-            route = next((each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other")
+            route = next(
+                (each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other"
+            )
             service.counting(scope.get(MODEL)).requests[route, scope.get(OUTCOME, status)] += 1
 
     def _check(self, scope: Scope) -> None:
         """Refuses what no route may see. Probes and scrapes need no key, and are answered to the last."""
-        headers, service = Headers(scope=scope), self._service
+        headers = Headers(scope=scope)
+        service = self._service
         if "content-length" in headers and "transfer-encoding" in headers:
             # what is before us may see another end of it, and then another request behind it
-            raise Refused(400, "Content-Length and Transfer-Encoding are given; send one of the two.", code="two_lengths", headers={"Connection": "close"})  # fmt: skip
+            raise Refused(
+                400,
+                "Content-Length and Transfer-Encoding are given; send one of the two.",
+                code="two_lengths",
+                headers={"Connection": "close"},
+            )
         if not scope["path"].startswith("/v1/"):
             return
         if service.key is not None and not _has_key(headers, service.key):
-            raise Refused(401, "a key is needed: send it as Authorization: Bearer KEY.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            raise Refused(
+                401,
+                "a key is needed: send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         if service.hosts is not None and not _is_known(headers.get("host", ""), service.hosts):
-            raise Refused(421, f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.", code="unknown_host")  # fmt: skip
+            raise Refused(
+                421,
+                f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.",
+                code="unknown_host",
+            )
         if service.closed:
             raise unavailable("this server ends; ask another.", "draining")
         if not service.statuses:
@@ -130,7 +160,9 @@ class Routes:
     # --- what there is
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model(name) for name in self._service.statuses]})
+        return _json(
+            {"object": "list", "data": [self._model(name) for name in self._service.statuses]}
+        )
 
     async def model(self, request: Request) -> Response:
         return _json(self._model(self._known(request.path_params["model"])))
@@ -139,13 +171,20 @@ class Routes:
         served = next((served for served in self._service.loaded if served.name == name), None)
         # as vLLM names it
         length = {} if served is None else {"max_model_len": served.length}
-        return {"id": name, "object": "model", "created": self._service.created, "owned_by": "meshtrain"} | length
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "meshtrain",
+        } | length
 
     def _known(self, name: str) -> str:
         names = self._service.statuses
         if name not in names:
             ending = nearest(name, names) or f"; there is {', '.join(names)}."
-            raise Refused(404, f"there is no model {short(name)}{ending}", "model", "model_not_found")
+            raise Refused(
+                404, f"there is no model {short(name)}{ending}", "model", "model_not_found"
+            )
         return name
 
     async def health(self, request: Request) -> Response:
@@ -166,7 +205,10 @@ class Routes:
         return await self._answered(request, requests.chat, answers.Chat)
 
     async def _answered(
-        self, request: Request, read: Callable[[Fields, int, Sampling, int], Asked], form: type[Answers]
+        self,
+        request: Request,
+        read: Callable[[Fields, int, Sampling, int], Asked],
+        form: type[Answers],
     ) -> Response:
         service, begun = self._service, time.monotonic()
         # The event loop's clock, from here on for all that this request takes.
@@ -189,10 +231,16 @@ class Routes:
                 chunks = _chunks(answering, shape, prompt, asked.usage)
                 return EventStream(chunks, deadline, ending.pop_all().close)
             task = asyncio.create_task(_whole(answering, shape, prompt, deadline))
-            return await task if await unless_gone(task, request.receive) else Response(status_code=GONE)
+            return (
+                await task
+                if await unless_gone(task, request.receive)
+                else Response(status_code=GONE)
+            )
 
 
-async def _chunks(answering: Answering, shape: Answers, prompt: int, counted: bool) -> AsyncGenerator[dict, None]:
+async def _chunks(
+    answering: Answering, shape: Answers, prompt: int, counted: bool
+) -> AsyncGenerator[dict, None]:
     for chunk in shape.first():
         yield chunk
     async for choice, piece in answering.pieces():
@@ -212,11 +260,18 @@ async def _whole(answering: Answering, shape: Answers, prompt: int, deadline: fl
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Returns what was sent, if it says that it is JSON: a web page may send other kinds to any address without being asked."""
+    """Returns what was sent, if it says that it is JSON: a web page may send other kinds to any address without being
+    asked.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(415, f"the body is said to be {short(kind) or 'of no type'}; send it with Content-Type: application/json.")  # fmt: skip
-    large = Refused(413, f"the body is larger than {most} bytes, which is all that is read.", code="too_large")
+        raise Refused(
+            415,
+            f"the body is said to be {short(kind) or 'of no type'}; send it with Content-Type: application/json.",
+        )
+    large = Refused(
+        413, f"the body is larger than {most} bytes, which is all that is read.", code="too_large"
+    )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise large
@@ -238,9 +293,12 @@ def _refusal(refused: Refused) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, headers = short(request.url.path), error.headers or {}
+    path = short(request.url.path)
+    headers = error.headers or {}
     if error.status_code == 404:
         ending = nearest(request.url.path, ROUTES) or f"; there are {', '.join(ROUTES)}."
         return _refusal(Refused(404, f"there is no {path}{ending}", code="unknown_path"))
     sentence = f"{path} takes {headers.get('Allow', '')}, and not {request.method}."
-    return _refusal(Refused(error.status_code, sentence, code="method_not_allowed", headers=headers))
+    return _refusal(
+        Refused(error.status_code, sentence, code="method_not_allowed", headers=headers)
+    )

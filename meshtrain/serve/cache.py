@@ -1,8 +1,10 @@
 """Answers that were given before, for requests that draw nothing new: greedy ones, and those with a seed of their own.
 
-    a request of the engine ── digest of the weights' identity, prompt tokens, sampling, ends ──► the whole answer, or nothing
+    a request of the engine ── digest of the weights' identity, prompt tokens, sampling, ends ──► the whole answer, or
+    nothing
 
-Each choice of a request is one entry, so that n, log-probabilities and streams need nothing of their own. Those used least lately go first.
+Each choice of a request is one entry, so that n, log-probabilities and streams need nothing of their own. Those used
+least lately go first.
 """
 
 import hashlib
@@ -25,8 +27,12 @@ def digest(weights: str, request: Request) -> bytes:
 class AnswerCache:
     """At most `size` bytes of answers, each for so many seconds; of size 0 it is off. From any thread."""
 
-    def __init__(self, size: int = 0, seconds: float = 3600.0, now: Callable[[], float] = time.monotonic) -> None:
-        self.size, self._seconds, self._now = size, seconds, now
+    def __init__(
+        self, size: int = 0, seconds: float = 3600.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.size = size
+        self._seconds = seconds
+        self._now = now
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         self.bytes = self.hits = self.misses = 0

@@ -9,7 +9,13 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 
 # By HTTP status; all others are the request's own fault.
-KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}  # fmt: skip
+KINDS = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
 # A client that went away before its answer (nginx's number); nobody reads it but the metrics.
 GONE = 499
 OUTCOME = "meshtrain.outcome"  # in a scope: how a request is counted whose HTTP status had gone out before it was known
@@ -19,7 +25,9 @@ AGAIN = {"Retry-After": "1"}  # seconds after which a client that found no room 
 
 @dataclass
 class Refused(Exception):
-    """A request that gets no answer, or no more of it: an HTTP status and one sentence; `param` names the field at fault."""
+    """A request that gets no answer, or no more of it: an HTTP status and one sentence; `param` names the field at
+    fault.
+    """
 
     status: int
     message: str
@@ -30,7 +38,9 @@ class Refused(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def unavailable(message: str, code: str) -> Refused:
@@ -52,7 +62,9 @@ def as_refused(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):
-        return Refused(504, "this request has taken longer than --request-timeout allows.", code="timeout")
+        return Refused(
+            504, "this request has taken longer than --request-timeout allows.", code="timeout"
+        )
     if isinstance(error, ClientDisconnect):
         return Refused(GONE, "the client went away.")
     traceback.print_exception(error)

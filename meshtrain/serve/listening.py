@@ -1,10 +1,12 @@
-"""A server from its first line to its exit code: the port is open at once, a thread loads the model; at the end it says so, finishes, closes.
+"""A server from its first line to its exit code: the port is open at once, a thread loads the model; at the end it says
+so, finishes, closes.
 
     SIGTERM      /health 503, requests still taken      the port closes, what runs is finished     what still runs is told
-       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process ends
+       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process
+       ends
 
-A balancer that asks /health sends requests elsewhere by the end of `notice`; one that asks nothing finds no connection then, and tries
-another server. Ctrl-C gives no notice. A second signal ends the process at once.
+A balancer that asks /health sends requests elsewhere by the end of `notice`; one that asks nothing finds no connection
+then, and tries another server. Ctrl-C gives no notice. A second signal ends the process at once.
 """
 
 import argparse
@@ -47,23 +49,31 @@ WARMING = 60.0  # seconds to wait for all programs before it is ready; the commo
 
 
 def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
-    """Returns a socket that clients can connect to; ConfigError for an address or a port that cannot be had. Port 0: any that is free."""
+    """Returns a socket that clients can connect to; ConfigError for an address or a port that cannot be had.
+
+    Port 0: any that is free.
+    """
     try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # fmt: skip
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         door = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = refusal(error) if isinstance(error, OSError) else "that is no name"
         raise ConfigError(f"--host {host} is no address of this machine: {why}.") from None
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing else.
+        # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing
+        # else.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             door.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled * 1000)
         door.bind(address)
         door.listen(512)
     except OSError as error:
         door.close()
-        raise ConfigError(f"{host}:{port} cannot be listened on: {refusal(error)}; --port 0 takes any that is free.") from None  # fmt: skip
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on: {refusal(error)}; --port 0 takes any that is free."
+        ) from None
     return door
 
 
@@ -79,14 +89,25 @@ def is_loopback(door: socket.socket) -> bool:
 class Server(uvicorn.Server):
     """`notice`, `patience`: seconds, see above."""
 
-    def __init__(self, app: ASGIApp, service: Service, notice: float, patience: float, access_log: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, notice: float, patience: float, access_log: bool
+    ) -> None:
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=access_log, server_header=False,
-                timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=CLOSING,
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=access_log,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=CLOSING,
             )
-        )  # fmt: skip
-        self._service, self._notice, self._patience = service, notice, patience
+        )
+        self._service = service
+        self._notice = notice
+        self._patience = patience
         # What goes wrong in a request the server tells itself; that somebody speaks no HTTP is nobody's error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if access_log:
@@ -113,7 +134,9 @@ class Server(uvicorn.Server):
     async def _end(self, notice: float) -> None:
         service = self._service
         many = service.open_requests
-        say(f"ending: {many} request{'' if many == 1 else 's'} to finish; a second signal ends at once.")
+        say(
+            f"ending: {many} request{'' if many == 1 else 's'} to finish; a second signal ends at once."
+        )
         await asyncio.sleep(notice)
         service.closed = True
         for door in self.servers:
@@ -121,7 +144,9 @@ class Server(uvicorn.Server):
         until = time.monotonic() + self._patience
         while service.open_requests and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        service.end(unavailable("the server ends, and has not waited longer for this answer.", "ended"))
+        service.end(
+            unavailable("the server ends, and has not waited longer for this answer.", "ended")
+        )
         self.should_exit = True
 
 
@@ -147,7 +172,9 @@ def run(options: argparse.Namespace) -> int:
         stuck_after=options.stuck_after,
         cache=AnswerCache(options.cache << 20, options.cache_seconds),
     )
-    server = Server(application(service), service, options.notice, options.drain, options.access_log)
+    server = Server(
+        application(service), service, options.notice, options.drain, options.access_log
+    )
     say(f"{short(service.name)} at {url(door)}/v1, as soon as it is loaded.")
     if options.key is None and not is_loopback(door):
         say(f"warning: whoever reaches {url(door)} may use it; give it a key (--help).")
@@ -163,7 +190,9 @@ def run(options: argparse.Namespace) -> int:
                 service.models = several_models(models, options.resident, options.queue)
                 service.name = ", ".join(service.models.by_name)
             ready = ", ".join(short(served.name) for served in service.loaded)
-            say(f"{ready} {'are' if len(service.loaded) > 1 else 'is'} ready after {time.monotonic() - begun:.1f} s.")
+            say(
+                f"{ready} {'are' if len(service.loaded) > 1 else 'is'} ready after {time.monotonic() - begun:.1f} s."
+            )
         # of whatever kind: it ends the server, and the main thread says it
         except BaseException as error:
             loading.set_exception(error)
@@ -195,18 +224,25 @@ def separate(options: argparse.Namespace) -> list[argparse.Namespace]:
     """Returns the options of each model that a command line names."""
     paths = [options.path, *options.others]
     names = options.name or [None] * len(paths)
-    return [argparse.Namespace(**vars(options) | {"path": p, "name": n}) for p, n in zip(paths, names, strict=True)]
+    return [
+        argparse.Namespace(**vars(options) | {"path": p, "name": n})
+        for p, n in zip(paths, names, strict=True)
+    ]
 
 
 def several_models(options: Sequence[argparse.Namespace], resident: int, queue: int) -> Models:
     """Returns the models of a command line, as many of them loaded as may be; ConfigError for two of one name."""
     from meshtrain.adopt.extra_files import run_of
 
-    names = [one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options]
+    names = [
+        one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options
+    ]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are called {short(twice)}; give each a --name of its own.")
     models = [
-        NamedModel(name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {}))
+        NamedModel(
+            name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {})
+        )
         for name, one in zip(names, options, strict=True)
     ]
     for model in models[:resident]:
@@ -240,7 +276,8 @@ def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None
         say(engine.note)
     if left := engine.warm(WARMING):
         say(
-            f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits for it."
+            f"{left} programs, for the longest prompts, are compiled while it answers; who needs one of them waits "
+            "for it."
         )
     # Two tokens, so that what does not run here is known now.
     last = Future[Piece]()

@@ -1,6 +1,7 @@
 """Every metric of a server once, and what the server has counted of them: /metrics in Prometheus' text format.
 
-Written by the exposition that a run's endpoint uses (meshtrain.telemetry.exposition); the names end on their unit likewise.
+Written by the exposition that a run's endpoint uses (meshtrain.telemetry.exposition); the names end on their unit
+likewise.
 """
 
 from collections import Counter
@@ -45,24 +46,57 @@ class ServeMetric:
 
 METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
-    ServeMetric("loaded", "gauge", "", "1: the model is loaded; 0: it is set aside until it is asked for"),
+    ServeMetric(
+        "loaded", "gauge", "", "1: the model is loaded; 0: it is set aside until it is asked for"
+    ),
     ServeMetric("slots", "gauge", "", "sequences that are decoded at once, at most"),
     ServeMetric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
     ServeMetric("waiting", "gauge", "", "answers that wait for a slot"),
     ServeMetric("queue", "gauge", "", "how many may wait; more are refused with 429"),
-    ServeMetric("open_requests", "gauge", "", "requests for answers that are not ended, waiting ones too"),
-    ServeMetric("requests", "counter", "", "requests by route and HTTP status (499: the client went away; of a stream that broke off: what of)", ("route", "code")),
+    ServeMetric(
+        "open_requests", "gauge", "", "requests for answers that are not ended, waiting ones too"
+    ),
+    ServeMetric(
+        "requests",
+        "counter",
+        "",
+        "requests by route and HTTP status (499: the client went away; of a stream that broke off: what of)",
+        ("route", "code"),
+    ),
     ServeMetric("tokens", "counter", "tokens", "tokens chosen"),
     ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
     ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
-    ServeMetric("compiled", "counter", "", "programs compiled: one for each length of prompts, up to a power of two, and for decoding"),
+    ServeMetric(
+        "compiled",
+        "counter",
+        "",
+        "programs compiled: one for each length of prompts, up to a power of two, and for decoding",
+    ),
     ServeMetric("cache_hits", "counter", "", "answers that were known (--cache)"),
     ServeMetric("cache_misses", "counter", "", "answers that might have been, and were not"),
     ServeMetric("cache_bytes", "gauge", "bytes", "of the answers that are kept"),
-    ServeMetric("first_token_seconds", "histogram", "seconds", "from a request to the first token of an answer, waiting for a slot included", bounds=FIRST),
-    ServeMetric("token_seconds", "histogram", "seconds", "from one token of an answer to its next, a mean over the answer", bounds=TOKEN),
-    ServeMetric("request_seconds", "histogram", "seconds", "of requests for answers, from their first byte to the last one of the answer", bounds=WHOLE),
-)  # fmt: skip
+    ServeMetric(
+        "first_token_seconds",
+        "histogram",
+        "seconds",
+        "from a request to the first token of an answer, waiting for a slot included",
+        bounds=FIRST,
+    ),
+    ServeMetric(
+        "token_seconds",
+        "histogram",
+        "seconds",
+        "from one token of an answer to its next, a mean over the answer",
+        bounds=TOKEN,
+    ),
+    ServeMetric(
+        "request_seconds",
+        "histogram",
+        "seconds",
+        "of requests for answers, from their first byte to the last one of the answer",
+        bounds=WHOLE,
+    ),
+)
 
 
 class Counted:
@@ -70,7 +104,9 @@ class Counted:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
-        self.distributions = {metric.name: Distribution(metric.bounds) for metric in METRICS if metric.bounds}
+        self.distributions = {
+            metric.name: Distribution(metric.bounds) for metric in METRICS if metric.bounds
+        }
 
     def took(self, begun: float, ended: float, answers: Sequence[TokenTimes]) -> None:
         """Counts a request for answers, and when its tokens came; seconds of time.monotonic."""
@@ -80,28 +116,42 @@ class Counted:
                 self.distributions["first_token_seconds"].add(times.first - begun)
             # one that was known has come at once
             if times.tokens > 1 and times.last > times.first:
-                self.distributions["token_seconds"].add((times.last - times.first) / (times.tokens - 1))
+                self.distributions["token_seconds"].add(
+                    (times.last - times.first) / (times.tokens - 1)
+                )
 
 
 def families(service: "Service") -> Iterator[MetricFamily]:
-    """Yields each metric with its values; none of the engine's while it is made. Where there are several models, by model."""
-    ready, several = service.verdict().state == "ready", service.models is not None
-    labelled = lambda name: (("model", name),) if several else ()  # noqa: E731
+    """Yields each metric with its values; none of the engine's while it is made.
+
+    Where there are several models, by model.
+    """
+    ready = service.verdict().state == "ready"
+    several = service.models is not None
+    labelled = lambda name: (("model", name),) if several else ()
     loaded = {served.name for served in service.loaded}
     engines = {
         labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
         for name, status in service.statuses.items()
     }
-    counted = {labelled(name): service.counting(name) for name in service.statuses} or {(): service.counted}
+    counted = {labelled(name): service.counting(name) for name in service.statuses} or {
+        (): service.counted
+    }
     cache = service.cache
     values: dict[str, Any] = {
-        "ready": int(ready), "queue": service.queue, "open_requests": service.open_requests,
-        "cache_hits": cache.hits, "cache_misses": cache.misses, "cache_bytes": cache.bytes,
-    }  # fmt: skip
+        "ready": int(ready),
+        "queue": service.queue,
+        "open_requests": service.open_requests,
+        "cache_hits": cache.hits,
+        "cache_misses": cache.misses,
+        "cache_bytes": cache.bytes,
+    }
     for metric in METRICS:
         family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
-            family.distributions = [(labels, of.distributions[metric.name]) for labels, of in counted.items()]
+            family.distributions = [
+                (labels, of.distributions[metric.name]) for labels, of in counted.items()
+            ]
         elif metric.labels:
             family.samples = [
                 ((("route", route), ("code", str(code)), *labels), count)
@@ -112,6 +162,8 @@ def families(service: "Service") -> Iterator[MetricFamily]:
             family.samples = [((), values[metric.name])]
         else:
             family.samples = [
-                (labels, status[metric.name]) for labels, status in engines.items() if metric.name in status
+                (labels, status[metric.name])
+                for labels, status in engines.items()
+                if metric.name in status
             ]
         yield family

@@ -2,10 +2,12 @@
 
     request for B ──► loaded? ──yes──► answered
                          │ no
-                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests, finishes
+                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests,
+                         finishes
                              those it has, and its device memory is freed; then B is loaded
 
-No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for ever.
+No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for
+ever.
 """
 
 import asyncio
@@ -59,12 +61,18 @@ class NamedModel:
 
 
 class Models:
-    """The models of a server, at most `resident` of them loaded; in the event loop. `queue`: requests that may wait for one."""
+    """The models of a server, at most `resident` of them loaded; in the event loop.
+
+    `queue`: requests that may wait for one.
+    """
 
     def __init__(self, models: Sequence[NamedModel], resident: int, queue: int) -> None:
         self.by_name = {model.name: model for model in models}
-        self._resident, self._queue, self._waiting = resident, queue, 0
-        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self._resident = resident
+        self._queue = queue
+        self._waiting = 0
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
         self._clock = itertools.count(1)
 
     @property
@@ -131,7 +139,9 @@ class Models:
             model.coming = None
 
     async def _set_aside(self) -> None:
-        """Frees the model that was used least lately, of those that are idle if there are any, once its requests are answered."""
+        """Frees the model that was used least lately, of those that are idle if there are any, once its requests are
+        answered.
+        """
         there = [model for model in self.by_name.values() if model.served is not None]
         model = min(there, key=lambda model: (model.users > 0, model.used))
         served = model.served
@@ -140,7 +150,8 @@ class Models:
         try:
             await self._wait_until(lambda: not model.users)
             await on_a_thread(served.close)
-            model.before, model.served = Counter(model.counts), None
+            model.before = Counter(model.counts)
+            model.served = None
             say(f"{short(model.name)} is set aside.")
         finally:
             model.leaving = False

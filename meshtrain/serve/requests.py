@@ -1,8 +1,8 @@
 """Reads what OpenAI's clients ask for: every field is checked, and nothing that is asked for is passed over in silence.
 
-Beyond OpenAI's fields there are `top_k` and `ignore_eos` (go on behind an end token). What this server cannot do is refused where it is
-asked for, and taken where a client spells out that it does not want it (n-gram penalties of 0, an empty logit_bias, echo false). null is
-as good as a field that is left out, as OpenAI has it.
+Beyond OpenAI's fields there are `top_k` and `ignore_eos` (go on behind an end token). What this server cannot do is
+refused where it is asked for, and taken where a client spells out that it does not want it (n-gram penalties of 0, an
+empty logit_bias, echo false). null is as good as a field that is left out, as OpenAI has it.
 """
 
 import json
@@ -16,10 +16,14 @@ from meshtrain.errors import nearest, short
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.serve.errors import Refused
 
-MOST_STOPS, LONGEST_STOP = 16, 1000  # strings, and characters of one
+# strings, and characters of one
+MOST_STOPS = 16
+LONGEST_STOP = 1000
 LARGEST = 2**31 - 1
 SEEDS = 2**32  # of the generator; OpenAI's 64 bits are taken modulo this
-MESSAGES = 2048  # of a conversation, if the model has fewer positions: each message takes one at least
+MESSAGES = (
+    2048  # of a conversation, if the model has fewer positions: each message takes one at least
+)
 TOKENS = 16  # of a completion that does not say how many: OpenAI's own number
 
 Message = dict[str, Any]
@@ -54,7 +58,9 @@ def parsed(body: bytes) -> "Fields":
     # ValueError: of numbers with thousands of digits and texts that are no UTF-8 too
     except (ValueError, RecursionError) as error:
         why = "it nests too deep" if isinstance(error, RecursionError) else short(error)
-        raise Refused(400, f"the body is no JSON that can be read: {why}.", code="invalid_json") from None
+        raise Refused(
+            400, f"the body is no JSON that can be read: {why}.", code="invalid_json"
+        ) from None
     return Fields(content, "the body")
 
 
@@ -68,13 +74,22 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """A JSON object that somebody else wrote. `name`: where it stands, as sentences have it; `prefix`: what goes before its fields' names."""
+    """A JSON object that somebody else wrote.
+
+    `name`: where it stands, as sentences have it; `prefix`: what goes before its fields' names.
+    """
 
     def __init__(self, values: Any, name: str, prefix: str = "") -> None:
         if not isinstance(values, dict):
-            raise Refused(400, f"{name} is {shown(values)}, but it must be an object.", prefix.rstrip(".") or None, "invalid_type")  # fmt: skip
+            raise Refused(
+                400,
+                f"{name} is {shown(values)}, but it must be an object.",
+                prefix.rstrip(".") or None,
+                "invalid_type",
+            )
         self.values = {key: value for key, value in values.items() if value is not None}
-        self.name, self.prefix = name, prefix
+        self.name = name
+        self.prefix = prefix
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -84,11 +99,18 @@ class Fields:
         for key in self.values:
             if key not in known:
                 ending = nearest(key, known) or "."
-                raise Refused(400, f"{self.name} has a field {short(key)}, which is not known here{ending}", self.prefix + short(key), "unknown_parameter")  # fmt: skip
+                raise Refused(
+                    400,
+                    f"{self.name} has a field {short(key)}, which is not known here{ending}",
+                    self.prefix + short(key),
+                    "unknown_parameter",
+                )
 
     def wrong(self, name: str, legal: str, code: str = "invalid_value") -> Refused:
         where = self.prefix + name
-        return Refused(400, f"{where} is {shown(self.values[name])}, but it must be {legal}.", where, code)
+        return Refused(
+            400, f"{where} is {shown(self.values[name])}, but it must be {legal}.", where, code
+        )
 
     def needed(self, name: str) -> Any:
         if name not in self.values:
@@ -105,7 +127,9 @@ class Fields:
             raise self.wrong(name, legal, "invalid_type")
         return value
 
-    def number(self, name: str, least: int, most: int, default: float, above: bool = False) -> float:
+    def number(
+        self, name: str, least: int, most: int, default: float, above: bool = False
+    ) -> float:
         """Returns a number in bounds; `above`: greater than the least."""
         value = self.typed(name, int | float, "a number", default)
         if name in self and not (least < value <= most or (value == least and not above)):
@@ -138,7 +162,10 @@ class Fields:
     def parts(self, name: str) -> list["Fields"]:
         """Returns the objects of a list, each with the name of its place."""
         where = self.prefix + name
-        return [Fields(value, f"{where}[{i}]", f"{where}[{i}].") for i, value in enumerate(self.values[name])]
+        return [
+            Fields(value, f"{where}[{i}]", f"{where}[{i}].")
+            for i, value in enumerate(self.values[name])
+        ]
 
 
 def encodable(text: str, where: str) -> str:
@@ -146,35 +173,75 @@ def encodable(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Refused(400, f"{where} is no text: it holds half a surrogate pair.", where, "invalid_value") from None
+        raise Refused(
+            400, f"{where} is no text: it holds half a surrogate pair.", where, "invalid_value"
+        ) from None
     return text
 
 
 # --- the two kinds of request
 
 # Known to OpenAI's clients, and without a meaning here.
-PASSED_OVER = ("user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "parallel_tool_calls")  # fmt: skip
+PASSED_OVER = (
+    "user",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "parallel_tool_calls",
+)
 SHARED = (
-    "model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "logprobs", "ignore_eos",
-)  # fmt: skip
+    "model",
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "ignore_eos",
+)
 # What is not there, with the values that do not ask for it.
 ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
-}  # fmt: skip
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+}
 ABSENT_COMPLETION: Mapping[str, tuple[Any, ...]] = {**ABSENT, "suffix": ("",), "echo": (False,)}
 ABSENT_CHAT: Mapping[str, tuple[Any, ...]] = {
-    **ABSENT, "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "store": (False,), "prediction": (),
-    "service_tier": ("auto", "default"), "audio": (), "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
-}  # fmt: skip
+    **ABSENT,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "store": (False,),
+    "prediction": (),
+    "service_tier": ("auto", "default"),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+}
 COMPLETION = (*SHARED, *PASSED_OVER, *ABSENT_COMPLETION, "prompt", "best_of")
 CHAT = (
-    *SHARED, *PASSED_OVER, *ABSENT_CHAT, "messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice",
-)  # fmt: skip
+    *SHARED,
+    *PASSED_OVER,
+    *ABSENT_CHAT,
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "response_format",
+    "tools",
+    "tool_choice",
+)
 
 
 def completion(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -> Asked:
-    """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it does not say;
-    `length`: the model's positions."""
+    """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it
+    does not say; `length`: the model's positions.
+    """
     fields.only(COMPLETION)
     _refuse(fields, ABSENT_COMPLETION)
     prompts = _prompts(fields, answers, length)
@@ -198,16 +265,22 @@ def chat(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -
         form = fields.object("response_format")
         if form.needed("type") != "text":
             raise form.wrong("type", '"text": no other form can be promised here', "unsupported")
-    limits = {fields.whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens")} - {None}
+    limits = {
+        fields.whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens")
+    } - {None}
     if len(limits) > 1:
         raise fields.wrong("max_tokens", "the same as max_completion_tokens, or left out")
-    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LIKELY)
+    logprobs = fields.flag("logprobs")
+    top = fields.whole("top_logprobs", 0, MOST_LIKELY)
     if top is not None and not logprobs:
         raise fields.wrong("top_logprobs", "left out unless logprobs is true")
     # What the chat template is told of; the model's answer is text, whatever it calls.
-    tools, choice = fields.objects("tools"), fields.values.get("tool_choice", "auto")
+    tools = fields.objects("tools")
+    choice = fields.values.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise fields.wrong("tool_choice", '"auto" or "none": no call can be promised here', "unsupported")
+        raise fields.wrong(
+            "tool_choice", '"auto" or "none": no call can be promised here', "unsupported"
+        )
     return Asked(
         messages=_messages(fields, max(length, MESSAGES)),
         tools=tools if tools and choice == "auto" else None,
@@ -222,9 +295,16 @@ def _refuse(fields: Fields, absent: Mapping[str, Sequence[Any]]) -> None:
     for name, value in fields.values.items():
         neutral = absent.get(name, (value,))
         # 0 == False, but neither is the other's type
-        if not any(value == legal and isinstance(value, bool) == isinstance(legal, bool) for legal in neutral):
+        if not any(
+            value == legal and isinstance(value, bool) == isinstance(legal, bool)
+            for legal in neutral
+        ):
             what = " or ".join(map(shown, neutral))
-            raise fields.wrong(name, f"{what + ', or ' if what else ''}left out: that is not built here", "unsupported")
+            raise fields.wrong(
+                name,
+                f"{what + ', or ' if what else ''}left out: that is not built here",
+                "unsupported",
+            )
 
 
 def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
@@ -234,7 +314,8 @@ def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
     top_p = fields.number("top_p", 0, 1, usual.top_p, above=True)
     seed = fields.whole("seed", -(2**63), 2**63 - 1)
     drawn = secrets.randbelow(SEEDS) if seed is None else seed % SEEDS
-    stream, options = fields.flag("stream"), fields.object("stream_options")
+    stream = fields.flag("stream")
+    options = fields.object("stream_options")
     if "stream_options" in fields and not stream:
         raise fields.wrong("stream_options", "left out unless stream is true")
     options.only(("include_usage", "include_obfuscation"))
@@ -261,7 +342,12 @@ def too_long(what: str, where: str, length: int) -> Refused:
 def _n(fields: Fields, answers: int, prompts: int) -> int:
     n = fields.whole("n", 1, LARGEST, 1)
     if n * prompts > answers:
-        raise Refused(400, f"{n * prompts} answers are asked for, but a request may have {answers} (--queue).", "n", "invalid_value")  # fmt: skip
+        raise Refused(
+            400,
+            f"{n * prompts} answers are asked for, but a request may have {answers} (--queue).",
+            "n",
+            "invalid_value",
+        )
     return n
 
 
@@ -272,12 +358,17 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     if not all(isinstance(text, str) for text in texts):
         raise fields.wrong("stop", legal, "invalid_type")
     if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP for text in texts):
-        raise fields.wrong("stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters")
+        raise fields.wrong(
+            "stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
+        )
     return tuple(encodable(text, "stop") for text in texts)
 
 
 def _prompts(fields: Fields, answers: int, length: int) -> tuple[str | tuple[int, ...], ...]:
-    """A string, strings, token ids, or lists of them: OpenAI's four forms. Nothing is looked at that is too much in any case."""
+    """A string, strings, token ids, or lists of them: OpenAI's four forms.
+
+    Nothing is looked at that is too much in any case.
+    """
     legal = "a string, a list of strings, a list of token ids, or a list of such lists"
     fields.needed("prompt")
     prompt = fields.typed("prompt", str | list, legal)
@@ -317,15 +408,22 @@ def _messages(fields: Fields, most: int) -> tuple[Message, ...]:
 
 
 def _message(fields: Fields) -> Message:
-    """Returns one message as it stands; the form that the template takes is chosen where it is written (`data.forms`)."""
+    """Returns one message as it stands; the form that the template takes is chosen where it is written
+    (`data.forms`).
+    """
     fields.only(PARTS)
     fields.needed("role")
-    role, calls = fields.text("role"), fields.objects("tool_calls")
+    role = fields.text("role")
+    calls = fields.objects("tool_calls")
     if role not in ROLES:
         raise fields.wrong("role", " or ".join(map(shown, ROLES)))
     if not (role == "assistant" and calls):
         fields.needed("content")
-    more = {name: fields.text(name) for name in ("name", "tool_call_id", "reasoning_content") if name in fields}
+    more = {
+        name: fields.text(name)
+        for name in ("name", "tool_call_id", "reasoning_content")
+        if name in fields
+    }
     message = {"role": role, "content": _content(fields), **more}
     return message | ({"tool_calls": calls} if calls else {})
 

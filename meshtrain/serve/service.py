@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
-COMPILING_SECONDS = 1800.0  # that a program which runs for the first time may take, if a step may take no more
+COMPILING_SECONDS = (
+    1800.0  # that a program which runs for the first time may take, if a step may take no more
+)
 
 
 class Verdict(NamedTuple):
@@ -46,10 +48,17 @@ class Verdict(NamedTuple):
         return 200 if self.state == READY else 503
 
 
-def verdict(status: EngineStatus | None, begun: float, draining: bool, stuck_after: float, now: float) -> Verdict:
-    """Judges a server. `status`: None while the model is loaded; `begun`: since when there have been requests; `now`: by time.monotonic."""
+def verdict(
+    status: EngineStatus | None, begun: float, draining: bool, stuck_after: float, now: float
+) -> Verdict:
+    """Judges a server.
+
+    `status`: None while the model is loaded; `begun`: since when there have been requests; `now`: by time.monotonic.
+    """
     if draining:
-        return Verdict("draining", "the server ends when what runs is done; send requests to another.")
+        return Verdict(
+            "draining", "the server ends when what runs is done; send requests to another."
+        )
     if status is None:
         return Verdict("loading", "the model is being loaded.")
     if status.broken:
@@ -58,7 +67,10 @@ def verdict(status: EngineStatus | None, begun: float, draining: bool, stuck_aft
     still = now - max(status.turn_began or status.last_step, begun)
     patience = max(stuck_after, COMPILING_SECONDS) if status.compiling else stuck_after
     if status.busy + status.waiting and still > patience:
-        return Verdict("stuck", f"{status.busy} requests are in slots, and no step has ended for {still:.0f} s.")
+        return Verdict(
+            "stuck",
+            f"{status.busy} requests are in slots, and no step has ended for {still:.0f} s.",
+        )
     return Verdict(READY, "requests are answered.")
 
 
@@ -66,7 +78,9 @@ class ServedModel:
     """An engine that has started, under the name that clients use."""
 
     def __init__(self, name: str, engine: Engine) -> None:
-        self.name, self.engine, self.length = name, engine, engine.length
+        self.name = name
+        self.engine = engine
+        self.length = engine.length
         # what is loaded once more may be another step
         self.identity = f"{name} {secrets.token_hex(16)}"
         self._opened = engine.opened
@@ -95,18 +109,31 @@ class ServedModel:
     def _conversation(self, asked: Asked) -> np.ndarray:
         template = self._opened.template
         if template is None:
-            raise Refused(400, f"{self._opened.without} /v1/completions takes texts.", "messages", "no_chat_template")
+            raise Refused(
+                400,
+                f"{self._opened.without} /v1/completions takes texts.",
+                "messages",
+                "no_chat_template",
+            )
         if asked.tools and not template.reads_tools:
-            raise Refused(400, "this model's chat template knows of no tools; leave them out.", "tools", "unsupported")
+            raise Refused(
+                400,
+                "this model's chat template knows of no tools; leave them out.",
+                "tools",
+                "unsupported",
+            )
         try:
             return template.tokens(list(asked.messages), asked.tools, self.length)
         except ConfigError as error:
             raise Refused(400, str(error), "messages", "invalid_value") from None
 
     def _request(self, asked: Asked, tokens: np.ndarray, k: int) -> Request:
-        where, sampling = "messages" if asked.messages else "prompt", asked.sampling
+        where = "messages" if asked.messages else "prompt"
+        sampling = asked.sampling
         if not len(tokens):
-            raise Refused(400, f"{where} is empty: there is no token to go on from.", where, "invalid_value")
+            raise Refused(
+                400, f"{where} is empty: there is no token to go on from.", where, "invalid_value"
+            )
         room = self.length - len(tokens)
         if room < (asked.most or 1):
             wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
@@ -114,7 +141,9 @@ class ServedModel:
         if sampling.temperature:
             # Several answers to one prompt differ.
             sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
-        return Request(tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs)
+        return Request(
+            tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs
+        )
 
     def close(self) -> None:
         """Ends the engine and frees the device's memory."""
@@ -127,8 +156,9 @@ class ServedModel:
 class Service:
     """`key`: what clients must show, if anything; `queue`: answers that may wait, and that one request may have.
 
-    `hosts`: the names by which it may be asked besides localhost and addresses (None: any). A page that a browser shows can have a name of
-    its own lead to this machine (DNS rebinding), and without a key nothing else tells it from a client.
+    `hosts`: the names by which it may be asked besides localhost and addresses (None: any). A page that a browser shows
+    can have a name of its own lead to this machine (DNS rebinding), and without a key nothing else tells it from a
+    client.
     """
 
     name: str
@@ -146,7 +176,9 @@ class Service:
     closed: bool = False  # none is taken any more
     open_requests: int = 0
     running: set[Answering] = field(default_factory=set)
-    begun: dict[str, float] = field(default_factory=dict)  # by model, since when some run, by time.monotonic
+    begun: dict[str, float] = field(
+        default_factory=dict
+    )  # by model, since when some run, by time.monotonic
     # in place of `served`, where there are several; there once as many are loaded as may be
     models: "Models | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -176,10 +208,14 @@ class Service:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Returns the HTTP status and the body of /health."""
-        verdict, statuses = self.verdict(), self.statuses.values()
+        verdict = self.verdict()
+        statuses = self.statuses.values()
         body: dict[str, Any] = {"status": verdict.state, "model": self.name, "message": verdict.why}
         if statuses:
-            body |= {name: sum(getattr(status, name) for status in statuses) for name in ("slots", "busy", "waiting")}
+            body |= {
+                name: sum(getattr(status, name) for status in statuses)
+                for name in ("slots", "busy", "waiting")
+            }
         if self.models is not None:
             body["loaded"] = [served.name for served in self.loaded]
         return verdict.status, body
@@ -202,7 +238,14 @@ class Service:
 
     def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
         cache = self.cache if self.cache.size and asked.repeatable else None
-        return Answering(served.engine, wanted, asked.stream, model=served.name, cache=cache, weights=served.identity)
+        return Answering(
+            served.engine,
+            wanted,
+            asked.stream,
+            model=served.name,
+            cache=cache,
+            weights=served.identity,
+        )
 
     def enter(self, answering: Answering) -> None:
         if all(one.model != answering.model for one in self.running):

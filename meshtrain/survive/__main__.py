@@ -1,4 +1,7 @@
-"""python -m meshtrain.survive --config FILE: one a node, until the last step is taken. Besides: status RUN, stats RUN, inject KIND@STEP:RANK."""
+"""python -m meshtrain.survive --config FILE: one a node, until the last step is taken.
+
+Besides: status RUN, stats RUN, inject KIND@STEP:RANK.
+"""
 
 import argparse
 import json
@@ -41,12 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = socket.gethostname() if options.node is None else options.node
     if not NAME.fullmatch(node):
         raise ConfigError(
-            f"--node is {short(repr(node))}; a node's name has letters, digits, dots, dashes and underscores, at most 64, and begins "
+            f"--node is {short(repr(node))}; a node's name has letters, digits, dots, dashes and underscores, at most "
+            "64, and begins "
             "with a letter or a digit."
         )
     address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
     if not ADDRESS.fullmatch(address):
-        raise ConfigError(f"--address is {short(repr(address))}; it must be a host's name or IP address.")
+        raise ConfigError(
+            f"--address is {short(repr(address))}; it must be a host's name or IP address."
+        )
     _check(requests(config.survive.inject), config.survive.most, "the run")
     if options.flags:
         _set_flags(config, options.flags)
@@ -63,27 +69,43 @@ def parser() -> Parser:
         epilog=f"Besides, meshtrain survive {'|'.join(COMMANDS)}: each has --help.",
     )
     parser.add_config()
-    parser.add_argument("--node", help="this node's name, which no other node of the run has (default: the host's)")
-    parser.add_argument("--address", help="how other nodes reach this one (default: the host's name)")
-    parser.add_argument("--flags", metavar="FILE|NAME", help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; meshtrain plan --flags shows them")  # fmt: skip
+    parser.add_argument(
+        "--node", help="this node's name, which no other node of the run has (default: the host's)"
+    )
+    parser.add_argument(
+        "--address", help="how other nodes reach this one (default: the host's name)"
+    )
+    parser.add_argument(
+        "--flags",
+        metavar="FILE|NAME",
+        help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; "
+        "meshtrain plan --flags shows them",
+    )
     parser.beside = {name: of_command for name, (of_command, _) in COMMANDS.items()}
     return parser
 
 
 def _warn_if_unreachable() -> None:
-    """Where JAX has CPUs alone its processes reach each other at the address of the host's name, whatever --address is."""
+    """Where JAX has CPUs alone its processes reach each other at the address of the host's name, whatever --address
+    is.
+    """
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         return
     if address.startswith(LOOPBACK) and not any(Path("/dev").glob("nvidia[0-9]*")):
-        far = f"the name of this host, {name}, is {address} here, at which processes on CPUs of other hosts do not reach it"
+        far = (
+            f"the name of this host, {name}, is {address} here, at which processes on CPUs of other hosts do not "
+            "reach it"
+        )
         say(f"{far}: give it its own address in /etc/hosts, if there are others.")
 
 
 def _set_flags(config: Config, cluster: str) -> None:
-    settings = flags.settings(config, named(cluster, config.mesh.devices), flags.installed(), os.environ)
+    settings = flags.settings(
+        config, named(cluster, config.mesh.devices), flags.installed(), os.environ
+    )
     for entry in settings:
         is_set = f"{entry.name}={entry.value}: {entry.reason}."
         say(f"{entry.name} is left alone: {entry.left}." if entry.left else is_set)
@@ -94,13 +116,20 @@ def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
     """ConfigError for faults that nobody would inject: of ranks that there are not, or made before a run begins."""
     for request in asked:
         if request.kind.where == "start":
-            raise ConfigError(f"{request.kind.name} is made before a run begins: {request.kind.does}.")
+            raise ConfigError(
+                f"{request.kind.name} is made before a run begins: {request.kind.does}."
+            )
         if ranks and request.rank >= ranks:
-            raise ConfigError(f"{request.name} is for rank {request.rank}, but {run} has {ranks}, counted from 0.")
+            raise ConfigError(
+                f"{request.name} is for rank {request.rank}, but {run} has {ranks}, counted from 0."
+            )
 
 
 def _inject_parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain.survive inject", description="Injects a fault into a run that goes on.")
+    parser = Parser(
+        prog="python -m meshtrain.survive inject",
+        description="Injects a fault into a run that goes on.",
+    )
     fault_help = "as in kill@40:1: rank 1 is killed once 40 steps are taken"
     parser.add_argument("fault", nargs="?", metavar="KIND@STEP:RANK", help=fault_help)
     run_help = "the run's directory (default: the one below runs/, if there is one only)"
@@ -112,24 +141,32 @@ def _inject_parser() -> Parser:
 
 def _inject(options: argparse.Namespace) -> int:
     if options.list:
-        kinds = [{"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()]
+        kinds = [
+            {"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()
+        ]
         lines = [f"{kind.number:2} {kind.name:18} {kind.does}" for kind in KINDS.values()]
         print(json.dumps(kinds, indent=2) if options.json else "\n".join(lines))
         return DONE
     if options.fault is None:
         _inject_parser().error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
     asked = parse(options.fault, "the command")
-    runs = [Path(options.run)] if options.run else [path.parent for path in Path("runs").glob(f"*/{SURVIVE}")]
+    runs = (
+        [Path(options.run)]
+        if options.run
+        else [path.parent for path in Path("runs").glob(f"*/{SURVIVE}")]
+    )
     if len(runs) != 1:
         example = "name one after the fault, as in survive inject kill@40:1 runs/mine"
         raise ConfigError(f"there are {len(runs)} supervised runs in runs/; {example}.")
-    run, directory = runs[0], runs[0] / SURVIVE / "inject"
+    run = runs[0]
+    directory = runs[0] / SURVIVE / "inject"
     if not directory.is_dir():
         raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
     refuse_unsafe(run)
     refuse_unsafe(directory, follow=False)
     _check(asked, max((len(plan.members) for plan in history.read(run).plans), default=0), str(run))
-    name, k = options.fault, 1
+    name = options.fault
+    k = 1
     # Asked for once more under another name, or it would count as done.
     while (directory / name).exists():
         k += 1
@@ -147,32 +184,49 @@ def _parser_of_run(word: str, description: str) -> Parser:
 
 
 def _status_parser() -> Parser:
-    return _parser_of_run("status", "What a run does now: its nodes, their steps, what happened lately.")
+    return _parser_of_run(
+        "status", "What a run does now: its nodes, their steps, what happened lately."
+    )
 
 
 def _status(options: argparse.Namespace) -> int:
     status = (
-        json.dumps(stats.status_json(options.run), indent=2) + "\n" if options.json else stats.show_status(options.run)
+        json.dumps(stats.status_json(options.run), indent=2) + "\n"
+        if options.json
+        else stats.show_status(options.run)
     )
     print(status, end="")
     return DONE
 
 
 def _stats_parser() -> Parser:
-    parser = _parser_of_run("stats", "Where a run's time went, its faults, how reliable its nodes are.")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="writes a picture of the run's life")
+    parser = _parser_of_run(
+        "stats", "Where a run's time went, its faults, how reliable its nodes are."
+    )
+    parser.add_argument(
+        "--svg", metavar="FILE", type=Path, help="writes a picture of the run's life"
+    )
     return parser
 
 
 def _stats(options: argparse.Namespace) -> int:
     if options.svg:
         write_atomically(options.svg, file(picture.svg(options.run)).encode())
-    print(json.dumps(stats.to_json(options.run), indent=2) + "\n" if options.json else stats.show(options.run), end="")
+    print(
+        json.dumps(stats.to_json(options.run), indent=2) + "\n"
+        if options.json
+        else stats.show(options.run),
+        end="",
+    )
     return DONE
 
 
 # What may stand in the place of a run's config.
-COMMANDS = {"status": (_status_parser, _status), "stats": (_stats_parser, _stats), "inject": (_inject_parser, _inject)}
+COMMANDS = {
+    "status": (_status_parser, _status),
+    "stats": (_stats_parser, _stats),
+    "inject": (_inject_parser, _inject),
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What a run came to, by the plans that its supervisors have written: its exit code; and whether it was done before a supervisor began.
+"""What a run came to, by the plans that its supervisors have written: its exit code; and whether it was done before a
+supervisor began.
 
-The command serves an engine that knows only the highest of their codes: before the supervisors are started it prints the number of the
-run's newest plan, and afterwards ends with the code that they have agreed on since; if on none, with what the engine's code stands for.
+The command serves an engine that knows only the highest of their codes: before the supervisors are started it prints
+the number of the run's newest plan, and afterwards ends with the code that they have agreed on since; if on none, with
+what the engine's code stands for.
 """
 
 import contextlib
@@ -26,7 +28,9 @@ def newest(run: Path) -> int:
 
 
 def agreed(run: Path, after: int) -> int | None:
-    """Returns the code of a run that its supervisors have declared over, in a plan that is newer than `after`; None if they have not."""
+    """Returns the code of a run that its supervisors have declared over, in a plan that is newer than `after`; None if
+    they have not.
+    """
     plans = _plans(run)
     number = max(plans, default=0)
     if number <= after:
@@ -41,10 +45,14 @@ def _plans(run: Path) -> dict[int, Path]:
 
 
 def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str | None:
-    """Returns by what the run in a directory ended well; None if it did not, or is to go on now. `plans`: all of its supervisors'."""
+    """Returns by what the run in a directory ended well; None if it did not, or is to go on now.
+
+    `plans`: all of its supervisors'.
+    """
     if not plans or plans[-1].kind != "done":
         return None
-    step, patience = plans[-1].step or 0, config.eval.patience
+    step = plans[-1].step or 0
+    patience = config.eval.patience
     steps: int | None = config.train.steps
     if config.train.epochs:
         # The steps follow once the data is open: then as the run has found them.
@@ -63,11 +71,19 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m meshtrain.survive.agreed", description="What a run on several nodes came to.")
+    parser = Parser(
+        prog="python -m meshtrain.survive.agreed",
+        description="What a run on several nodes came to.",
+    )
     parser.add_argument("run", type=Path, help="the run directory")
-    parser.add_argument("--after", type=int, help="the newest plan before the supervisors were started")
     parser.add_argument(
-        "--otherwise", type=int, default=FAILED, help="an exit code, where the run was not declared over"
+        "--after", type=int, help="the newest plan before the supervisors were started"
+    )
+    parser.add_argument(
+        "--otherwise",
+        type=int,
+        default=FAILED,
+        help="an exit code, where the run was not declared over",
     )
     options = parser.parse_args(arguments)
     if options.after is None:

@@ -1,4 +1,5 @@
-"""A node's training process: started, watched through /proc and its heartbeat, and ended together with all that it has started.
+"""A node's training process: started, watched through /proc and its heartbeat, and ended together with all that it has
+started.
 
     supervisor ──lease: a counter──► DIR ◄──heartbeat: step, phase, seconds── training process
                ──SIGUSR1: stacks, SIGTERM: stop, SIGKILL──►
@@ -37,7 +38,8 @@ PREFIX = "meshtrain-"  # of its directory's name
 LEFT = 60.0  # seconds after which a lease that was never renewed is nobody's, if nobody holds it
 LONGEST = 1000  # letters of why it failed
 # Bytes of its output: at once, and of what was printed since the last look.
-MOST_READ, MOST_SHOWN = 1 << 16, 1 << 20
+MOST_READ = 1 << 16
+MOST_SHOWN = 1 << 20
 BY_EXIT = {code: kind for kind, code in CODES.items() if code != FAILED}
 
 
@@ -53,7 +55,9 @@ class TrainingProcess:
         number: int,
         fence: float,
     ) -> None:
-        self.generation, self.number, self.files = generation, number, files
+        self.generation = generation
+        self.number = number
+        self.files = files
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         _sweep(Path(memory))
         self.local = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
@@ -66,22 +70,35 @@ class TrainingProcess:
             fcntl.flock(self._lease, fcntl.LOCK_EX)
             self.renew()
             # Read by its descriptor: the run directory may be removed or renamed meanwhile.
-            self.output = begun.enter_context(open(files / f"rank-{number}.out", "a+b", buffering=0))
+            self.output = begun.enter_context(
+                open(files / f"rank-{number}.out", "a+b", buffering=0)
+            )
             supervised = {
-                "local": str(self.local), "generation": str(files), "number": generation, "rank": number, "fence": fence,
+                "local": str(self.local),
+                "generation": str(files),
+                "number": generation,
+                "rank": number,
+                "fence": fence,
                 "survive": str(files.parent),
-            }  # fmt: skip
+            }
             self.process = subprocess.Popen(
-                command, env={**environment, VARIABLE: json.dumps(supervised)}, stdin=subprocess.DEVNULL, stdout=self.output,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent(),
-            )  # fmt: skip
+                command,
+                env={**environment, VARIABLE: json.dumps(supervised)},
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
             # A process that began leaves its files.
             begun.pop_all()
         self._changed = self._alive_since = time.monotonic()
         self._count = self._alive = -1
         self._asked_at = -1  # the phase for which stacks were asked
         self._shown = 0
-        self._killed = self._group_killed = False  # whether we ended it; whether its whole group was ended after it
+        self._killed = self._group_killed = (
+            False  # whether we ended it; whether its whole group was ended after it
+        )
         self._heartbeat_text = b""
         self.heartbeat: dict[str, Any] = {}  # the last complete one
         self.rank = Rank(number, self.process.pid)
@@ -96,16 +113,22 @@ class TrainingProcess:
         now = time.monotonic()
         # Not begun, or in the middle of a write: the heartbeat before holds.
         if (text := read_file(f"{self.local}/{BEAT}", MOST_READ)) != self._heartbeat_text:
-            self._heartbeat_text, self.heartbeat = text, parse(text) or self.heartbeat
+            self._heartbeat_text = text
+            self.heartbeat = parse(text) or self.heartbeat
         if (count := self.heartbeat.get("n", -1)) != self._count:
-            self._count, self._changed = count, now
+            self._count = count
+            self._changed = now
         if (alive := self.heartbeat.get("alive", -1)) != self._alive:
-            self._alive, self._alive_since = alive, now
+            self._alive = alive
+            self._alive_since = now
         pid = self.process.pid
         seen = {
-            "number": self.number, "pid": pid, "proc": read_file(f"/proc/{pid}/stat", MOST_READ).rpartition(b") ")[2][:1].decode(),
-            "phase_age": now - self._changed, "alive_age": now - self._alive_since if self._alive >= 0 else 0.0,
-        }  # fmt: skip
+            "number": self.number,
+            "pid": pid,
+            "proc": read_file(f"/proc/{pid}/stat", MOST_READ).rpartition(b") ")[2][:1].decode(),
+            "phase_age": now - self._changed,
+            "alive_age": now - self._alive_since if self._alive >= 0 else 0.0,
+        }
         if self._asked_at == self._count:
             seen["stack"] = self._stack()
         self.rank = record_of(Rank, {**self.heartbeat, **seen}) or Rank(**seen)  # type: ignore[arg-type]
@@ -141,8 +164,12 @@ class TrainingProcess:
         sentence = " ".join(str(fault.get("sentence", "")).split())[:LONGEST]
         if not sentence:
             lines = self._tail().decode(errors="replace").split("\n")
-            sentence = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
-        return ProcessEnd(code, kind, f"ended with {code} after step {step}: {sentence}", step, ranks)
+            sentence = next(
+                (line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing"
+            )
+        return ProcessEnd(
+            code, kind, f"ended with {code} after step {step}: {sentence}", step, ranks
+        )
 
     def stop(self) -> None:
         """Asks it to save and stop."""
@@ -190,7 +217,11 @@ class TrainingProcess:
     def _last_words(self) -> bytes:
         """Returns what it left of why it failed; nothing if that is not there, or cannot be read."""
         try:
-            return retried(lambda: read_file(self.files / f"rank-{self.number}.fault.json", MOST_READ, NO_RECORD))
+            return retried(
+                lambda: read_file(
+                    self.files / f"rank-{self.number}.fault.json", MOST_READ, NO_RECORD
+                )
+            )
         except OSError:
             return b""
 
@@ -211,8 +242,8 @@ def train_command(config: Path) -> list[str]:
 def kill_left_behind(node: Node, survive: Path) -> bool:
     """Ends the process of another node of this machine, which nobody watches any more; returns whether there was one.
 
-    A frozen one would hold the run's lock, and go on to write once it is let go. It is ended only if its own environment names it: its
-    number may be another process's by now.
+    A frozen one would hold the run's lock, and go on to write once it is let go. It is ended only if its own
+    environment names it: its number may be another process's by now.
     """
     if node.rank is None:
         return False
@@ -220,7 +251,10 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
         variables = retried(Path(f"/proc/{node.rank.pid}/environ").read_bytes).split(b"\0")
         texts = (v.partition(b"=")[2] for v in variables if v.startswith(f"{VARIABLE}=".encode()))
         supervised = parse(next(texts, b"")) or {}
-        if (supervised.get("number"), supervised.get("rank")) != (node.generation, node.rank.number):
+        if (supervised.get("number"), supervised.get("rank")) != (
+            node.generation,
+            node.rank.number,
+        ):
             return False
         if not os.path.samefile(str(supervised.get("survive")), survive):
             return False
@@ -234,7 +268,8 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
 def _sweep(memory: Path) -> None:
     """Removes what supervisors that were killed have left in memory.
 
-    A lease that was renewed has been held: if nobody holds it now, its supervisor is gone. One that is empty may only just be there.
+    A lease that was renewed has been held: if nobody holds it now, its supervisor is gone. One that is empty may only
+    just be there.
     """
     for directory in memory.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), open(directory / LEASE, opener=opened) as lease:

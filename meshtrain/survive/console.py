@@ -1,6 +1,8 @@
-"""Prints for a supervisor, by a thread of its own: a terminal that stands still, or a pipe that nobody reads, may not hold it up.
+"""Prints for a supervisor, by a thread of its own: a terminal that stands still, or a pipe that nobody reads, may not
+hold it up.
 
-A supervisor that is held up no longer renews the lease, and its process ends. Output for a terminal that was closed goes nowhere.
+A supervisor that is held up no longer renews the lease, and its process ends. Output for a terminal that was closed
+goes nowhere.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Decides what is to be done, as one pure function: decide(now, nodes, plan, history, options) -> (verdict, reason, blamed).
+"""Decides what is to be done, as one pure function: decide(now, nodes, plan, history, options) -> (verdict, reason,
+blamed).
 
     no plan ──form──► forming ──run──► running ──stop──► stopping
                          ▲                │ form: a fault     │ form: the mesh grows
@@ -48,7 +49,10 @@ class SupervisorOptions:
 
 
 class Decision(NamedTuple):
-    """`verdict`: wait, go on, form, run, stop, over. `kind` and `step` are those of the cause; `code` of the end; `members` of a run."""
+    """`verdict`: wait, go on, form, run, stop, over.
+
+    `kind` and `step` are those of the cause; `code` of the end; `members` of a run.
+    """
 
     verdict: str
     reason: str = ""
@@ -62,12 +66,16 @@ class Decision(NamedTuple):
 
 
 def decide(
-    now: float, nodes: Sequence[Node], plan: RestartPlan | None, history: Plans, options: SupervisorOptions
+    now: float,
+    nodes: Sequence[Node],
+    plan: RestartPlan | None,
+    history: Plans,
+    options: SupervisorOptions,
 ) -> Decision:
     """Returns what the leader does next.
 
-    now: its clock, in seconds; nodes: all it knows of, with the age of their records; plan: the newest; history: all before it, oldest
-    first. Nothing is read or changed.
+    now: its clock, in seconds; nodes: all it knows of, with the age of their records; plan: the newest; history: all
+    before it, oldest first. Nothing is read or changed.
     """
     if plan is None:
         return Decision("form", "the run begins", kind="start")
@@ -76,12 +84,16 @@ def decide(
     if plan.state == "forming":
         return _forming(now, nodes, plan, history, options)
     incarnations = {(n.name, n.incarnation): n for n in nodes}
-    members = [incarnations.get(member) for member in zip(plan.members, plan.incarnations, strict=True)]
+    members = [
+        incarnations.get(member) for member in zip(plan.members, plan.incarnations, strict=True)
+    ]
     if not any(members):
         return Decision("form", "the run goes on after all of its nodes were gone", kind="start")
     if decision := _all_ended_well(members, nodes, plan, options):
         return decision
-    fault = _cause([*ended(members, plan, options), *hung(members, plan, options)], members, plan, options)
+    fault = _cause(
+        [*ended(members, plan, options), *hung(members, plan, options)], members, plan, options
+    )
     if fault is not None:
         return _after(fault, now, members, plan, history, options)
     if plan.state == "running" and (decision := _growth(now, nodes, plan, options)):
@@ -108,7 +120,11 @@ def _forming(
         return at_work or (node.acked < plan.generation and not node.leaving)
 
     if busy := [n.name for n in heard if is_busy(n)]:
-        what = "to be ready" if plan.kind == "start" else f"to end the process of generation {plan.generation - 1}"
+        what = (
+            "to be ready"
+            if plan.kind == "start"
+            else f"to end the process of generation {plan.generation - 1}"
+        )
         return Decision("wait", f"for {_names(busy)} {what}")
     if not live:
         reason = "all nodes were asked to go, run again to go on"
@@ -119,9 +135,12 @@ def _forming(
     ill = quarantined(plan, now)
     well = [n for n in live if n.name not in ill]
     chosen = well if len(well) >= options.least and options.used(len(well)) else live
-    use, expired = options.used(len(chosen)), plan.age >= options.join_timeout
+    use = options.used(len(chosen))
+    expired = plan.age >= options.join_timeout
     if len(chosen) < options.least or use is None:
-        needed = "; ".join([f"{max(options.least, 1)} are needed", *(n.differs for n in strangers[:1])])
+        needed = "; ".join(
+            [f"{max(options.least, 1)} are needed", *(n.differs for n in strangers[:1])]
+        )
         if not expired:
             return Decision("wait", f"there are {len(live)} nodes, {needed}")
         reason = f"there are {len(live)} nodes after {options.join_timeout:.0f} s, {needed}; run again to go on"
@@ -137,13 +156,16 @@ def _forming(
 
 
 def _ranked(nodes: Sequence[Node], use: int, plan: RestartPlan, history: Plans) -> list[str]:
-    """Returns the names of those who take part, in the order of their ranks: members of the generation before first, so that little changes.
+    """Returns the names of those who take part, in the order of their ranks: members of the generation before first, so
+    that little changes.
 
-    After numbers that are not finite the order is turned by one, and spares go first: every shard is computed elsewhere.
+    After numbers that are not finite the order is turned by one, and spares go first: every shard is computed
+    elsewhere.
     """
     before = next((p.members for p in reversed([*history, plan]) if p.members), [])
     names = {n.name for n in nodes}
-    old, new = [name for name in before if name in names], sorted(names - set(before))
+    old = [name for name in before if name in names]
+    new = sorted(names - set(before))
     if plan.kind != "numbers":
         return sorted((old + new)[:use])
     return (new + old)[:use] if new else old[1:use] + old[:1]
@@ -156,7 +178,11 @@ def _all_ended_well(
     members: Members, nodes: Sequence[Node], plan: RestartPlan, options: SupervisorOptions
 ) -> Decision | None:
     """Returns the end of the run, or a generation without those who leave; None unless all processes ended well."""
-    ends = [n.end for n in members if n is not None and n.generation == plan.generation and n.end is not None]
+    ends = [
+        n.end
+        for n in members
+        if n is not None and n.generation == plan.generation and n.end is not None
+    ]
     if len(ends) < len(members) or any(e.exit not in (0, 75) for e in ends):
         return None
     step = max(e.step for e in ends)
@@ -173,15 +199,20 @@ def _all_ended_well(
     return Decision("over", reason, kind="stopped", step=step, code=75)
 
 
-def _cause(faults: Sequence[Fault], members: Members, plan: RestartPlan, options: SupervisorOptions) -> Fault | None:
-    """Returns what explains the other faults; None as long as there is no fault, or only effects whose cause may still show."""
+def _cause(
+    faults: Sequence[Fault], members: Members, plan: RestartPlan, options: SupervisorOptions
+) -> Fault | None:
+    """Returns what explains the other faults; None as long as there is no fault, or only effects whose cause may still
+    show.
+    """
     if not faults:
         return None
     first = min(faults, key=lambda f: f.order)
     there = [n for n in members if n is not None]
     ends = [n.ended_for for n in there if n.generation == plan.generation and n.end is not None]
     if ends and len(ends) < len(there) and first.order not in (ORDER["lost"], ORDER["frozen"]):
-        # Others may be about to report what came first, or likewise; a silent node is told from a slow one by its timeout alone.
+        # Others may be about to report what came first, or likewise; a silent node is told from a slow one by its
+        # timeout alone.
         effect = first.order == ORDER["peer"]
         silent = any(n.age > 3 * options.heartbeat for n in there if n.end is None)
         if min(ends) < (3.5 * options.heartbeat if effect else TOGETHER) or (effect and silent):
@@ -195,7 +226,12 @@ def _cause(faults: Sequence[Fault], members: Members, plan: RestartPlan, options
 
 
 def _after(
-    fault: Fault, now: float, members: Members, plan: RestartPlan, history: Plans, options: SupervisorOptions
+    fault: Fault,
+    now: float,
+    members: Members,
+    plan: RestartPlan,
+    history: Plans,
+    options: SupervisorOptions,
 ) -> Decision:
     formed = [p for p in [*history, plan] if p.state == "forming"]
     past = [p for p in formed if p.kind not in FREE]
@@ -203,7 +239,9 @@ def _after(
     if fault.blamed and fault.step is not None:
         # The node to blame comes to the same step each time; how far the others come differs by one.
         step = fault.step
-    starts = [n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None]
+    starts = [
+        n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None
+    ]
     if not starts and past:
         # It ended before it knew which step to go on from: the run is where it was.
         step = past[-1].step or 0
@@ -211,13 +249,17 @@ def _after(
         # Only a try shows who has it, and it is not waited for without end.
         tries = takewhile(lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed))
         if sum(1 for _ in tries) * LOCKED > options.join_timeout:
-            return Decision("over", f"{fault.sentence}; run again to go on", kind="lock", step=step, code=75)
+            return Decision(
+                "over", f"{fault.sentence}; run again to go on", kind="lock", step=step, code=75
+            )
         return Decision("form", fault.sentence, kind="lock", step=step, delay=LOCKED)
     if fault.kind in FREE:
         return Decision("form", fault.sentence, kind=fault.kind, step=step)
     if reason := _given_up(fault, step, step > max(starts, default=0), past, now, options):
         code = 2 if fault.kind == "config" else 3
-        return Decision("over", reason, fault.blamed, "refused" if code == 2 else "given up", step, code)
+        return Decision(
+            "over", reason, fault.blamed, "refused" if code == 2 else "given up", step, code
+        )
     loops = sum(1 for _ in takewhile(lambda p: (p.step or 0) >= step, reversed(past)))
     delay = min(LONGEST_DELAY, 2.0**loops) if loops else 0.0
     until = quarantined(plan, now)
@@ -225,16 +267,28 @@ def _after(
         strikes = sum(name in p.blamed and p.kind in STRIKES and now - p.wall < DAY for p in past)
         if strikes or fault.kind == "sick":
             until[name] = now + QUARANTINE * 2 ** max(0, strikes - 1)
-    return Decision("form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until)
+    return Decision(
+        "form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until
+    )
 
 
-def _given_up(fault: Fault, step: int, began: bool, past: Plans, now: float, options: SupervisorOptions) -> str | None:
+def _given_up(
+    fault: Fault, step: int, began: bool, past: Plans, now: float, options: SupervisorOptions
+) -> str | None:
     """Returns why another generation would not help, in a sentence; None if it may."""
     if fault.kind == "config":
         return fault.sentence
     before = past[-1] if past else None
-    if fault.kind == "numbers" and before is not None and before.kind == "numbers" and before.step == step:
-        return f"{fault.sentence}. It is the same once more, with every rank on another node: the data or the optimizer, not a device"
+    if (
+        fault.kind == "numbers"
+        and before is not None
+        and before.kind == "numbers"
+        and before.step == step
+    ):
+        return (
+            f"{fault.sentence}. It is the same once more, with every rank on another node: the data or the "
+            "optimizer, not a device"
+        )
     if fault.kind in ("error", "memory") and not past and not began:
         return f"{fault.sentence}. It came before the first step, so it is not tried again"
     same = [p for p in past[-(SAME_STEP - 1) :] if p.step == step and p.kind != "lost"]
@@ -245,23 +299,37 @@ def _given_up(fault: Fault, step: int, began: bool, past: Plans, now: float, opt
     return None
 
 
-def _growth(now: float, nodes: Sequence[Node], plan: RestartPlan, options: SupervisorOptions) -> Decision | None:
+def _growth(
+    now: float, nodes: Sequence[Node], plan: RestartPlan, options: SupervisorOptions
+) -> Decision | None:
     """Takes in nodes that returned, once they have been there for a while, if the mesh would use more than it does."""
     free = [
-        n.name for n in nodes
-        if n.name not in plan.members and n.state == "idle" and not n.leaving and not n.differs and n.age < options.node_timeout
-        and n.known >= STEADY and n.name not in quarantined(plan, now)
-    ]  # fmt: skip
+        n.name
+        for n in nodes
+        if n.name not in plan.members
+        and n.state == "idle"
+        and not n.leaving
+        and not n.differs
+        and n.age < options.node_timeout
+        and n.known >= STEADY
+        and n.name not in quarantined(plan, now)
+    ]
     if not free or plan.age < STEADY:
         return None
-    more, today = options.used(len(plan.members) + len(free)), len(plan.members)
+    more = options.used(len(plan.members) + len(free))
+    today = len(plan.members)
     if more is None or more <= today:
         return None
-    return Decision("stop", f"{_names(free)} can take part: {more} nodes instead of {today}", kind="grow")
+    return Decision(
+        "stop", f"{_names(free)} can take part: {more} nodes instead of {today}", kind="grow"
+    )
 
 
 def quarantined(plan: RestartPlan, now: float) -> dict[str, float]:
-    """Returns the nodes still left out, and until when on the caller's clock `now`. The plan has times of its leader's clock, which may be wrong."""
+    """Returns the nodes still left out, and until when on the caller's clock `now`.
+
+    The plan has times of its leader's clock, which may be wrong.
+    """
     ahead = plan.wall + plan.age - now
     return {name: until - ahead for name, until in plan.quarantined.items() if until - ahead > now}
 

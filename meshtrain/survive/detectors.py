@@ -28,14 +28,17 @@ from meshtrain.survive.records import Node, Rank, RestartPlan
 if TYPE_CHECKING:
     from meshtrain.survive.decide import SupervisorOptions
 
-Members = Sequence[Node | None]  # of a plan, by rank; None for one whose supervisor is gone, or another one by now
+Members = Sequence[
+    Node | None
+]  # of a plan, by rank; None for one whose supervisor is gone, or another one by now
 
-# The cause is the first in this order; what stands later follows from what stands earlier, never the other way round: a killed process
-# makes its peers fail.
+# The cause is the first in this order; what stands later follows from what stands earlier, never the other way round: a
+# killed process makes its peers fail.
 HANGS = ("frozen", "uninterruptible", "gil", "stuck", "collective")
 ORDER = {"lost": 0, "signal": 1} | dict.fromkeys(HANGS, 2) | {"sick": 3, "numbers": 4, "config": 4}
 ORDER |= {"memory": 5, "error": 5, "port": 5, "lock": 5, "preempted": 6, "peer": 7}
-# Kinds of new generations that are no fault. `lock`: the fault that left the run's lock to a process was reported already.
+# Kinds of new generations that are no fault. `lock`: the fault that left the run's lock to a process was reported
+# already.
 FREE = ("start", "grow", "preempted", "lock")
 # Faults of a node's own: at the second one it is quarantined; if it is `sick`, at the first.
 STRIKES = ("lost", "signal", "frozen", "uninterruptible", "gil", "stuck", "error", "memory", "sick")
@@ -46,9 +49,12 @@ TIMEOUTS = {
     "eval": 600.0, "save": 600.0, "trace": 600.0, "end": 600.0,
 }  # fmt: skip
 FIRST_STEP = 600.0  # it may compile still
-LEAST, TIMES = 60.0, 10.0  # of a step: seconds, and of the median
+# of a step: seconds, and of the median
+LEAST = 60.0
+TIMES = 10.0
 SILENT = 5.0  # seconds without a sign of life of a rank's thread, which gives one every half
-# In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken, phase) only grows.
+# In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken,
+# phase) only grows.
 PHASES = (
     "start", "open", "join", "init", "restore", "log", "eval", "save", "data", "compile", "dispatch", "trace", "wait", "end",
 )  # fmt: skip
@@ -84,14 +90,21 @@ def ended(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> 
     faults = []
     for rank, (name, node) in enumerate(zip(plan.members, members, strict=True)):
         if node is None:
-            faults.append(Fault("lost", f"node {name} is gone: another supervisor has its place", (name,)))
+            faults.append(
+                Fault("lost", f"node {name} is gone: another supervisor has its place", (name,))
+            )
             continue
         end = node.end
         if node.generation == plan.generation and end is not None:
-            # The others wait for a process that was asked to go before it had joined them; later all stop after the same step.
+            # The others wait for a process that was asked to go before it had joined them; later all stop after the
+            # same step.
             joined = node.rank is None or node.rank.start is not None
             if (end.exit == 75 and not joined) or (end.exit == -SIGTERM and node.leaving):
-                faults.append(Fault("preempted", f"{name} was asked to go before its first step", (), end.step))
+                faults.append(
+                    Fault(
+                        "preempted", f"{name} was asked to go before its first step", (), end.step
+                    )
+                )
             elif end.exit not in (0, 75):
                 known = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members))
                 is_effect = end.kind in ("peer", "numbers", "lock", "port", "config")
@@ -104,7 +117,9 @@ def ended(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> 
                 sentence += f"; rank {node.rank.number} was in {node.rank.phase} after step {node.rank.step}"
             faults.append(Fault("lost", sentence, (name,), last_step(node)))
         elif node.generation < plan.generation and plan.age > max(60.0, options.node_timeout):
-            faults.append(Fault("lost", f"node {name} ({node.host}) did not start its process", (name,)))
+            faults.append(
+                Fault("lost", f"node {name} ({node.host}) did not start its process", (name,))
+            )
     return faults
 
 
@@ -116,7 +131,9 @@ def last_step(node: Node) -> int | None:
 
 
 def patience(pace: float) -> float:
-    """Returns seconds without a step that are a stall, where a step takes `pace` seconds: 10 steps, and at least a minute."""
+    """Returns seconds without a step that are a stall, where a step takes `pace` seconds: 10 steps, and at least a
+    minute.
+    """
     return max(LEAST, TIMES * pace)
 
 
@@ -133,17 +150,25 @@ def timeout(rank: Rank, options: "SupervisorOptions") -> float:
 
 def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> list[Fault]:
     """Returns faults of those who keep the others waiting beyond the time of their phase."""
-    started = [(n, n.rank) for n in members if n is not None and n.rank and n.generation == plan.generation]
+    started = [
+        (n, n.rank) for n in members if n is not None and n.rank and n.generation == plan.generation
+    ]
     running = [(n, rank) for n, rank in started if n.end is None]
     frozen = [(n, rank) for n, rank in running if rank.proc in ("T", "t")]
     # In a debugger (t) it may be for as long as its phase may take.
     stopped = [(n, rank) for n, rank in frozen if rank.proc == "T"]
-    if silent := [(n, rank) for n, rank in stopped if _silence(n, rank, options) > options.node_timeout]:
+    if silent := [
+        (n, rank) for n, rank in stopped if _silence(n, rank, options) > options.node_timeout
+    ]:
         return [_fault("frozen", n, rank, options) for n, rank in silent]
-    # While a member is not there yet, there is another fault, or none. One that ended well may have left one behind that does not end.
+    # While a member is not there yet, there is another fault, or none. One that ended well may have left one behind
+    # that does not end.
     if len(started) < len(members) or not running:
         return []
-    place = {n.name: (rank.step, PHASES.index(rank.phase) if rank.phase in PHASES else 0) for n, rank in running}
+    place = {
+        n.name: (rank.step, PHASES.index(rank.phase) if rank.phase in PHASES else 0)
+        for n, rank in running
+    }
     last = min(place.values())
     low = [(n, rank) for n, rank in running if place[n.name] == last]
     late = [(n, rank) for n, rank in low if _seconds(n, rank, options) > timeout(rank, options)]
@@ -157,7 +182,8 @@ def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> l
     if len(low) == len(running) > 1:
         n, rank = running[0]
         sentence = (
-            f"all ranks have been in the phase {rank.phase} of step {_step_at_work(rank)} for {_seconds(n, rank, options):.1f} s: "
+            f"all ranks have been in the phase {rank.phase} of step {_step_at_work(rank)} for "
+            f"{_seconds(n, rank, options):.1f} s: "
             f"a collective or the network, so nobody is blamed{_collectives(rank)}"
         )
         return [Fault("collective", sentence, (), rank.step)]
@@ -165,7 +191,11 @@ def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> l
 
 
 def _fault(kind: str, node: Node, rank: Rank, options: "SupervisorOptions") -> Fault:
-    does = DOES[rank.phase] if kind == "stuck" and rank.phase in DOES else f"{DOES[kind]} (phase {rank.phase})"
+    does = (
+        DOES[rank.phase]
+        if kind == "stuck" and rank.phase in DOES
+        else f"{DOES[kind]} (phase {rank.phase})"
+    )
     seconds = (_silence if kind == "frozen" else _seconds)(node, rank, options)
     sentence = (
         f"rank {rank.number} on {node.name} ({node.host}) {does} in step {_step_at_work(rank)} for {seconds:.1f} s"
@@ -176,12 +206,16 @@ def _fault(kind: str, node: Node, rank: Rank, options: "SupervisorOptions") -> F
 
 
 def _seconds(node: Node, rank: Rank, options: "SupervisorOptions") -> float:
-    """Returns for how long a rank is in its phase; its supervisor's silence beyond a heartbeat is the supervisor's, not the rank's."""
+    """Returns for how long a rank is in its phase; its supervisor's silence beyond a heartbeat is the supervisor's, not
+    the rank's.
+    """
     return rank.phase_age + min(node.age, options.heartbeat)
 
 
 def _silence(node: Node, rank: Rank, options: "SupervisorOptions") -> float:
-    """Returns seconds since the last sign of life of a rank's thread, or since its process began if it never gave one."""
+    """Returns seconds since the last sign of life of a rank's thread, or since its process began if it never gave
+    one.
+    """
     return (rank.alive_age or rank.phase_age) + min(node.age, options.heartbeat)
 
 
@@ -191,4 +225,6 @@ def _step_at_work(rank: Rank) -> int:
 
 def _collectives(rank: Rank) -> str:
     is_in_step = rank.phase in ("dispatch", "wait")
-    return f". The step's collectives: {rank.collectives}" if rank.collectives and is_in_step else ""
+    return (
+        f". The step's collectives: {rank.collectives}" if rank.collectives and is_in_step else ""
+    )

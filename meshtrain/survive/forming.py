@@ -1,16 +1,17 @@
-"""The config that a run goes on with on the nodes that are there: tensor x pipeline kept, the data axis as long as the devices allow.
+"""The config that a run goes on with on the nodes that are there: tensor x pipeline kept, the data axis as long as the
+devices allow.
 
     128 nodes of 8 devices, tensor 8 x pipeline 8, batch 1024:  data 16
     one of them lost:                                           data 15 on 120 nodes, 1035 rows, 7 nodes to spare
 
-Islands stay equally large: each loses as many ranks as the smallest has, or one island goes and the others stay as they were,
-whichever keeps more ranks. Which nodes make an island follows from their order alone, as `mesh` numbers devices.
+Islands stay equally large: each loses as many ranks as the smallest has, or one island goes and the others stay as they
+were, whichever keeps more ranks. Which nodes make an island follows from their order alone, as `mesh` numbers devices.
 
     4 islands of 8 data ranks, 31 left: data 28, 4 of 7        8 of 2, 15 left: data 14, 7 of 2
 
-The batch stays what it was, filled up where the data axis does not divide it (`train.uneven_batch`), and a microbatch gets no more
-rows, since activations are what memory would run out for. Where tensor x pipeline itself has no place the planner's search proposes
-another mesh. No JAX.
+The batch stays what it was, filled up where the data axis does not divide it (`train.uneven_batch`), and a microbatch
+gets no more rows, since activations are what memory would run out for. Where tensor x pipeline itself has no place the
+planner's search proposes another mesh. No JAX.
 """
 
 import math
@@ -44,10 +45,12 @@ class Formed:
 
 
 def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> Formed | None:
-    """Returns what a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot run on so few.
+    """Returns what a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot
+    run on so few.
 
     On as many as it was written for that is the config itself. `cluster` is asked where tensor x pipeline has no place:
-    a cluster or the name of one, by default that of the GPU which is here, else `cpu`. Of the survive section only `inject` is kept.
+    a cluster or the name of one, by default that of the GPU which is here, else `cpu`. Of the survive section only
+    `inject` is kept.
     """
     each = config.mesh.devices // config.survive.wanted
     usable = min(nodes, config.survive.most)
@@ -63,8 +66,10 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
 
 def _shrunk(config: Config, devices: int) -> Config | None:
     """Returns the config with another data axis, the others kept; None where they do not fit, or nothing is legal."""
-    mesh, batch = config.mesh, config.train.global_batch_size
-    data, islands = devices // (mesh.devices // mesh.data), mesh.islands
+    mesh = config.mesh
+    batch = config.train.global_batch_size
+    data = devices // (mesh.devices // mesh.data)
+    islands = mesh.islands
     if data != mesh.data:
         # A single island that takes local steps has nothing to synchronize with.
         fewest = min(2, mesh.islands) if config.parallel.sync.every else 1
@@ -83,22 +88,25 @@ def _shrunk(config: Config, devices: int) -> Config | None:
 
 
 def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
-    """Returns (data, islands) with the most data ranks up to `most`; where two have as many, the islands that stay as they were, so that
-    no device gets more of ZeRO's state. At least `fewest` islands.
+    """Returns (data, islands) with the most data ranks up to `most`; where two have as many, the islands that stay as
+    they were, so that no device gets more of ZeRO's state. At least `fewest` islands.
     """
 
     def cut(islands: int) -> tuple[int, int]:
         each = most // islands
-        return islands * (each if islands == mesh.islands else min(each, mesh.data // mesh.islands)), islands
+        return islands * (
+            each if islands == mesh.islands else min(each, mesh.data // mesh.islands)
+        ), islands
 
     return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda sizes: (sizes[0], -sizes[1]))
 
 
 def microbatches(rows: int, most: int) -> Iterator[int]:
-    """Yields numbers of microbatches for a data rank's `rows`, none with more than `most`: the best number first, then the others.
+    """Yields numbers of microbatches for a data rank's `rows`, none with more than `most`: the best number first, then
+    the others.
 
-    The best is the fewest that wastes little on empty rows. Before a microbatch has less than half of `most` rows, which
-    makes matrices small and ZeRO's traffic large, more is wasted.
+    The best is the fewest that wastes little on empty rows. Before a microbatch has less than half of `most` rows,
+    which makes matrices small and ZeRO's traffic large, more is wasted.
     """
 
     def wasted(count: int) -> tuple[float, int]:
@@ -109,16 +117,19 @@ def microbatches(rows: int, most: int) -> Iterator[int]:
     yield from range(halved + 1, halved + TRIES)
 
 
-def _searched(config: Config, nodes: int, each: int, cluster: Cluster | str | None) -> Config | None:
-    """Returns the planner's fastest layout that fits and is near the config's, on all of these nodes, else on the largest power of two
-    of them. All layouts simulated would take minutes; a supervisor may not be silent for so long.
+def _searched(
+    config: Config, nodes: int, each: int, cluster: Cluster | str | None
+) -> Config | None:
+    """Returns the planner's fastest layout that fits and is near the config's, on all of these nodes, else on the
+    largest power of two of them. All layouts simulated would take minutes; a supervisor may not be silent for so long.
     """
     padded = put(config, train={"uneven_batch": "pad"})
     counts = (nodes, 2 ** (nodes.bit_length() - 1)) if nodes > 0 else ()
     for devices in dict.fromkeys(count * each for count in counts):
         chosen = cluster or cluster_here(config)
         there = grown(chosen, devices) if isinstance(chosen, Cluster) else named(chosen, devices)
-        usable, own = there.accelerator.usable_bytes, {"uneven_batch": config.train.uneven_batch}
+        usable = there.accelerator.usable_bytes
+        own = {"uneven_batch": config.train.uneven_batch}
         fitting = [c for c in candidates(padded, there, devices, near=True) if c.nbytes <= usable]
         ranked = (_even(put(c.config, train=own)) for c in sorted(fitting, key=lambda c: c[:2]))
         if (best := next(filter(_legal, ranked), None)) is not None:
@@ -134,7 +145,8 @@ def _even(config: Config) -> Config:
 
 
 def _legal(config: Config) -> bool:
-    stages, parallel = config.mesh.pipeline, config.parallel
+    stages = config.mesh.pipeline
+    parallel = config.parallel
     try:
         check(config)
         # Schedules with formulas have a table for every size; of others the table itself must say.
@@ -147,7 +159,9 @@ def _legal(config: Config) -> bool:
 
 
 def cluster_here(config: Config) -> str:
-    """Returns the known cluster of this machine's GPU; `cpu` without one, and for a GPU that none has what a run is usually planned for."""
+    """Returns the known cluster of this machine's GPU; `cpu` without one, and for a GPU that none has what a run is
+    usually planned for.
+    """
     models = [path.read_text() for path in sorted(GPUS.glob("*/information"))]
     if not models:
         return "cpu"
@@ -157,11 +171,16 @@ def cluster_here(config: Config) -> str:
 
 def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fits: bool) -> str:
     """Returns, for one: data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
-    mesh, before = new.mesh, config.mesh
+    mesh = new.mesh
+    before = config.mesh
     if fits:
         words = f"data {mesh.data} of {before.data}"
         if before.islands > 1:
-            islands = f"{mesh.islands} of {before.islands}" if mesh.islands < before.islands else f"{mesh.islands}"
+            islands = (
+                f"{mesh.islands} of {before.islands}"
+                if mesh.islands < before.islands
+                else f"{mesh.islands}"
+            )
             words += f" in {islands} islands of {mesh.data // mesh.islands}"
     else:
         place = f"{nodes} nodes of {each} devices"
@@ -171,11 +190,15 @@ def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fit
         parts.append(f"{left} devices of the others idle")
     if (more := padded_batch_size(new) / config.train.global_batch_size - 1) > 0:
         parts.append(f"{more:.1%} more rows")
-    count, was = new.parallel.microbatches, config.parallel.microbatches
-    rows, rows_before = microbatch_rows(new), microbatch_rows(config)
+    count = new.parallel.microbatches
+    was = config.parallel.microbatches
+    rows = microbatch_rows(new)
+    rows_before = microbatch_rows(config)
     if count != was:
         parts.append(f"microbatches {count} in place of {was}")
     elif fits and rows > rows_before:
         table = short(new.parallel.schedule)
-        parts.append(f"microbatches of {rows} rows in place of {rows_before} since {table} is for {count} of them")
+        parts.append(
+            f"microbatches of {rows} rows in place of {rows_before} since {table} is for {count} of them"
+        )
     return f"{words}: {', '.join(parts)}"

@@ -3,7 +3,8 @@
     main thread   start open join init restore │ data (compile) dispatch wait │ log eval save │ data ... │ save end
                                                                                └ one step more is taken
 
-Under a supervisor it also writes all that to a file and ends the process when the supervisor is gone: `survive.supervised`.
+Under a supervisor it also writes all that to a file and ends the process when the supervisor is gone:
+`survive.supervised`.
 
 Imports no JAX: the supervisor reads what is here.
 """
@@ -28,18 +29,33 @@ LAST_STEPS = 20  # of which `pace` is the median
 
 # What the seconds of a phase count as.
 KIND_OF = dict.fromkeys(("start", "open", "join", "init", "end"), "init") | {
-    "restore": "restore", "compile": "compile", "data": "data", "dispatch": "step", "wait": "step", "log": "step",
-    "stopped": "step", "queued": "step",
-    "eval": "eval", "trace": "eval", "save": "checkpoint",
-}  # fmt: skip
+    "restore": "restore",
+    "compile": "compile",
+    "data": "data",
+    "dispatch": "step",
+    "wait": "step",
+    "log": "step",
+    "stopped": "step",
+    "queued": "step",
+    "eval": "eval",
+    "trace": "eval",
+    "save": "checkpoint",
+}
 KINDS = ("init", "compile", "restore", "step", "data", "eval", "checkpoint")
-# No phases of the main thread's own: the seconds of `wait` in which the process did not run (`survive.supervised.watch`).
+# No phases of the main thread's own: the seconds of `wait` in which the process did not run
+# (`survive.supervised.watch`).
 PAUSES = ("stopped", "queued")
-HOST = ("data", "dispatch", "log", *PAUSES)  # of a step, those in which a rank waits for nobody else
+HOST = (
+    "data",
+    "dispatch",
+    "log",
+    *PAUSES,
+)  # of a step, those in which a rank waits for nobody else
 WAIT = "wait"
 STEPPING = (*HOST, WAIT)
 
-# Why a process failed, by itself, and its exit code: effects (a peer was lost) have one of their own, so that causes are found.
+# Why a process failed, by itself, and its exit code: effects (a peer was lost) have one of their own, so that causes
+# are found.
 CODES = {
     "numbers": 70, "sick": 71, "lock": 72, "peer": 73, "config": 2, "memory": 1, "error": 1, "port": 1,
 }  # fmt: skip
@@ -51,15 +67,22 @@ class Heartbeat:
     supervised: "Supervised | None" = None
 
     def __init__(self) -> None:
-        self.name, self.step, self.changes, self.alive = "start", 0, 0, 0
+        self.name = "start"
+        self.step = 0
+        self.changes = 0
+        self.alive = 0
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._spent = dict.fromkeys(KIND_OF, 0.0)  # by phase
         self.start: int | None = None  # the step that the process goes on from
-        self.at_save: dict[str, Any] | None = None  # the seconds when the newest save began that was due
+        self.at_save: dict[str, Any] | None = (
+            None  # the seconds when the newest save began that was due
+        )
         self.saved: int | None = None  # the newest step on disk
         self.matmul: dict[str, Any] | None = None  # see survive.health
         self.collectives: str | None = None  # of a step, in a line
-        self.cache: dict[str, int] | None = None  # programs that the compilation cache had, and had not
+        self.cache: dict[str, int] | None = (
+            None  # programs that the compilation cache had, and had not
+        )
         self._paused = dict.fromkeys(PAUSES, 0.0)  # of the seconds that `_spent` counts as `wait`
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)  # seconds of each
         self._stepped = 0.0  # seconds in the phases of steps when the newest was taken
@@ -83,16 +106,19 @@ class Heartbeat:
     def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
         now = time.perf_counter()
         with self._lock:
-            spent, self._since = now - self._since, now
+            spent = now - self._since
+            self._since = now
             self.seconds[KIND_OF[self.name]] += spent
             self._spent[self.name] += spent
             if taken is not None:
-                before, self._stepped = self._stepped, sum(self._spent[name] for name in STEPPING)
+                before = self._stepped
+                self._stepped = sum(self._spent[name] for name in STEPPING)
                 self._steps.append(self._stepped - before)
                 self.step = taken
             if due is not None:
                 self.at_save = {"step": due, "seconds": rounded(self.seconds)}
-            self._before, self.name = self.name, name
+            self._before = self.name
+            self.name = name
             self.changes += 1
 
     @property
@@ -112,14 +138,24 @@ class Heartbeat:
     def values(self) -> dict[str, Any]:
         """All that is known, as the supervisor's file has it."""
         with self._lock:
-            phases, kind, now = self.phases(), KIND_OF[self.name], time.perf_counter() - self._since
+            phases = self.phases()
+            kind = KIND_OF[self.name]
+            now = time.perf_counter() - self._since
             return {
-                "n": self.changes, "alive": self.alive, "step": self.step, "phase": self.name, "pace": self.pace,
+                "n": self.changes,
+                "alive": self.alive,
+                "step": self.step,
+                "phase": self.name,
+                "pace": self.pace,
                 "phases": rounded({name: phases[name] for name in STEPPING}),
-                "seconds": rounded(self.seconds | {kind: self.seconds[kind] + now}), "at_save": self.at_save,
-                "saved": self.saved, "start": self.start, "matmul": self.matmul, "collectives": self.collectives,
+                "seconds": rounded(self.seconds | {kind: self.seconds[kind] + now}),
+                "at_save": self.at_save,
+                "saved": self.saved,
+                "start": self.start,
+                "matmul": self.matmul,
+                "collectives": self.collectives,
                 "cache": self.cache,
-            }  # fmt: skip
+            }
 
     def watch_pauses(self) -> None:
         """Begins the thread that sees when the process does not run."""
@@ -127,7 +163,9 @@ class Heartbeat:
             from meshtrain.survive.supervised import watch
 
             self._watching = True
-            threading.Thread(target=watch, args=(self,), name="meshtrain-heartbeat", daemon=True).start()
+            threading.Thread(
+                target=watch, args=(self,), name="meshtrain-heartbeat", daemon=True
+            ).start()
 
     def pause(self, late: Mapping[str, float]) -> None:
         """Counts seconds, up to now, in which the process did not run, by the reason."""
@@ -147,7 +185,10 @@ class Heartbeat:
 
 @cache
 def begun() -> Heartbeat | None:
-    """The heartbeat of this process, begun at the first call; None if no supervisor started it. Children of the process have none."""
+    """The heartbeat of this process, begun at the first call; None if no supervisor started it.
+
+    Children of the process have none.
+    """
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None

@@ -1,7 +1,8 @@
 """What the nodes of a run have written, read with distrust: events, plans, nodes' records, on one clock.
 
-Only JSON is read, of bounded size, from files whose names follow the pattern. What is cut in half, or is not what it should be, is left
-out and counted. Every node writes by its own clock; the leaders have logged how far those differ (`clock`), and here all is put on one.
+Only JSON is read, of bounded size, from files whose names follow the pattern. What is cut in half, or is not what it
+should be, is left out and counted. Every node writes by its own clock; the leaders have logged how far those differ
+(`clock`), and here all is put on one.
 """
 
 import contextlib
@@ -22,7 +23,12 @@ from meshtrain.survive.records import LARGEST, NAME, Node, RestartPlan, decode
 from meshtrain.survive.store import SURVIVE, read_file
 
 EVENTS_MOST = 256 * 2**20  # bytes that are read of a node's events
-NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # what stands there is none of ours
+NO_FILE = (
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENXIO,
+)  # what stands there is none of ours
 FAR = 1e11  # seconds, 3,000 years; what is beyond it is no time
 
 Fields = Mapping[str, Any]
@@ -49,7 +55,9 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class History:
-    """All of it, in order of time; `wall` of plans and records is on its clock, of which a node's is `ahead` by so many seconds."""
+    """All of it, in order of time; `wall` of plans and records is on its clock, of which a node's is `ahead` by so many
+    seconds.
+    """
 
     events: tuple[RunEvent, ...]
     plans: tuple[RestartPlan, ...]
@@ -64,7 +72,9 @@ class History:
 
     @property
     def newest(self) -> float:
-        """The last moment that anything is known of: of an ended run its last event, else also the nodes' last records."""
+        """The last moment that anything is known of: of an ended run its last event, else also the nodes' last
+        records.
+        """
         times = [event.time for event in self.events[-1:]] + [plan.wall for plan in self.plans[-1:]]
         times += [record.wall for record in self.records.values() if not self.over]
         return max(times, default=0.0)
@@ -84,7 +94,11 @@ def number(value: object) -> float | None:
 
 
 def integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FAR else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FAR
+        else None
+    )
 
 
 def text(value: object) -> str:
@@ -112,7 +126,9 @@ def date(time: float) -> datetime:
 
 def read(run: Path) -> History:
     """Reads all that the nodes of `run` have written; ConfigError if `run` is no run under supervision."""
-    directory, lines, torn = _folder(run), dict[str, Sequence[Fields]](), 0
+    directory = _folder(run)
+    lines = dict[str, Sequence[Fields]]()
+    torn = 0
     for name, path in _named(directory, "events.", ".jsonl"):
         content = _content(path, EVENTS_MOST)
         lines[name], broken = decode_rows((content or b"").splitlines(keepends=True))
@@ -133,7 +149,9 @@ def read_records(run: Path) -> tuple[dict[str, Node], int]:
     """Returns each node's record at this moment, and how many could not be read."""
     files = _named(_folder(run) / "nodes", "", ".json")
     nodes = {name: decode(Node, _content(path, LARGEST) or b"") for name, path in files}
-    return {name: node for name, node in nodes.items() if node is not None}, list(nodes.values()).count(None)
+    return {name: node for name, node in nodes.items() if node is not None}, list(
+        nodes.values()
+    ).count(None)
 
 
 def _content(path: Path, most: int) -> bytes | None:
@@ -151,13 +169,19 @@ def _folder(run: Path) -> Path:
             return run / SURVIVE
         is_run = run.is_dir()
     if is_run:
-        raise ConfigError(f"{short(run)} is no run of `meshtrain survive`: it holds no directory {SURVIVE}/.")
+        raise ConfigError(
+            f"{short(run)} is no run of `meshtrain survive`: it holds no directory {SURVIVE}/."
+        )
     raise ConfigError(f"there is no run directory {short(run)}.")
 
 
 def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
     files = [path.name for path in entries(directory)]
-    inner = {f[len(before) : len(f) - len(after)]: f for f in files if f.startswith(before) and f.endswith(after)}
+    inner = {
+        f[len(before) : len(f) - len(after)]: f
+        for f in files
+        if f.startswith(before) and f.endswith(after)
+    }
     return [(name, directory / inner[name]) for name in sorted(inner) if NAME.fullmatch(name)]
 
 
@@ -165,21 +189,32 @@ def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
 
 
 def together(
-    lines: Mapping[str, Iterable[Fields]], plans: Sequence[RestartPlan], records: Mapping[str, Node], torn: int = 0
+    lines: Mapping[str, Iterable[Fields]],
+    plans: Sequence[RestartPlan],
+    records: Mapping[str, Node],
+    torn: int = 0,
 ) -> History:
     """Returns a history of what each node wrote, put on one clock. What bears no possible time is torn."""
     ahead = clocks(lines)
     events = []
     for node, rows in lines.items():
         for row in rows:
-            wall, name = number(row.get("wall")), row.get("event")
+            wall = number(row.get("wall"))
+            name = row.get("event")
             if wall is None or not isinstance(name, str):
                 torn += 1
             else:
                 events.append(RunEvent(wall - ahead.get(node, 0.0), node, name, row))
-    decided = [replace(p, wall=p.wall - ahead.get(p.leader, 0.0)) for p in plans if number(p.wall) is not None]
+    decided = [
+        replace(p, wall=p.wall - ahead.get(p.leader, 0.0))
+        for p in plans
+        if number(p.wall) is not None
+    ]
     timed = {name: record for name, record in records.items() if number(record.wall) is not None}
-    alive = {name: replace(record, wall=record.wall - ahead.get(name, 0.0)) for name, record in timed.items()}
+    alive = {
+        name: replace(record, wall=record.wall - ahead.get(name, 0.0))
+        for name, record in timed.items()
+    }
     torn += len(plans) - len(decided) + len(records) - len(alive)
     events.sort(key=lambda event: event.time)
     decided.sort(key=lambda plan: plan.number)
@@ -187,16 +222,24 @@ def together(
 
 
 def clocks(lines: Mapping[str, Iterable[Fields]]) -> dict[str, float]:
-    """Returns by how many seconds each node's clock is ahead of one of them, that of the node that stands beside most others.
+    """Returns by how many seconds each node's clock is ahead of one of them, that of the node that stands beside most
+    others.
 
-    A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. Of several judgements of the same
+    A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. Of several
+    judgements of the same
     two the median counts: a record is seen a moment after it was written, now and then much later.
     """
     judged = defaultdict[tuple[str, str], list[float]](list)
     for leader, rows in lines.items():
         for row in rows:
-            node, ahead = row.get("node"), number(row.get("ahead"))
-            if row.get("event") == "clock" and ahead is not None and isinstance(node, str) and node != leader:
+            node = row.get("node")
+            ahead = number(row.get("ahead"))
+            if (
+                row.get("event") == "clock"
+                and ahead is not None
+                and isinstance(node, str)
+                and node != leader
+            ):
                 judged[leader, node].append(ahead)
     beside = defaultdict[str, list[tuple[str, float]]](list)
     for (leader, node), seconds in judged.items():

@@ -1,5 +1,6 @@
-"""Injects faults on purpose (`survive.inject`, `survive inject`): into a training process at the moments at which its loop calls, and into a
-node by its supervisor. The kinds: `meshtrain.config.inject`. Loads no JAX before a fault needs it.
+"""Injects faults on purpose (`survive.inject`, `survive inject`): into a training process at the moments at which its
+loop calls, and into a node by its supervisor. The kinds: `meshtrain.config.inject`. Loads no JAX before a fault needs
+it.
 """
 
 import contextlib
@@ -43,29 +44,41 @@ class Injector:
     """The faults of this training process; none without a supervisor. `asked`: survive.inject of the config."""
 
     def __init__(self, heartbeat: Heartbeat, asked: Iterable[str]) -> None:
-        self.heartbeat, self._pending, self._known = heartbeat, list[FaultRequest](), set[str]()
+        self.heartbeat = heartbeat
+        self._pending = list[FaultRequest]()
+        self._known = set[str]()
         self.nap = 0.0  # seconds that each step takes more: the fault `slow`
         self.stuck = threading.Event()  # for the thread that reads data
         if heartbeat.supervised is None:
             return
-        self._rank, survive = heartbeat.supervised.rank, heartbeat.supervised.survive
-        self._requests, self._done = survive / "inject", survive / "injected"
+        self._rank = heartbeat.supervised.rank
+        survive = heartbeat.supervised.survive
+        self._requests = survive / "inject"
+        self._done = survive / "injected"
         self.checkpoints = survive.parent / CHECKPOINTS
         self._take(requests(asked))
         # A thread of its own, since the disk may hang. What is asked for already is due at once.
         looked = threading.Event()
-        threading.Thread(target=self._look, args=(looked,), name="meshtrain-inject", daemon=True).start()
+        threading.Thread(
+            target=self._look, args=(looked,), name="meshtrain-inject", daemon=True
+        ).start()
         looked.wait(LOOK_EVERY)
 
-    def at(self, moment: Moment, step: int | None = None, step_inputs: StepInputs = (None, None)) -> StepInputs:
-        """Injects what is due at this moment after `step` steps, by default those of the newest checkpoint; returns the step's inputs."""
+    def at(
+        self, moment: Moment, step: int | None = None, step_inputs: StepInputs = (None, None)
+    ) -> StepInputs:
+        """Injects what is due at this moment after `step` steps, by default those of the newest checkpoint; returns the
+        step's inputs.
+        """
         for request in [r for r in self._pending if r.kind.moment == moment]:
             taken = self.newest_checkpoint() or 0 if step is None else step
             if taken < request.step or not self._is_possible(request.kind.name):
                 continue
             self._pending.remove(request)
             if claimed(self._done, request):
-                say(f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}.")
+                say(
+                    f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}."
+                )
                 step_inputs = _FAULTS[request.kind.name](self, step_inputs) or step_inputs
         if self.nap and moment == "dispatch":
             time.sleep(self.nap)
@@ -101,7 +114,9 @@ class Injector:
             names: list[str] = []
             with contextlib.suppress(OSError):
                 # A name that begins with a dot is a file still being written.
-                names = [name for name in sorted(os.listdir(self._requests)) if not name.startswith(".")]
+                names = [
+                    name for name in sorted(os.listdir(self._requests)) if not name.startswith(".")
+                ]
             for name in names:
                 try:
                     self._take(parse(name, str(self._requests)))
@@ -142,7 +157,8 @@ def _sleep(*_: object) -> NoReturn:
 
 def _hold_gil(*_: object) -> None:
     nothing = os.pipe()[0]
-    # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep would end.
+    # PyDLL, unlike CDLL, keeps the lock during a call. A read goes on after the signal that asks for stacks; a sleep
+    # would end.
     ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
 
 
@@ -156,17 +172,26 @@ def _sleep_in_kernel(injector: Injector, _: StepInputs) -> None:
     os.mkfifo(fifo, 0o600)
     lets_go = 'while kill -0 "$1" 2>/dev/null; do sleep 0.2; done; : <> "$2"; rm -r "${2%/*}"'
     subprocess.Popen(["sh", "-c", lets_go, "sh", str(os.getpid()), str(fifo)])
-    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)])
+    os.posix_spawn(
+        "/bin/true",
+        ["true"],
+        {},
+        file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)],
+    )
 
 
 def _never_ready(injector: Injector, step_inputs: StepInputs) -> StepInputs:
     import jax
 
     state, batch = step_inputs
-    injector.heartbeat.phase("wait")  # where the other ranks are by then; a CPU may wait in the call itself
+    injector.heartbeat.phase(
+        "wait"
+    )  # where the other ranks are by then; a CPU may wait in the call itself
 
     def gate(x: jax.Array) -> jax.Array:
-        return jax.jit(lambda y: jax.pure_callback(_sleep, jax.ShapeDtypeStruct(y.shape, y.dtype), y))(x)
+        return jax.jit(
+            lambda y: jax.pure_callback(_sleep, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        )(x)
 
     read = inputs(batch)
     parts = [gate(shard.data) for shard in read.addressable_shards]
@@ -197,11 +222,17 @@ def _flip(_: Injector, step_inputs: StepInputs) -> StepInputs:
 
 
 def _copies(leaf: "jax.Array") -> int:
-    return leaf.sharding.num_devices // len({str(at) for at in leaf.sharding.devices_indices_map(leaf.shape).values()})
+    return leaf.sharding.num_devices // len(
+        {str(at) for at in leaf.sharding.devices_indices_map(leaf.shape).values()}
+    )
 
 
-def _changed_at(state: Any, chosen: Callable[["jax.Array"], bool], change: Callable[[np.ndarray], None]) -> Any:
-    """Returns the state with the first chosen parameter, or the first of all, changed on the first of this process's devices alone."""
+def _changed_at(
+    state: Any, chosen: Callable[["jax.Array"], bool], change: Callable[[np.ndarray], None]
+) -> Any:
+    """Returns the state with the first chosen parameter, or the first of all, changed on the first of this process's
+    devices alone.
+    """
     import jax
 
     leaves, tree = jax.tree.flatten(state.params)
@@ -209,7 +240,10 @@ def _changed_at(state: Any, chosen: Callable[["jax.Array"], bool], change: Calla
     leaf = leaves[at]
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
     change(parts[0])
-    placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, leaf.addressable_shards, strict=True)]
+    placed = [
+        jax.device_put(part, shard.device)
+        for part, shard in zip(parts, leaf.addressable_shards, strict=True)
+    ]
     leaves[at] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
     return state._replace(params=jax.tree.unflatten(tree, leaves))
 
@@ -222,7 +256,9 @@ def _damage(injector: Injector, _: StepInputs) -> None:
     from meshtrain.checkpoint.steps import ARRAYS
 
     arrays = injector.checkpoints / str(injector.newest_checkpoint()) / ARRAYS
-    largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p))
+    largest = max(
+        (p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p)
+    )
     with largest.open("r+b") as file:
         middle = largest.stat().st_size // 2
         byte = os.pread(file.fileno(), 1, middle)[0]
@@ -241,7 +277,9 @@ def _send(number: int) -> Callable[..., None]:
 _kill = _send(signal.SIGKILL)
 
 _FAULTS: dict[str, Callable[[Injector, StepInputs], StepInputs | None]] = {
-    **dict.fromkeys(("kill", "kill-compile", "kill-restore", "kill-two", "kill-forming", "crash-loop"), _kill),
+    **dict.fromkeys(
+        ("kill", "kill-compile", "kill-restore", "kill-two", "kill-forming", "crash-loop"), _kill
+    ),
     "segv": _send(signal.SIGSEGV),
     "abort": lambda *_: os.abort(),
     "preempt": _send(signal.SIGTERM),
@@ -268,11 +306,13 @@ _FAULTS: dict[str, Callable[[Injector, StepInputs], StepInputs | None]] = {
 class NodeInjector:
     """The faults of one supervisor's node.
 
-    `node-returns` is played: the process is killed, the node falls silent for twice survive.node_timeout, and then is there as a new one.
+    `node-returns` is played: the process is killed, the node falls silent for twice survive.node_timeout, and then is
+    there as a new one.
     """
 
     def __init__(self, supervisor: "Supervisor") -> None:
-        self.supervisor, self.done = supervisor, supervisor.store.root / "injected"
+        self.supervisor = supervisor
+        self.done = supervisor.store.root / "injected"
         self.requests = {r.name: r for r in requests(supervisor.config.survive.inject)}
         self._looked = -LOOK_EVERY
         self._silent_until: float | None = None
@@ -285,12 +325,15 @@ class NodeInjector:
             for text in self.supervisor.store.asked():
                 # The training processes report what is no request.
                 with contextlib.suppress(ConfigError):
-                    self.requests |= {r.name: r for r in parse(text) if not (self.done / r.name).exists()}
+                    self.requests |= {
+                        r.name: r for r in parse(text) if not (self.done / r.name).exists()
+                    }
         node = self.supervisor.node
         if node.rank is None or node.end is not None:
             return
         for request in list(self.requests.values()):
-            kind, rank = request.kind, node.rank
+            kind = request.kind
+            rank = node.rank
             if kind.where != "supervisor" or kind.name == "port-taken" or rank.step < request.step:
                 continue
             if kind.name == "leader-lost":
@@ -303,18 +346,31 @@ class NodeInjector:
     def is_silent(self, now: float) -> bool:
         """Returns whether the node is to be taken for gone; at the end of that it is a new one."""
         if self._silent_until is not None and now >= self._silent_until:
-            self._silent_until, supervisor, identity = None, self.supervisor, uuid.uuid4().hex
+            self._silent_until = None
+            supervisor = self.supervisor
+            identity = uuid.uuid4().hex
             supervisor.node = replace(
-                supervisor.node, incarnation=identity, state="idle", generation=0, acked=0, rank=None, end=None
+                supervisor.node,
+                incarnation=identity,
+                state="idle",
+                generation=0,
+                acked=0,
+                rank=None,
+                end=None,
             )
-            supervisor.store.log("join", incarnation=identity, host=supervisor.node.host, pid=os.getpid())
+            supervisor.store.log(
+                "join", incarnation=identity, host=supervisor.node.host, pid=os.getpid()
+            )
         return self._silent_until is not None
 
     def port(self, free: int) -> int:
         """Returns the port that this node publishes: one that is taken, where that is asked for."""
-        view, node = self.supervisor.view, self.supervisor.node
+        view = self.supervisor.view
+        node = self.supervisor.node
         for request in list(self.requests.values()):
-            due = request.kind.name == "port-taken" and (view.plan is None or (view.plan.step or 0) >= request.step)
+            due = request.kind.name == "port-taken" and (
+                view.plan is None or (view.plan.step or 0) >= request.step
+            )
             if due and view.is_first(node) and self._claims(request):
                 self._taken = socket.create_server((node.address, free))
         return free
@@ -324,8 +380,12 @@ class NodeInjector:
         return claimed(self.done, request)
 
     def _inject(self, request: FaultRequest, now: float) -> None:
-        supervisor, name, child = self.supervisor, request.kind.name, self.supervisor.child
-        console.report(f"{request.name}: {request.kind.does}, injected into {supervisor.node.name}.")
+        supervisor = self.supervisor
+        name = request.kind.name
+        child = self.supervisor.child
+        console.report(
+            f"{request.name}: {request.kind.does}, injected into {supervisor.node.name}."
+        )
         console.finish()
         if name == "supervisor-frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -340,4 +400,5 @@ class NodeInjector:
         if child is not None:
             child.process.wait()
             child.close()
-        supervisor.child, self._silent_until = None, now + 2 * supervisor.options.node_timeout
+        supervisor.child = None
+        self._silent_until = now + 2 * supervisor.options.node_timeout

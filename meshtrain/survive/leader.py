@@ -1,6 +1,7 @@
 """What the leader does: asks `decide`, writes the decision where all read it, and reports what needs no decision.
 
-    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config, coordinator
+    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config,
+    coordinator
                                              └──► stop: a checkpoint, then form      └──► over: everybody ends
 
 Every supervisor has one; that of the live node with the lowest name is at work.
@@ -28,8 +29,14 @@ from meshtrain.survive.view import View
 class Leader:
     """The leader's part of one supervisor."""
 
-    def __init__(self, config: Config, run: Path, store: Store, view: View, options: SupervisorOptions) -> None:
-        self.config, self.run, self.store, self.view, self.options = config, run, store, view, options
+    def __init__(
+        self, config: Config, run: Path, store: Store, view: View, options: SupervisorOptions
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.store = store
+        self.view = view
+        self.options = options
         self.stragglers = Stragglers()
         self.leads = False
         self._waits = ""  # for what, as it was reported
@@ -37,7 +44,9 @@ class Leader:
         self._cleared = 0  # the newest generation of which `cleared` was reported
 
     def lead(self, node: Node, since: float) -> None:
-        """Decides what follows from the view, if it is the turn of `node`, whose supervisor began `since` seconds ago."""
+        """Decides what follows from the view, if it is the turn of `node`, whose supervisor began `since` seconds
+        ago.
+        """
         if not self.view.is_leader(node, since):
             self.leads = False
             return
@@ -45,7 +54,8 @@ class Leader:
             self.leads = True
             self.store.log("lead")
         self._report()
-        plan, options = self.view.plan, self.options
+        plan = self.view.plan
+        options = self.options
         if plan is not None and plan.state == "over" and self.view.is_old(plan):
             plan = None
         if plan is not None and plan.state == "forming":
@@ -56,11 +66,14 @@ class Leader:
             report(f"waiting: {waits}.")
         self._waits = waits
         is_over = plan is not None and plan.state == "over"
-        if decision.verdict in ("form", "run", "stop") or (decision.verdict == "over" and not is_over):
+        if decision.verdict in ("form", "run", "stop") or (
+            decision.verdict == "over" and not is_over
+        ):
             self._propose(decision, plan, node)
 
     def _propose(self, decision: Decision, plan: RestartPlan | None, node: Node) -> None:
-        now, verdict = time.time(), decision.verdict
+        now = time.time()
+        verdict = decision.verdict
         generation = plan.generation if plan else self.view.generation
         fields: dict[str, Any] = {
             "number": self.store.next_number, "generation": generation, "leader": node.name, "wall": now, "kind": decision.kind,
@@ -70,7 +83,9 @@ class Leader:
         }  # fmt: skip
         if verdict == "form":
             members = plan.members if plan else []
-            new = RestartPlan(**fields | {"generation": generation + 1, "state": "forming", "members": members})
+            new = RestartPlan(
+                **fields | {"generation": generation + 1, "state": "forming", "members": members}
+            )
         else:
             assert plan is not None
             if verdict == "run":
@@ -87,22 +102,33 @@ class Leader:
             blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
             report(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
             logged = ("verdict", "kind", "reason", "blamed", "generation", "step", "code")
-            self.store.log("over" if verdict == "over" else "verdict", **{name: fields[name] for name in logged})
+            self.store.log(
+                "over" if verdict == "over" else "verdict",
+                **{name: fields[name] for name in logged},
+            )
         self.view.look(time.monotonic(), node)
 
     def _formed(self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]) -> RestartPlan:
         generation = formed(self.config, len(decision.members))
         assert generation is not None, "options.used has said that there is a mesh"
         by_name = {n.name: n for n in self.view.nodes}
-        self._shape, members = generation.sentence, list(decision.members[: generation.nodes])
-        config = replace(generation.config, run=replace(generation.config.run, directory=str(self.run)))
+        self._shape = generation.sentence
+        members = list(decision.members[: generation.nodes])
+        config = replace(
+            generation.config, run=replace(generation.config.run, directory=str(self.run))
+        )
         first = by_name[members[0]]
         host = f"[{first.address}]" if ":" in first.address else first.address  # IPv6
         cause = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
         new = RestartPlan(
-            **fields | cause, state="running", members=members, incarnations=[by_name[m].incarnation for m in members],
-            coordinator=f"{host}:{first.port}", mesh=config.mesh.shape, microbatches=config.parallel.microbatches,
-        )  # fmt: skip
+            **fields | cause,
+            state="running",
+            members=members,
+            incarnations=[by_name[m].incarnation for m in members],
+            coordinator=f"{host}:{first.port}",
+            mesh=config.mesh.shape,
+            microbatches=config.parallel.microbatches,
+        )
         self.store.generation(new.generation)
         write_atomically(config_of(self.store.root, new), to_yaml(config).encode())
         return new
@@ -110,14 +136,18 @@ class Leader:
     def _report(self) -> None:
         for name, ahead in self.view.new_clocks():
             self.store.log("clock", node=name, ahead=ahead)
-            report(f"the clock of {name} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'} of this node's.")
+            report(
+                f"the clock of {name} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'} of this node's."
+            )
         plan = self.view.plan
         if plan is None or plan.state != "running":
             return
         if self.stragglers.generation != plan.generation:
             self.stragglers = Stragglers(plan.generation)
         for name, score, sentence in self.stragglers.look(self.view.nodes, plan):
-            self.store.log("straggler", generation=plan.generation, node=name, score=score, sentence=sentence)
+            self.store.log(
+                "straggler", generation=plan.generation, node=name, score=score, sentence=sentence
+            )
             report(sentence)
         if self._cleared < plan.generation and (sentence := cleared(self.view.nodes, plan) or ""):
             self._cleared = plan.generation
@@ -126,20 +156,29 @@ class Leader:
 
 
 def cleared(nodes: Sequence[Node], plan: RestartPlan) -> str | None:
-    """Returns a sentence when a step has finite numbers that had none in the generation before, with each shard computed elsewhere."""
-    ranks = [n.rank for n in nodes if n.name in plan.members and n.generation == plan.generation and n.rank]
+    """Returns a sentence when a step has finite numbers that had none in the generation before, with each shard
+    computed elsewhere.
+    """
+    ranks = [
+        n.rank
+        for n in nodes
+        if n.name in plan.members and n.generation == plan.generation and n.rank
+    ]
     if plan.kind != "numbers" or plan.step is None or len(ranks) < len(plan.members):
         return None
     if min(rank.step for rank in ranks) <= plan.step:
         return None
     return (
-        f"step {plan.step} has finite numbers now that every rank is on another node: a device computed wrongly, not the data; which one "
+        f"step {plan.step} has finite numbers now that every rank is on another node: a device computed wrongly, not "
+        "the data; which one "
         "cannot be told."
     )
 
 
 def sizes(config: Config) -> Callable[[int], int | None]:
-    """Returns how many of a number of nodes a run of `config` would use, as a function; None if there is no mesh for them."""
+    """Returns how many of a number of nodes a run of `config` would use, as a function; None if there is no mesh for
+    them.
+    """
 
     @cache
     def used(nodes: int) -> int | None:

@@ -9,18 +9,50 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtrain.draw.svg import BAD, BLUE, GREEN, INK, ORANGE, PURPLE, RULE, SKY, VERMILION, YELLOW, keys
+from meshtrain.draw.svg import (
+    BAD,
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    RULE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    keys,
+)
 from meshtrain.draw.svg import svg as drawing
 from meshtrain.survive.history import History, date, read, text
-from meshtrain.survive.ledger import COUNTED, GenerationTime, Ledger, NodeLife, dominant, ledger, lives, word
+from meshtrain.survive.ledger import (
+    COUNTED,
+    GenerationTime,
+    Ledger,
+    NodeLife,
+    dominant,
+    ledger,
+    lives,
+    word,
+)
 from meshtrain.survive.reliability import Failure, failures
 from meshtrain.units import counted, duration
 
 FILL = {
-    "step": BLUE, "compile": PURPLE, "init": "#6b727c", "checkpoint": YELLOW, "eval": GREEN, "restore": SKY, "data": ORANGE, "lost": VERMILION,
+    "step": BLUE,
+    "compile": PURPLE,
+    "init": "#6b727c",
+    "checkpoint": YELLOW,
+    "eval": GREEN,
+    "restore": SKY,
+    "data": ORANGE,
+    "lost": VERMILION,
     "other": "#d5dae0",
-}  # fmt: skip
-LEFT, RIGHT, CURVE, NARROW = 84, 46, 90, 220  # pixels: margins, height of the curve, and least width of the rows
+}
+# pixels: margins, height of the curve, and least width of the rows
+LEFT = 84
+RIGHT = 46
+CURVE = 90
+NARROW = 220
 FEW = 24  # rows of full height
 
 
@@ -32,12 +64,19 @@ def svg(run: Path, width: float = 960) -> str:
 
 def drawn(history: History, times: Ledger, width: float = 960) -> str:
     """Draws the life of a run from its history and ledger."""
-    nodes, faults, axis = lives(history, times), failures(history), _Axis(times, max(width - LEFT - RIGHT, NARROW))
+    nodes = lives(history, times)
+    faults = failures(history)
+    axis = _Axis(times, max(width - LEFT - RIGHT, NARROW))
     width = axis.pixels + LEFT + RIGHT
     legend, below = _legend(times, width)
-    title = f"over: {text(history.plans[-1].reason)}" if history.over and history.plans[-1].reason else "going on"
+    title = (
+        f"over: {text(history.plans[-1].reason)}"
+        if history.over and history.plans[-1].reason
+        else "going on"
+    )
     about = (
-        f"{counted(len(times.generations), 'generation')} on {counted(len(nodes), 'node')}; {counted(len(faults), 'fault')}; "
+        f"{counted(len(times.generations), 'generation')} on {counted(len(nodes), 'node')}; "
+        f"{counted(len(faults), 'fault')}; "
         f"goodput {times.goodput:.1%}; since {date(times.began):%Y-%m-%d %H:%M:%S} UTC"
     )
     marks = list(_marks(faults, axis))
@@ -74,16 +113,23 @@ def _cut(words: str, letters: float) -> str:
 
 def _legend(times: Ledger, width: float) -> tuple[list[str], float]:
     shares = {kind: seconds / (times.wall or 1.0) for kind, seconds in times.seconds.items()}
-    entries = [(FILL.get(kind, "none"), f"{word(kind)} {s:.1%}") for kind, s in shares.items() if round(s, 3) > 0]
+    entries = [
+        (FILL.get(kind, "none"), f"{word(kind)} {s:.1%}")
+        for kind, s in shares.items()
+        if round(s, 3) > 0
+    ]
     return keys(entries, room=width - 24)
 
 
 def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> Iterator[str]:
-    """Draws a row for each node: a rank's stretch of a generation as rank 0 spent it, since in SPMD all do the same at once."""
+    """Draws a row for each node: a rank's stretch of a generation as rank 0 spent it, since in SPMD all do the same at
+    once.
+    """
     generations = {g.number: g for g in axis.times.generations}
     every = max(1, round(14 / height + 0.49))
     for i, node in enumerate(nodes):
-        y, middle = top + i * height, top + (i + 0.5) * height
+        y = top + i * height
+        middle = top + (i + 0.5) * height
         if i % every == 0:
             name = f"{escape(_cut(node.name, 11))}<title>{escape(node.name)}</title>"
             yield f'<text x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end">{name}</text>'
@@ -92,19 +138,30 @@ def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> 
             yield f'<path d="{line}" stroke="{RULE}"/>'
         for number, rank, began, ended in node.processes:
             if generation := generations.get(number):
-                seconds = {k: s for k in (*COUNTED, "lost", "other") if (s := generation.seconds.get(k, 0)) > 0}
+                seconds = {
+                    k: s
+                    for k in (*COUNTED, "lost", "other")
+                    if (s := generation.seconds.get(k, 0)) > 0
+                }
                 spent = ", ".join(f"{word(k)} {duration(s)}" for k, s in seconds.items())
                 yield f"<g><title>generation {number}, rank {rank}: {duration(ended - began)}, {spent}</title>"
                 yield f'<g transform="translate(0 {y:.1f})">{_strip(axis, generation, began, ended, height)}</g></g>'
 
 
-def _strip(axis: _Axis, generation: GenerationTime, began: float, ended: float, height: float) -> str:
+def _strip(
+    axis: _Axis, generation: GenerationTime, began: float, ended: float, height: float
+) -> str:
     """Draws what a generation did between two times, at the top; half a pixel is drawn as what most of it is."""
-    gap, out = min(2.0, height / 5), []
-    begins, ends = max(began, generation.began), max(ended, generation.began)
-    x, inside = axis.x(begins), height - 2 * gap
+    gap = min(2.0, height / 5)
+    out = []
+    begins = max(began, generation.began)
+    ends = max(ended, generation.began)
+    x = axis.x(begins)
+    inside = height - 2 * gap
     start = f'<path d="M{x:.2f} {gap:.1f}v{inside:.1f}" stroke="{INK}" stroke-width="0.7"/>'
-    columns = dominant(generation.spans, begins, ends, max(round((ends - begins) * axis.scale * 2), 1))
+    columns = dominant(
+        generation.spans, begins, ends, max(round((ends - begins) * axis.scale * 2), 1)
+    )
     for kind, same in groupby(columns):
         length = len(list(same)) * (ends - begins) * axis.scale / len(columns)
         if kind:
@@ -125,7 +182,8 @@ def _marks(faults: Sequence[Failure], axis: _Axis) -> Iterator[tuple[float, str,
         kind = near[0].kind if len({f.kind for f in near}) == 1 else "faults"
         label = kind if len(near) == 1 else f"{len(near)} × {kind}"
         lines = [
-            f"{duration(f.time - axis.times.began)}: {f.kind}{' of ' + ', '.join(f.blamed) if f.blamed else ''}: {f.reason}"
+            f"{duration(f.time - axis.times.began)}: {f.kind}{' of ' + ', '.join(f.blamed) if f.blamed else ''}: "
+            f"{f.reason}"
             for f in near
         ]
         yield min(axis.x(near[0].time), LEFT + axis.pixels), _cut(label, 16), "\n".join(lines)
@@ -133,15 +191,18 @@ def _marks(faults: Sequence[Failure], axis: _Axis) -> Iterator[tuple[float, str,
 
 def _mark(x: float, label: str, title: str, top: float, bottom: float) -> str:
     return (
-        f'<g><title>{escape(title)}</title><path d="M{x:.1f} {top - 2:.1f}V{bottom:.1f}" stroke="{BAD}" stroke-dasharray="3 2"/>'
+        f'<g><title>{escape(title)}</title><path d="M{x:.1f} {top - 2:.1f}V{bottom:.1f}" stroke="{BAD}" '
+        'stroke-dasharray="3 2"/>'
         f'<path d="M{x - 4:.1f} {top - 8:.1f}h8l-4 7z" fill="{BAD}"/>'
-        f'<text transform="translate({x + 3:.1f} {top - 8:.1f}) rotate(-55)" font-size="11" fill="{BAD}">{escape(label)}</text></g>'
+        f'<text transform="translate({x + 3:.1f} {top - 8:.1f}) rotate(-55)" font-size="11" '
+        f'fill="{BAD}">{escape(label)}</text></g>'
     )
 
 
 def _steps(axis: _Axis, top: float) -> Iterator[str]:
     """Draws steps over time: a line for each generation, from the step that it went on from; and the axis of time."""
-    times, plot = axis.times, axis.pixels
+    times = axis.times
+    plot = axis.pixels
     highest = max((g.step or 0 for g in times.generations), default=0) or 1
     base = top + CURVE
     yield f'<text x="{LEFT - 8}" y="{top - 10}" text-anchor="end">steps</text>'
@@ -150,14 +211,18 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
         yield f'<path d="M{LEFT} {y:.1f}h{plot:.1f}" stroke="{RULE}" stroke-opacity="0.4"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{step:,}</text>'
     for generation in times.generations:
-        stepping = next((span.began for span in generation.spans if span.did in ("step", "data")), None)
+        stepping = next(
+            (span.began for span in generation.spans if span.did in ("step", "data")), None
+        )
         if stepping is None or generation.start is None:
             continue
         points = [(stepping, generation.start)]
         points += [(save.time, save.step) for save in generation.saves if save.time >= stepping]
         if generation.step is not None and generation.step >= points[-1][1]:
             points.append((max(generation.ended, points[-1][0]), generation.step))
-        line = "L".join(f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}" for time, step in points)
+        line = "L".join(
+            f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}" for time, step in points
+        )
         title = f"<title>generation {generation.number}</title>"
         yield f'<path d="M{line}" fill="none" stroke="{FILL["step"]}" stroke-width="1.6">{title}</path>'
     most = max(1, int(plot / 110))

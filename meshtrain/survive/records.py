@@ -1,4 +1,6 @@
-"""What supervisors write for one another: JSON of fixed fields, checked when it is read. Nothing of a record is ever executed.
+"""What supervisors write for one another: JSON of fixed fields, checked when it is read.
+
+Nothing of a record is ever executed.
 
     a node's record   what it does, rewritten in place           Node
     a plan            what the leader decided, one file each     RestartPlan
@@ -25,7 +27,9 @@ LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """A node's training process, as its supervisor sees it; from `step` on as it reports itself (`survive.heartbeat`)."""
+    """A node's training process, as its supervisor sees it; from `step` on as it reports itself
+    (`survive.heartbeat`).
+    """
 
     number: int
     pid: int
@@ -36,7 +40,9 @@ class Rank:
     step: int = 0
     phase: str = "start"
     pace: float | None = None
-    phases: dict[str, float] | None = None  # seconds so far in those of steps, `survive.heartbeat.STEPPING`
+    phases: dict[str, float] | None = (
+        None  # seconds so far in those of steps, `survive.heartbeat.STEPPING`
+    )
     seconds: dict[str, float] | None = None  # so far, by kind
     saved: int | None = None
     start: int | None = None
@@ -104,7 +110,9 @@ class RestartPlan:
     step: int | None = None  # steps taken when it happened
     code: int = 0
     delay: float = 0.0  # seconds to wait before the next generation
-    quarantined: dict[str, float] = dataclasses.field(default_factory=dict)  # until when, on the leader's clock
+    quarantined: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # until when, on the leader's clock
     age: float = 0.0  # seconds since the reader saw it first
 
     def is_complete(self) -> bool:
@@ -117,7 +125,8 @@ class RestartPlan:
 
 def encode(record: Any, size: int = 0) -> bytes:
     """Returns one line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
-    line, most = json.dumps(dataclasses.asdict(record)), 256
+    line = json.dumps(dataclasses.asdict(record))
+    most = 256
     while size and len(line) >= size and most > 8:
         # A letter may take 12 bytes.
         most //= 2
@@ -135,7 +144,10 @@ def _shortened(value: Any, most: int) -> Any:
 
 
 def decode(kind: type[T], text: bytes) -> T | None:
-    """Returns the record, or None for what is none: cut off, not JSON, of other types. Fields that this version does not know are left out."""
+    """Returns the record, or None for what is none: cut off, not JSON, of other types.
+
+    Fields that this version does not know are left out.
+    """
     fields = parse(text)
     return None if fields is None else record_of(kind, fields)
 
@@ -154,7 +166,8 @@ def _checked(value: Any, kind: Any) -> Any:
         if value is None:
             return None
         kind = typing.get_args(kind)[0]  # of X | None
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         entries = [entry for entry in dataclasses.fields(kind) if entry.name in value]
         return kind(**{entry.name: _checked(value[entry.name], entry.type) for entry in entries})  # type: ignore[operator]
@@ -164,7 +177,9 @@ def _checked(value: Any, kind: Any) -> Any:
         return {name: _checked(v, inner[1]) for name, v in value.items()}
     if kind in (int, float):
         # Neither infinite nor without a value, nor too large to be reckoned with.
-        is_one = isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
+        is_one = (
+            isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
+        )
     else:
         is_one = origin is None and isinstance(value, kind)
     if not is_one:

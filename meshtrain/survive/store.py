@@ -8,8 +8,8 @@
       gen-3/               config, output, stacks and faults of the processes of generation 3
       inject/, injected/   faults asked for, and done
 
-Another store needs the same operations: `publish`, `nodes`, `publish_config`, `read_config`, `plans`, `propose`, `log`, `generation`; a
-compare-and-swap in one of them.
+Another store needs the same operations: `publish`, `nodes`, `publish_config`, `read_config`, `plans`, `propose`, `log`,
+`generation`; a compare-and-swap in one of them.
 """
 
 import contextlib
@@ -37,10 +37,14 @@ NO_RECORD = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EAGAIN
 
 
 class Store:
-    """The directory `RUN/survive` as the node `name` uses it. OSError where the system refuses; ConfigError if others may write there."""
+    """The directory `RUN/survive` as the node `name` uses it.
+
+    OSError where the system refuses; ConfigError if others may write there.
+    """
 
     def __init__(self, run: Path, name: str) -> None:
-        self.root, self.name = run / SURVIVE, name
+        self.root = run / SURVIVE
+        self.name = name
         self._plans: dict[int, RestartPlan] = {}
         self.next_number = 1  # of a plan, as far as this node has seen
         self._pending = b""  # events
@@ -56,7 +60,9 @@ class Store:
     # --- nodes
 
     def publish(self, node: Node) -> None:
-        """Writes this node's record; ConfigError if another supervisor has written one under its name since the last time."""
+        """Writes this node's record; ConfigError if another supervisor has written one under its name since the last
+        time.
+        """
         self._reach()
         descriptor = opened(self.root / "nodes" / f"{self.name}.json", os.O_RDWR | os.O_CREAT)
         try:
@@ -125,9 +131,13 @@ class Store:
         """Appends an event. What a full disk does not take waits for the next one: a run need not end for it."""
         if self.lost:
             return
-        self._pending += json.dumps({"wall": time.time(), "event": event, **fields}).encode() + b"\n"
+        self._pending += (
+            json.dumps({"wall": time.time(), "event": event, **fields}).encode() + b"\n"
+        )
         try:
-            descriptor = opened(self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            descriptor = opened(
+                self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            )
             try:
                 self._pending = self._pending[os.write(descriptor, self._pending) :]
             finally:
@@ -152,7 +162,9 @@ class Store:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.root))
         # Renamed away, and another run has begun under its name: a record of ours there would take that run from it.
         if self._published and self.root.stat().st_ino != self._directory:
-            self._refuse_other(read_file(self.root / "nodes" / f"{self.name}.json", RECORD, NO_RECORD))
+            self._refuse_other(
+                read_file(self.root / "nodes" / f"{self.name}.json", RECORD, NO_RECORD)
+            )
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.root))
 
     def _refuse_other(self, record: bytes) -> None:
@@ -162,12 +174,16 @@ class Store:
 
 
 def config_of(root: Path, plan: RestartPlan) -> Path:
-    """Returns where a plan's config stands: of this plan alone, since two leaders may write one each, of which one's plan comes to be."""
+    """Returns where a plan's config stands: of this plan alone, since two leaders may write one each, of which one's
+    plan comes to be.
+    """
     return root / f"gen-{plan.generation}" / f"config.{plan.number}.{plan.leader}.yaml"
 
 
 def refuse_unsafe(path: Path, follow: bool = True) -> None:
-    """ConfigError for a directory that others could put decisions into: of another user, writable by everybody, or (not `follow`) a link."""
+    """ConfigError for a directory that others could put decisions into: of another user, writable by everybody, or (not
+    `follow`) a link.
+    """
     try:
         info = os.stat(path, follow_symlinks=follow)
     except OSError as error:
@@ -176,15 +192,22 @@ def refuse_unsafe(path: Path, follow: bool = True) -> None:
         raise ConfigError(f"{path} is no directory; give another with --set run.directory=PATH.")
     danger = "who could decide what runs here"
     if info.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to another user, {danger}; give a run.directory of your own.")
+        raise ConfigError(
+            f"{path} belongs to another user, {danger}; give a run.directory of your own."
+        )
     if info.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{path} can be written by everybody, {danger}; chmod o-w {path} mends that.")
+        raise ConfigError(
+            f"{path} can be written by everybody, {danger}; chmod o-w {path} mends that."
+        )
 
 
 def other_supervisor(node: Node, root: Path) -> ConfigError:
-    """Returns the error of a supervisor that finds another's record under its name: its place may have been taken while it was frozen."""
+    """Returns the error of a supervisor that finds another's record under its name: its place may have been taken while
+    it was frozen.
+    """
     return ConfigError(
-        f"another supervisor (process {node.pid} on {node.host}) is at work as {node.name} in {root.parent}; give this one another --node."
+        f"another supervisor (process {node.pid} on {node.host}) is at work as {node.name} in {root.parent}; give "
+        "this one another --node."
     )
 
 

@@ -1,14 +1,14 @@
 """A training process under a supervisor: its heartbeat goes to a file, and it ends when the supervisor is gone.
 
-The main thread at each phase, and a thread every half second, write the file `beat`: 4096 bytes of JSON padded with spaces, in place. Nothing
-is made or renamed, so that the last word is there however the process ends. A rank whose main thread hangs is told from one that is frozen
-by which of the counters stands still (`n`, `alive`).
+The main thread at each phase, and a thread every half second, write the file `beat`: 4096 bytes of JSON padded with
+spaces, in place. Nothing is made or renamed, so that the last word is there however the process ends. A rank whose main
+thread hangs is told from one that is frozen by which of the counters stands still (`n`, `alive`).
 
-A supervisor that is frozen or gone no longer renews the file `lease`. Others may have gone on without its rank by then, so the rank ends
-itself.
+A supervisor that is frozen or gone no longer renews the file `lease`. Others may have gone on without its rank by then,
+so the rank ends itself.
 
-A thread sees when the process does not run though it should: it is stopped now and then, or has no core. The thread comes late then, and
-what of `wait` went by so counts as `stopped` or `queued`, since no other rank is to blame for it.
+A thread sees when the process does not run though it should: it is stopped now and then, or has no core. The thread
+comes late then, and what of `wait` went by so counts as `stopped` or `queued`, since no other rank is to blame for it.
 
 `log.batches` logs what the process read, so that the batches of one run can be compared with those of another.
 """
@@ -38,8 +38,12 @@ from meshtrain.inputs import WEIGHTS, inputs
 from meshtrain.run.rows import MetricsFile
 from meshtrain.survive.heartbeat import CODES, VARIABLE, Heartbeat
 
-BEAT, LEASE = "beat", "lease"  # files
-SIZE, LEASE_SIZE = 4096, 16  # bytes of them
+# files
+BEAT = "beat"
+LEASE = "lease"
+# bytes of them
+SIZE = 4096
+LEASE_SIZE = 16
 PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 
 
@@ -78,17 +82,21 @@ class SupervisedHeartbeat(Heartbeat):
     def __init__(self, supervised: Supervised) -> None:
         super().__init__()
         self.supervised = supervised
-        self._writing, self._leasing = threading.Lock(), threading.RLock()
+        self._writing = threading.Lock()
+        self._leasing = threading.RLock()
         try:
             self._file = os.open(supervised.local / BEAT, os.O_WRONLY | os.O_CREAT, 0o600)
             self._lease = os.open(supervised.local / LEASE, os.O_RDONLY | os.O_CREAT, 0o600)
             self._stacks = supervised.own("stack").open("w")
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}; a supervisor would have made it.") from None
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}; a supervisor would have made it."
+            ) from None
         # From C, so that it works while Python does not.
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         faulthandler.enable()
-        self._seen, self._renewed = os.pread(self._lease, LEASE_SIZE, 0), time.monotonic()
+        self._seen = os.pread(self._lease, LEASE_SIZE, 0)
+        self._renewed = time.monotonic()
         self._looked = self._renewed
         self._write()
         self.watch_pauses()
@@ -114,19 +122,24 @@ class SupervisedHeartbeat(Heartbeat):
         # One thread at a time: while one ends the process, the other goes no further.
         with self._leasing:
             now = time.monotonic()
-            # A process that slept finds what was written meanwhile, and must ask when that was; a clock that is set would mislead any other.
-            slept, self._looked = now - self._looked > self.supervised.fence, now
+            # A process that slept finds what was written meanwhile, and must ask when that was; a clock that is set
+            # would mislead any other.
+            slept = now - self._looked > self.supervised.fence
+            self._looked = now
             try:
                 content = os.pread(self._lease, LEASE_SIZE, 0)
                 age = max(0.0, time.time() - os.fstat(self._lease).st_mtime) if slept else 0.0
             except OSError:
-                content, age = self._seen, 0.0
+                content = self._seen
+                age = 0.0
             if content != self._seen:
-                self._seen, self._renewed = content, now - age
+                self._seen = content
+                self._renewed = now - age
             if now - self._renewed > self.supervised.fence:
                 self.fail(
                     "lock",
-                    f"the supervisor of rank {self.supervised.rank} has not been heard for {now - self._renewed:.0f} s, and others may have "
+                    f"the supervisor of rank {self.supervised.rank} has not been heard for {now - self._renewed:.0f} "
+                    "s, and others may have "
                     "gone on without it: this process ends.",
                 )
 
@@ -151,12 +164,15 @@ class SupervisedHeartbeat(Heartbeat):
 
 
 ALIVE_EVERY = 0.5  # seconds between two counts of `alive`
-NAP, LATE = 0.05, 0.01  # seconds that the thread sleeps, and after which it is late
+# seconds that the thread sleeps, and after which it is late
+NAP = 0.05
+LATE = 0.01
 
 
 def watch(heartbeat: Heartbeat) -> NoReturn:
     """Tells a heartbeat of the calling thread's pauses, and that the process is alive."""
-    pauses, due = _Pauses(), time.monotonic() + ALIVE_EVERY
+    pauses = _Pauses()
+    due = time.monotonic() + ALIVE_EVERY
     while True:
         if late := pauses.sleep():
             heartbeat.pause(late)
@@ -166,9 +182,11 @@ def watch(heartbeat: Heartbeat) -> NoReturn:
 
 
 class _Pauses:
-    """Seconds in which the calling thread did not run though it should have, by the reason; the process did not either, most likely.
+    """Seconds in which the calling thread did not run though it should have, by the reason; the process did not either,
+    most likely.
 
-    The kernel tells how long a thread was ready without a core, and nothing of one that was stopped. One that waits for the interpreter's
+    The kernel tells how long a thread was ready without a core, and nothing of one that was stopped. One that waits for
+    the interpreter's
     lock is woken again and again meanwhile: its process runs.
     """
 
@@ -176,32 +194,43 @@ class _Pauses:
         self._schedule: int | None = None
         with contextlib.suppress(OSError):  # no Linux, or a kernel that does not tell
             self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        self._delay, self._switches = self._run_delay(), _switches()
+        self._delay = self._run_delay()
+        self._switches = _switches()
 
     def sleep(self) -> dict[str, float]:
         """Sleeps NAP seconds; returns by how much it was late."""
         due = time.perf_counter() + NAP
         time.sleep(NAP)
         late = time.perf_counter() - due
-        delay, switches = self._run_delay(), _switches()
-        queued, woken = min(late, delay - self._delay), switches - self._switches
-        self._delay, self._switches = delay, switches
+        delay = self._run_delay()
+        switches = _switches()
+        queued = min(late, delay - self._delay)
+        woken = switches - self._switches
+        self._delay = delay
+        self._switches = switches
         if late < LATE or woken * sys.getswitchinterval() > late / 2:
             return {}
         return {"stopped": late - queued, "queued": queued}
 
     def _run_delay(self) -> float:
-        """Returns seconds that this thread was ready without a core; 0 where it is not known (Documentation/scheduler/sched-stats.rst)."""
+        """Returns seconds that this thread was ready without a core; 0 where it is not known
+        (Documentation/scheduler/sched-stats.rst).
+        """
         fields = os.pread(self._schedule, 100, 0).split() if self._schedule is not None else []
         return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 
 def _switches() -> int:
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
+    return (
+        resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        if hasattr(resource, "RUSAGE_THREAD")
+        else 0
+    )
 
 
 class BatchLog:
-    """rank-R.batches.jsonl: of every step that is begun, the checksums of what this process read of its rows, and where these lie in the batch.
+    """rank-R.batches.jsonl: of every step that is begun, the checksums of what this process read of its rows, and where
+    these lie in the batch.
 
     Padding with weight 0 is left out: how much of it fills a batch up depends on the mesh.
     """

@@ -59,9 +59,13 @@ class Supervision(RunHook):
         self.heartbeat.phase(moment)
         self.at(moment, taken)
 
-    def at(self, moment: "Moment", taken: int | None = None, step_inputs: "StepInputs" = (None, None)) -> "StepInputs":
+    def at(
+        self, moment: "Moment", taken: int | None = None, step_inputs: "StepInputs" = (None, None)
+    ) -> "StepInputs":
         """Injects the faults of a moment; returns the state and batch that the step is to take."""
-        return step_inputs if self._injector is None else self._injector.at(moment, taken, step_inputs)
+        return (
+            step_inputs if self._injector is None else self._injector.at(moment, taken, step_inputs)
+        )
 
     # --- before the first step
 
@@ -86,12 +90,15 @@ class Supervision(RunHook):
         jax.monitoring.register_event_listener(count)
 
     def start(self, state: Tree, step: int, newest: Callable[[], int | None]) -> None:
-        """Notes that `step` steps are taken, to this state; SickDevice under a supervisor if it is not the same wherever it must be.
+        """Notes that `step` steps are taken, to this state; SickDevice under a supervisor if it is not the same
+        wherever it must be.
 
         `newest` returns the newest step on disk.
         """
         self._newest = newest
-        self.heartbeat.start, self.heartbeat.step, self.heartbeat.saved = step, step, newest()
+        self.heartbeat.start = step
+        self.heartbeat.step = step
+        self.heartbeat.saved = newest()
         if self.supervised is not None:
             self._health.check_copies(state)
         self._health.check_product(state)
@@ -110,10 +117,16 @@ class Supervision(RunHook):
         self.heartbeat.saved = self._newest()
         self.at("data", step - 1)
 
-    def before_step(self, step: int, compiled: jax.stages.Compiled, state: Tree, batch: Batch) -> tuple[Tree, Batch]:
+    def before_step(
+        self, step: int, compiled: jax.stages.Compiled, state: Tree, batch: Batch
+    ) -> tuple[Tree, Batch]:
         if self._batches is not None:
             self._batches.write(step, self._program.part(inputs(batch).shape)[0].start)
-        if self.supervised is not None and compiled is not self._compiled and jax.process_index() == 0:
+        if (
+            self.supervised is not None
+            and compiled is not self._compiled
+            and jax.process_index() == 0
+        ):
             self._compiled = compiled
             # A large program's text takes seconds to read.
             Thread(target=self._name_collectives, args=(compiled,), daemon=True).start()
@@ -131,17 +144,25 @@ class Supervision(RunHook):
     def _name_collectives(self, compiled: jax.stages.Compiled) -> None:
         from meshtrain import hlo
 
-        self.heartbeat.collectives = hlo.collectives(compiled, self._program.mesh, self._program.busy).in_a_line
+        self.heartbeat.collectives = hlo.collectives(
+            compiled, self._program.mesh, self._program.busy
+        ).in_a_line
 
     # --- the end
 
     def fail(self, failure: Exception, plain: tuple[type[Exception], ...]) -> NoReturn:
-        """Ends a supervised process, whose supervisor is told why, without waiting for the others. `plain`: errors that are one sentence."""
-        kind, ranks = kind_of(failure), failure.ranks if isinstance(failure, SickDevice) else None
+        """Ends a supervised process, whose supervisor is told why, without waiting for the others.
+
+        `plain`: errors that are one sentence.
+        """
+        kind = kind_of(failure)
+        ranks = failure.ranks if isinstance(failure, SickDevice) else None
         sentence = str(failure)
         if not isinstance(failure, plain):
             # Nobody foresaw it, and it may have many lines.
-            sentence = short(f"{type(failure).__name__}: {(sentence.splitlines() or ['no reason given'])[0]}")
+            sentence = short(
+                f"{type(failure).__name__}: {(sentence.splitlines() or ['no reason given'])[0]}"
+            )
         self.heartbeat.note(kind, sentence, ranks)
         end_at_once(failure, CODES[kind], plain)
 

@@ -1,9 +1,10 @@
-"""One node's supervisor: a loop that watches its training process, publishes its record, reads the others', leads if it is its turn, follows.
+"""One node's supervisor: a loop that watches its training process, publishes its record, reads the others', leads if it
+is its turn, follows.
 
     every 0.2 s   own process ─► own record ─► the others' records ─► lead: decide, propose a plan ─► follow the newest plan
 
-The live node of the lowest name leads; a plan is a file whose number one leader alone can take, so that two leaders do no harm. A new
-generation is formed once no live node has a process of the one before.
+The live node of the lowest name leads; a plan is a file whose number one leader alone can take, so that two leaders do
+no harm. A new generation is formed once no live node has a process of the one before.
 """
 
 import contextlib
@@ -34,13 +35,20 @@ from meshtrain.survive.store import Store, config_of
 from meshtrain.survive.view import View, config_text, digests, this_machine
 
 POLL = 0.2
-# A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take it for lost.
+# A node that cannot reach the store ends its process after this share of survive.node_timeout: before the others take
+# it for lost.
 CUT_OFF = 0.6
 GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
 STATE = 16  # bytes a parameter, of float32 weights and up to three arrays of an optimizer
 SLOW_DISK = 50e6  # bytes a second, of one node
 UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
-NEWS = ("state", "generation", "acked", "leaving", "end")  # of a node's record, published at once where they changed
+NEWS = (
+    "state",
+    "generation",
+    "acked",
+    "leaving",
+    "end",
+)  # of a node's record, published at once where they changed
 
 
 class Supervisor:
@@ -50,22 +58,38 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: Config, name: str, address: str, command: Callable[[Path], list[str]] = train_command
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        command: Callable[[Path], list[str]] = train_command,
     ) -> None:
-        self.config, self.command = config, command
+        self.config = config
+        self.command = command
         self.run_directory = Path(config.run.directory).absolute()
         with contextlib.suppress(FileExistsError):
             self.run_directory.mkdir(mode=0o755, parents=True)
         self.store = Store(self.run_directory, name)
         survive = config.survive
         self.options = SupervisorOptions(
-            sizes(config), survive.wanted, survive.least, survive.join_timeout, survive.step_timeout, survive.node_timeout, survive.restarts,
+            sizes(config),
+            survive.wanted,
+            survive.least,
+            survive.join_timeout,
+            survive.step_timeout,
+            survive.node_timeout,
+            survive.restarts,
             STATE * parameters(config.model) / survive.least / SLOW_DISK,
-        )  # fmt: skip
+        )
         self.node = Node(
-            name, uuid.uuid4().hex, socket.gethostname(), machine=this_machine(), pid=os.getpid(), address=address,
+            name,
+            uuid.uuid4().hex,
+            socket.gethostname(),
+            machine=this_machine(),
+            pid=os.getpid(),
+            address=address,
             digests=digests(config),
-        )  # fmt: skip
+        )
         self.view = View(self.store, self.options)
         self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
         self.injector = NodeInjector(self)
@@ -94,8 +118,12 @@ class Supervisor:
         try:
             self._publish(time.monotonic())
         except OSError as error:
-            raise ConfigError(f"this node's record in {self.store.root} cannot be written: {refusal(error)}.") from None
-        self.store.log("join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid())
+            raise ConfigError(
+                f"this node's record in {self.store.root} cannot be written: {refusal(error)}."
+            ) from None
+        self.store.log(
+            "join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid()
+        )
         try:
             while (code := self._round()) is None:
                 time.sleep(POLL)
@@ -104,7 +132,9 @@ class Supervisor:
             if self._end():
                 # The next one under this name need not wait for the process.
                 with contextlib.suppress(OSError, ConfigError):
-                    self.store.publish(replace(self.node, state="idle", sequence=self.node.sequence + 1))
+                    self.store.publish(
+                        replace(self.node, state="idle", sequence=self.node.sequence + 1)
+                    )
             console.finish()
 
     def _round(self) -> int | None:
@@ -164,13 +194,22 @@ class Supervisor:
         while child.number == 0 and (text := child.new_output(to_the_end=True)):
             console.echo(text)
         self.store.log(
-            "ended", generation=child.generation, rank=child.number, exit=end.exit, kind=end.kind, sentence=end.sentence, step=end.step,
-            start=child.rank.start, phase=child.rank.phase, phase_seconds=child.rank.phase_age,
+            "ended",
+            generation=child.generation,
+            rank=child.number,
+            exit=end.exit,
+            kind=end.kind,
+            sentence=end.sentence,
+            step=end.step,
+            start=child.rank.start,
+            phase=child.rank.phase,
+            phase_seconds=child.rank.phase_age,
             seconds=dict(child.heartbeat.get("seconds") or {}),
-        )  # fmt: skip
+        )
 
     def _log_progress(self, child: TrainingProcess) -> None:
-        rank, at = child.rank, {"generation": child.generation, "rank": child.number}
+        rank = child.rank
+        at = {"generation": child.generation, "rank": child.number}
         if not self.going and rank.start is not None and rank.step > rank.start:
             self.going = True
             self.store.log("going", **at, start=rank.start, cache=child.heartbeat.get("cache"))
@@ -184,28 +223,41 @@ class Supervisor:
         files = self.store.generation(plan.generation)
         others = ("SLURM_", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P")
         environment = {
-            "JAX_COMPILATION_CACHE_DIR": str(self.store.root / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_COMPILATION_CACHE_DIR": str(self.store.root / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }  # fmt: skip
-        environment |= {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        }
+        environment |= {
+            name: value for name, value in os.environ.items() if not name.startswith(others)
+        }
         if self.config.run.imports:
             # A leader has written the plan's config there, where nobody else may (`store.refuse_unsafe`).
-            environment[TRUST] = os.pathsep.join(filter(None, (environment.get(TRUST), str(self.store.root))))
+            environment[TRUST] = os.pathsep.join(
+                filter(None, (environment.get(TRUST), str(self.store.root)))
+            )
         if len(plan.members) > 1:
             assert plan.coordinator is not None
             environment |= {
-                "JAX_COORDINATOR_ADDRESS": plan.coordinator, "JAX_NUM_PROCESSES": str(len(plan.members)), "JAX_PROCESS_ID": str(number),
-            }  # fmt: skip
+                "JAX_COORDINATOR_ADDRESS": plan.coordinator,
+                "JAX_NUM_PROCESSES": str(len(plan.members)),
+                "JAX_PROCESS_ID": str(number),
+            }
             if number == 0:
                 environment["JAX_COORDINATOR_BIND_ADDRESS"] = plan.coordinator
-        running = replace(self.node, state="running", generation=plan.generation, rank=None, end=None)
+        running = replace(
+            self.node, state="running", generation=plan.generation, rank=None, end=None
+        )
         # Before it is so, lest this supervisor be gone in between and nobody know of the process.
         self.store.publish(replace(running, sequence=self.node.sequence + 1))
-        command, fence = self.command(config_of(self.store.root, plan)), CUT_OFF * self.options.node_timeout
+        command = self.command(config_of(self.store.root, plan))
+        fence = CUT_OFF * self.options.node_timeout
         self.child = TrainingProcess(command, environment, files, plan.generation, number, fence)
-        self.saved, self.going = None, False
+        self.saved = None
+        self.going = False
         self.node = replace(running, rank=self.child.rank)
-        self.store.log("started", generation=plan.generation, rank=number, pid=self.child.process.pid)
+        self.store.log(
+            "started", generation=plan.generation, rank=number, pid=self.child.process.pid
+        )
 
     def _end(self) -> bool:
         """Ends its process; returns whether none is left."""
@@ -221,12 +273,15 @@ class Supervisor:
         if end is None:
             if time.monotonic() - self.killed_at < UNENDED:
                 return False
-            report(f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run.")
+            report(
+                f"the process {child.process.pid} does not end, not even by SIGKILL; this node leaves the run."
+            )
             self.node = replace(self.node, leaving=True, state="idle")
         elif self.node.end is None:
             self._log_end(child, end)
         child.close()
-        self.child, self.killed_at = None, None
+        self.child = None
+        self.killed_at = None
         return True
 
     # --- the store
@@ -239,19 +294,33 @@ class Supervisor:
         if now - self.published_at >= self.options.heartbeat or self._is_news():
             self.node = replace(self.node, sequence=self.node.sequence + 1, wall=time.time())
             self.store.publish(self.node)
-            self.published, self.published_at = self.node, now
+            self.published = self.node
+            self.published_at = now
 
     def _is_news(self) -> bool:
-        node, last = self.node, self.published
+        node = self.node
+        last = self.published
         if last is None or any(getattr(node, name) != getattr(last, name) for name in NEWS):
             return True
         # A rank that was slow and no longer is must not be taken for stuck.
-        return bool(node.rank and last.rank and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age)
+        return bool(
+            node.rank
+            and last.rank
+            and last.rank.phase_age > self.options.heartbeat > node.rank.phase_age
+        )
 
     def _cut_off(self, seconds: float, error: OSError) -> int | None:
-        """Ends the process, and later the supervisor, where the store refuses: others may take this node for lost, and form without it."""
-        if seconds > CUT_OFF * self.options.node_timeout and self.child is not None and self.node.end is None:
-            report(f"the run directory cannot be used ({refusal(error)}); the process on this node is ended.")
+        """Ends the process, and later the supervisor, where the store refuses: others may take this node for lost, and
+        form without it.
+        """
+        if (
+            seconds > CUT_OFF * self.options.node_timeout
+            and self.child is not None
+            and self.node.end is None
+        ):
+            report(
+                f"the run directory cannot be used ({refusal(error)}); the process on this node is ended."
+            )
             self._end()
         if seconds > GIVEN_UP:
             report(f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}.")
@@ -280,8 +349,15 @@ class Supervisor:
         if plan.state == "forming" and self.node.acked < plan.generation:
             port = self.injector.port(free_port(self.node.address))
             self.node = replace(self.node, state="idle", acked=plan.generation, port=port)
-        is_member = (self.node.name, self.node.incarnation) in zip(plan.members, plan.incarnations, strict=False)
-        if plan.state == "running" and is_member and self.child is None and self.node.generation < plan.generation:
+        is_member = (self.node.name, self.node.incarnation) in zip(
+            plan.members, plan.incarnations, strict=False
+        )
+        if (
+            plan.state == "running"
+            and is_member
+            and self.child is None
+            and self.node.generation < plan.generation
+        ):
             self._start(plan)
         asked = self.asked_to_stop >= plan.generation or self.node.end is not None
         if plan.state == "stopping" and self.child is not None and not asked:
@@ -291,10 +367,14 @@ class Supervisor:
 
     def _fence(self) -> None:
         for node in self.view.nodes:
-            silent = node.age >= self.options.node_timeout and node.generation < self.view.generation
+            silent = (
+                node.age >= self.options.node_timeout and node.generation < self.view.generation
+            )
             is_here = node.machine and node.machine == self.node.machine
             if silent and is_here and kill_left_behind(node, self.store.root):
-                report(f"the process of {node.name}, which is silent, is ended: the run goes on without it.")
+                report(
+                    f"the process of {node.name}, which is silent, is ended: the run goes on without it."
+                )
 
 
 def free_port(address: str) -> int:

@@ -1,7 +1,8 @@
-"""What a supervisor knows of the others: their records with an age, the newest plan, who leads; and whether they would train alike.
+"""What a supervisor knows of the others: their records with an age, the newest plan, who leads; and whether they would
+train alike.
 
-An age is how long a record was seen not to change, on the clock of who reads it: no node's clock is compared with another's, and time
-in which the reader itself stood still (frozen, starved, on a disk that hangs) is nobody's age.
+An age is how long a record was seen not to change, on the clock of who reads it: no node's clock is compared with
+another's, and time in which the reader itself stood still (frozen, starved, on a disk that hangs) is nobody's age.
 
     node's record    digests: config, code, python, jax, jaxlib, ...        compared by each who reads it
     NAME.config      the config in full                                     read where digests differ, to name the key
@@ -29,7 +30,9 @@ from meshtrain.survive.records import Node, RestartPlan, decode
 from meshtrain.survive.store import Store, other_supervisor
 
 SKEW = 5.0  # seconds by which a clock may be wrong without a warning
-READ_SHARE = 0.002  # of its time, at most, a supervisor reads records; but at least twice a heartbeat
+READ_SHARE = (
+    0.002  # of its time, at most, a supervisor reads records; but at least twice a heartbeat
+)
 LONGEST_LOOK = 1.0  # seconds between two looks; what is beyond it, was no looking
 MOST_KEYS = 4  # that are named of a config that differs
 
@@ -38,13 +41,16 @@ class View:
     """One supervisor's view of the run."""
 
     def __init__(self, store: Store, options: SupervisorOptions) -> None:
-        self.store, self.options = store, options
+        self.store = store
+        self.options = options
         self.nodes: list[Node] = []
         self.history: list[RestartPlan] = []
         self.plan: RestartPlan | None = None
         self._texts: dict[str, bytes] = {}
         self._records: dict[str, Node] = {}
-        self._changed: dict[str, float] = {}  # when a record changed last; not in it: not since we look
+        self._changed: dict[
+            str, float
+        ] = {}  # when a record changed last; not in it: not since we look
         self._differs: dict[str, str] = {}
         self._first: dict[str, float] = {}
         # When the process of a node, its incarnation and generation was seen to have ended.
@@ -73,10 +79,13 @@ class View:
         self._unread += min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
         self._looked = now
         if now >= self._next_read:
-            self._watched, self._unread = self._watched + self._unread, 0.0
+            self._watched = self._watched + self._unread
+            self._unread = 0.0
             began = time.thread_time()
             self._read(own)
-            self._next_read = now + min((time.thread_time() - began) / READ_SHARE, self.options.heartbeat / 2)
+            self._next_read = now + min(
+                (time.thread_time() - began) / READ_SHARE, self.options.heartbeat / 2
+            )
         self._first.setdefault(own.name, self._watched)
         others = [node for node in self._records.values() if node.name != own.name]
         timed = [self._timed(node, self._age(node), self._differs[node.name]) for node in others]
@@ -91,13 +100,16 @@ class View:
         return replace(node, age=age, known=known, ended_for=ended_for, differs=differs)
 
     def _age(self, node: Node) -> float:
-        return self._watched - self._changed[node.name] if node.name in self._changed else float("inf")
+        return (
+            self._watched - self._changed[node.name] if node.name in self._changed else float("inf")
+        )
 
     def _read(self, own: Node) -> None:
         for name, text in self.store.nodes().items():
             if text == self._texts.get(name):
                 continue
-            node, before = decode(Node, text), self._records.get(name)
+            node = decode(Node, text)
+            before = self._records.get(name)
             # In the middle of being rewritten, or damaged: what stood there before holds, and ages.
             if node is None or node.name != name:
                 continue
@@ -111,21 +123,32 @@ class View:
             elif is_new:
                 configs = self.store.read_config(name), self.store.read_config(own.name)
                 self._differs[name] = difference(node, own, *configs)
-            self._texts[name], self._records[name] = text, node
+            self._texts[name] = text
+            self._records[name] = node
 
     # --- what follows from it
 
     def is_leader(self, own: Node, since: float) -> bool:
-        """Returns whether this node leads: of the live ones that stay it has the lowest name. Not before it knows who is alive."""
+        """Returns whether this node leads: of the live ones that stay it has the lowest name.
+
+        Not before it knows who is alive.
+        """
         unheard = {n.name for n in self.nodes if n.name not in self._changed} - {own.name}
-        at_work = self.plan is not None and self.plan.state != "over" and unheard & set(self.plan.members)
-        # A node that has just come may not take a node of the run for gone sooner than one that has watched it all the time.
-        if unheard and since < (self.options.node_timeout if at_work else 2.5 * self.options.heartbeat):
+        at_work = (
+            self.plan is not None and self.plan.state != "over" and unheard & set(self.plan.members)
+        )
+        # A node that has just come may not take a node of the run for gone sooner than one that has watched it all the
+        # time.
+        if unheard and since < (
+            self.options.node_timeout if at_work else 2.5 * self.options.heartbeat
+        ):
             return False
         return own.name == min(self._live(), key=lambda n: (n.leaving, n.name)).name
 
     def is_first(self, own: Node) -> bool:
-        """Returns whether this node will have the coordinator, as far as can be known: of the live ones it has the lowest name."""
+        """Returns whether this node will have the coordinator, as far as can be known: of the live ones it has the
+        lowest name.
+        """
         return own.name == min(n.name for n in self._live())
 
     def _live(self) -> list[Node]:
@@ -141,10 +164,13 @@ class View:
         return self.plan.generation if self.plan else 0
 
     def may_go(self, own: Node) -> bool:
-        """Returns whether a node that leaves is needed no longer: its process has ended, and others decide, or it stands alone."""
+        """Returns whether a node that leaves is needed no longer: its process has ended, and others decide, or it
+        stands alone.
+        """
         if own.state == "running":
             return False
-        plan, others = self.plan, [n for n in self._live() if n.name != own.name]
+        plan = self.plan
+        others = [n for n in self._live() if n.name != own.name]
         if not others and (plan is None or plan.state == "forming" or self.is_old(plan)):
             return True
         if all(n.leaving for n in others):
@@ -166,10 +192,14 @@ class View:
         return wrong
 
     def refuse_stranger(self, own: Node) -> None:
-        """ConfigError if a node comes to others that are at work, and has another config, code or versions than they."""
+        """ConfigError if a node comes to others that are at work, and has another config, code or versions than
+        they.
+        """
         if self.plan is None or self.plan.state == "over" or self.is_old(self.plan):
             return
-        last = next((plan for plan in (self.plan, *reversed(self.history)) if plan.incarnations), None)
+        last = next(
+            (plan for plan in (self.plan, *reversed(self.history)) if plan.incarnations), None
+        )
         members = set(zip(last.members, last.incarnations, strict=True)) if last else set()
         if (own.name, own.incarnation) in members:
             return
@@ -189,7 +219,9 @@ class View:
         is_here = bool(node.machine) and node.machine == this_machine()
         if is_here and not Path(f"/proc/{node.pid}").exists():
             return
-        seconds = self.options.node_timeout if node.state == "running" else 2.5 * self.options.heartbeat
+        seconds = (
+            self.options.node_timeout if node.state == "running" else 2.5 * self.options.heartbeat
+        )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.store.nodes().get(name) != text:
@@ -200,7 +232,10 @@ class View:
 
 
 def this_machine() -> str:
-    """Returns where a process number means one process: this start of this machine, this container. Hosts' names may be those of others."""
+    """Returns where a process number means one process: this start of this machine, this container.
+
+    Hosts' names may be those of others.
+    """
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     # No Linux: whether a process is gone is not known.
@@ -231,7 +266,10 @@ def digests(config: Config) -> dict[str, str]:
 
 
 def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) -> str:
-    """Returns a sentence on how a node differs from this one; empty if it does not. A config is empty where there is none."""
+    """Returns a sentence on how a node differs from this one; empty if it does not.
+
+    A config is empty where there is none.
+    """
     theirs, ours = (defaultdict(lambda: "unknown", one.digests) for one in (node, own))
     names = sorted({*theirs, *ours})
     differ = {name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]}
@@ -245,7 +283,10 @@ def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) ->
         parts += [*keys[:MOST_KEYS], *more] or ["its config is another"]
     if differ.pop("code", None):
         parts.append("its meshtrain is of other source code")
-    parts += [f"{name} is {theirs} on {node.name} and {ours} on {own.name}" for name, (theirs, ours) in differ.items()]
+    parts += [
+        f"{name} is {theirs} on {node.name} and {ours} on {own.name}"
+        for name, (theirs, ours) in differ.items()
+    ]
     if not parts:
         return ""
     fits = f"node {node.name} ({node.host}) does not fit node {own.name} ({own.host})"

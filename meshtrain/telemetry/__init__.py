@@ -6,12 +6,14 @@
                                  ├─► hub (thread) ┼─► a page of metrics for Prometheus
     resources ► samples ─────────┘                └─► TensorBoard, Weights & Biases, MLflow
 
-Training writes rows and files; everything else reads them: `meshtrain.run.rows` for programs, in full precision. What watches changes no
-loss, and whatever happens to it ends no run.
+Training writes rows and files; everything else reads them: `meshtrain.run.rows` for programs, in full precision. What
+watches changes no loss, and whatever happens to it ends no run.
 
-- `catalogue`: every metric once. `measured`: those of a step. `resources`: what a process and its machine use. `samples`: where all
+- `catalogue`: every metric once. `measured`: those of a step. `resources`: what a process and its machine use.
+  `samples`: where all
   processes leave it. `hub`: between the loop and the listeners. `trackers`: where rows may go besides.
 - `endpoint`: the page of metrics, as `exposition` writes it. `dashboard`: one for Grafana.
-- `thresholds`: every alert once, also for Prometheus. `signals`, `alerts`, `sinks`: what they look at, when they fire, who hears of it.
+- `thresholds`: every alert once, also for Prometheus. `signals`, `alerts`, `sinks`: what they look at, when they fire,
+  who hears of it.
 - `trace`: a few steps as JAX's profiler sees them. `progress`: a bar on a terminal, and such lines as above elsewhere.
 """

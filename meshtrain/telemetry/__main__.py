@@ -1,4 +1,5 @@
-"""python -m meshtrain.telemetry catalogue|dashboard|rules: what is measured, a dashboard for Grafana, alert rules for Prometheus.
+"""python -m meshtrain.telemetry catalogue|dashboard|rules: what is measured, a dashboard for Grafana, alert rules for
+Prometheus.
 
 Each is printed; copies of the last two stand in configs/monitoring/.
 """
@@ -28,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain.telemetry", description="Prints what monitoring of a run stands on.")
+    parser = Parser(
+        prog="python -m meshtrain.telemetry",
+        description="Prints what monitoring of a run stands on.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, meaning) in PRINTED.items():
         printed = commands.add_parser(name, help=meaning, description=meaning)
@@ -40,10 +44,19 @@ def parser() -> Parser:
 def catalogue() -> str:
     """The metrics, and the alerts with their thresholds, as tables."""
     metrics = [["metric", "of a", "kind", "labels", "meaning"]]
-    metrics += [[m.sample, m.source, m.kind, ", ".join(m.labels) or "-", m.meaning] for m in METRICS]
+    metrics += [
+        [m.sample, m.source, m.kind, ", ".join(m.labels) or "-", m.meaning] for m in METRICS
+    ]
     alerts = [["alert", "severity", "fires", "clears", "seconds", "what counts, and why"]]
     alerts += [
-        [t.rule, t.severity, f"{t.fires:g}", f"{t.clears:g}", f"{t.seconds:g}", f"{t.counts}: {t.reason}"]
+        [
+            t.rule,
+            t.severity,
+            f"{t.fires:g}",
+            f"{t.clears:g}",
+            f"{t.seconds:g}",
+            f"{t.counts}: {t.reason}",
+        ]
         for t in THRESHOLDS
     ]
     return f"{columns(metrics)}\n\n{columns(alerts)}\n"
@@ -51,7 +64,9 @@ def catalogue() -> str:
 
 def catalogue_json() -> str:
     metrics = [asdict(metric) | {"sample": metric.sample} for metric in METRICS]
-    alerts = [{name: value for name, value in vars(t).items() if not callable(value)} for t in THRESHOLDS]
+    alerts = [
+        {name: value for name, value in vars(t).items() if not callable(value)} for t in THRESHOLDS
+    ]
     return json.dumps({"metrics": metrics, "alerts": alerts}, indent=2) + "\n"
 
 
@@ -64,7 +79,10 @@ def rules_text() -> str:
 
 
 PRINTED = {
-    "catalogue": (catalogue, "every metric with its kind, labels and meaning; every alert with its thresholds"),
+    "catalogue": (
+        catalogue,
+        "every metric with its kind, labels and meaning; every alert with its thresholds",
+    ),
     "dashboard": (dashboard_text, "a dashboard for Grafana, as JSON to import"),
     "rules": (rules_text, "alert rules for Prometheus, as YAML for rule_files"),
 }

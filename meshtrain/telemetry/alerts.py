@@ -1,11 +1,12 @@
-"""Alerts: rows are judged by the table of thresholds, and a listener of the hub hands what begins or is over to the sinks.
+"""Alerts: rows are judged by the table of thresholds, and a listener of the hub hands what begins or is over to the
+sinks.
 
     row ──► signals ──► readings ──┐         bad for long enough          good for long enough
                                    ├─► quiet ───────────────────► firing ─────────────────────► quiet
     thresholds ────────────────────┘             one alert                    one alert  ──► log, file, webhook, command
 
-So each alert is given once when it begins and once when it is over, and what lies between `fires` and `clears` changes nothing. The
-listener belongs to a run's first process, which knows all rows.
+So each alert is given once when it begins and once when it is over, and what lies between `fires` and `clears` changes
+nothing. The listener belongs to a run's first process, which knows all rows.
 """
 
 import contextlib
@@ -28,7 +29,10 @@ from meshtrain.telemetry.thresholds import BY_RULE, Severity
 
 @dataclass(frozen=True)
 class Alert:
-    """One that begins or is over. `time`: seconds since 1970; `limit`: what `value` went beyond, or came back behind."""
+    """One that begins or is over.
+
+    `time`: seconds since 1970; `limit`: what `value` went beyond, or came back behind.
+    """
 
     time: float
     step: int | None
@@ -59,14 +63,18 @@ class Judge:
         self._since: dict[tuple[str, int | None], float] = {}
 
     def __call__(self, row: Row, heard: Heard, now: float) -> list[Alert]:
-        """Returns the alerts that a row brings (empty at a tick, which is heard now and then). `now`: seconds since 1970."""
+        """Returns the alerts that a row brings (empty at a tick, which is heard now and then).
+
+        `now`: seconds since 1970.
+        """
         if heard == "step" and isinstance(row.get("step"), int):
             self._step = row["step"]
         readings = [reading for signal in self._signals for reading in signal.hear(row, heard, now)]
         return [alert for reading in readings if (alert := self._follow(reading, now)) is not None]
 
     def _follow(self, reading: SignalReading, now: float) -> Alert | None:
-        threshold, subject = BY_RULE[reading.rule], (reading.rule, reading.rank)
+        threshold = BY_RULE[reading.rule]
+        subject = (reading.rule, reading.rank)
         fires = subject not in self._firing  # if the reading turns
         if not (threshold.is_bad(reading.value) if fires else threshold.is_good(reading.value)):
             self._since.pop(subject, None)
@@ -77,10 +85,16 @@ class Judge:
         del self._since[subject]
         (self._firing.add if fires else self._firing.remove)(subject)
         return Alert(
-            time=now, step=self._step, rule=reading.rule, state="firing" if fires else "resolved",
-            severity=threshold.severity, value=reading.value, limit=threshold.fires if fires else threshold.clears,
-            sentence=f"{reading.sentence if fires else reading.over}.", rank=reading.rank,
-        )  # fmt: skip
+            time=now,
+            step=self._step,
+            rule=reading.rule,
+            state="firing" if fires else "resolved",
+            severity=threshold.severity,
+            value=reading.value,
+            limit=threshold.fires if fires else threshold.clears,
+            sentence=f"{reading.sentence if fires else reading.over}.",
+            rank=reading.rank,
+        )
 
 
 class Alerts:
@@ -97,7 +111,9 @@ class Alerts:
             try:
                 self._sinks.append(sink(target, directory))
             except OSError as error:
-                say(f"alerts are not written to {directory / ALERTS}: {refusal(error)}; training goes on.")
+                say(
+                    f"alerts are not written to {directory / ALERTS}: {refusal(error)}; training goes on."
+                )
         for alert in earlier:
             self._send(alert)
 
@@ -135,5 +151,9 @@ def resolved_at_start(path: Path) -> Sequence[Mapping[str, Any]]:
         for row in read(path)[0]:
             if {"rule", "state", "severity", "sentence"} <= row.keys():
                 newest[row["rule"], row.get("rank")] = row
-    resolved = {"time": time.time(), "state": "resolved", "sentence": "the process that said so has ended."}
+    resolved = {
+        "time": time.time(),
+        "state": "resolved",
+        "sentence": "the process that said so has ended.",
+    }
     return [row | resolved for row in newest.values() if row["state"] == "firing"]

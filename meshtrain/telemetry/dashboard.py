@@ -3,8 +3,9 @@
     a run         numbers of now; each metric of its steps, and its alerts
     processes     each process metric by rank; over many ranks its least, median and greatest value
 
-Panels of what a machine does not tell (GPUs on one without) say that there is no data. The JSON is that of Grafana's dashboard model
-(https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model); `$run` and `$rank` are chosen above it.
+Panels of what a machine does not tell (GPUs on one without) say that there is no data. The JSON is that of Grafana's
+dashboard model (https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model); `$run`
+and `$rank` are chosen above it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,13 @@ INFO = f'{PREFIX}process_info{{run=~"$run",rank=~"$rank"}}'
 OF_RUN = f"* on (instance, job) group_left (run, rank, host) {INFO}"
 # Of what the first process alone tells: whatever ranks are chosen.
 OF_FIRST = f'* on (instance, job) group_left (run) {PREFIX}process_info{{run=~"$run"}}'
-UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "watts": "watt", "celsius": "celsius"}
+UNITS = {
+    "seconds": "s",
+    "bytes": "bytes",
+    "ratio": "percentunit",
+    "watts": "watt",
+    "celsius": "celsius",
+}
 GOODPUT = "share of the time, starts left out, in which a process dispatches steps, waits for them and logs them"
 
 Panel = dict[str, Any]
@@ -34,16 +41,23 @@ def document() -> dict[str, Any]:
         _variable("rank", f'label_values({PREFIX}process_info{{run=~"$run"}}, rank)'),
     ]
     return {
-        "title": "meshtrain", "uid": "meshtrain", "tags": ["meshtrain"], "schemaVersion": 38, "editable": True,
-        "time": {"from": "now-3h", "to": "now"}, "refresh": "10s", "templating": {"list": variables},
+        "title": "meshtrain",
+        "uid": "meshtrain",
+        "tags": ["meshtrain"],
+        "schemaVersion": 38,
+        "editable": True,
+        "time": {"from": "now-3h", "to": "now"},
+        "refresh": "10s",
+        "templating": {"list": variables},
         "panels": _numbered(_placed(), count(1)),
-    }  # fmt: skip
+    }
 
 
 def _numbered(panels: Iterable[Panel], numbers: Iterator[int]) -> list[Panel]:
     """Returns panels with an id each, those within rows too."""
     return [
-        {"id": next(numbers), **panel} | ({"panels": _numbered(panel["panels"], numbers)} if "panels" in panel else {})
+        {"id": next(numbers), **panel}
+        | ({"panels": _numbered(panel["panels"], numbers)} if "panels" in panel else {})
         for panel in panels
     ]
 
@@ -57,21 +71,39 @@ def panels() -> Iterator[Panel]:
 
 def queries() -> list[tuple[str, str]]:
     """Returns (title of the panel, query) of each query, as the dashboard has it."""
-    return [(panel["title"], target["expr"]) for panel in panels() for target in panel.get("targets", ())]
+    return [
+        (panel["title"], target["expr"])
+        for panel in panels()
+        for target in panel.get("targets", ())
+    ]
 
 
 def _variable(name: str, query: str) -> dict[str, Any]:
     return {
-        "name": name, "type": "query", "datasource": SOURCE, "query": {"query": query, "refId": name}, "refresh": 2,
-        "includeAll": True, "multi": True, "current": {"text": ["All"], "value": ["$__all"]}, "allValue": ".*",
-    }  # fmt: skip
+        "name": name,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": ["All"], "value": ["$__all"]},
+        "allValue": ".*",
+    }
 
 
 def _placed() -> Iterator[Panel]:
-    """Yields each group's title, and its panels below: those of now open, those of any other group within its collapsed row."""
+    """Yields each group's title, and its panels below: those of now open, those of any other group within its collapsed
+    row.
+    """
     below = 0
     for number, (title, panels) in enumerate(_groups().items()):
-        row = {"type": "row", "title": title, "gridPos": {"x": 0, "y": below, "w": 24, "h": 1}, "collapsed": number > 0}
+        row = {
+            "type": "row",
+            "title": title,
+            "gridPos": {"x": 0, "y": below, "w": 24, "h": 1},
+            "collapsed": number > 0,
+        }
         below += 1
         placed, height = _side_by_side(panels, below)
         # Grafana queries nothing for what is collapsed.
@@ -83,11 +115,14 @@ def _placed() -> Iterator[Panel]:
 
 def _side_by_side(panels: list[Panel], below: int) -> tuple[list[Panel], int]:
     """Returns panels from a line on, as many side by side as 24 columns hold, and their height."""
-    placed, across, first = [], 0, below
+    placed = []
+    across = 0
+    first = below
     for panel in panels:
         size = panel["gridPos"]
         if across + size["w"] > 24:
-            across, below = 0, below + size["h"]
+            across = 0
+            below = below + size["h"]
         placed.append(panel | {"gridPos": size | {"x": across, "y": below}})
         across += size["w"]
     return placed, below - first + panels[-1]["gridPos"]["h"]
@@ -98,9 +133,14 @@ def _groups() -> dict[str, list[Panel]]:
     process = [metric for metric in METRICS if metric.source == "process"]
     return {
         "The run now": list(_now()),
-        "Its steps": [_series(m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels)))) for m in steps],
+        "Its steps": [
+            _series(m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels))))
+            for m in steps
+        ],
         "Its processes": [_goodput(), *(_of_process(metric) for metric in process)],
-        "Over all processes, from the first one": [_over(metric) for metric in process if metric.kind == "gauge"],
+        "Over all processes, from the first one": [
+            _over(metric) for metric in process if metric.kind == "gauge"
+        ],
     }
 
 
@@ -109,19 +149,26 @@ def _now() -> Iterator[Panel]:
         name.replace("_", " "): (f"{BY_NAME[name].sample} {OF_FIRST}", unit(BY_NAME[name]))
         for name in ("step", "loss", "tokens_per_second", "mfu")
     }
-    numbers["alerts"] = 'count(ALERTS{alertname=~"Meshtrain.*",alertstate="firing"}) or vector(0)', "short"
+    numbers["alerts"] = (
+        'count(ALERTS{alertname=~"Meshtrain.*",alertstate="firing"}) or vector(0)',
+        "short",
+    )
     for title, (query, of) in numbers.items():
         yield _panel("stat", title, query, "{{run}}", of, width=4, height=4)
 
 
 def _of_process(metric: Metric) -> Panel:
-    return _series(metric, f"{_value(metric)} {OF_RUN}", " ".join(map(_label, ("run", "rank", *metric.labels))))
+    return _series(
+        metric, f"{_value(metric)} {OF_RUN}", " ".join(map(_label, ("run", "rank", *metric.labels)))
+    )
 
 
 def _over(metric: Metric) -> Panel:
     labels = ("run", "over", *(label for label in metric.labels if label != "device"))
     query = f"{metric.over_processes} {OF_FIRST}"
-    return _series(metric, query, " ".join(map(_label, labels)), title=f"{_title(metric)}, least to greatest")
+    return _series(
+        metric, query, " ".join(map(_label, labels)), title=f"{_title(metric)}, least to greatest"
+    )
 
 
 def _goodput() -> Panel:
@@ -131,7 +178,9 @@ def _goodput() -> Panel:
 
 
 def _series(metric: Metric, query: str, legend: str, title: str = "") -> Panel:
-    return _panel("timeseries", title or _title(metric), query, legend, unit(metric), metric.meaning)
+    return _panel(
+        "timeseries", title or _title(metric), query, legend, unit(metric), metric.meaning
+    )
 
 
 def _label(name: str) -> str:
@@ -158,10 +207,21 @@ def unit(metric: Metric) -> str:
 
 
 def _panel(
-    kind: str, title: str, query: str, legend: str, unit: str, meaning: str = "", width: int = 8, height: int = 7
+    kind: str,
+    title: str,
+    query: str,
+    legend: str,
+    unit: str,
+    meaning: str = "",
+    width: int = 8,
+    height: int = 7,
 ) -> Panel:
     return {
-        "type": kind, "title": title, "description": meaning, "datasource": SOURCE, "gridPos": {"w": width, "h": height},
+        "type": kind,
+        "title": title,
+        "description": meaning,
+        "datasource": SOURCE,
+        "gridPos": {"w": width, "h": height},
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [{"refId": "A", "datasource": SOURCE, "expr": query, "legendFormat": legend}],
-    }  # fmt: skip
+    }

@@ -1,9 +1,12 @@
-"""A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; each process has one of its own.
+"""A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; each process has one of
+its own.
 
-Each process serves its own values. The first one also serves the step's metrics, which are the same for all, and of each process metric the
-least, the median and the greatest value with the rank of its process: a few hundred series, however many processes there are.
+Each process serves its own values. The first one also serves the step's metrics, which are the same for all, and of
+each process metric the least, the median and the greatest value with the rank of its process: a few hundred series,
+however many processes there are.
 
-It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes on.
+It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes
+on.
 """
 
 import math
@@ -18,8 +21,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from meshtrain.errors import refusal, say
-from meshtrain.telemetry.catalogue import METRICS, PREFIX, PROCESSES_RANK, RECENT_ROWS, Metric, Source, recent_mfu
-from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, Labels, MetricFamily, flat, render, wants_openmetrics
+from meshtrain.telemetry.catalogue import (
+    METRICS,
+    PREFIX,
+    PROCESSES_RANK,
+    RECENT_ROWS,
+    Metric,
+    Source,
+    recent_mfu,
+)
+from meshtrain.telemetry.exposition import (
+    OPENMETRICS,
+    PLAIN,
+    Labels,
+    MetricFamily,
+    flat,
+    render,
+    wants_openmetrics,
+)
 
 Row = Mapping[str, Any]
 FEW = 64  # processes, of which each scrape has the newest
@@ -29,10 +48,17 @@ PATIENCE = 10.0  # seconds that a reader may take over its request
 
 
 class Board:
-    """What the page says. `totals`: of the hub. `every`: seconds between two looks at the samples of other processes."""
+    """What the page says.
 
-    def __init__(self, rank: int, host: str, run: str, totals: Mapping[str, float], every: float) -> None:
-        self._rank, self._totals, self._every = rank, totals, every
+    `totals`: of the hub. `every`: seconds between two looks at the samples of other processes.
+    """
+
+    def __init__(
+        self, rank: int, host: str, run: str, totals: Mapping[str, float], every: float
+    ) -> None:
+        self._rank = rank
+        self._totals = totals
+        self._every = every
         self._info: Labels = (("run", run), ("rank", str(rank)), ("host", host))
         self._step: dict[str, Any] = {}
         self._mfu: deque[float] = deque(maxlen=RECENT_ROWS)
@@ -60,7 +86,9 @@ class Board:
                         sums[labels] = sums.get(labels, 0.0) + value
 
     def tick(self) -> None:
-        """Looks at many processes beside the scrapes, and as often as they are read: thousands take longer than a scrape may."""
+        """Looks at many processes beside the scrapes, and as often as they are read: thousands take longer than a
+        scrape may.
+        """
         if len(self._all) > FEW and time.monotonic() >= self._next:
             self._look()
 
@@ -68,7 +96,11 @@ class Board:
         now = time.monotonic()
         self._next = now + self._every
         with self._lock:
-            rows = {rank: row for rank, (at, row) in self._all.items() if at >= now - MOST_SILENT * self._every}
+            rows = {
+                rank: row
+                for rank, (at, row) in self._all.items()
+                if at >= now - MOST_SILENT * self._every
+            }
         self._of_all = list(_over_processes(rows)) if len(rows) > 1 else []
 
     def families(self) -> Iterator[MetricFamily]:
@@ -76,10 +108,14 @@ class Board:
         if len(self._all) <= FEW:
             self._look()
         with self._lock:
-            step, own, totals = dict(self._step), self._own, dict(self._totals)
+            step = dict(self._step)
+            own = self._own
+            totals = dict(self._totals)
             sums = {name: dict(by_labels) for name, by_labels in self._sums.items()}
             of_all = self._of_all
-        yield MetricFamily(PREFIX + "process", "info", "what this process is", samples=[(self._info, 1)])
+        yield MetricFamily(
+            PREFIX + "process", "info", "what this process is", samples=[(self._info, 1)]
+        )
         for metric in METRICS:
             if metric.source == "step" and self._rank:
                 continue
@@ -104,7 +140,9 @@ def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
             for labels, value in flat(row.get(metric.name), metric.labels):
                 shared = tuple(label for label in labels if label[0] != "device")
                 by_labels.setdefault(shared, []).append((value, rank))
-        family = MetricFamily(metric.over_processes, "gauge", f"over all processes: {metric.meaning}", metric.unit)
+        family = MetricFamily(
+            metric.over_processes, "gauge", f"over all processes: {metric.meaning}", metric.unit
+        )
         for labels, values in by_labels.items():
             for over, pick in (("min", min), ("median", statistics.median_low), ("max", max)):
                 value, rank = pick(values)
@@ -123,7 +161,9 @@ class _Server(ThreadingHTTPServer):
     # Another program's port is not shared, one that the process before has just left is taken.
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], families: Callable[[], Iterable[MetricFamily]]) -> None:
+    def __init__(
+        self, address: tuple[str, int], families: Callable[[], Iterable[MetricFamily]]
+    ) -> None:
         self.families = families
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
@@ -138,7 +178,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
-    server_version, sys_version = "meshtrain", ""
+    server_version = "meshtrain"
+    sys_version = ""
 
     def do_GET(self) -> None:
         assert isinstance(self.server, _Server)
@@ -166,7 +207,8 @@ class Endpoint:
     name = "the endpoint"
 
     def __init__(self, bind: str, port: int, board: Board) -> None:
-        self._board, self.url = board, ""
+        self._board = board
+        self.url = ""
         self._server: _Server | None = None
         try:
             self._server = _Server((bind, port), board.families)
@@ -176,7 +218,9 @@ class Endpoint:
             say(f"metrics cannot be served on {bind}:{port}: {why}; training goes on without.")
             return
         self.url = f"http://{bind}:{self._server.server_address[1]}{PATH}"
-        threading.Thread(target=self._server.serve_forever, name="meshtrain-endpoint", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, name="meshtrain-endpoint", daemon=True
+        ).start()
 
     def __call__(self, row: Row, source: Source) -> None:
         self._board(row, source)

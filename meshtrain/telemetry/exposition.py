@@ -1,4 +1,5 @@
-"""Metrics as text for Prometheus: OpenMetrics 1.0 (prometheus.io, docs/specs/om/open_metrics_spec) or its own older format.
+"""Metrics as text for Prometheus: OpenMetrics 1.0 (prometheus.io, docs/specs/om/open_metrics_spec) or its own older
+format.
 
     # TYPE meshtrain_phase_seconds counter        OpenMetrics names a family without _total, the older format with it,
     # UNIT meshtrain_phase_seconds seconds        knows no unit and no info, and has no end
@@ -6,7 +7,8 @@
     meshtrain_phase_seconds_total{phase="wait"} 12.5
     # EOF
 
-Written by hand: `prometheus_client` takes ten times as long, and wants each value to be its object. A test reads it with that one's parser.
+Written by hand: `prometheus_client` takes ten times as long, and wants each value to be its object. A test reads it
+with that one's parser.
 """
 
 import math
@@ -26,7 +28,9 @@ class Distribution:
     """What a histogram's series holds: how many values are at most each of `bounds`, which rise, and their sum."""
 
     bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)  # between two bounds, and last above all of them
+    counts: list[int] = field(
+        default_factory=list
+    )  # between two bounds, and last above all of them
     sum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -39,7 +43,10 @@ class Distribution:
 
 @dataclass
 class MetricFamily:
-    """All series of one metric. `kind`: gauge, counter, info, or histogram, which has distributions instead of samples."""
+    """All series of one metric.
+
+    `kind`: gauge, counter, info, or histogram, which has distributions instead of samples.
+    """
 
     name: str
     kind: str
@@ -99,7 +106,9 @@ def _number(value: float) -> str:
 
 
 def flat(value: Any, names: tuple[str, ...], labels: Labels = ()) -> Iterator[tuple[Labels, float]]:
-    """A row's value, if it has one, as (labels, number) each: a mapping by label value for each of the metric's labels `names`."""
+    """A row's value, if it has one, as (labels, number) each: a mapping by label value for each of the metric's labels
+    `names`.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if names:

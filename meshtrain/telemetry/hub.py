@@ -50,13 +50,16 @@ class _Task:
 
 
 class Hub(RunHook):
-    """Of one process; use it as a context. `after_metrics` is the main thread's, listeners are called on a thread of their own.
+    """Of one process; use it as a context.
+
+    `after_metrics` is the main thread's, listeners are called on a thread of their own.
 
     `totals`: what those metrics of a step that `add_up` named have come to, over all steps.
     """
 
     def __init__(self, config: Config, directory: Path) -> None:
-        self.config, self.directory = config, directory
+        self.config = config
+        self.directory = directory
         self._listeners: list[Listener] = []
         self._tasks: list[_Task] = []
         self._ticked = 0.0
@@ -69,8 +72,8 @@ class Hub(RunHook):
     def listen(self, listener: Listener) -> None:
         """Calls `listener(row, source)` for each row of metrics.jsonl (step) and of resources/ (process) from now on.
 
-        A `tick(now)` that it has is called every TICK seconds, and a `close()` after the last row; `failing()` first of all, where an error
-        ends the run.
+        A `tick(now)` that it has is called every TICK seconds, and a `close()` after the last row; `failing()` first of
+        all, where an error ends the run.
         """
         self._listeners.append(listener)
         self._start()
@@ -80,9 +83,15 @@ class Hub(RunHook):
         self.totals = dict.fromkeys(names, 0.0)
         return self.totals
 
-    def repeat(self, seconds: float, give: Callable[[], Iterable[Row]], first: float | None = None) -> None:
-        """Hands the rows that `give` has to all listeners every so many seconds, at first after `first`, and once more at the end."""
-        self._tasks.append(_Task(seconds, give, time.monotonic() + (seconds if first is None else first)))
+    def repeat(
+        self, seconds: float, give: Callable[[], Iterable[Row]], first: float | None = None
+    ) -> None:
+        """Hands the rows that `give` has to all listeners every so many seconds, at first after `first`, and once more
+        at the end.
+        """
+        self._tasks.append(
+            _Task(seconds, give, time.monotonic() + (seconds if first is None else first))
+        )
         self._start()
 
     def _start(self) -> None:
@@ -97,13 +106,17 @@ class Hub(RunHook):
         if due:
             if len(self._rows) == MOST_WAITING and not self._behind:
                 self._behind = True
-                say(f"what watches the run is {MOST_WAITING:,} rows behind, and misses some; all are in metrics.jsonl.")
+                say(
+                    f"what watches the run is {MOST_WAITING:,} rows behind, and misses some; all are in metrics.jsonl."
+                )
             self._rows.append(row)
 
     def __enter__(self) -> "Hub":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
             for listener in self._listeners:
                 getattr(listener, "failing", lambda: None)()
@@ -115,7 +128,9 @@ class Hub(RunHook):
         if self._started:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
-                say(f"what watches the run was not done {PATIENCE:.0f} s after its end, and is left.")
+                say(
+                    f"what watches the run was not done {PATIENCE:.0f} s after its end, and is left."
+                )
 
     # --- the thread
 
@@ -152,7 +167,9 @@ class Hub(RunHook):
         # Whatever it is: a listener may be anybody's.
         except Exception as error:
             name = getattr(named, "name", type(named).__name__)
-            say(f"{name} is left out of watching the run from here on: {short(error) or type(error).__name__}")
+            say(
+                f"{name} is left out of watching the run from here on: {short(error) or type(error).__name__}"
+            )
             self._listeners = [one for one in self._listeners if one is not entry]
             self._tasks = [one for one in self._tasks if one is not entry]
         return None
@@ -161,9 +178,12 @@ class Hub(RunHook):
 def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.sharding.Mesh) -> Hub:
     """Returns the hub of this process, with all that the config asks for. All processes must call it.
 
-    Each process samples what it uses and serves its page of metrics; the first one also reads the samples of all, and has alerts and trackers.
+    Each process samples what it uses and serves its page of metrics; the first one also reads the samples of all, and
+    has alerts and trackers.
     """
-    telemetry, rank, processes = config.telemetry, jax.process_index(), jax.process_count()
+    telemetry = config.telemetry
+    rank = jax.process_index()
+    processes = jax.process_count()
     hub = Hub(config, directory)
     if telemetry.every:
         from meshtrain.telemetry.resources import Resources, open_gpus
@@ -171,9 +191,13 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
 
         heartbeat.watch_pauses()
         devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
-        gpus = open_gpus([device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")])
+        gpus = open_gpus(
+            [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
+        )
         limit = int(telemetry.memory_limit * 2**30)
-        resources = Resources(directory, limit=limit, phases=heartbeat.phases, devices=devices, gpus=gpus)
+        resources = Resources(
+            directory, limit=limit, phases=heartbeat.phases, devices=devices, gpus=gpus
+        )
         every = write_every(telemetry.every, processes)
         # Not all at once: by the golden ratio any number of ranks is spread evenly.
         first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every

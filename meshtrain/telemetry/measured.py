@@ -19,7 +19,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # an event of jax.monit
 
 class _Compiles:
     def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
+        self.count = 0
+        self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
     def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -37,8 +38,8 @@ def compiles() -> _Compiles:
 class Measured:
     """Measures the steps of one process.
 
-    `phases`: seconds of the process by phase, see `survive.heartbeat`. `devices`: its own ones. `tokens_at_peak`: tokens a second at the
-    devices' peak rate, None where it is not known. `constant`: what every row says alike.
+    `phases`: seconds of the process by phase, see `survive.heartbeat`. `devices`: its own ones. `tokens_at_peak`:
+    tokens a second at the devices' peak rate, None where it is not known. `constant`: what every row says alike.
     """
 
     def __init__(
@@ -48,9 +49,13 @@ class Measured:
         tokens_at_peak: float | None = None,
         constant: Mapping[str, float] | None = None,
     ) -> None:
-        self._phases, self._devices, self._peak, self._constant = phases, devices, tokens_at_peak, dict(constant or {})
+        self._phases = phases
+        self._devices = devices
+        self._peak = tokens_at_peak
+        self._constant = dict(constant or {})
         self._before = dict(phases())
-        self._clock, self._waited = time.perf_counter(), 0.0
+        self._clock = time.perf_counter()
+        self._waited = 0.0
         self._memory_due = 0.0  # by time.monotonic
         self._compiled = compiles().count, compiles().seconds
 
@@ -63,12 +68,19 @@ class Measured:
         self._clock += seconds
 
     def step(self, tokens: int, waited: float) -> dict[str, float]:
-        """Returns values of the step whose metrics have come, to be asked once a step. `waited`: seconds for data so far."""
+        """Returns values of the step whose metrics have come, to be asked once a step.
+
+        `waited`: seconds for data so far.
+        """
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        before, self._before = self._before, dict(self._phases())
+        seconds = now - self._clock
+        self._clock = now
+        before = self._before
+        self._before = dict(self._phases())
         # What was taken for waiting may turn out to be a pause.
-        dispatch, wait = (max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait"))
+        dispatch, wait = (
+            max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait")
+        )
         values = {"tokens": tokens, "tokens_per_second": tokens / seconds, **self._constant}
         values |= {"step_seconds": seconds, "data_wait_seconds": waited - self._waited}
         values |= {"time": time.time(), "dispatch_seconds": dispatch, "wait_seconds": wait}
@@ -93,14 +105,24 @@ class Measured:
         self._memory_due = now + MEMORY_EVERY
         # None on CPU devices; others may lack single figures.
         stats = [stats for device in self._devices if (stats := device.memory_stats())]
-        names = (("memory_in_use_bytes", "bytes_in_use"), ("memory_peak_bytes", "peak_bytes_in_use"))
-        return {name: max(known) for name, key in names if (known := [each[key] for each in stats if key in each])}
+        names = (
+            ("memory_in_use_bytes", "bytes_in_use"),
+            ("memory_peak_bytes", "peak_bytes_in_use"),
+        )
+        return {
+            name: max(known)
+            for name, key in names
+            if (known := [each[key] for each in stats if key in each])
+        }
 
 
 def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> Measured:
     """Measures the steps of a program on this process's devices."""
-    config, devices, on_cpu = program.config, program.mesh.devices, platform(program.mesh) == "cpu"
-    peak, sent = None, {}
+    config = program.config
+    devices = program.mesh.devices
+    on_cpu = platform(program.mesh) == "cpu"
+    peak = None
+    sent = {}
     if not on_cpu:
         from meshtrain.plan.shapes import tokens_at_peak
 
@@ -108,5 +130,7 @@ def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> M
     if config.parallel.reduce.compression != "none":
         from meshtrain.plan import gradient_traffic, pipeline
 
-        sent = gradient_traffic.row(config, pipeline.iterations(config, skips=program.local.forward.skips))
+        sent = gradient_traffic.row(
+            config, pipeline.iterations(config, skips=program.local.forward.skips)
+        )
     return Measured(phases, program.mesh.local_devices, peak, sent)

@@ -1,4 +1,6 @@
-"""What a person sees while a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and then."""
+"""What a person sees while a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and
+then.
+"""
 
 import contextlib
 import os
@@ -25,7 +27,9 @@ class TerminalBar:
             self.bar.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self.bar:
             self.bar.stop()
 
@@ -38,16 +42,28 @@ class Reporter(TerminalBar, RunHook):
         # In a notebook rich would make a picture of each line, or draw its bar in letters.
         terminal = sys.stdout is not None and sys.stdout.isatty()
         self.console = Console(
-            file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, force_jupyter=False, force_terminal=terminal
+            file=sys.stdout,
+            highlight=False,
+            soft_wrap=True,
+            quiet=quiet,
+            force_jupyter=False,
+            force_terminal=terminal,
         )
         self.seconds: list[float] = []
         if self.console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("compiling", total=steps, completed=start)
 
     def write(self, sentence: str) -> None:
-        """Prints a sentence; a reader that has gone, or a disk that is full, ends no run: from then on nothing is shown."""
+        """Prints a sentence; a reader that has gone, or a disk that is full, ends no run: from then on nothing is
+        shown.
+        """
         try:
             self.console.print(printable(sentence, LINES), markup=False)
             self.console.file.flush()
@@ -77,7 +93,9 @@ class Reporter(TerminalBar, RunHook):
         elif due:
             left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
             # Less than a second is still more than nothing.
-            self.write(f"step {row['step']}/{self.steps}  {text}  {duration(round(left) or left)} left")
+            self.write(
+                f"step {row['step']}/{self.steps}  {text}  {duration(round(left) or left)} left"
+            )
 
 
 LINES_EVERY = 10.0  # seconds between two lines of an evaluation
@@ -89,9 +107,16 @@ class EvaluationProgress(TerminalBar):
     def __init__(self, doing: str, what: str, quiet: bool = False) -> None:
         """scoring answers: `doing` and `what`."""
         console = Console(stderr=True)
-        self.doing, self.what, self.quiet = doing, what, quiet
+        self.doing = doing
+        self.what = what
+        self.quiet = quiet
         if console.is_terminal and not quiet:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=console)
             self.task = self.bar.add_task(f"{doing} {what}", total=None)
         self._said = time.monotonic()

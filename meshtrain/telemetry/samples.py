@@ -1,7 +1,9 @@
-"""resources/RANK.jsonl: what each process says of itself, on the file system that the run has in common; and the newest of all.
+"""resources/RANK.jsonl: what each process says of itself, on the file system that the run has in common; and the newest
+of all.
 
-Nothing is sent between processes. A shared file system bears so many small writes only: of many processes each writes less often,
-READS_PER_SECOND are read at most, and a file that grows beyond MOST_BYTES is thinned, so that what is long ago is known less closely.
+Nothing is sent between processes. A shared file system bears so many small writes only: of many processes each writes
+less often, READS_PER_SECOND are read at most, and a file that grows beyond MOST_BYTES is thinned, so that what is long
+ago is known less closely.
 """
 
 import contextlib
@@ -45,7 +47,10 @@ def read_every(seconds: float, processes: int) -> float:
 
 
 class Samples:
-    """Appends rows of one process. A row that the disk does not take is lost, which is reported once until one is taken again."""
+    """Appends rows of one process.
+
+    A row that the disk does not take is lost, which is reported once until one is taken again.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.path = directory / RESOURCES / f"{rank}.jsonl"
@@ -57,7 +62,9 @@ class Samples:
             self._reported = False
         except OSError as error:
             if not self._reported:
-                say(f"samples cannot be written to {self.path}: {refusal(error)}; training goes on without them.")
+                say(
+                    f"samples cannot be written to {self.path}: {refusal(error)}; training goes on without them."
+                )
             self._reported = True
 
     def _append(self, line: bytes) -> None:
@@ -72,7 +79,8 @@ class Samples:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if size > MOST_BYTES:
             lines = self.path.read_bytes().splitlines(keepends=True)
-            old, new = lines[:-NEWEST_ROWS], lines[-NEWEST_ROWS:]
+            old = lines[:-NEWEST_ROWS]
+            new = lines[-NEWEST_ROWS:]
             write_atomically(self.path, b"".join([*old[::2], *new]))
 
 
@@ -88,7 +96,9 @@ def finite(row: Mapping[str, Any]) -> Row:
 def newest(directory: Path, rank: int) -> Row | None:
     """Returns the last whole row of a process; None if there is none."""
     with contextlib.suppress(OSError):
-        return next(reversed(list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())), None)
+        return next(
+            reversed(list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())), None
+        )
     return None
 
 
@@ -97,12 +107,22 @@ class ResourceSampling:
 
     name = "sampling"
 
-    def __init__(self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: "Resources") -> None:
-        self._rank, self._heartbeat, self._resources = rank, heartbeat, resources
-        self._file, self._host = Samples(directory, rank), socket.gethostname()
+    def __init__(
+        self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: "Resources"
+    ) -> None:
+        self._rank = rank
+        self._heartbeat = heartbeat
+        self._resources = resources
+        self._file = Samples(directory, rank)
+        self._host = socket.gethostname()
 
     def __call__(self) -> Iterator[Row]:
-        row = {"time": time.time(), "rank": self._rank, "host": self._host, "step": self._heartbeat.step}
+        row = {
+            "time": time.time(),
+            "rank": self._rank,
+            "host": self._host,
+            "step": self._heartbeat.step,
+        }
         row |= self._resources.sample()
         self._file.write(row)
         yield row
@@ -115,7 +135,8 @@ class Others:
 
     def __init__(self, directory: Path, processes: int) -> None:
         # Earlier processes of the run wrote there too.
-        self._directory, self._latest = directory, dict.fromkeys(range(1, processes), time.time() - SKEW)
+        self._directory = directory
+        self._latest = dict.fromkeys(range(1, processes), time.time() - SKEW)
 
     def __call__(self) -> Iterator[Row]:
         for rank, latest in self._latest.items():

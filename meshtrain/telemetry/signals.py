@@ -1,7 +1,9 @@
 """What the alert rules look at, as values.
 
-A signal hears rows of metrics.jsonl (step), of resources/RANK.jsonl (process), and that time has passed (tick, an empty row). It gives
-readings: a number for its rule, and a sentence on it. What a reading means says the table of `thresholds`; `alerts` reports it.
+A signal hears rows of metrics.jsonl (step), of resources/RANK.jsonl (process), and that time has passed (tick, an empty
+row). It gives
+readings: a number for its rule, and a sentence on it. What a reading means says the table of `thresholds`; `alerts`
+reports it.
 """
 
 import math
@@ -25,7 +27,9 @@ MOST_WAITING = 10_000  # samples of ranks that are not looked at yet
 
 
 class SignalReading(NamedTuple):
-    """A rule's value at a moment, of one rank where it is about one; the sentence for when it is bad and for when it is over."""
+    """A rule's value at a moment, of one rank where it is about one; the sentence for when it is bad and for when it is
+    over.
+    """
 
     rule: str
     value: float
@@ -58,7 +62,8 @@ def host_of(row: Row) -> str:
 class LossFinite:
     """Whether the newest loss and gradient are numbers. A row has them as they are; one that was read back has null.
 
-    The gradient is the first to go, and ends a run before there is another loss; but float16's loss scale skips such steps.
+    The gradient is the first to go, and ends a run before there is another loss; but float16's loss scale skips such
+    steps.
     """
 
     def __init__(self) -> None:
@@ -73,14 +78,17 @@ class LossFinite:
         name = wrong or "loss"
         value = row[name] if row[name] is not None else "not finite"
         sentence = f"the {name.replace('grad_', 'gradient ')} of step {row.get('step')} is {value}"
-        yield SignalReading("loss_not_finite", self._bad, sentence, "loss and gradient are finite again")
+        yield SignalReading(
+            "loss_not_finite", self._bad, sentence, "loss and gradient are finite again"
+        )
 
 
 class Window:
     """The newest values, and before them the usual ones, which learn nothing while a rule finds the newest bad."""
 
     def __init__(self, rule: str, newest: int, usual: int) -> None:
-        self._threshold, self._bad = BY_RULE[rule], False
+        self._threshold = BY_RULE[rule]
+        self._bad = False
         self.newest: deque[float] = deque(maxlen=newest)
         self.usual: deque[float] = deque(maxlen=usual)
 
@@ -106,12 +114,16 @@ class LossSpike:
         self._losses = Window("loss_spike", thresholds.LATEST_LOSSES, thresholds.LOSSES)
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
-        loss, losses = number(row, "loss") if heard == "step" else None, self._losses
+        loss = number(row, "loss") if heard == "step" else None
+        losses = self._losses
         if loss is None or not losses.add(loss):
             return
-        newest, usual = median_low(losses.newest), median_low(losses.usual)
+        newest = median_low(losses.newest)
+        usual = median_low(losses.usual)
         # 1.4826 makes of the median absolute deviation the standard deviation, where noise is normal.
-        spread = max(1.4826 * median_low([abs(x - usual) for x in losses.usual]), 0.01 * abs(usual), 1e-12)
+        spread = max(
+            1.4826 * median_low([abs(x - usual) for x in losses.usual]), 0.01 * abs(usual), 1e-12
+        )
         value = (newest - usual) / spread
         yield losses.reading(
             value,
@@ -124,17 +136,20 @@ class LossSpike:
 class Throughput:
     """The median of the newest rates over the run's usual one.
 
-    A median does not see the rows that a save, an evaluation or a compilation makes long; where most are so, they are usual.
+    A median does not see the rows that a save, an evaluation or a compilation makes long; where most are so, they are
+    usual.
     """
 
     def __init__(self) -> None:
         self._rates = Window("throughput_drop", thresholds.LATEST_RATES, thresholds.RATES)
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
-        rate, rates = number(row, "tokens_per_second") if heard == "step" else None, self._rates
+        rate = number(row, "tokens_per_second") if heard == "step" else None
+        rates = self._rates
         if rate is None or not rates.add(rate):
             return
-        newest, usual = median_low(rates.newest), median_low(rates.usual)
+        newest = median_low(rates.newest)
+        usual = median_low(rates.usual)
         value = newest / usual if usual else 1.0
         yield rates.reading(
             value,
@@ -146,8 +161,9 @@ class Throughput:
 class Stalled:
     """Seconds since the last row over the usual seconds between two.
 
-    Only the first process's seconds in the phases of a step count: it says itself when it compiles, evaluates or saves. Where nobody
-    samples what it does, and before there is a usual interval, UNKNOWN seconds are the usual ten intervals.
+    Only the first process's seconds in the phases of a step count: it says itself when it compiles, evaluates or saves.
+    Where nobody samples what it does, and before there is a usual interval, UNKNOWN seconds are the usual ten
+    intervals.
     """
 
     def __init__(self) -> None:
@@ -158,16 +174,20 @@ class Stalled:
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         if self._last is None:
-            self._last, self._begun = now, heard == "step"
+            self._last = now
+            self._begun = heard == "step"
             return
         passed = max(0.0, now - self._last)
         if heard == "step":
             # The first row's interval is the start's.
             if self._begun:
                 self._intervals.append(passed)
-            self._last, self._begun = now, True
+            self._last = now
+            self._begun = True
             self._stepping = None if self._stepping is None else 0.0
-            yield SignalReading("stalled", 0.0, "", f"step {row.get('step')} was taken after {passed:.0f} s")
+            yield SignalReading(
+                "stalled", 0.0, "", f"step {row.get('step')} was taken after {passed:.0f} s"
+            )
             return
         if heard == "process":
             if row.get("rank", 0) != 0 or (phases := phases_of(row, heard)) is None:
@@ -175,7 +195,8 @@ class Stalled:
             stepping = sum(float(phases.get(phase, 0.0)) for phase in STEPPING)
             # A sample may reach back to before the last row.
             self._stepping = min(passed, (self._stepping or 0.0) + stepping)
-        usual, between = thresholds.UNKNOWN / BY_RULE["stalled"].fires, ""
+        usual = thresholds.UNKNOWN / BY_RULE["stalled"].fires
+        between = ""
         if self._intervals:
             median = median_low(self._intervals)
             between = f", where {median:.3g} s lie between two"
@@ -196,9 +217,17 @@ class Memory:
             return
         rank = row.get("rank", 0)
         where = f"rank {rank}{host_of(row)}"
-        ratios = {"memory_limit": (number(row, "memory_limit_used_ratio"), f"of the memory that it may use, {where}")}
+        ratios = {
+            "memory_limit": (
+                number(row, "memory_limit_used_ratio"),
+                f"of the memory that it may use, {where}",
+            )
+        }
         if self._tells.setdefault(str(row.get("host")), rank) == rank:
-            ratios["machine_memory"] = number(row, "memory_used_ratio"), f"of its memory, the machine of {where}"
+            ratios["machine_memory"] = (
+                number(row, "memory_used_ratio"),
+                f"of its memory, the machine of {where}",
+            )
         if devices := _devices(row):
             name, used = max(devices.items(), key=lambda one: one[1])
             ratios["device_memory"] = used, f"of its memory, device {name} of {where}"
@@ -209,7 +238,8 @@ class Memory:
 
 
 def _devices(row: Row) -> dict[str, float]:
-    used, limit = row.get("device_memory_used_bytes"), row.get("device_memory_limit_bytes")
+    used = row.get("device_memory_used_bytes")
+    limit = row.get("device_memory_limit_bytes")
     if not isinstance(used, Mapping) or not isinstance(limit, Mapping):
         return {}
     known = {name: (number(used, name), number(limit, name)) for name in used}
@@ -217,7 +247,8 @@ def _devices(row: Row) -> dict[str, float]:
 
 
 class Disk:
-    """Of the run directory, which all ranks share, as the first one sees it: room for the next save, and hours until it is full.
+    """Of the run directory, which all ranks share, as the first one sees it: room for the next save, and hours until it
+    is full.
 
     The slope is that between the medians of the window's first and last third: saves that come and go are no slope.
     """
@@ -229,7 +260,11 @@ class Disk:
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         if heard == "step":
             self._save = number(row, "checkpoint_bytes") or self._save
-        if heard != "process" or row.get("rank", 0) != 0 or (free := number(row, "disk_free_bytes")) is None:
+        if (
+            heard != "process"
+            or row.get("rank", 0) != 0
+            or (free := number(row, "disk_free_bytes")) is None
+        ):
             return
         need = max(thresholds.ROOM, self._save)
         words = f"the run's disk has {size(free)} free, and {size(need)} are needed for the next save and for rows"
@@ -245,7 +280,10 @@ class Disk:
         hours = min(FAR, free / -slope / HOUR) if fills else FAR
         words = f"the run's disk is full in {hours:.1f} hours at the pace of the last ones: {size(free)} are free"
         yield SignalReading(
-            "disk_filling", hours, words, f"the run's disk, with {size(free)} free, no longer fills up soon"
+            "disk_filling",
+            hours,
+            words,
+            f"the run's disk, with {size(free)} free, no longer fills up soon",
         )
 
     def _slope(self) -> float | None:
@@ -265,10 +303,14 @@ class SlowRank:
     """Ranks that keep the others waiting, as `survive.stragglers` judges them, over their last samples."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[float, ...]]] = {}  # by rank, the seconds in each of STEPPING
+        self._samples: dict[
+            int, deque[tuple[float, ...]]
+        ] = {}  # by rank, the seconds in each of STEPPING
         self._hosts: dict[int, str] = {}
         self._waiting = 0  # samples since the last look
-        self._watched: set[int] = set()  # whose score was ever not good: of the others nothing need be said
+        self._watched: set[int] = (
+            set()
+        )  # whose score was ever not good: of the others nothing need be said
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         if (phases := phases_of(row, heard)) is None:
@@ -295,7 +337,9 @@ class SlowRank:
             if rank in self._watched:
                 who = f"rank {rank}{self._hosts[rank]}"
                 over = f"{who} is as fast as the others (score {pace.score:.2f})"
-                yield SignalReading("slow_rank", pace.score, f"{who} is slow: {pace.words()}", over, rank)
+                yield SignalReading(
+                    "slow_rank", pace.score, f"{who} is slow: {pace.words()}", over, rank
+                )
 
 
 class Goodput:
@@ -306,7 +350,9 @@ class Goodput:
 
     def __init__(self) -> None:
         self._begun = False
-        self._spent: deque[tuple[float, float, float]] = deque()  # (time, seconds in steps, seconds)
+        self._spent: deque[tuple[float, float, float]] = (
+            deque()
+        )  # (time, seconds in steps, seconds)
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         self._begun |= heard == "step"

@@ -51,14 +51,19 @@ def sink(target: AlertTarget, directory: Path) -> Sink:
         address = functools.partial(address_in, variable[1])
         if variable[1] not in os.environ:
             say(
-                f"alerts are not delivered by webhook:{target.address} until that variable of the environment holds its address."
+                f"alerts are not delivered by webhook:{target.address} until that variable of the environment holds "
+                "its address."
             )
-        return Delivery(f"webhook:{target.address}", lambda alert: post(address(), alert, directory.name))
+        return Delivery(
+            f"webhook:{target.address}", lambda alert: post(address(), alert, directory.name)
+        )
     if target.kind == "webhook":
         # A URL may hold a password or a token: the host is enough to know it by.
         name = f"webhook to {urlsplit(target.address).hostname}"
         return Delivery(name, lambda alert: post(target.address, alert, directory.name))
-    return Delivery(f"{target.kind}:{target.address}", lambda alert: run(shlex.split(target.address), alert))
+    return Delivery(
+        f"{target.kind}:{target.address}", lambda alert: run(shlex.split(target.address), alert)
+    )
 
 
 def address_in(variable: str) -> str:
@@ -102,10 +107,16 @@ class Undelivered(Exception):
 
 
 class Delivery:
-    """Hands alerts on one after the other, on a daemon thread; reports once that they do not arrive, until one does again."""
+    """Hands alerts on one after the other, on a daemon thread; reports once that they do not arrive, until one does
+    again.
+    """
 
-    def __init__(self, name: str, deliver: Callable[[Sent], None], pauses: tuple[float, ...] = PAUSES) -> None:
-        self._name, self._deliver, self._pauses = name, deliver, pauses
+    def __init__(
+        self, name: str, deliver: Callable[[Sent], None], pauses: tuple[float, ...] = PAUSES
+    ) -> None:
+        self._name = name
+        self._deliver = deliver
+        self._pauses = pauses
         self._waiting: queue.Queue[Sent | None] = queue.Queue(MOST_WAITING)
         self._ending = threading.Event()
         self._failing = False
@@ -146,7 +157,9 @@ class Delivery:
         if not self._failing:
             self._failing = True
             with contextlib.suppress(ValueError):
-                say(f"alerts are not delivered by {short(self._name)}: {short(why)}; training goes on.")
+                say(
+                    f"alerts are not delivered by {short(self._name)}: {short(why)}; training goes on."
+                )
 
 
 class _Refuse(urllib.request.HTTPRedirectHandler):
@@ -162,7 +175,11 @@ def post(url: str, alert: Sent, run_name: str, limit: float = LIMIT["webhook"]) 
     Undelivered if it is not taken.
     """
     state = "firing" if alert["state"] == "firing" else "resolved"
-    body = {**alert, "run": run_name, "text": f"{run_name}: {state}, {alert['rule']}: {alert['sentence']}"}
+    body = {
+        **alert,
+        "run": run_name,
+        "text": f"{run_name}: {state}, {alert['rule']}: {alert['sentence']}",
+    }
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
     try:
@@ -170,18 +187,24 @@ def post(url: str, alert: Sent, run_name: str, limit: float = LIMIT["webhook"]) 
     except urllib.error.HTTPError as error:
         error.close()
         # Of the client's errors only "too many requests" and a timeout get better by waiting.
-        raise Undelivered(f"it answers {error.code}", final=error.code < 500 and error.code not in (408, 429)) from None
+        raise Undelivered(
+            f"it answers {error.code}", final=error.code < 500 and error.code not in (408, 429)
+        ) from None
     except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise Undelivered(refusal(reason) if isinstance(reason, OSError) else str(reason)) from None
 
 
 def run(words: list[str], alert: Sent, limit: float = LIMIT["command"]) -> None:
-    """Runs the command with the alert as JSON on its standard input; Undelivered if it fails or takes longer than its time."""
+    """Runs the command with the alert as JSON on its standard input; Undelivered if it fails or takes longer than its
+    time.
+    """
     null = subprocess.DEVNULL
     try:
         # A session of its own, so that what it starts is ended with it.
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+        )
     except OSError as error:
         raise Undelivered(refusal(error), final=True) from None
     try:

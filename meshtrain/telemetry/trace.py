@@ -1,11 +1,13 @@
-"""Traces a few steps of a run with JAX's profiler, where `telemetry.trace_at` asks for it; `report.trace` reads what is left here.
+"""Traces a few steps of a run with JAX's profiler, where `telemetry.trace_at` asks for it; `report.trace` reads what is
+left here.
 
     step            8    9   [10   11   12]   13                trace_at: [10], trace_steps: 3
                               start ... stop ─► traces/10/      trace.xplane.pb, module.hlo.txt, trace.json
 
-The events of a trace name instructions and nothing else, so the program's text lies beside them. With several processes the first one
-traces its own devices: in SPMD all devices do the same, and what waits for the others shows there. Writing takes seconds, in which the
-others wait at the next collective; they count as no step's time.
+The events of a trace name instructions and nothing else, so the program's text lies beside them. With several processes
+the first one
+traces its own devices: in SPMD all devices do the same, and what waits for the others shows there. Writing takes
+seconds, in which the others wait at the next collective; they count as no step's time.
 """
 
 import dataclasses
@@ -27,8 +29,12 @@ from meshtrain.run.hooks import RunHook
 from meshtrain.schedule.phases import idle_fractions
 from meshtrain.schedule.table import Table
 
-EVENTS, MODULE, FACTS = "trace.xplane.pb", "module.hlo.txt", "trace.json"
-STEP = "train"  # name of the annotation around each traced step, as TensorBoard's profiler expects it
+EVENTS = "trace.xplane.pb"
+MODULE = "module.hlo.txt"
+FACTS = "trace.json"
+STEP = (
+    "train"  # name of the annotation around each traced step, as TensorBoard's profiler expects it
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +45,21 @@ class Facts:
     module: str  # name of the compiled program
     platform: str  # cpu, gpu, tpu
     mesh: dict[str, int]  # axes and their sizes, in the mesh's order
-    devices: list[int]  # ids of all devices by partition: HLO counts them by their place in the mesh
+    devices: list[
+        int
+    ]  # ids of all devices by partition: HLO counts them by their place in the mesh
     local: list[int]  # those of the process that traced
     processes: int
-    masked: dict[str, float]  # by slot, the share of its executions that the schedule's table leaves idle
+    masked: dict[
+        str, float
+    ]  # by slot, the share of its executions that the schedule's table leaves idle
 
 
 class Tracer(RunHook):
-    """Traces the steps that the config names. What goes wrong is a sentence and the end of tracing, never of training."""
+    """Traces the steps that the config names.
+
+    What goes wrong is a sentence and the end of tracing, never of training.
+    """
 
     def __init__(
         self,
@@ -58,8 +71,12 @@ class Tracer(RunHook):
         leave_out: Callable[[float], None] = lambda _: None,
     ) -> None:
         # `phase` hears what is waited for, `leave_out` the seconds that are no part of a step.
-        self.phase, self.leave_out = phase, leave_out
-        self.config, self.mesh, self.table, self.directory = config, mesh, table, directory / TRACES
+        self.phase = phase
+        self.leave_out = leave_out
+        self.config = config
+        self.mesh = mesh
+        self.table = table
+        self.directory = directory / TRACES
         self.begins = set(config.telemetry.trace_at) if jax.process_index() == 0 else set()
         self.steps: list[int] = []  # of the trace that is being taken
         self._first: int | None = None
@@ -136,7 +153,9 @@ class Tracer(RunHook):
             # For Perfetto, which reads xplane.pb too by way of TensorBoard: a third of the bytes again.
             shutil.rmtree(self._aside / "plugins")
             (self._aside / MODULE).write_text(text)
-            (self._aside / FACTS).write_text(json.dumps(dataclasses.asdict(self._facts(steps, text)), indent=1) + "\n")
+            (self._aside / FACTS).write_text(
+                json.dumps(dataclasses.asdict(self._facts(steps, text)), indent=1) + "\n"
+            )
             place = self.directory / str(steps[0])
             shutil.rmtree(place, ignore_errors=True)
             self._aside.rename(place)
@@ -153,11 +172,15 @@ class Tracer(RunHook):
             devices=[device.id for device in devices],
             local=[device.id for device in devices if device.process_index == jax.process_index()],
             processes=jax.process_count(),
-            masked=idle_fractions(self.table) if self.table and platform(self.mesh) != "cpu" else {},
+            masked=idle_fractions(self.table)
+            if self.table and platform(self.mesh) != "cpu"
+            else {},
         )
 
     def _give_up(self, what: str, error: Exception) -> None:
         why = refusal(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
-        say(f"the trace in {self.directory} {what}: {why.rstrip('.')}; training goes on, and no other is taken.")
+        say(
+            f"the trace in {self.directory} {what}: {why.rstrip('.')}; training goes on, and no other is taken."
+        )
         self.begins = set()
         shutil.rmtree(self._aside, ignore_errors=True)

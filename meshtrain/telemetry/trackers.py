@@ -4,17 +4,20 @@
     wandb         RUN/wandb/, and its server           WANDB_MODE=offline keeps it here, `wandb sync` sends it later
     mlflow        MLFLOW_TRACKING_URI, or RUN/mlruns/
 
-What each of them needs else (a key, a project, a server) it finds in variables of the environment, as anywhere. A run that goes on goes
-on in the same run there: their numbers are in trackers.json. An error of a tracker is reported once, and training goes on.
+What each of them needs else (a key, a project, a server) it finds in variables of the environment, as anywhere. A run
+that goes on goes
+on in the same run there: their numbers are in trackers.json. An error of a tracker is reported once, and training goes
+on.
 
-TensorBoard's event files need no TensorBoard: length and CRC around each protobuf message, of which we need seven fields.
+TensorBoard's event files need no TensorBoard: length and CRC around each protobuf message, of which we need seven
+fields.
 
     uint64 length │ masked CRC-32C of it │ message │ masked CRC-32C of it        TFRecord: tensorflow/core/lib/io/record_writer.h
     Event   1 wall_time (double)  2 step (int64)  3 file_version  5 summary  7 session_log    tensorflow/core/util/event.proto
     Summary.value   1 tag  2 simple_value (float)                                              tensorflow/core/framework/summary.proto
 
-Numbers are float32 there. A run that goes on from an earlier step begins with a session's start, at which TensorBoard drops the steps
-that will come once more.
+Numbers are float32 there. A run that goes on from an earlier step begins with a session's start, at which TensorBoard
+drops the steps that will come once more.
 """
 
 import contextlib
@@ -48,7 +51,9 @@ class Tracker(Protocol):
 
 
 class Tracked:
-    """A listener of the hub for one tracker, which is opened on the hub's thread at its first row: that may take a network's time."""
+    """A listener of the hub for one tracker, which is opened on the hub's thread at its first row: that may take a
+    network's time.
+    """
 
     def __init__(self, name: str, config: Config, directory: Path) -> None:
         self.name = f"the tracker {name}"
@@ -72,13 +77,18 @@ class Tracked:
 class _Wandb:
     def __init__(self, config: Config, directory: Path) -> None:
         wandb = _imported("wandb")
-        # Its own loop over the machine, and what it reads of the terminal, are not asked for. A question on a terminal would wait for ever.
+        # Its own loop over the machine, and what it reads of the terminal, are not asked for. A question on a terminal
+        # would wait for ever.
         settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True, login_timeout=1)
         self._run = wandb.init(
-            dir=str(directory), project=os.environ.get("WANDB_PROJECT", PROJECT), name=directory.name, resume="allow",
-            id=remembered(directory, "wandb", lambda: uuid.uuid4().hex[:8]), config=yaml.safe_load(to_yaml(config)),
+            dir=str(directory),
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=directory.name,
+            resume="allow",
+            id=remembered(directory, "wandb", lambda: uuid.uuid4().hex[:8]),
+            config=yaml.safe_load(to_yaml(config)),
             settings=settings,
-        )  # fmt: skip
+        )
         # Its own count of steps never goes back, as a run that goes on from a checkpoint does.
         self._run.define_metric("*", step_metric="step")
 
@@ -108,8 +118,10 @@ class _Mlflow:
             run = self._client.create_run(experiment, run_name=directory.name).info.run_id
             sections = yaml.safe_load(to_yaml(config)).items()
             parameters = [
-                entities.Param(f"{section}.{key}", str(value)) for section, keys in sections for key, value in keys.items()
-            ]  # fmt: skip
+                entities.Param(f"{section}.{key}", str(value))
+                for section, keys in sections
+                for key, value in keys.items()
+            ]
             self._client.log_batch(run, params=parameters)
             return run
 
@@ -142,7 +154,8 @@ def _imported(name: str) -> Any:
 
 def remembered(directory: Path, tracker: str, make: Callable[[], str]) -> str:
     """Returns the tracker's number of this run: that of the first time."""
-    path, known = directory / TRACKERS, dict[str, str]()
+    path = directory / TRACKERS
+    known = dict[str, str]()
     with contextlib.suppress(OSError, ValueError):
         known = dict(json.loads(path.read_text()))
     if tracker not in known:
@@ -180,7 +193,12 @@ def masked_crc(data: bytes) -> int:
 
 def record(message: bytes) -> bytes:
     length = struct.pack("<Q", len(message))
-    return length + struct.pack("<I", masked_crc(length)) + message + struct.pack("<I", masked_crc(message))
+    return (
+        length
+        + struct.pack("<I", masked_crc(length))
+        + message
+        + struct.pack("<I", masked_crc(message))
+    )
 
 
 def _varint(number: int) -> bytes:
@@ -215,7 +233,10 @@ class EventFile:
         when = values.get("time", time.time())
         start = b"" if self._begun else _event(when, step, _nested(7, b"\x08" + _varint(START)))
         self._begun = True
-        summary = b"".join(_nested(1, _nested(1, tag.encode()) + _simple_value(value)) for tag, value in values.items())
+        summary = b"".join(
+            _nested(1, _nested(1, tag.encode()) + _simple_value(value))
+            for tag, value in values.items()
+        )
         self._file.write(start + _event(when, step, _nested(5, summary)))
 
     def close(self) -> None:

@@ -40,7 +40,10 @@ def _text(name, text):
 def _tensor(change):
     def changed(model):
         files = TensorFiles(model)
-        save_file({name: change(name, files.tensor(name)) for name in files.names}, model / "model.safetensors")
+        save_file(
+            {name: change(name, files.tensor(name)) for name in files.names},
+            model / "model.safetensors",
+        )
         (model / INDEX).unlink()
 
     return changed
@@ -48,23 +51,46 @@ def _tensor(change):
 
 TOKENIZER = '{"model": {"vocab": {"a": 0}}}'
 BROKEN = {
-    "shape": (_tensor(lambda name, array: array[:-1] if name == "model.norm.weight" else array), "is [15]; this model's is [16]"),
-    "int8": (_tensor(lambda name, array: array.astype(np.int8) if "norm" in name else array), "is I8; it must be one of"),
-    "nan": (_tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array), "model.norm.weight in"),
-    "missing": (_replaced(INDEX, "model.norm.weight", "model.other.weight"), "but it is not in there"),
-    "other layers": (_replaced("config.json", '"num_hidden_layers": 3', '"num_hidden_layers": 2'), "has no place"),
+    "shape": (
+        _tensor(lambda name, array: array[:-1] if name == "model.norm.weight" else array),
+        "is [15]; this model's is [16]",
+    ),
+    "int8": (
+        _tensor(lambda name, array: array.astype(np.int8) if "norm" in name else array),
+        "is I8; it must be one of",
+    ),
+    "nan": (
+        _tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array),
+        "model.norm.weight in",
+    ),
+    "missing": (
+        _replaced(INDEX, "model.norm.weight", "model.other.weight"),
+        "but it is not in there",
+    ),
+    "other layers": (
+        _replaced("config.json", '"num_hidden_layers": 3', '"num_hidden_layers": 2'),
+        "has no place",
+    ),
     "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is no JSON"),
     "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
     "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is no JSON"),
-    "generation_config": (_text("generation_config.json", "[1"), "generation_config.json is no JSON"),
-    "generation_config alone": (lambda model: (model / "generation_config.json").write_text("[1"), "generation_config.json is no JSON"),
-}  # fmt: skip
+    "generation_config": (
+        _text("generation_config.json", "[1"),
+        "generation_config.json is no JSON",
+    ),
+    "generation_config alone": (
+        lambda model: (model / "generation_config.json").write_text("[1"),
+        "generation_config.json is no JSON",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("words", [["inspect", "hf"], ["import", "hf", "out"]], ids=" ".join)
-def test_what_is_not_whole_is_neither_called_so_nor_imported(tmp_path, monkeypatch, capsys, kind, words):
+def test_what_is_not_whole_is_neither_called_so_nor_imported(
+    tmp_path, monkeypatch, capsys, kind, words
+):
     break_it, says = BROKEN[kind]
     shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
     break_it(tmp_path / "hf")
@@ -74,11 +100,21 @@ def test_what_is_not_whole_is_neither_called_so_nor_imported(tmp_path, monkeypat
 
 @pytest.mark.thorough
 def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path):
-    model = {"family": "qwen3", "layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260}
+    model = {
+        "family": "qwen3",
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "d_ff": 32,
+        "vocab_size": 260,
+    }
     train = {"steps": 1, "global_batch_size": 2, "sequence_length": 8}
     run = {"directory": str(tmp_path / "run")}
     assert (
-        mt.train(mt.load({"run": run, "model": model, "data": {"source": "synthetic"}, "train": train})).exit_code == 0
+        mt.train(
+            mt.load({"run": run, "model": model, "data": {"source": "synthetic"}, "train": train})
+        ).exit_code
+        == 0
     )
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     one, two = (mt.read_model(tmp_path / name)([[5, 6, 7, 8]]) for name in ("run", "hf"))
@@ -105,7 +141,10 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
         (["config"], "the following arguments are required: FILE"),
         (["config", "x.yaml", "--devices", "0"], "'0' is not a whole number of at least 1"),
-        (["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"], "no directory with a tokenizer.json"),
+        (
+            ["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"],
+            "no directory with a tokenizer.json",
+        ),
     ],
 )
 def test_a_mistake_gets_one_sentence(capsys, words, says):

@@ -27,30 +27,53 @@ def config(weights, directory="runs/x", **sections):
 
 
 def losses(directory):
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_section_model_is_theirs():
     found = load(config(GOLDEN / "qwen3")).model
-    assert (found.family, found.layers, found.head_dim, found.qk_norm, found.vocab_size) == ("qwen3", 3, 8, True, 45)
+    assert (found.family, found.layers, found.head_dim, found.qk_norm, found.vocab_size) == (
+        "qwen3",
+        3,
+        8,
+        True,
+        45,
+    )
 
 
 def test_a_key_may_say_the_same_or_what_they_do_not_and_nothing_else():
     assert load(config(GOLDEN / "qwen3", model={"layers": 3, "dropout": 0.1})).model.dropout == 0.1
-    with pytest.raises(ConfigError, match=r"model\.layers is 8, but the model in .*qwen3 has 3; leave the key out"):
+    with pytest.raises(
+        ConfigError, match=r"model\.layers is 8, but the model in .*qwen3 has 3; leave the key out"
+    ):
         load(config(GOLDEN / "qwen3", model={"layers": 8}))
     with pytest.raises(ConfigError, match=r"model\.heads is 2, but"):
         load(config(GOLDEN / "qwen3"), ["model.heads=2"])
 
 
 def test_of_another_config_only_what_was_changed_counts_as_given():
-    assert load(load({}), [f"model.weights={GOLDEN / 'gpt2'}", "train.sequence_length=16"]).model.family == "gpt2"
+    assert (
+        load(
+            load({}), [f"model.weights={GOLDEN / 'gpt2'}", "train.sequence_length=16"]
+        ).model.family
+        == "gpt2"
+    )
 
 
 @pytest.mark.thorough
 def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
     hf = tmp_path / "hf"
-    model = {"family": "qwen3", "layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 260}
+    model = {
+        "family": "qwen3",
+        "layers": 3,
+        "d_model": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 24,
+        "vocab_size": 260,
+    }
     program = mt.Program(load({"model": model}))
     export(program.config, live_source(program.layout, program.init().params), hf, "float32")
     given = load(
@@ -75,5 +98,7 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
 
 
 def test_weights_that_are_not_there_are_refused_in_one_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"/no/such/config\.json cannot be read: no such file or directory\.$"):
+    with pytest.raises(
+        ConfigError, match=r"/no/such/config\.json cannot be read: no such file or directory\.$"
+    ):
         load(config("/no/such"))

@@ -1,4 +1,5 @@
-"""A model of transformers, imported, tuned on three axes through a kill, merged and exported: its text is ours, and so is theirs.
+"""A model of transformers, imported, tuned on three axes through a kill, merged and exported: its text is ours, and so
+is theirs.
 
 Where torch and transformers are (extra parity; a stage of CI), transformers reads what was exported and says the same.
 """
@@ -42,14 +43,22 @@ def base(tmp_path_factory) -> Path:
 
     directory = Path(shutil.copytree(GOLDEN / "llama3", tmp_path_factory.mktemp("base") / "llama3"))
     words = ["<pad>", "<s>", "</s>", *LETTERS]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words[:3]])
+    tokenizer.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in words[:3]]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     told = {
-        "chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast",
-    }  # fmt: skip
+        "chat_template": TEMPLATE,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(told))
     return directory
 
@@ -57,8 +66,15 @@ def base(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    turns = [("colour of grass?", "green."), ("colour of sky?", "blue."), ("two and two?", "4."), ("name?", "mesh.")]
-    pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns * 40]
+    turns = [
+        ("colour of grass?", "green."),
+        ("colour of sky?", "blue."),
+        ("two and two?", "4."),
+        ("name?", "mesh."),
+    ]
+    pairs = [
+        ({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns * 40
+    ]
     path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
     return path
 
@@ -97,26 +113,38 @@ def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(base,
     (tmp_path / "empty.yaml").write_text("run: {}\n")
     command = [sys.executable, "-m", "meshtrain.train", "--config", str(tmp_path / "empty.yaml")]
     command += [part for name, value in keys.items() for part in ("--set", f"{name}={value}")]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
+    )
     deadline = time.monotonic() + 300
     while not any(20 <= step < STEPS for step in committed_in(tmp_path / "tuned" / "checkpoints")):
-        assert first.poll() is None and time.monotonic() < deadline, first.stdout and first.stdout.read()
+        assert first.poll() is None and time.monotonic() < deadline, (
+            first.stdout and first.stdout.read()
+        )
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     second = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert second.returncode == 0, second.stderr
     assert "going on after step" in second.stdout + second.stderr
-    rows = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
+    ]
     # 0.56 is the least that the frozen head, whose logits are small, can come to
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and rows[-1]["loss"] < 0.7 < 3 < rows[0]["loss"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and rows[-1][
+        "loss"
+    ] < 0.7 < 3 < rows[0]["loss"]
 
     run("meshtrain.adopt", "merge", tmp_path / "tuned", tmp_path / "merged", "--dtype", "float32")
-    run("meshtrain.adopt", "export", tmp_path / "imported", tmp_path / "again", "--dtype", "float32")
+    run(
+        "meshtrain.adopt", "export", tmp_path / "imported", tmp_path / "again", "--dtype", "float32"
+    )
     tokenizer = load_tokenizer(str(base / "tokenizer.json"))
     asked = [1, *tokenizer.encode(["u:colour of sky?"])[0], 2, 1, *tokenizer.encode(["a:"])[0]]
     asked = [int(token) for token in asked]
-    tuned, merged, untouched = (mt.read_model(tmp_path / name) for name in ("tuned", "merged", "again"))
+    tuned, merged, untouched = (
+        mt.read_model(tmp_path / name) for name in ("tuned", "merged", "again")
+    )
     said = continued(tuned, asked, end=2)
     assert tokenizer.decode(np.array(said)).startswith("blue.")
     assert continued(merged, asked, end=2) == said != continued(untouched, asked, end=2)
@@ -143,4 +171,7 @@ def theirs(directory: Path, asked: list[int], said: list[int]) -> None:
     assert found[0, len(asked) :].tolist() == said
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompt = [{"role": "user", "content": "colour of sky?"}]
-    assert tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False) == asked
+    assert (
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        == asked
+    )

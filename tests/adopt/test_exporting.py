@@ -43,23 +43,37 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
     tokenizer = tmp_path / "mine.json"
     tokenizer.write_text('{"model": {"vocab": {"a": 0}}}')
     source = live_source(program.layout, params)
-    export(program.config, source, tmp_path / "out", dtype, {"tokenizer.json": tokenizer}, part=20_000)
+    export(
+        program.config, source, tmp_path / "out", dtype, {"tokenizer.json": tokenizer}, part=20_000
+    )
     written = TensorFiles(tmp_path / "out")
     assert sorted(written.names) == sorted(files.names)
     for name in files.names:
         wanted = whole(files, name)
-        np.testing.assert_array_equal(whole(written, name), wanted.astype(whole(written, name).dtype))
+        np.testing.assert_array_equal(
+            whole(written, name), wanted.astype(whole(written, name).dtype)
+        )
         assert written.dtype(name) == {"float32": "F32", "bfloat16": "BF16"}[dtype]
     section = model_section(read_json(tmp_path / "out" / CONFIG), "out")
-    again = load({"model": section, "train": {"sequence_length": program.config.train.sequence_length}})
+    again = load(
+        {"model": section, "train": {"sequence_length": program.config.train.sequence_length}}
+    )
     assert again.model == program.config.model
     assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(tmp_path.glob("*.writing"))
-    index = json.loads((tmp_path / "out" / INDEX).read_text()) if (tmp_path / "out" / INDEX).is_file() else None
-    assert index is None or index["metadata"]["total_size"] == sum(whole(written, n).nbytes for n in written.names)
+    index = (
+        json.loads((tmp_path / "out" / INDEX).read_text())
+        if (tmp_path / "out" / INDEX).is_file()
+        else None
+    )
+    assert index is None or index["metadata"]["total_size"] == sum(
+        whole(written, n).nbytes for n in written.names
+    )
 
 
 def with_merged_experts(golden, to, names):
-    """A directory with the experts of each layer merged, as transformers 5 writes them with save_original_format=False."""
+    """A directory with the experts of each layer merged, as transformers 5 writes them with
+    save_original_format=False.
+    """
     files, tensors = TensorFiles(golden), {}
     experts = [name for name in files.names if ".experts." in name]
     for name in (name for name in files.names if ".experts." not in name):
@@ -68,9 +82,18 @@ def with_merged_experts(golden, to, names):
         prefix, mlp = f"model.layers.{layer}.mlp.experts", experts[0].split(".")[3]
         count = len({name.split(".")[5] for name in experts})
         gate, up, down = (
-            np.stack([whole(files, f"model.layers.{layer}.{mlp}.experts.{e}.{of}.weight") for e in range(count)]) for of in names
-        )  # fmt: skip
-        tensors |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], 1), f"{prefix}.down_proj": down}
+            np.stack(
+                [
+                    whole(files, f"model.layers.{layer}.{mlp}.experts.{e}.{of}.weight")
+                    for e in range(count)
+                ]
+            )
+            for of in names
+        )
+        tensors |= {
+            f"{prefix}.gate_up_proj": np.concatenate([gate, up], 1),
+            f"{prefix}.down_proj": down,
+        }
     to.mkdir()
     save_file(tensors, str(to / SINGLE), metadata={"format": "pt"})
     (to / CONFIG).write_text((golden / CONFIG).read_text())
@@ -99,7 +122,9 @@ def test_merged_experts_are_read_and_written_one_by_one(tmp_path, family):
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", MERGED)
 def test_merged_experts_lie_on_a_mesh_as_others_do(tmp_path, family):
-    program, files = adopted(with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family]), "2x2x2")
+    program, files = adopted(
+        with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family]), "2x2x2"
+    )
     source = live_source(program.layout, loading.load(program.layout, files))
     export(program.config, source, tmp_path / "out", "float32")
     are_the_same(TensorFiles(tmp_path / "out"), TensorFiles(GOLDEN / family))
@@ -117,7 +142,11 @@ def test_a_bias_of_the_routers_is_refused_and_not_left_out(tmp_path):
     export(config, read, tmp_path / "zeros", "float32")
     says = r"MixtralForCausalLM .* has no bias .* model\.moe\.balance bias has trained one"
     with pytest.raises(ConfigError, match=says):
-        export(config, lambda weight, layer: read(weight, layer) + weight.counts * (layer == 2), tmp_path / "out")
+        export(
+            config,
+            lambda weight, layer: read(weight, layer) + weight.counts * (layer == 2),
+            tmp_path / "out",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["zeros"]
 
 

@@ -1,4 +1,6 @@
-"""A run's tokenizer is found where the run has it, or where it began; a directory is complete under its name, or not there."""
+"""A run's tokenizer is found where the run has it, or where it began; a directory is complete under its name, or not
+there.
+"""
 
 import errno
 import fcntl
@@ -48,7 +50,9 @@ def test_the_one_that_it_was_trained_with_comes_first(tmp_path):
 
 @pytest.mark.parametrize("path", ["out", "out/checkpoints", "out/checkpoints/0"])
 def test_a_run_that_began_with_an_import_has_what_was_kept_there(tmp_path, path):
-    out = directory(tmp_path / "out", tokenizer="kept", hf_config='{"model_type": "llama", "eos_token_id": 2}')
+    out = directory(
+        tmp_path / "out", tokenizer="kept", hf_config='{"model_type": "llama", "eos_token_id": 2}'
+    )
     (out / "checkpoints" / "0").mkdir(parents=True)
     began = config(checkpoint={"resume": str(tmp_path / path)})
     assert find_tokenizer(tmp_path / "run", began)["tokenizer.json"].read_text() == "kept"
@@ -61,7 +65,9 @@ def test_a_run_that_began_with_an_import_has_what_was_kept_there(tmp_path, path)
 ADDED = {"model": {"vocab": {}}, "added_tokens": [{"id": 45, "content": "<s>"}]}
 
 
-@pytest.mark.parametrize("content", [{"model": {"vocab": {"a": 0, "b": 45}}}, {"model": {"vocab": ["a"] * 46}}, ADDED])
+@pytest.mark.parametrize(
+    "content", [{"model": {"vocab": {"a": 0, "b": 45}}}, {"model": {"vocab": ["a"] * 46}}, ADDED]
+)
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, content):
     at = directory(tmp_path / "t", tokenizer=json.dumps(content))
     check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 46)
@@ -90,10 +96,15 @@ def test_the_chat_template_of_the_run_goes_with_it(tmp_path):
     (run / "chat_template.jinja").write_text("theirs")
     (tmp_path / "mine.jinja").write_text("mine")
     found = find_tokenizer(run, config(data={"template": str(tmp_path / "mine.jinja")}))
-    assert found["chat_template.jinja"].read_text() == "mine" and found["tokenizer_config.json"].read_text() == "theirs"
+    assert (
+        found["chat_template.jinja"].read_text() == "mine"
+        and found["tokenizer_config.json"].read_text() == "theirs"
+    )
     mine = directory(tmp_path / "own", tokenizer_config="mine") / "tokenizer_config.json"
     found = find_tokenizer(run, config(data={"template": str(mine)}))
-    assert "chat_template.jinja" not in found and found["tokenizer_config.json"].read_text() == "mine"
+    assert (
+        "chat_template.jinja" not in found and found["tokenizer_config.json"].read_text() == "mine"
+    )
 
 
 def write(to):
@@ -164,7 +175,10 @@ for fails in (False, True):
 
 def test_a_process_that_is_killed_at_any_call_blocks_no_other(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert all(int(calls) > 8 for calls in done.stdout.split())
@@ -202,7 +216,9 @@ def full_as_safetensors_says_it(aside):
     class SafetensorError(Exception):
         pass
 
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
 
 
 @pytest.mark.parametrize("fails", [full, full_as_safetensors_says_it])

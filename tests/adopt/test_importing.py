@@ -38,7 +38,9 @@ def out(tmp_path_factory):
     (root / "hf" / "tokenizer_config.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        assert main(["import", "hf", "out", "--set", "mesh.pipeline=2", "--set", "mesh.tensor=2"]) == 0
+        assert (
+            main(["import", "hf", "out", "--set", "mesh.pipeline=2", "--set", "mesh.tensor=2"]) == 0
+        )
     shutil.rmtree(root / "hf")
     assert [path.name for path in root.iterdir()] == ["out"]
     return root / "out"
@@ -56,18 +58,29 @@ def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
-    section = {k: v for k, v in dataclasses.asdict(load(out / "config.yaml").model).items() if v is not None}
-    config = load({
-        "run": {"directory": str(tmp_path)}, "model": section, "mesh": {"data": 2, "pipeline": 2},
-        "data": {"source": "synthetic", "tokenizer": "byte"}, "train": {"global_batch_size": 4, "sequence_length": 16},
-        "checkpoint": {"resume": str(out), "weights_only": weights_only},
-    })  # fmt: skip
+    section = {
+        k: v
+        for k, v in dataclasses.asdict(load(out / "config.yaml").model).items()
+        if v is not None
+    }
+    config = load(
+        {
+            "run": {"directory": str(tmp_path)},
+            "model": section,
+            "mesh": {"data": 2, "pipeline": 2},
+            "data": {"source": "synthetic", "tokenizer": "byte"},
+            "train": {"global_batch_size": 4, "sequence_length": 16},
+            "checkpoint": {"resume": str(out), "weights_only": weights_only},
+        }
+    )
     program = mt.Program(config)
     checkpointer = mt.Checkpointer(config, program, say=[].append)
     state, step = checkpointer.restore_or_init()
     checkpointer.close()
     read = layer_source(config.model, TensorFiles(GOLDEN / "qwen3"))
-    found = dict(zip((p.name for p in program.layout.flat), jax.tree.leaves(state.params), strict=True))
+    found = dict(
+        zip((p.name for p in program.layout.flat), jax.tree.leaves(state.params), strict=True)
+    )
     for weight in weights(config.model):
         live = np.asarray(found[weight.name])
         if weight.stacked:
@@ -82,8 +95,16 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
 
 def test_what_it_came_with_goes_out_again(out, tmp_path):
     assert main(["export", str(out), str(tmp_path / "hf")]) == 0
-    given, theirs = (json.loads((at / CONFIG).read_text()) for at in (tmp_path / "hf", GOLDEN / "qwen3"))
-    for key in ("bos_token_id", "eos_token_id", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"):
+    given, theirs = (
+        json.loads((at / CONFIG).read_text()) for at in (tmp_path / "hf", GOLDEN / "qwen3")
+    )
+    for key in (
+        "bos_token_id",
+        "eos_token_id",
+        "max_position_embeddings",
+        "rope_parameters",
+        "tie_word_embeddings",
+    ):
         assert given[key] == theirs[key], key
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == TOKENIZER
     assert (tmp_path / "hf" / "tokenizer_config.json").exists()
@@ -100,14 +121,22 @@ def test_files_of_any_dtype_come_back_with_the_same_bytes(tmp_path, monkeypatch)
     """Of bfloat16, and of several; nothing else is made of them until they are trained."""
     read = TensorFiles(GOLDEN / "gpt2")
     kinds = {".bias": np.float32, "ln_f": np.float16}
-    shutil.copytree(GOLDEN / "gpt2", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(
+        GOLDEN / "gpt2", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     cast = {
-        name: read.tensor(name).astype(next((of for part, of in kinds.items() if part in name), ml_dtypes.bfloat16))
+        name: read.tensor(name).astype(
+            next((of for part, of in kinds.items() if part in name), ml_dtypes.bfloat16)
+        )
         for name in read.names
     }
     save_file(cast, tmp_path / "hf" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    for words in (["export", "hf", "direct"], ["import", "hf", "imported"], ["export", "imported", "again"]):
+    for words in (
+        ["export", "hf", "direct"],
+        ["import", "hf", "imported"],
+        ["export", "imported", "again"],
+    ):
         assert main(words) == 0
     assert tensors("hf") == tensors("direct") == tensors("again")
     assert {dtype for dtype, _ in tensors("again").values()} == {"BF16", "F16", "F32"}

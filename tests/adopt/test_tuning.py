@@ -1,4 +1,6 @@
-"""LoRA beside PEFT's own run: from the same adapters on the same tokens, the same losses and the same adapters after five steps."""
+"""LoRA beside PEFT's own run: from the same adapters on the same tokens, the same losses and the same adapters after
+five steps.
+"""
 
 import jax
 import numpy as np
@@ -44,7 +46,10 @@ def test_five_steps_are_those_of_peft(mesh, parallel):
     def of_peft(directory: str):
         theirs = Adapters(GOLDEN / "llama3_lora" / directory, model)
         assert (theirs.lora.rank, theirs.lora.alpha) == (lora.rank, lora.alpha)
-        return {name: np.stack([theirs.read(w, layer) for layer in range(model.layers)]) for name, w in factors.items()}
+        return {
+            name: np.stack([theirs.read(w, layer) for layer in range(model.layers)])
+            for name, w in factors.items()
+        }
 
     state, before = program.init(), of_peft("before")
 
@@ -57,7 +62,9 @@ def test_five_steps_are_those_of_peft(mesh, parallel):
     losses = []
     for step in range(5):
         tokens = np.random.default_rng(step).integers(0, 45, (4, 49)).astype(np.int32)
-        state, metrics = program.train_step(state, program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}))
+        state, metrics = program.train_step(
+            state, program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+        )
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, np.load(GOLDEN / "llama3_lora" / "losses.npy"), atol=1e-5)
     after, canonical = of_peft("after"), program.layout.canonical(state.params)

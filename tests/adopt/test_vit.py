@@ -47,7 +47,9 @@ def read(program: mt.Program) -> np.ndarray:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "2x2x2", "uneven stages"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("one", marks=pytest.mark.slow), "2x2x2", "uneven stages"]
+)
 def test_logits_are_those_of_transformers(mesh):
     program, params = adopted(mesh)
     rows = np.resize(read(program), (4, 9, 75))
@@ -56,7 +58,13 @@ def test_logits_are_those_of_transformers(mesh):
 
 
 def export_beside_theirs(program, params, out):
-    export(program.config, live_source(program.layout, params), out, "float32", hf_config=read_json(THEIRS / CONFIG))
+    export(
+        program.config,
+        live_source(program.layout, params),
+        out,
+        "float32",
+        hf_config=read_json(THEIRS / CONFIG),
+    )
 
 
 @pytest.mark.thorough
@@ -97,9 +105,16 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
     assert main(["import", str(THEIRS), str(tmp_path / "imported")]) == 0
     model = mt.read_model(tmp_path / "imported")
     assert model.config.data.images == config_of(THEIRS).data.images
-    np.testing.assert_allclose(model(read(model.program)), np.load(THEIRS / "logits.npy"), atol=1e-5)
-    np.testing.assert_array_equal(mt.read_model(THEIRS)(read(model.program)), model(read(model.program)))
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    np.testing.assert_allclose(
+        model(read(model.program)), np.load(THEIRS / "logits.npy"), atol=1e-5
+    )
+    np.testing.assert_array_equal(
+        mt.read_model(THEIRS)(read(model.program)), model(read(model.program))
+    )
+    assert (
+        main(["export", str(tmp_path / "imported"), str(tmp_path / "out"), "--dtype", "float32"])
+        == 0
+    )
     assert "tokenizer" not in capsys.readouterr().err
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))
     assert again["id2label"] == before["id2label"]
@@ -113,7 +128,11 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
         (CONFIG, {"architectures": ["ViTModel"]}, "has no classes, or more than them"),
         (CONFIG, {"head_dim": 8}, "head_dim 8 is not computed here"),
         (CONFIG, {"hidden_act": "mish"}, "'mish' is not computed here"),
-        (CONFIG, {"image_size": [15, 20]}, "image_size [15, 20] is not computed here; it must be a square's"),
+        (
+            CONFIG,
+            {"image_size": [15, 20]},
+            "image_size [15, 20] is not computed here; it must be a square's",
+        ),
         (CONFIG, {"image_size": "x"}, "image_size is 'x'; it must be a whole number"),
         (CONFIG, {"patch_size": 4}, "model.patch_size 4 does not divide model.image_size 15"),
         (CONFIG, {"num_channels": 1}, "data.images.mean has 3 numbers, but model.channels is 1"),
@@ -137,7 +156,9 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, file, change, says
 
 def test_a_square_may_be_given_by_both_its_sides(tmp_path):
     copy = Path(shutil.copytree(THEIRS, tmp_path / "model"))
-    (copy / CONFIG).write_text(json.dumps(read_json(copy / CONFIG) | {"image_size": [15, 15], "patch_size": [5, 5]}))
+    (copy / CONFIG).write_text(
+        json.dumps(read_json(copy / CONFIG) | {"image_size": [15, 15], "patch_size": [5, 5]})
+    )
     assert config_of(copy) == config_of(THEIRS)
 
 
@@ -146,7 +167,11 @@ def test_a_square_may_be_given_by_both_its_sides(tmp_path):
     [
         ({"size": 15}, "stretch", ()),
         ({"size": {"shortest_edge": 15}, "image_mean": 0.3}, "crop", (0.3,)),
-        ({"size": {"height": 15, "width": 15}, "do_normalize": False, "image_mean": [0.5] * 3}, "stretch", (0.0,)),
+        (
+            {"size": {"height": 15, "width": 15}, "do_normalize": False, "image_mean": [0.5] * 3},
+            "stretch",
+            (0.0,),
+        ),
     ],
 )
 def test_what_is_said_of_pixels_is_read(tmp_path, given, resize, mean):
@@ -157,17 +182,33 @@ def test_what_is_said_of_pixels_is_read(tmp_path, given, resize, mean):
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"activation": "relu", "qkv_bias": False}, {"activation": "gelu", "d_ff": 7, "vocab_size": 2}]
+    "keys",
+    [
+        {},
+        {"activation": "relu", "qkv_bias": False},
+        {"activation": "gelu", "d_ff": 7, "vocab_size": 2},
+    ],
 )
 def test_what_their_class_can_hold_is_read_again_as_it_was(keys):
-    given = {"family": "vit", "layers": 2, "d_model": 32, "heads": 4, "image_size": 6, "patch_size": 3, "channels": 1}
+    given = {
+        "family": "vit",
+        "layers": 2,
+        "d_model": 32,
+        "heads": 4,
+        "image_size": 6,
+        "patch_size": 3,
+        "channels": 1,
+    }
     model = load({"model": given | keys, "data": {"source": "synthetic"}}).model
     section = model_section(config_json(vars(model), 5, "float32"), "x")
     assert load({"model": section, "data": {"source": "synthetic"}}).model == model
 
 
 def test_the_mean_of_patches_is_none_of_theirs():
-    with pytest.raises(ConfigError, match=r"ViTForImageClassification of transformers cannot hold model\.pool mean\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ViTForImageClassification of transformers cannot hold model\.pool mean\.$",
+    ):
         config_json(vars(replaced(config_of(THEIRS), model={"pool": "mean"}).model), 9, "float32")
 
 
@@ -177,10 +218,16 @@ def test_transformers_reads_what_was_exported(tmp_path):
     program, params = adopted()
     export_beside_theirs(program, params, tmp_path / "out")
     of_images = hf.AutoModelForImageClassification
-    read, told = of_images.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    read, told = of_images.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
     assert read.config.id2label[3] == "fish"
     processor = hf.AutoImageProcessor.from_pretrained(tmp_path / "out")
-    given = processor(list(np.load(THEIRS / "pixels.npy")), input_data_format="channels_last", return_tensors="pt")
+    given = processor(
+        list(np.load(THEIRS / "pixels.npy")), input_data_format="channels_last", return_tensors="pt"
+    )
     with torch.no_grad():
-        np.testing.assert_allclose(read.eval()(**given).logits, np.load(THEIRS / "logits.npy"), atol=1e-5)
+        np.testing.assert_allclose(
+            read.eval()(**given).logits, np.load(THEIRS / "logits.npy"), atol=1e-5
+        )

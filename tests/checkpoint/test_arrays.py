@@ -21,11 +21,17 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, shape, sentence",
     [
-        ("params.head.weight", (24, 256), r"arrays cannot be read by Orbax .*: Requested shape: \(24, 256\) is not"),
+        (
+            "params.head.weight",
+            (24, 256),
+            r"arrays cannot be read by Orbax .*: Requested shape: \(24, 256\) is not",
+        ),
         ("params.head.nothing", (24, 257), r"arrays has no array params\.head\.nothing\.$"),
     ],
 )
-def test_an_array_that_is_not_as_the_manifest_says_is_one_sentence(name, shape, sentence, directory):
+def test_an_array_that_is_not_as_the_manifest_says_is_one_sentence(
+    name, shape, sentence, directory
+):
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with pytest.raises(ConfigError, match=sentence) as refused:
         arrays.read(directory, {name: jax.ShapeDtypeStruct(shape, "float32", sharding=device)})

@@ -8,7 +8,9 @@ from meshtrain.config import ConfigError
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out(error, tmp_path, monkeypatch):
+def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out(
+    error, tmp_path, monkeypatch
+):
     """As in a notebook: the cell is run again."""
 
     def refused(*_):

@@ -47,13 +47,20 @@ def test_show_prints_the_newest_step_and_its_tree(run, capsys):
     assert code == 0 and lines[0] == f"step 3 in {run}/checkpoints/3"
     assert "    blocks" in lines
     gates = [line.split() for line in lines if line.split()[0] == "gate"]
-    assert gates == [["gate", "float32", "[5,", "24,", "50]", "23.4", "KiB"]] * 3  # the weight and two moments
+    assert (
+        gates == [["gate", "float32", "[5,", "24,", "50]", "23.4", "KiB"]] * 3
+    )  # the weight and two moments
     assert any(line.startswith("model: family llama, layers 5") for line in lines)
 
 
 def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     run = saved(tmp_path / "run", 3, evals={1: 0.5, 2: 0.25, 3: 0.75})
-    assert [line.endswith(" KiB  best") for line in call(capsys, "ls", run)[1]] == [False, False, True, False]
+    assert [line.endswith(" KiB  best") for line in call(capsys, "ls", run)[1]] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert call(capsys, "show", run, "--step", "best")[1][0] == f"step 2 in {run}/checkpoints/2"
     for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
         code, (line,), _ = call(capsys, "verify", run, "--step", word)
@@ -65,7 +72,10 @@ def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     assert shown["step"] == 3 and "blocks.mlp.gate" in " ".join(shown["leaves"])
     assert listed[2]["bytes"] == shown["bytes"] > 0
     assert (first["name"], first["intact"], first["problems"]) == ("1", True, [])
-    assert call(capsys, "show", run, "--step", "4")[2] == f"meshtrain: there is no step 4 in {run}; it has 1, 2, 3.\n"
+    assert (
+        call(capsys, "show", run, "--step", "4")[2]
+        == f"meshtrain: there is no step 4 in {run}; it has 1, 2, 3.\n"
+    )
 
 
 def test_no_step_is_the_best_where_none_was_evaluated(run, capsys):
@@ -80,10 +90,18 @@ def test_verify_tells_intact_from_damaged(run, damaged, capsys):
     assert call(capsys, "verify", run)[0] == 0
     code, lines, _ = call(capsys, "verify", damaged)
     assert code == 1
-    assert [line.split(":")[1].split(",")[0].strip() for line in lines] == ["intact", "intact", "DAMAGED"]
+    assert [line.split(":")[1].split(",")[0].strip() for line in lines] == [
+        "intact",
+        "intact",
+        "DAMAGED",
+    ]
     assert "manifest.json is damaged between bytes" in lines[2]
     code, lines, _ = call(capsys, "verify", damaged, "--json")
-    assert code == 1 and [entry["intact"] for entry in json.loads("".join(lines))] == [True, True, False]
+    assert code == 1 and [entry["intact"] for entry in json.loads("".join(lines))] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_diff_names_what_differs_and_only_that(run, capsys):
@@ -92,7 +110,10 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
     code, lines, _ = call(capsys, "diff", steps_of / "1", steps_of / "2")
     assert code == 1
     assert lines[:2] == ["step: 1 | 2", "loss: 1.0 | 0.5"]
-    assert json.loads("\n".join(call(capsys, "diff", "--json", steps_of / "1", steps_of / "2")[1])) == lines
+    assert (
+        json.loads("\n".join(call(capsys, "diff", "--json", steps_of / "1", steps_of / "2")[1]))
+        == lines
+    )
     differs = "array params.head.weight: 6,168 of 6,168 numbers differ, by up to "
     assert sum(line.startswith(differs) for line in lines) == 1
     assert not any(line.startswith(("config", "version", "array step")) for line in lines)
@@ -116,7 +137,9 @@ def test_nothing_that_is_damaged_is_read(damaged, capsys):
     second = damaged / "checkpoints" / "2"
     array = max((second / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
     array.write_bytes(array.read_bytes()[:-1])
-    assert "2 is damaged: arrays/" in refused(main, capsys, "diff", str(second), str(damaged / "checkpoints" / "1"))
+    assert "2 is damaged: arrays/" in refused(
+        main, capsys, "diff", str(second), str(damaged / "checkpoints" / "1")
+    )
     assert call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0] == 1
 
 
@@ -126,7 +149,10 @@ def test_what_the_system_refuses_is_one_sentence(run, monkeypatch, capsys):
 
     monkeypatch.setattr(steps, "commit_problem", refused)
     code, _, said = call(capsys, "show", run)
-    assert (code, said) == (2, f"meshtrain: {run}/checkpoints/3/COMMIT cannot be read: permission denied.\n")
+    assert (code, said) == (
+        2,
+        f"meshtrain: {run}/checkpoints/3/COMMIT cannot be read: permission denied.\n",
+    )
 
 
 def test_a_newer_format_is_named(damaged, monkeypatch, capsys):
@@ -142,7 +168,9 @@ def test_a_newer_format_is_named(damaged, monkeypatch, capsys):
 
 @pytest.fixture
 def odd(run, tmp_path):
-    """A run with a renamed step, a link, a file and a directory where steps are, and a step under a person's own name."""
+    """A run with a renamed step, a link, a file and a directory where steps are, and a step under a person's own
+    name.
+    """
     root = shutil.copytree(run, tmp_path / "run") / "checkpoints"
     shutil.copytree(root / "1", root / "best")
     (root / "1").rename(root / "40")
@@ -182,7 +210,9 @@ def test_ls_and_verify_name_each_that_is_not_the_step_of_its_name(odd, capsys):
 def test_show_and_diff_refuse_what_is_not_the_step_of_its_name(command, odd, capsys):
     for name, text in NAMED.items():
         path = odd / "checkpoints" / name
-        arguments = [*command, path] if command == ["show"] else [*command, odd / "checkpoints" / "2", path]
+        arguments = (
+            [*command, path] if command == ["show"] else [*command, odd / "checkpoints" / "2", path]
+        )
         sentence = f"meshtrain: {path} cannot be read: {text}.\n"
         if path.is_file():
             legal = "give a run directory, its checkpoints/, or one step"
@@ -201,7 +231,12 @@ def test_a_checkpoint_under_a_persons_own_name_is_looked_at_like_any_other(odd, 
 
 def test_a_manifest_that_is_wrong_under_right_digests_is_one_sentence(damaged, capsys):
     step = damaged / "checkpoints" / "3"
-    for leaf in ({"dtype": "float99", "shape": [1]}, {"dtype": "float32", "shape": ["many"]}, {}, 7):
+    for leaf in (
+        {"dtype": "float99", "shape": [1]},
+        {"dtype": "float32", "shape": ["many"]},
+        {},
+        7,
+    ):
         content = json.loads((step / steps.MANIFEST).read_text())
         content["leaves"]["params.head.weight"] = leaf
         (step / steps.MANIFEST).write_text(json.dumps(content))
@@ -210,8 +245,14 @@ def test_a_manifest_that_is_wrong_under_right_digests_is_one_sentence(damaged, c
         for command in (["show", step], ["diff", step, step], ["diff", "--no-values", step, step]):
             said = f"meshtrain: {step} cannot be read: manifest.json has no legal leaves.\n"
             assert call(capsys, *command) == (2, [], said)
-        assert call(capsys, "verify", step)[:2] == (1, ["3: DAMAGED: manifest.json has no legal leaves"])
-        assert call(capsys, "ls", step)[1][1].split(maxsplit=1) == ["3", "manifest.json has no legal leaves"]
+        assert call(capsys, "verify", step)[:2] == (
+            1,
+            ["3: DAMAGED: manifest.json has no legal leaves"],
+        )
+        assert call(capsys, "ls", step)[1][1].split(maxsplit=1) == [
+            "3",
+            "manifest.json has no legal leaves",
+        ]
 
 
 def test_arrays_that_are_not_those_of_the_manifest_are_one_sentence(damaged, capsys):
@@ -221,7 +262,10 @@ def test_arrays_that_are_not_those_of_the_manifest_are_one_sentence(damaged, cap
     steps.commit(step)
     code, _, said = call(capsys, "diff", step, damaged / "checkpoints" / "2")
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"meshtrain: {step}/arrays cannot be read by Orbax ") and "does not exist" in said
+    assert (
+        said.startswith(f"meshtrain: {step}/arrays cannot be read by Orbax ")
+        and "does not exist" in said
+    )
 
 
 def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monkeypatch, capsys):
@@ -234,10 +278,15 @@ def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monk
 
     shutil.rmtree(root / "3")
     spare = shutil.copytree(root / "1", damaged / "spare")
-    for command, wanted in (("verify", ["1: removed meanwhile", "2: intact"]), ("ls", ["     step", "        2"])):
+    for command, wanted in (
+        ("verify", ["1: removed meanwhile", "2: intact"]),
+        ("ls", ["     step", "        2"]),
+    ):
         shutil.copytree(spare, root / "1", dirs_exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(digests, "problems", removed)
             code, lines, _ = call(capsys, command, root)
-        found = [line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)]
+        found = [
+            line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)
+        ]
         assert code == 0 and found == wanted

@@ -29,7 +29,9 @@ def test_every_flipped_bit_is_found_and_its_file_named(step):
             damaged[at // 8] ^= 1 << at % 8
             path.write_bytes(damaged)
             start = at // 8 // 64 * 64
-            assert digests.problems(step) == [f"deep/{name}/file is damaged between bytes {start:,} and {start + 64:,}"]
+            assert digests.problems(step) == [
+                f"deep/{name}/file is damaged between bytes {start:,} and {start + 64:,}"
+            ]
         path.write_bytes(whole)
 
 
@@ -62,7 +64,9 @@ def test_a_file_that_cannot_be_read_is_named_and_not_called_damaged(step, monkey
 def test_only_the_files_asked_for_are_looked_at(step):
     for name in ("long", "small"):
         (step / "deep" / name / "file").write_bytes(b"")
-    assert digests.problems(step, only=["deep/small/file"]) == ["deep/small/file has 0 bytes instead of 10"]
+    assert digests.problems(step, only=["deep/small/file"]) == [
+        "deep/small/file has 0 bytes instead of 10"
+    ]
 
 
 def test_processes_that_share_the_work_find_what_one_finds(step):

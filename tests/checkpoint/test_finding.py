@@ -46,7 +46,10 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
             damaged.write_bytes(content)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
+                patch.setattr(
+                    "meshtrain.checkpoint.restoring.restore",
+                    lambda _, start, say: start.directory.name,
+                )
                 state, step, said = checkpoint_runs.restored(config(run), program())
             assert (state, step) == ("2", 2), damaged
             assert len(said) == 1 and "checkpoints/3 is damaged: " in said[0]
@@ -55,7 +58,9 @@ def test_every_flipped_bit_is_caught_and_the_step_before_is_used(run):
             shutil.rmtree(run / "checkpoints" / "3.damaged")
             shutil.copytree(kept, newest)
             flips += 1
-    print(f"{flips} bits flipped in {len(files(kept))} files: {flips} caught before a number was restored")
+    print(
+        f"{flips} bits flipped in {len(files(kept))} files: {flips} caught before a number was restored"
+    )
     assert flips >= 60
 
 
@@ -82,7 +87,9 @@ def test_two_damaged_steps_are_both_reported(run):
         (run / "checkpoints" / step / steps.MANIFEST).unlink()
     step, state, said = restored(run)
     assert step == 1 and same(state, numbered(program(), seed=1))
-    assert [f"{k} is damaged: manifest.json is missing" in s for k, s in zip((3, 2), said, strict=True)] == [True, True]
+    assert [
+        f"{k} is damaged: manifest.json is missing" in s for k, s in zip((3, 2), said, strict=True)
+    ] == [True, True]
 
 
 def test_an_empty_step_directory_alone_does_not_keep_a_run_from_starting(tmp_path):
@@ -103,7 +110,9 @@ def test_a_newer_format_is_refused_not_damaged(run, monkeypatch):
     monkeypatch.setattr(steps, "WHOLE", 3)
     steps.commit(run / "checkpoints" / "3")
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="has format 3, and this meshtrain reads up to 2; update meshtrain"):
+    with pytest.raises(
+        ConfigError, match="has format 3, and this meshtrain reads up to 2; update meshtrain"
+    ):
         restored(run)
     assert (run / "checkpoints" / "3").is_dir()
 
@@ -147,15 +156,26 @@ def test_never_moves_what_was_there_out_of_the_way(run):
 
 
 def tree(directory):
-    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
+    return {
+        p.relative_to(directory): p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file() and p.name != ".lock"
+    }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "resume"),
-    [("missing", "auto"), ("empty", "another run"), ("unmarked", "auto"), ("only the rows show it", "another run")],
+    [
+        ("missing", "auto"),
+        ("empty", "another run"),
+        ("unmarked", "auto"),
+        ("only the rows show it", "another run"),
+    ],
 )
-def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(fault, resume, run, three, tmp_path):
+def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
+    fault, resume, run, three, tmp_path
+):
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
     if fault == "unmarked":
         for step in ("1", "2", "3"):
@@ -172,7 +192,10 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     sentence = str(refused.value)
     assert f"the run in {run} had " in sentence
     assert ("3 has no COMMIT" if fault == "unmarked" else "there is none") in sentence
-    assert "mount or restore checkpoints to go on, or start anew with --set checkpoint.resume=never" in sentence
+    assert (
+        "mount or restore checkpoints to go on, or start anew with --set checkpoint.resume=never"
+        in sentence
+    )
     assert tree(run) == before
     step, _, said = restored(run, resume="never")
     assert step == 0 and len(said) == 1
@@ -181,21 +204,27 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
 
 
 @pytest.mark.thorough
-def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_are_set_aside(tmp_path):
+def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_are_set_aside(
+    tmp_path,
+):
     """As under Slurm, which starts it again; whatever its rows say of steps at which a save failed."""
     (tmp_path / "checkpoints" / "2.writing").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     step, _, said = restored(tmp_path)
     assert step == 0 and not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == '{"step": 9}\n'
-    assert said[1].startswith("no checkpoint was written before the run ended: it starts anew, and the metrics of ")
+    assert said[1].startswith(
+        "no checkpoint was written before the run ended: it starts anew, and the metrics of "
+    )
     assert restored(tmp_path)[2] == []
 
 
 def test_rows_of_before_a_start_from_another_run_are_set_aside(three, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert restored(tmp_path, resume=str(three))[0] == 3
-    assert (tmp_path / "earlier-1" / "metrics.jsonl").exists() and not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "earlier-1" / "metrics.jsonl").exists() and not (
+        tmp_path / "metrics.jsonl"
+    ).exists()
 
 
 @pytest.mark.parametrize("path", ["{}", "{}/checkpoints", "{}/checkpoints/3"])
@@ -219,7 +248,9 @@ def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
 
 def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError, match=r"checkpoints cannot be used: file exists; it must be a directory that"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints cannot be used: file exists; it must be a directory that"
+    ):
         restored(tmp_path)
 
 
@@ -233,7 +264,9 @@ def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_o
     old, other = str(tmp_path / "old"), {"digest": "bb"}
     assert restored(tmp_path / "same", {"digest": "aa"}, resume=old)[::2] == (1, [])
     assert restored(tmp_path / "weights", other, resume=old, weights_only=True)[0] == 0
-    with pytest.raises(ConfigError, match=r"data\.source synthetic holds other tokens than it did \(bb, was aa\)"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source synthetic holds other tokens than it did \(bb, was aa\)"
+    ):
         restored(tmp_path / "whole", other, resume=old)
     step, _, said = restored(tmp_path / "whole", other, resume=old, allow=["data.source"])
     assert step == 1 and "holds other tokens than it did" in said[0]
@@ -244,14 +277,16 @@ def test_a_checkpoint_of_before_digests_were_kept_is_gone_on_from(run):
 
 
 def test_processes_that_read_different_data_are_refused(run, monkeypatch):
-    others = lambda own: [own, {"digest": "bb"}]  # noqa: E731
+    others = lambda own: [own, {"digest": "bb"}]
     monkeypatch.setattr("meshtrain.checkpoint.checkpointer.gathered", others)
     with pytest.raises(ConfigError, match="the processes of this run read different data; "):
         restored(run, {"digest": "aa"})
 
 
 @pytest.mark.thorough
-def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earlier_is_first(tmp_path):
+def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earlier_is_first(
+    tmp_path,
+):
     run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
     for path in (run, run / "checkpoints"):
         assert [d.name for d in by_eval_loss(path)] == ["3", "4", "2"]

@@ -42,8 +42,10 @@ class Run:
         found = []
         for step in which:
             other = jax.device_put(numbered(self.built, step), self.built.state_shardings)
-            keep = lambda weight, new, old: new if weight.trained else old  # noqa: E731
-            self.state = other._replace(params=self.built.layout.map(keep, other.params, self.state.params))
+            keep = lambda weight, new, old: new if weight.trained else old
+            self.state = other._replace(
+                params=self.built.layout.map(keep, other.params, self.state.params)
+            )
             self.checkpointer.save(step, self.state, 1.0)
             self.checkpointer.wait()
             found.append(self.checkpointer.metrics()["checkpoint_bytes"])
@@ -55,7 +57,9 @@ class Run:
 
     def base(self, step):
         """The files that hold what is frozen in a step, as the disk knows them."""
-        return {p.lstat().st_ino for p in (self.root / str(step) / "frozen").rglob("*") if p.is_file()}
+        return {
+            p.lstat().st_ino for p in (self.root / str(step) / "frozen").rglob("*") if p.is_file()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +121,20 @@ def test_a_bit_that_flips_is_reported_of_every_step_that_shares_it_and_costs_the
     assert main(["verify", str(copied)]) == 1
     first, second, third = capsys.readouterr().out.splitlines()
     shared = r": DAMAGED: frozen/\S+ is damaged between bytes 0 and \S+, a file that 1 other step has too$"
-    assert re.match(f"1{shared}", first) and second.startswith("2: intact") and re.match(f"3{shared}", third)
+    assert (
+        re.match(f"1{shared}", first)
+        and second.startswith("2: intact")
+        and re.match(f"3{shared}", third)
+    )
     run = Run(copied, tuned)
     assert run.step == 2 and run.said[0].endswith("it is set aside as 3.damaged.")
     run.save(3)
     assert not digests.problems(run.close().root / "3")
 
 
-def test_a_run_that_keeps_one_step_has_one_copy_and_says_plainly_that_it_is_damaged(tmp_path, tuned):
+def test_a_run_that_keeps_one_step_has_one_copy_and_says_plainly_that_it_is_damaged(
+    tmp_path, tuned
+):
     run = Run(tmp_path, tuned, keep=1)
     first, second = run.save(1, 2)
     run.close()
@@ -136,7 +146,9 @@ def test_a_run_that_keeps_one_step_has_one_copy_and_says_plainly_that_it_is_dama
 
 
 @pytest.mark.thorough
-def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(tmp_path, tuned, monkeypatch):
+def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(
+    tmp_path, tuned, monkeypatch
+):
     made, link = [], os.link
 
     def refused(source, target):
@@ -152,7 +164,8 @@ def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(tmp_
     run.close()
     assert len(made) == 6
     assert run.said == [
-        f"the frozen weights in {run.root}/1 cannot be linked to (too many links); they are written again, as at each later save that meets the same."
+        f"the frozen weights in {run.root}/1 cannot be linked to (too many links); they are written again, as at each "
+        "later save that meets the same."
     ]
     assert len(set.union(*map(run.base, (1, 2, 3, 4)))) == 4 * len(run.base(1))
     assert not digests.problems(run.root / "3")
@@ -167,11 +180,15 @@ def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(copie
     run.save(5)
     run.close()
     assert "a file there is not as it was written" in run.said[0]
-    assert not any(p.is_symlink() for p in (run.root / "5").rglob("*")) and not digests.problems(run.root / "5")
+    assert not any(p.is_symlink() for p in (run.root / "5").rglob("*")) and not digests.problems(
+        run.root / "5"
+    )
 
 
 @pytest.mark.thorough
-def test_a_process_that_goes_on_links_to_what_it_has_verified_once_it_has_another_copy(copied, tuned):
+def test_a_process_that_goes_on_links_to_what_it_has_verified_once_it_has_another_copy(
+    copied, tuned
+):
     run = Run(copied, tuned)
     fourth, fifth = run.save(4, 5)
     run.close()
@@ -192,7 +209,9 @@ def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
     with opened(settings, half) as (checkpointer, said):
         checkpointer.save(4, checkpointer.restore_or_init()[0], 1.0)
     leaf, rest = said[-1].split(maxsplit=1)
-    assert rest.startswith(f"is frozen as float32 in {copied}/checkpoints/3 and held as bfloat16 from here on: ")
+    assert rest.startswith(
+        f"is frozen as float32 in {copied}/checkpoints/3 and held as bfloat16 from here on: "
+    )
     assert StepManifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"] == "bfloat16"
     assert not digests.problems(copied / "checkpoints" / "4")
 
@@ -201,7 +220,9 @@ def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
 def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tuned):
     other = build_for(config(layout=INTERLEAVED, **LORA))
     run = Run(copied, other)
-    before, after = (GlobalArrays(b).arrays(state) for b, state in ((tuned, three[0].state), (other, run.state)))
+    before, after = (
+        GlobalArrays(b).arrays(state) for b, state in ((tuned, three[0].state), (other, run.state))
+    )
     assert all(np.array_equal(before[name], after[name]) for name in before)
     run.save(4, 5)
     run.close()
@@ -228,10 +249,14 @@ def test_a_run_that_trains_everything_has_neither_another_directory_nor_another_
     step = saved(tmp_path, steps=1) / "checkpoints" / "1"
     assert {p.name for p in step.iterdir()} == {"arrays", "manifest.json", "digests.json", "COMMIT"}
     assert (step / steps.COMMIT).read_text().startswith("meshtrain checkpoint, format 1\n")
-    assert all(leaf.keys() == {"shape", "dtype"} for leaf in StepManifest.read(step).leaves.values())
+    assert all(
+        leaf.keys() == {"shape", "dtype"} for leaf in StepManifest.read(step).leaves.values()
+    )
 
 
-def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(tmp_path, tuned, monkeypatch):
+def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(
+    tmp_path, tuned, monkeypatch
+):
     write, ended = arrays.write, []
 
     class Late:
@@ -250,7 +275,9 @@ def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(t
     monkeypatch.setattr(arrays, "write", write)
     third = run.save(3)[0]
     run.close()
-    assert run.said == ["the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."]
+    assert run.said == [
+        "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
+    ]
     # the half that was still being written has been waited for, so that it does not come back
     assert ended == [True] and sorted(p.name for p in run.root.iterdir()) == ["1", "3"]
     assert run.base(3) == run.base(1) and third < first / 2

@@ -59,8 +59,13 @@ def test_a_state_of_every_optimizer_survives_a_change_of_layout(optimizer, tmp_p
     layouts = "one device", "data 2, pipeline 2, interleaved, ZeRO-1"
     one, other = (build_for(config(layout=layout, **there)) for layout in layouts)
     canonical = GlobalArrays(one)
-    before = {e.name: np.asarray(x) for e, x in zip(canonical.entries, jax.tree.leaves(numbered(one)), strict=True)}
-    arrays.write(tmp_path / "arrays", {name: jax.device_put(x) for name, x in before.items()}).result()
+    before = {
+        e.name: np.asarray(x)
+        for e, x in zip(canonical.entries, jax.tree.leaves(numbered(one)), strict=True)
+    }
+    arrays.write(
+        tmp_path / "arrays", {name: jax.device_put(x) for name, x in before.items()}
+    ).result()
     moved = GlobalArrays(other).state(tmp_path, where(before))
     for x, wanted in zip(jax.tree.leaves(moved), jax.tree.leaves(other.state_shapes), strict=True):
         assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
@@ -79,13 +84,19 @@ def test_a_loss_scale_that_the_checkpoint_lacks_starts_anew(tmp_path):
     assert float(moved.scale.value) == 1024.0
     assert int(moved.step) == 3
     # a step is given all of them to use up
-    buffers = [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(moved) for shard in x.addressable_shards]
+    buffers = [
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves(moved)
+        for shard in x.addressable_shards
+    ]
     assert len(set(buffers)) == len(buffers)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", [on_the_devices, on_the_host])
-def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(way, tmp_path, monkeypatch):
+def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(
+    way, tmp_path, monkeypatch
+):
     built = program("data 2, pipeline 2, interleaved, ZeRO-1")
     monkeypatch.setattr("meshtrain.checkpoint.global_arrays.platform", lambda mesh: "gpu")
     state = built.init()
@@ -99,9 +110,13 @@ def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(wa
     ("layout", "way"),
     [
         pytest.param("data 8, ZeRO-3", on_the_devices, marks=pytest.mark.thorough),
-        pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_host, marks=pytest.mark.thorough),
+        pytest.param(
+            "data 2, pipeline 2, interleaved, ZeRO-1", on_the_host, marks=pytest.mark.thorough
+        ),
         pytest.param("data 8, ZeRO-3", on_the_host, marks=pytest.mark.slow),
-        pytest.param("data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.slow),
+        pytest.param(
+            "data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(layout, way, tmp_path):
@@ -112,4 +127,6 @@ def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(layout, way
     back = GlobalArrays(built).state(tmp_path, where(copies))
     assert same(back, state)
     assert back.optimizer[1][0].mu["blocks"]["mlp"]["gate"].sharding.memory_kind == "pinned_host"
-    assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(built.state_shapes)]
+    assert [x.sharding for x in jax.tree.leaves(back)] == [
+        x.sharding for x in jax.tree.leaves(built.state_shapes)
+    ]

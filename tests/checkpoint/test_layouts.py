@@ -1,4 +1,6 @@
-"""Saved on one layout, restored on another: the same bits as global arrays, and a run that goes on as if nothing happened."""
+"""Saved on one layout, restored on another: the same bits as global arrays, and a run that goes on as if nothing
+happened.
+"""
 
 from functools import cache
 from typing import Any
@@ -13,13 +15,23 @@ from covering import slow_but
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.config import Config
 
-STEPS, AFTER, TOLERANCE = 3, 3, 2e-6  # steps before and after the checkpoint; relative, of each loss after it
+STEPS, AFTER, TOLERANCE = (
+    3,
+    3,
+    2e-6,
+)  # steps before and after the checkpoint; relative, of each loss after it
 OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "1 island": ({"data": 8}, {"zero_stage": 3}),
     "2 islands": ({"data": 8, "islands": 2}, {"zero_stage": 3}),
     "4 islands": ({"data": 8, "islands": 4}, {"zero_stage": 1}),
-    "2 islands, tensor 2": ({"data": 4, "tensor": 2, "islands": 2}, {"zero_stage": 2, "microbatches": 2}),
-    "2 islands, pipeline 2": ({"data": 2, "pipeline": 2, "islands": 2}, {"zero_stage": 3, "microbatches": 4}),
+    "2 islands, tensor 2": (
+        {"data": 4, "tensor": 2, "islands": 2},
+        {"zero_stage": 2, "microbatches": 2},
+    ),
+    "2 islands, pipeline 2": (
+        {"data": 2, "pipeline": 2, "islands": 2},
+        {"zero_stage": 3, "microbatches": 4},
+    ),
     "context 4": ({"data": 2, "context": 4}, {"zero_stage": 3}),
     "context 2, tensor 2": (
         {"data": 2, "context": 2, "tensor": 2},
@@ -29,7 +41,10 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"data": 2, "tensor": 2, "pipeline": 2},
         {"zero_stage": 3, "microbatches": 2, "schedule": "zb_paired", "virtual_stages": 2},
     ),
-    "pairs on one stage": ({"data": 2, "tensor": 2}, {"zero_stage": 2, "microbatches": 4, "schedule": "paired"}),
+    "pairs on one stage": (
+        {"data": 2, "tensor": 2},
+        {"zero_stage": 2, "microbatches": 4, "schedule": "paired"},
+    ),
 }
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
 I1, I2, I4, TENSOR, STAGES, C4, C2, ZB_PAIRS, ONE_STAGE = OTHERS
@@ -61,7 +76,9 @@ def program(layout):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """For each layout, made when asked for: the run directory after STEPS steps, its global arrays and the losses of the next steps."""
+    """For each layout, made when asked for: the run directory after STEPS steps, its global arrays and the losses of
+    the next steps.
+    """
 
     @cache
     def source(layout):

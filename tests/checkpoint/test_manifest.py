@@ -32,7 +32,9 @@ def vouch(step):
     steps.commit(step)
 
 
-@pytest.mark.parametrize("name, is_good", [("1", True), ("best", True), ("01", False), ("40", False)])
+@pytest.mark.parametrize(
+    "name, is_good", [("1", True), ("best", True), ("01", False), ("40", False)]
+)
 def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_good, step):
     renamed = step.rename(step.with_name(name))
     if is_good:
@@ -50,10 +52,15 @@ def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_go
         (("saved",), 7),
         *((("data",), value) for value in (None, {}, {"batches": "many"})),
         *((("rng",), value) for value in (None, {}, {"seed": 1.5})),
-        *(((key,), value) for key in ("leaves", "config", "versions") for value in (None, [], {"a": 7})),
-        *((("leaves", LEAF, "shape"), value) for value in SHAPES), *((("leaves", LEAF, "dtype"), value) for value in DTYPES),
+        *(
+            ((key,), value)
+            for key in ("leaves", "config", "versions")
+            for value in (None, [], {"a": 7})
+        ),
+        *((("leaves", LEAF, "shape"), value) for value in SHAPES),
+        *((("leaves", LEAF, "dtype"), value) for value in DTYPES),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_value_of_its_key_is_named(key, value, step):
     content = json.loads((step / steps.MANIFEST).read_text())
     place = content
@@ -66,7 +73,9 @@ def test_what_is_no_value_of_its_key_is_named(key, value, step):
         StepManifest.read(step)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000]
+)
 def test_what_is_no_manifest_at_all_is_named(content, step):
     (step / steps.MANIFEST).write_bytes(content)
     vouch(step)
@@ -95,18 +104,31 @@ def test_a_loss_of_another_type_is_saved_as_a_number(step):
 
 
 FILE = {"bytes": 20, "sha256": ["0", "0"]}
-NO_FILES = [[], {"manifest.json": []}, {"manifest.json": {"bytes": 20}}, {"\ud800": {"bytes": 0, "sha256": ["0"]}}]
+NO_FILES = [
+    [],
+    {"manifest.json": []},
+    {"manifest.json": {"bytes": 20}},
+    {"\ud800": {"bytes": 0, "sha256": ["0"]}},
+]
 WRONG = {"bytes": -1}, {"bytes": "20"}, {"bytes": 10**30}, {"sha256": 7}
 NO_FILES += [{"manifest.json": FILE | wrong} for wrong in WRONG]
-NO_RECORDS = [{}, {"block": 16}, *({"block": block, "files": {"manifest.json": FILE}} for block in (0, -1, "16", 1.5))]
+NO_RECORDS = [
+    {},
+    {"block": 16},
+    *({"block": block, "files": {"manifest.json": FILE}} for block in (0, -1, "16", 1.5)),
+]
 NO_RECORDS += [{"block": 16, "files": files} for files in NO_FILES]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"7", b"[" * 100_000, *NO_RECORDS])
 def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(content, step):
-    (step / steps.DIGESTS).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (step / steps.DIGESTS).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     steps.commit(step)
-    with pytest.raises(steps.Damaged, match=r"^digests\.json (is no JSON|does not have a digest of every block)"):
+    with pytest.raises(
+        steps.Damaged, match=r"^digests\.json (is no JSON|does not have a digest of every block)"
+    ):
         StepManifest.read(step)
 
 

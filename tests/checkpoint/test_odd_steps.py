@@ -1,4 +1,6 @@
-"""Which step a run goes on from when names are not what they were, links lead elsewhere, or this user may not read all."""
+"""Which step a run goes on from when names are not what they were, links lead elsewhere, or this user may not read
+all.
+"""
 
 import os
 import shutil
@@ -18,8 +20,12 @@ from meshtrain.errors import Unreadable
 def chosen(directory, **checkpoint):
     """(the step that a run in `directory` would restore, what it said); nothing is read but what is verified."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
-        state, step, said = restored(config(directory, checkpoint={"keep": 3, **checkpoint}), program())
+        patch.setattr(
+            "meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name
+        )
+        state, step, said = restored(
+            config(directory, checkpoint={"keep": 3, **checkpoint}), program()
+        )
     assert step == 0 or Path(state).name == str(step)
     return step, said
 
@@ -55,7 +61,10 @@ def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
         checkpointer.wait()
     assert names(run) == ["2", "3", "4", "4.damaged"]
     assert finding.problems(root / "4") == [] and StepManifest.read(root / "4").step == 4
-    assert finding.problems(root / "4.damaged") == [] and StepManifest.read(root / "4.damaged").step == 1
+    assert (
+        finding.problems(root / "4.damaged") == []
+        and StepManifest.read(root / "4.damaged").step == 1
+    )
 
 
 def test_checkpoints_and_a_step_that_are_links_to_another_disk_are_as_good_as_directories(run):
@@ -75,7 +84,9 @@ def test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_
     step, said = chosen(run)
     assert step == 2
     assert said[0].endswith("3 is damaged: it is step 1, renamed; it is set aside as 3.damaged.")
-    assert said[1:] == [f"checkpoint {root}/1 is step 3, renamed; it is passed over, and gone on from only as 3."]
+    assert said[1:] == [
+        f"checkpoint {root}/1 is step 3, renamed; it is passed over, and gone on from only as 3."
+    ]
 
 
 @pytest.mark.parametrize("name", ["best", "+5", "１０", "-3", "3 "])
@@ -101,13 +112,17 @@ def test_a_number_that_is_not_the_steps_own_is_passed_over(name, run):
 
 def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(run, tmp_path):
     (run / "checkpoints" / "2").rename(run / "best")
-    state, step, said = restored(config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program())
+    state, step, said = restored(
+        config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program()
+    )
     assert (step, said) == (2, []) and same(state, numbered(program(), seed=2))
 
 
 def test_a_checkpoint_with_another_steps_number_is_refused_even_if_asked_for(run, tmp_path):
     (run / "checkpoints" / "2").rename(run / "40")
-    with pytest.raises(ConfigError, match=r"checkpoint .*/40 is damaged: it is step 2, renamed; give another"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint .*/40 is damaged: it is step 2, renamed; give another"
+    ):
         chosen(tmp_path / "new", resume=str(run / "40"))
 
 
@@ -120,7 +135,9 @@ def test_stray_files_of_a_step_do_not_make_the_checkpoints_a_step(run):
 
 def test_a_newer_step_under_another_name_in_another_run_is_reported(run, tmp_path):
     moved = (run / "checkpoints" / "3").rename(run / "checkpoints" / "moved")
-    sentence = f"checkpoint {moved} is step 3, renamed; it is passed over, and gone on from only as 3."
+    sentence = (
+        f"checkpoint {moved} is step 3, renamed; it is passed over, and gone on from only as 3."
+    )
     assert chosen(tmp_path / "new", resume=str(run)) == (2, [sentence])
     assert chosen(tmp_path / "by its path", resume=str(run / "checkpoints" / "2")) == (2, [])
 
@@ -165,7 +182,9 @@ def test_a_step_whose_own_files_are_garbled_is_set_aside(name, garbled, run):
     garbled(run / "checkpoints" / "3" / name)
     step, said = chosen(run)
     assert step == 2 and len(said) == 1
-    assert f"checkpoints/3 is damaged: {name} " in said[0] and said[0].endswith("set aside as 3.damaged.")
+    assert f"checkpoints/3 is damaged: {name} " in said[0] and said[0].endswith(
+        "set aside as 3.damaged."
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +193,10 @@ def test_a_step_whose_own_files_are_garbled_is_set_aside(name, garbled, run):
         (lambda path: path.write_text("a file"), "it is no directory"),
         (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
         (lambda path: path.symlink_to("9"), "it is a link to nothing"),
-        (lambda path: path.mkdir(), "it has no COMMIT file, so it was never finished or is no checkpoint"),
+        (
+            lambda path: path.mkdir(),
+            "it has no COMMIT file, so it was never finished or is no checkpoint",
+        ),
     ],
     ids=["a file", "a link to nothing", "a link to itself", "an empty directory"],
 )
@@ -188,7 +210,9 @@ def test_what_is_no_step_at_all_is_set_aside(make, sentence, run):
 def test_a_link_to_a_disk_that_is_not_there_does_not_start_the_run_anew(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "9").symlink_to("/mnt/not/there/9")
-    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged .9: it is a link to nothing"):
+    with pytest.raises(
+        ConfigError, match=r"every checkpoint in .* is damaged .9: it is a link to nothing"
+    ):
         chosen(tmp_path)
 
 
@@ -198,7 +222,11 @@ def test_what_is_named_like_a_leftover_and_is_none_is_left_alone(what, run, tmp_
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").touch()
-    stray = run / "checkpoints" / ("notes.writing" if what == "a directory of somebody's" else "40.writing")
+    stray = (
+        run
+        / "checkpoints"
+        / ("notes.writing" if what == "a directory of somebody's" else "40.writing")
+    )
     if what == "a file":
         stray.write_text("a file")
     elif what == "a link":
@@ -249,7 +277,9 @@ def test_a_link_to_where_this_user_may_not_look_is_left_alone(three, as_another_
 
 
 @pytest.mark.parametrize("file", [steps.COMMIT, steps.DIGESTS, steps.MANIFEST, "arrays", "."])
-def test_a_step_that_this_user_may_not_read_is_left_alone_and_no_earlier_one_is_taken(file, three, as_another_user):
+def test_a_step_that_this_user_may_not_read_is_left_alone_and_no_earlier_one_is_taken(
+    file, three, as_another_user
+):
     run = as_another_user.copy(three)
     (run / "checkpoints" / "3" / file).chmod(0)
     with pytest.raises(Unreadable, match="cannot be read now: permission denied"):

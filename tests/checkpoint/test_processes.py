@@ -20,7 +20,9 @@ WORKER = Path(__file__).parents[1] / "helpers" / "process_of_two.py"
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two processes said that went on from step 2 of one process: (its program, its loss of step 3, their words)."""
+    """What two processes said that went on from step 2 of one process: (its program, its loss of step 3, their
+    words).
+    """
     directory = tmp_path_factory.mktemp("run")
     program = build_for(settings(directory))
     with opened(program.config, program) as (checkpointer, _):
@@ -61,7 +63,9 @@ def two(tmp_path_factory):
 
 def hear(process):
     """The next words of a process; {} if it has ended."""
-    return next((json.loads(line) for line in process.stdout if line.startswith("{")), {})  # gloo talks as well
+    return next(
+        (json.loads(line) for line in process.stdout if line.startswith("{")), {}
+    )  # gloo talks as well
 
 
 @pytest.mark.thorough
@@ -86,7 +90,9 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two):
 def test_two_processes_write_what_is_frozen_once_and_link_to_what_they_went_on_from(two):
     root = Path(two[0].config.run.directory) / "checkpoints"
     frozen = [(root / step / "frozen").rglob("*") for step in ("2", "3", "4")]
-    one, other, last = ({path.stat().st_ino for path in paths if path.is_file()} for paths in frozen)
+    one, other, last = (
+        {path.stat().st_ino for path in paths if path.is_file()} for paths in frozen
+    )
     assert last == one and other and not other & one
     assert not digests.problems(root / "4")
 

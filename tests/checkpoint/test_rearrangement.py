@@ -1,4 +1,6 @@
-"""Live to global arrays and back where the layouts differ, on the host and on the devices, against the placement of tests/helpers/short_runs.py."""
+"""Live to global arrays and back where the layouts differ, on the host and on the devices, against the placement of
+tests/helpers/short_runs.py.
+"""
 
 import re
 import threading
@@ -41,10 +43,16 @@ def test_the_blocks_are_those_of_the_devices_way_and_each_is_there_once(layout):
     built = program(layout)
     canonical, state = GlobalArrays(built), built.init()
     there = canonical.arrays(state)
-    for entry, x in zip(canonical.entries, together(canonical, canonical.entries, jax.tree.leaves(state)), strict=True):
+    for entry, x in zip(
+        canonical.entries,
+        together(canonical, canonical.entries, jax.tree.leaves(state)),
+        strict=True,
+    ):
         other = there[entry.name]
         assert x.sharding.shard_shape(x.shape) == other.sharding.shard_shape(x.shape), entry.name
-        assert (x.dtype, np.asarray(x).tobytes()) == (other.dtype, np.asarray(other).tobytes()), entry.name
+        assert (x.dtype, np.asarray(x).tobytes()) == (other.dtype, np.asarray(other).tobytes()), (
+            entry.name
+        )
         assert sum(shard.data.size for shard in x.addressable_shards) == x.size, entry.name
 
 
@@ -60,7 +68,9 @@ def test_save_returns_before_anything_is_rearranged_and_the_next_steps_do_not_ch
     tmp_path, monkeypatch
 ):
     gate, assembled = threading.Event(), rearrangement.assembled
-    monkeypatch.setattr(rearrangement, "assembled", lambda *given: (gate.wait(30), assembled(*given))[1])
+    monkeypatch.setattr(
+        rearrangement, "assembled", lambda *given: (gate.wait(30), assembled(*given))[1]
+    )
     built = program(INTERLEAVED)
     with opened(config(tmp_path, INTERLEAVED), built) as (checkpointer, _):
         state, loss = take(built, checkpointer.restore_or_init()[0], 1)
@@ -106,7 +116,10 @@ def test_every_leaf_comes_and_goes_bit_for_bit(layout):
     built = program(layout)
     numbers = canonical_numbers(built.layout)
     expected, live = (
-        {f"params.{leaf.name}": x for leaf, x in zip(built.layout.flat, jax.tree.leaves(tree), strict=True)}
+        {
+            f"params.{leaf.name}": x
+            for leaf, x in zip(built.layout.flat, jax.tree.leaves(tree), strict=True)
+        }
         for tree in (numbers, place(built.layout, numbers))
     )
     canonical, found = batches(built)
@@ -125,18 +138,29 @@ def test_one_device_has_nothing_to_rearrange_and_padded_stages_have():
     assert "params.blocks.mlp.gate" in rearranged
 
 
-@pytest.mark.parametrize("layout", ["data 2, tensor 2, pipeline 2, ZeRO-1", "tensor 2, pipeline 2, V"])
+@pytest.mark.parametrize(
+    "layout", ["data 2, tensor 2, pipeline 2, ZeRO-1", "tensor 2, pipeline 2, V"]
+)
 def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
-    """XLA, given shardings alone, replicates here; ours must have no all-gather, and nothing larger than a device's share."""
+    """XLA, given shardings alone, replicates here; ours must have no all-gather, and nothing larger than a device's
+    share.
+    """
     built = program(layout)
     # 24 wide: every axis finds a place
     leaf = next(leaf for leaf in built.layout.flat if leaf.name == "blocks.attention.q")
     way = rearrangement.rearrangement(built.layout, leaf, built.mesh)
     assert all(move.after is not None for move in way.moves)
-    mapped = jax.shard_map(way.to_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec)
-    live = jax.ShapeDtypeStruct(leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf)))
+    mapped = jax.shard_map(
+        way.to_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec
+    )
+    live = jax.ShapeDtypeStruct(
+        leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf))
+    )
     text = jax.jit(mapped).lower(live).compile().as_text()
     assert "all-gather" not in text and "all-to-all" in text
     share = np.prod(live.sharding.shard_shape(live.shape))
-    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+    sizes = [
+        np.prod([int(n) for n in shape.split(",")])
+        for shape in re.findall(r"f32\[([\d,]+)\]", text)
+    ]
     assert max(sizes) <= share

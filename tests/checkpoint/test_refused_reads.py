@@ -17,14 +17,25 @@ from meshtrain.checkpoint.finding import by_eval_loss
 from meshtrain.config import ConfigError
 from meshtrain.errors import Unreadable
 
-ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM)
+ERRORS = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EINTR,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+    errno.ENOMEM,
+)
 FILES = (steps.COMMIT, steps.DIGESTS, steps.MANIFEST, "arrays/orbax.checkpoint")
 
 
 def chosen(directory, **checkpoint):
     """(the step that a run in `directory` would restore, what it said)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name)
+        patch.setattr(
+            "meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name
+        )
         _, step, said = restored(config(directory, checkpoint={"keep": 3, **checkpoint}), program())
     return step, said
 
@@ -145,18 +156,26 @@ def refusals(monkeypatch, times, error):
     monkeypatch.setattr("meshtrain.files.PAUSES", (0.0, 0.0))
 
 
-TENSORSTORE = ValueError("ABORTED: Failed to open: \"x\": Stale file handle [os_error_code='116'] [source='y']")
+TENSORSTORE = ValueError(
+    "ABORTED: Failed to open: \"x\": Stale file handle [os_error_code='116'] [source='y']"
+)
 
 
-@pytest.mark.parametrize("error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"])
+@pytest.mark.parametrize(
+    "error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"]
+)
 def test_arrays_are_read_again_after_an_error_that_passes(error, tmp_path, monkeypatch):
     targets = stored(tmp_path)
     refusals(monkeypatch, 2, error)
     assert arrays.read(tmp_path / "arrays", targets)["a"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"])
-def test_arrays_that_cannot_be_read_now_are_not_said_to_be_of_another_version(error, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"]
+)
+def test_arrays_that_cannot_be_read_now_are_not_said_to_be_of_another_version(
+    error, tmp_path, monkeypatch
+):
     targets = stored(tmp_path)
     refusals(monkeypatch, 9, error)
     with pytest.raises(Unreadable, match="cannot be read now"):
@@ -178,7 +197,11 @@ def test_verify_calls_no_step_damaged_that_it_cannot_read(run, capsys):
         lines = capsys.readouterr().out.splitlines()
         assert main(["verify", "--json", str(run)]) == 1
         entries = json.loads(capsys.readouterr().out)
-    assert "not verified" in lines[2] and "cannot be read now" in lines[2] and "DAMAGED" not in lines[2]
+    assert (
+        "not verified" in lines[2]
+        and "cannot be read now" in lines[2]
+        and "DAMAGED" not in lines[2]
+    )
     assert [entry["intact"] for entry in entries] == [True, True, None]
 
 

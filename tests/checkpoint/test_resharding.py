@@ -19,8 +19,12 @@ from meshtrain.config.reduce import SyncConfig
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program, State
 
-EVENLY = "what compression had left out of gradients is shared out evenly among the ranks of this mesh."
-DROPPED = "what compression had left out of gradients is dropped where nothing is fed back from here on."
+EVENLY = (
+    "what compression had left out of gradients is shared out evenly among the ranks of this mesh."
+)
+DROPPED = (
+    "what compression had left out of gradients is dropped where nothing is fed back from here on."
+)
 NOTHING = "error feedback starts with nothing left out."
 ANEW = "PowerSGD's Q starts anew: the checkpoint has none of the matrices that this run sends."
 # (data, tensor, pipeline, islands, keys of parallel)
@@ -53,11 +57,15 @@ def numbered(program, seed=0):
         real = np.zeros(x.shape[1:], bool)
         places = program.layout.places if weight.stacked else slice(weight.shape[0])
         real[(places, *map(slice, weight.shape[1:]))] = True
-        return jax.device_put(np.where(real, random.standard_normal(x.shape), 0).astype(np.float32), x.sharding)
+        return jax.device_put(
+            np.where(real, random.standard_normal(x.shape), 0).astype(np.float32), x.sharding
+        )
 
     kept = state.reduce
     if kept is not None:
-        kept = kept._replace(residual=program.layout.map(residual, kept.residual), q=jax.tree.map(fill, kept.q))
+        kept = kept._replace(
+            residual=program.layout.map(residual, kept.residual), q=jax.tree.map(fill, kept.q)
+        )
     return state._replace(reduce=kept)
 
 
@@ -97,7 +105,9 @@ def resumed(directory, layout, **reduce):
     program = build_for(chosen)
     state, step, said = checkpoint_runs.restored(chosen, program)
     assert step == 3
-    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shapes), strict=True):
+    for x, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(program.state_shapes), strict=True
+    ):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
     return program, state, said
 
@@ -106,37 +116,59 @@ CELLS = [(layout, kind) for layout in (FOUR, CUBE, CHUNKS, ISLANDS) for kind in 
 CELLS += [(ISLANDS, {**kind, "over": "islands"}) for kind in (POWER, TOPK)]
 
 
-@pytest.mark.parametrize("cell", thorough_but(CELLS, [CELLS[0]].__contains__, [(CHUNKS, TOPK), CELLS[-1]]), ids=str)
+@pytest.mark.parametrize(
+    "cell", thorough_but(CELLS, [CELLS[0]].__contains__, [(CHUNKS, TOPK), CELLS[-1]]), ids=str
+)
 def test_on_the_same_mesh_every_bit_comes_back(cell, written):
     layout, reduce = cell
     directory, _, before = written(layout, **reduce)
     _, state, said = resumed(directory, layout, **reduce)
     assert said == []
-    assert same(State(None, None, None, None, state.reduce), State(None, None, None, None, before.reduce))
+    assert same(
+        State(None, None, None, None, state.reduce), State(None, None, None, None, before.reduce)
+    )
     assert jax.tree.leaves(state.reduce.residual)
 
 
 MOVES = [
-    (FOUR, TWO, POWER), (CUBE, FOUR, POWER), (CUBE, CHUNKS, TOPK), (CHUNKS, TWO, TOPK), (ISLANDS, CUBE, TOPK), (FOUR, ISLANDS, TOPK),
-    (ISLANDS, WIDE, {**TOPK, "over": "islands"}), (WIDE, ISLANDS, {**POWER, "over": "islands"}),
-]  # fmt: skip
+    (FOUR, TWO, POWER),
+    (CUBE, FOUR, POWER),
+    (CUBE, CHUNKS, TOPK),
+    (CHUNKS, TWO, TOPK),
+    (ISLANDS, CUBE, TOPK),
+    (FOUR, ISLANDS, TOPK),
+    (ISLANDS, WIDE, {**TOPK, "over": "islands"}),
+    (WIDE, ISLANDS, {**POWER, "over": "islands"}),
+]
 
 
-@pytest.mark.parametrize("cell", thorough_but(MOVES, lambda _: False, [MOVES[1], MOVES[3], MOVES[6]]), ids=str)
+@pytest.mark.parametrize(
+    "cell", thorough_but(MOVES, lambda _: False, [MOVES[1], MOVES[3], MOVES[6]]), ids=str
+)
 def test_on_another_mesh_each_rank_owes_an_equal_share_of_the_sum(cell, written):
     first, second, reduce = cell
     directory, program, before = written(first, **reduce)
     other, state, said = resumed(directory, second, **reduce)
-    assert [s for s in said if s in (EVENLY, ANEW)] == [EVENLY, *[ANEW] * (reduce["compression"] == "powersgd")]
+    assert [s for s in said if s in (EVENLY, ANEW)] == [
+        EVENLY,
+        *[ANEW] * (reduce["compression"] == "powersgd"),
+    ]
     wanted, found = owed(program, before), owed(other, state)
     assert found.keys() == wanted.keys() and wanted
     for name, x in wanted.items():
-        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name)
-    for was, x in zip(*(map(np.asarray, jax.tree.leaves(s.reduce.residual)) for s in (before, state)), strict=True):
+        np.testing.assert_allclose(
+            found[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name
+        )
+    for was, x in zip(
+        *(map(np.asarray, jax.tree.leaves(s.reduce.residual)) for s in (before, state)), strict=True
+    ):
         # With as many ranks, and layers in the same places, each has what it had.
         assert np.array_equal(was, x) or all(np.array_equal(x[0], share) for share in x)
     drawn = jax.jit(other.local.zero.feedback.init_q)(other.feedback_key)
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state.reduce.q, drawn)), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, (state.reduce.q, drawn)), strict=True)
+    )
 
 
 CHANGES = [
@@ -150,7 +182,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(
-    "cell", thorough_but(CHANGES, [CHANGES[3]].__contains__, [CHANGES[0], CHANGES[2], CHANGES[5]]), ids=str
+    "cell",
+    thorough_but(CHANGES, [CHANGES[3]].__contains__, [CHANGES[0], CHANGES[2], CHANGES[5]]),
+    ids=str,
 )
 def test_other_compression_is_told_with_what_becomes_of_its_state(cell, written):
     before, after, sentences = cell
@@ -255,7 +289,10 @@ def met(tmp_path_factory):
     ("mesh", "parallel"),
     [
         ({"data": 4, "islands": 4}, {}),
-        ({"data": 4, "pipeline": 2, "islands": 2}, {"schedule": "interleaved", "virtual_stages": 2, "vocab": "edge"}),
+        (
+            {"data": 4, "pipeline": 2, "islands": 2},
+            {"schedule": "interleaved", "virtual_stages": 2, "vocab": "edge"},
+        ),
         pytest.param({"data": 6, "islands": 3}, {"microbatches": 1}, marks=pytest.mark.slow),
         ({"data": 4, "tensor": 2}, {}),
     ],
@@ -264,12 +301,17 @@ def test_other_islands_each_begin_with_the_mean_and_the_outer_momentum_is_kept(m
     """From 2 islands on one stage to 4 islands, 2 on stages out of order (bit for bit), 3, and none of their own."""
     batch = {"global_batch_size": 24}
     here, was = met
-    assert float(np.abs(numbers(was.islands.params)[0][0] - numbers(was.islands.params)[0][1]).max()) > 1e-4
+    assert (
+        float(np.abs(numbers(was.islands.params)[0][0] - numbers(was.islands.params)[0][1]).max())
+        > 1e-4
+    )
     islands = mesh.get("islands", 0)
     sync = SYNC if islands else {}
     allow = ["train.global_batch_size", "parallel.sync.every", "parallel.sync.start"]
     directory = here.config.run.directory
-    there = built_for(directory, mesh, sync, parallel={**parallel, "sync": sync}, optimizer=SGD, train=batch)
+    there = built_for(
+        directory, mesh, sync, parallel={**parallel, "sync": sync}, optimizer=SGD, train=batch
+    )
     state, step, said = restored(there, allow=allow)
     assert step == 6
     ours = [of_islands(here, tree, 2) for tree in (was.islands.params, moment(was))]
@@ -277,7 +319,9 @@ def test_other_islands_each_begin_with_the_mean_and_the_outer_momentum_is_kept(m
         found = [None, [x[None] for x in canonical(there, moment(state))]]
     else:
         found = [of_islands(there, tree, islands) for tree in (state.islands.params, moment(state))]
-        assert same_bits(canonical(here, was.islands.momentum), canonical(there, state.islands.momentum))
+        assert same_bits(
+            canonical(here, was.islands.momentum), canonical(there, state.islands.momentum)
+        )
     assert same_bits(canonical(here, was.params), canonical(there, state.params))
     for old, new in zip(ours, found, strict=True):
         for x, y in zip(old, new or [], strict=bool(new)):
@@ -286,17 +330,22 @@ def test_other_islands_each_begin_with_the_mean_and_the_outer_momentum_is_kept(m
     sentences = [s for s in said if "islands of their own" in s]
     assert len(sentences) == (islands != 2)
     if islands != 2:
-        assert "the checkpoint has 2 islands of their own" in sentences[0] and "mean of their" in sentences[0]
+        assert (
+            "the checkpoint has 2 islands of their own" in sentences[0]
+            and "mean of their" in sentences[0]
+        )
 
 
 @pytest.mark.thorough
 def test_a_broken_island_is_left_out_of_what_other_islands_begin_with(tmp_path):
     here = built_for(tmp_path, optimizer=SGD)
     state, random = here.init(), np.random.default_rng(0)
-    drawn = lambda x: jax.device_put(random.standard_normal(x.shape).astype(x.dtype), x.sharding)  # noqa: E731
+    drawn = lambda x: jax.device_put(random.standard_normal(x.shape).astype(x.dtype), x.sharding)
     own, optimizer = jax.tree.map(drawn, (state.islands.params, state.optimizer))
     # another one in its weights than in its moments, each in one leaf alone
-    state = state._replace(islands=state.islands._replace(params=spoiled(own, 0)), optimizer=spoiled(optimizer, 1))
+    state = state._replace(
+        islands=state.islands._replace(params=spoiled(own, 0)), optimizer=spoiled(optimizer, 1)
+    )
     with opened(here.config, here) as (checkpointer, _):
         checkpointer.save(6, state, loss=1.0)
     found, _, said = restored(built_for(tmp_path, {"data": 4, "islands": 4}, optimizer=SGD))
@@ -307,8 +356,12 @@ def test_a_broken_island_is_left_out_of_what_other_islands_begin_with(tmp_path):
     assert left_out == ["the moments of island 1", "the weights of island 0"]
 
 
-def test_islands_of_a_checkpoint_that_does_not_say_how_much_they_learned_from_have_the_same_voice(tmp_path):
-    (counted,) = (entry for entry in GlobalArrays(built_for(tmp_path)).entries if entry.name == COUNTED)
+def test_islands_of_a_checkpoint_that_does_not_say_how_much_they_learned_from_have_the_same_voice(
+    tmp_path,
+):
+    (counted,) = (
+        entry for entry in GlobalArrays(built_for(tmp_path)).entries if entry.name == COUNTED
+    )
     assert np.asarray(initial_groups([counted], {})[COUNTED]).tolist() == [[1.0], [1.0]]
 
 
@@ -321,7 +374,9 @@ def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 3 but was 0"):
         restored(ours)
     state, _, said = restored(ours, allow=["parallel.sync.every"])
-    assert any("the 2 islands begin with the weights and moments of the checkpoint" in s for s in said)
+    assert any(
+        "the 2 islands begin with the weights and moments of the checkpoint" in s for s in said
+    )
     for tree, own in ((was.params, state.islands.params), (was.optimizer, state.optimizer)):
         for x, y in zip(numbers(tree), numbers(own), strict=True):
             assert np.array_equal(x, y[0]) and np.array_equal(x, y[1])

@@ -52,7 +52,9 @@ def test_what_must_not_change_is_refused_with_both_values(section, key, old, new
 def test_all_that_must_not_change_is_in_one_sentence():
     with pytest.raises(ConfigError) as refused:
         reported(config(run={"seed": 1}, model={"layers": 6}))
-    assert "run.seed is 1 but was 0" in str(refused.value) and "model.layers is 6 but was 5" in str(refused.value)
+    assert "run.seed is 1 but was 0" in str(refused.value) and "model.layers is 6 but was 5" in str(
+        refused.value
+    )
 
 
 def test_what_may_change_is_reported():
@@ -75,13 +77,17 @@ def test_a_key_of_an_inner_section_goes_by_its_line_too():
         reported(config(mesh=mesh, parallel={"sync": {"every": 5}}), mesh=mesh)
     before = dataclasses.asdict(config())
     del before["parallel"]["reduce"], before["parallel"]["sync"]
-    assert compare(before, config(), "x", weights_only=False) == [], "a checkpoint older than the section"
+    assert compare(before, config(), "x", weights_only=False) == [], (
+        "a checkpoint older than the section"
+    )
 
 
 def test_a_key_that_the_old_config_did_not_know_is_not_compared():
     before = dataclasses.asdict(config())
     del before["run"]["seed"], before["eval"]
-    assert compare(before, config(run={"seed": 1}, eval={"batches": 3}), "x", weights_only=False) == []
+    assert (
+        compare(before, config(run={"seed": 1}, eval={"batches": 3}), "x", weights_only=False) == []
+    )
 
 
 @pytest.mark.parametrize("layout", ["one device", "data 8, ZeRO-3", "data 2, tensor 2, ZeRO-2"])
@@ -102,7 +108,9 @@ def test_a_checkpoint_that_holds_null_for_what_follows_fits_the_same_config(layo
 def test_what_follows_from_a_key_that_changed_is_no_change_of_its_own():
     """The rows of a batch were not given, before or now."""
     allow = {"allow": ["train.global_batch_size"]}
-    said = reported(config(layout="data 2, tensor 2, ZeRO-2", train={"global_batch_size": 16}, checkpoint=allow))
+    said = reported(
+        config(layout="data 2, tensor 2, ZeRO-2", train={"global_batch_size": 16}, checkpoint=allow)
+    )
     assert "train.global_batch_size was 8 and is 16 from here on." in said
     assert not any("rows_multiple" in sentence for sentence in said)
 
@@ -129,9 +137,15 @@ def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
 @pytest.mark.parametrize(
     "keys, sentence",
     [
-        ({"weights_only": True}, "the weights of another run, but checkpoint.resume is auto; give that run's path"),
+        (
+            {"weights_only": True},
+            "the weights of another run, but checkpoint.resume is auto; give that run's path",
+        ),
         ({"allow": ["data.sorce"]}, "checkpoint.allow has 'data.sorce'; did you mean data.source"),
-        ({"allow": ["model.layers"]}, "with checkpoint.weights_only model.layers and model.vocab_size can"),
+        (
+            {"allow": ["model.layers"]},
+            "with checkpoint.weights_only model.layers and model.vocab_size can",
+        ),
         (
             {"allow": ["model.d_model"], "weights_only": True, "resume": "a"},
             "only model.layers and model.vocab_size can",
@@ -160,17 +174,22 @@ TEXT = {"data": {"source": "/text"}}
     "data, digest, was, says",
     [
         (
-            {"source": "/text"}, "aa", "bb",
-            r"^checkpoint x does not fit the data: data.source /text holds other tokens than it did \(aa, was bb\); set it back, "
+            {"source": "/text"},
+            "aa",
+            "bb",
+            r"^checkpoint x does not fit the data: data.source /text holds other tokens than it did \(aa, was bb\); "
+            r"set it back, "
             r"give another run.directory, or go on all the same with checkpoint.allow: \[data.source\]\.$",
         ),
         (
-            {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]}, "11+22+33", "11+20+33",
+            {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]},
+            "11+22+33",
+            "11+20+33",
             r"data\.source mixture: /b holds other tokens than it did \(22, was 20\); set it",
         ),
         ({"source": "stdlib"}, "aa", "bb", r"it is that of Python 3\.\S+, was that of 2\.7\.18; "),
     ],
-)  # fmt: skip
+)
 def test_data_that_changed_are_refused_with_the_ways_out(data, digest, was, says):
     with pytest.raises(ConfigError, match=says):
         of_data(config(data=data), {"digest": digest}, {"digest": was}, python="2.7.18", data=data)
@@ -188,7 +207,8 @@ def test_data_that_changed_and_are_allowed_to_or_are_held_out_are_reported():
 
 
 @pytest.mark.parametrize(
-    "digest, was", [({"digest": "aa"}, {}), ({}, {"digest": "aa"}), ({"digest": "a"}, {"digest": "a"})]
+    "digest, was",
+    [({"digest": "aa"}, {}), ({}, {"digest": "aa"}), ({"digest": "a"}, {"digest": "a"})],
 )
 def test_data_that_are_the_same_or_that_one_side_does_not_know_are_passed_over(digest, was):
     assert of_data(config(**TEXT), digest, was, **TEXT) == []
@@ -204,7 +224,9 @@ def test_adapters_that_a_checkpoint_has_not_are_refused_with_a_way_that_is_legal
     """Allowed by name they would be refused later, for arrays that are not there."""
     name, old = f"lora.{next(iter(lora))}", {"rank": 2} if "targets" in lora else {}
     new = config(lora=old | lora, checkpoint={"allow": [name]})
-    with pytest.raises(ConfigError, match=rf"checkpoint\.allow has {name}, .* give another run\.directory"):
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint\.allow has {name}, .* give another run\.directory"
+    ):
         check_keys(new)
     ways_out = rf"does not fit this config: {name} is .*; set it back, or give another"
     with pytest.raises(ConfigError, match=ways_out) as refused:
@@ -217,7 +239,8 @@ def test_other_versions_than_a_checkpoint_was_written_with_are_told():
     assert compare_versions(here, here) == compare_versions({}, here) == []
     then = here | {"jax": "99.0.0", "orbax-checkpoint": "99"}
     assert compare_versions(then, here) == [
-        f"the checkpoint was written with jax 99.0.0 (here {here['jax']}), orbax-checkpoint 99 (here {here['orbax-checkpoint']})."
+        f"the checkpoint was written with jax 99.0.0 (here {here['jax']}), orbax-checkpoint 99 (here "
+        f"{here['orbax-checkpoint']})."
     ]
 
 
@@ -232,7 +255,12 @@ def one(tmp_path_factory):
 
 def start(settings):
     state, step, said = restored(settings)
-    return state, step, said, {n: np.asarray(x) for n, x in GlobalArrays(build_for(settings)).arrays(state).items()}
+    return (
+        state,
+        step,
+        said,
+        {n: np.asarray(x) for n, x in GlobalArrays(build_for(settings)).arrays(state).items()},
+    )
 
 
 def source():
@@ -243,7 +271,9 @@ def source():
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["one device", INTERLEAVED])
 def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, layout):
-    settings = config(tmp_path, layout, checkpoint={"resume": str(one), "weights_only": True}, run={"seed": 5})
+    settings = config(
+        tmp_path, layout, checkpoint={"resume": str(one), "weights_only": True}, run={"seed": 5}
+    )
     _, step, said, found = start(settings)
     assert step == 0 and found["step"] == 0
     assert said == [f"started from the weights of step 1 in {one}/checkpoints/1."]
@@ -271,7 +301,9 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
         with pytest.raises(ConfigError, match=fits):
             start(config(tmp_path, model=size, checkpoint=keys))
     for size in ({"layers": 7}, {"vocab_size": 300}):
-        with pytest.raises(ConfigError, match=r"in another run\.directory, checkpoint\.resume: PATH with"):
+        with pytest.raises(
+            ConfigError, match=r"in another run\.directory, checkpoint\.resume: PATH with"
+        ):
             start(config(tmp_path, model=size, checkpoint={"resume": str(one)}))
 
 
@@ -292,7 +324,9 @@ def test_asked_for_what_fits_is_taken_and_the_rest_is_as_initialised(one, tmp_pa
     assert step == 0 and any("params.embedding.tokens is" in sentence for sentence in said)
     for name, old in source().items():
         if name.startswith("params."):
-            common = tuple(slice(min(n, m)) for n, m in zip(old.shape, found[name].shape, strict=True))
+            common = tuple(
+                slice(min(n, m)) for n, m in zip(old.shape, found[name].shape, strict=True)
+            )
             expected = initial[name].copy()
             expected[common] = old[common]
             assert np.array_equal(found[name], expected), name
@@ -314,19 +348,30 @@ def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change
     digests.write(directory)
     steps.commit(directory)
     keys = {"resume": str(directory), "weights_only": True, "allow": ["model.vocab_size"]}
-    with pytest.raises(ConfigError, match=r"params.head.weight is float32\[24, 257\], but it is float32\[24\] in it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"params.head.weight is float32\[24, 257\], but it is float32\[24\] in it",
+    ):
         start(config(tmp_path / "new", checkpoint=keys))
 
 
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"dtype": "bfloat16"}, r"params.head.weight is float32\[24, 257\], but it is bfloat16\[24, 257\] in it"),
-        ({"shape": [24, 256]}, r"params.head.weight is float32\[24, 257\], but it is float32\[24, 256\] in it"),
+        (
+            {"dtype": "bfloat16"},
+            r"params.head.weight is float32\[24, 257\], but it is bfloat16\[24, 257\] in it",
+        ),
+        (
+            {"shape": [24, 256]},
+            r"params.head.weight is float32\[24, 257\], but it is float32\[24, 256\] in it",
+        ),
         (None, r"params.head.weight is float32\[24, 257\], but there is none in it"),
     ],
 )
-def test_a_leaf_that_does_not_fit_is_named_before_orbax_would_cast_it(one, tmp_path, change, sentence):
+def test_a_leaf_that_does_not_fit_is_named_before_orbax_would_cast_it(
+    one, tmp_path, change, sentence
+):
     directory = saved(tmp_path, steps=1) / "checkpoints" / "1"
     manifest = json.loads((directory / steps.MANIFEST).read_text())
     if change is None:
@@ -344,7 +389,9 @@ def test_the_state_before_and_the_one_restored_are_never_both_there(one, tmp_pat
     """A run that restores never initialises."""
     settings = config(one)
     built = build_for(settings)
-    monkeypatch.setattr(built, "init", lambda: pytest.fail("initialised although there is a checkpoint"))
+    monkeypatch.setattr(
+        built, "init", lambda: pytest.fail("initialised although there is a checkpoint")
+    )
     assert restored(settings, built)[1] == 1
 
 

@@ -20,7 +20,9 @@ from meshtrain.checkpoint.manifest import StepManifest
 def open_run(tmp_path):
     """A function (keys of checkpoint) -> a checkpointer of the run, closed at the end, and what it says."""
     with ExitStack() as stack:
-        yield lambda **keys: stack.enter_context(opened(config(tmp_path, checkpoint={"keep": 5, **keys}), program()))
+        yield lambda **keys: stack.enter_context(
+            opened(config(tmp_path, checkpoint={"keep": 5, **keys}), program())
+        )
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_
 def test_a_second_save_waits_for_the_first(tmp_path, gate, open_run):
     checkpointer, _ = open_run()
     checkpointer.save(1, numbered(program()), 1.0)
-    assert committed(tmp_path) == [] and checkpointer.metrics() == {}, "it returns while the step is being written"
+    assert committed(tmp_path) == [] and checkpointer.metrics() == {}, (
+        "it returns while the step is being written"
+    )
     second = threading.Thread(target=checkpointer.save, args=(2, numbered(program()), 1.0))
     second.start()
     second.join(0.3)
@@ -83,7 +87,11 @@ def test_the_metrics_count_each_save_once(tmp_path, gate, open_run):
     assert checkpointer.metrics() == {}
     assert 0 < found["checkpoint_blocked_seconds"] <= blocked
     assert found["checkpoint_seconds"] >= found["checkpoint_blocked_seconds"] + 0.2
-    assert found["checkpoint_bytes"] == digests.total_bytes(tmp_path / "checkpoints" / "1") > program().state_bytes
+    assert (
+        found["checkpoint_bytes"]
+        == digests.total_bytes(tmp_path / "checkpoints" / "1")
+        > program().state_bytes
+    )
 
 
 @pytest.mark.parametrize(("every", "due"), [(3, [3, 6, 9]), (0, [])])
@@ -121,7 +129,9 @@ def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path
     assert said == [f"checkpoint {tmp_path}/checkpoints/1 is left alone: {wrong}."]
 
 
-def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(tmp_path, monkeypatch, open_run):
+def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(
+    tmp_path, monkeypatch, open_run
+):
     def refused(directory):
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -146,7 +156,9 @@ def full_at_step_2(monkeypatch):
     monkeypatch.setattr(digests, "write", failing)
 
 
-SENTENCE = "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
+SENTENCE = (
+    "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
+)
 
 
 def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2, open_run):
@@ -159,7 +171,9 @@ def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2
 @pytest.mark.parametrize(("free", "inodes"), [(0, 9), (9, 0)])
 def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypatch, free, inodes):
     def lost(directory, known):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "array_metadatas/process_0")
+        raise FileNotFoundError(
+            errno.ENOENT, "No such file or directory", "array_metadatas/process_0"
+        )
 
     monkeypatch.setattr(digests, "write", lost)
     room = SimpleNamespace(f_bavail=free, f_frsize=1 << 16, f_files=9, f_favail=inodes)
@@ -167,10 +181,14 @@ def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypat
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
-    assert said == ["the checkpoint of step 2 could not be written: no space left on device; there is none before it."]
+    assert said == [
+        "the checkpoint of step 2 could not be written: no space left on device; there is none before it."
+    ]
 
 
-def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(tmp_path, full_at_step_2, open_run):
+def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(
+    tmp_path, full_at_step_2, open_run
+):
     checkpointer, _ = open_run(on_failed_save="stop")
     for step in (1, 2):
         checkpointer.save(step, numbered(program()), 1.0)
@@ -182,7 +200,10 @@ def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(tmp_path, fu
 
 
 class Unfinished:
-    """What Orbax writes on one process while another one has failed: it goes on to wait. After `turns` looks the directory is gone."""
+    """What Orbax writes on one process while another one has failed: it goes on to wait.
+
+    After `turns` looks the directory is gone.
+    """
 
     def __init__(self, directory, turns=2, writes_on=False):
         self.directory, self.turns, self.writes_on = directory, turns, writes_on
@@ -199,14 +220,20 @@ class Unfinished:
 
 
 @pytest.mark.parametrize("writes_on", [False, True])
-def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(open_run, monkeypatch, writes_on):
+def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(
+    open_run, monkeypatch, writes_on
+):
     monkeypatch.setattr(saving, "POLL_EVERY", 0.05)
-    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on))
+    monkeypatch.setattr(
+        arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on)
+    )
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     why = "another process could not write its part"
-    assert said == [f"the checkpoint of step 2 could not be written: {why}; there is none before it."]
+    assert said == [
+        f"the checkpoint of step 2 could not be written: {why}; there is none before it."
+    ]
 
 
 def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run):
@@ -219,7 +246,9 @@ def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run)
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     assert "a barrier timed out" in said[0]
-    assert not list((tmp_path / "checkpoints").iterdir())  # the others see that there is nothing to wait for
+    assert not list(
+        (tmp_path / "checkpoints").iterdir()
+    )  # the others see that there is nothing to wait for
 
 
 # --- what stands where a step belongs
@@ -240,7 +269,9 @@ def a_link_to_nothing(path):
 
 @pytest.mark.parametrize("stands", [a_full_directory, a_file, a_link_to_nothing])
 @pytest.mark.parametrize("name", ["2", "2.writing"])
-def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(name, stands, tmp_path, open_run):
+def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(
+    name, stands, tmp_path, open_run
+):
     path, (checkpointer, said) = tmp_path / "checkpoints" / name, open_run()
     stands(path)
     before = path.lstat().st_ino
@@ -258,7 +289,9 @@ def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatc
     path = tmp_path / "checkpoints" / "2.writing"
     checkpointer, _ = open_run()
     a_full_directory(path)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"
+    ):
         save(checkpointer, 2)
     assert (path / "file").read_text() == "mine"
 
@@ -302,7 +335,9 @@ def failing_commit(monkeypatch, step):
     monkeypatch.setattr(steps, "commit", refused)
 
 
-def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(tmp_path, open_run, monkeypatch):
+def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(
+    tmp_path, open_run, monkeypatch
+):
     checkpointer, said = open_run()
     checkpointer.restore_or_init()
     failing_commit(monkeypatch, 1)

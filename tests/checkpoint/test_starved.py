@@ -6,7 +6,16 @@ from functools import partial
 
 import pytest
 from mounts import BIND, READ_ONLY, REMOUNT, may_mount, mount, own_mounts
-from training_processes import EVERY, STEPS, Trainer, assert_undisturbed, committed, newest_is_intact, rows, settings
+from training_processes import (
+    EVERY,
+    STEPS,
+    Trainer,
+    assert_undisturbed,
+    committed,
+    newest_is_intact,
+    rows,
+    settings,
+)
 
 from meshtrain.checkpoint import steps
 
@@ -52,10 +61,19 @@ def read_only(directory):
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(policy, tmp_path, undisturbed, mounts):
-    config, run = settings(tmp_path, STEPS, EVERY, checkpoint={"on_failed_save": policy}), tmp_path / "run"
+def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(
+    policy, tmp_path, undisturbed, mounts
+):
+    config, run = (
+        settings(tmp_path, STEPS, EVERY, checkpoint={"on_failed_save": policy}),
+        tmp_path / "run",
+    )
     run.mkdir()
-    trainer = Trainer(config, before=partial(small_disk, run), after=partial(shutil.copytree, run, tmp_path / "left"))
+    trainer = Trainer(
+        config,
+        before=partial(small_disk, run),
+        after=partial(shutil.copytree, run, tmp_path / "left"),
+    )
     assert trainer.end() == 1, trainer.log.read_text()  # without a checkpoint of its last step
     left, said = tmp_path / "left", trainer.log.read_text()
     third = 3 * EVERY
@@ -77,10 +95,14 @@ def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(tmp_path
 
 
 @pytest.mark.thorough
-def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and_config(tmp_path, mounts):
+def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and_config(
+    tmp_path, mounts
+):
     config, run = settings(tmp_path, 2 * EVERY, EVERY), tmp_path / "run"
     assert Trainer(config).end() == 0
-    steps.remove(run / "checkpoints" / str(2 * EVERY))  # as if it had been killed before: rows are to be dropped
+    steps.remove(
+        run / "checkpoints" / str(2 * EVERY)
+    )  # as if it had been killed before: rows are to be dropped
     before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "config.yaml")}
     run.rename(tmp_path / "made")
     run.mkdir()
@@ -95,7 +117,9 @@ def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and
     assert {name: (tmp_path / "left" / name).read_bytes() for name in before} == before
 
 
-def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_end_well(tmp_path, undisturbed, mounts):
+def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_end_well(
+    tmp_path, undisturbed, mounts
+):
     config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     trainer = Trainer(config, before=partial(read_only, checkpoints))

@@ -38,10 +38,16 @@ def mark(step, head):
 
 
 @pytest.mark.parametrize(
-    "first", [b"format x", b"format 0", b"format -1", b"format 1e9", "format １".encode(), b"\xff\xfe 2"]
+    "first",
+    [b"format x", b"format 0", b"format -1", b"format 1e9", "format １".encode(), b"\xff\xfe 2"],
 )
 def test_a_marker_with_another_number_is_damaged_even_if_its_digest_is_right(first, step):
-    head = b"meshtrain checkpoint, " + first + b"\n" + (step / steps.COMMIT).read_bytes().splitlines(keepends=True)[1]
+    head = (
+        b"meshtrain checkpoint, "
+        + first
+        + b"\n"
+        + (step / steps.COMMIT).read_bytes().splitlines(keepends=True)[1]
+    )
     mark(step, head)
     assert steps.commit_problem(step) == "COMMIT is damaged"
 
@@ -62,7 +68,19 @@ def test_a_newer_format_is_no_damage(step, monkeypatch):
 
 
 def test_steps_are_ordered_as_numbers_and_nothing_else_counts(tmp_path):
-    for name in ("9", "100", "020", "30.writing", "40.damaged", "50.removing", "latest", "+5", "１０", "-1", "³"):
+    for name in (
+        "9",
+        "100",
+        "020",
+        "30.writing",
+        "40.damaged",
+        "50.removing",
+        "latest",
+        "+5",
+        "１０",
+        "-1",
+        "³",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "60").write_text("a file, to be reported")
     assert [p.name for p in steps.numbered(tmp_path)] == ["9", "020", "60", "100"]
@@ -76,7 +94,12 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     (tmp_path / "70.removing").symlink_to(tmp_path / "9")
     said = [sentence.split(",")[0] for sentence in steps.remove_leftovers(tmp_path)]
     assert said == [f"removed {tmp_path}/30.writing", f"removed {tmp_path}/50.removing"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["40.damaged", "60.writing", "70.removing", "9"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "40.damaged",
+        "60.writing",
+        "70.removing",
+        "9",
+    ]
     assert (tmp_path / "9" / "arrays").is_dir()
 
 
@@ -86,11 +109,16 @@ def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(tmp
 
     (tmp_path / "30.writing").mkdir()
     monkeypatch.setattr(steps.shutil, "rmtree", refused)
-    assert steps.remove_leftovers(tmp_path)[0].endswith("left unfinished, cannot be removed: permission denied.")
+    assert steps.remove_leftovers(tmp_path)[0].endswith(
+        "left unfinished, cannot be removed: permission denied."
+    )
 
 
 def test_a_step_is_removed_even_if_its_last_removal_was_cut_short_or_the_name_is_taken(tmp_path):
-    for leave in (lambda path: (path / "arrays").mkdir(parents=True), lambda path: path.write_text("mine")):
+    for leave in (
+        lambda path: (path / "arrays").mkdir(parents=True),
+        lambda path: path.write_text("mine"),
+    ):
         (tmp_path / "9").mkdir()
         leave(tmp_path / "9.removing")
         steps.remove(tmp_path / "9")

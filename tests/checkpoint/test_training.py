@@ -35,12 +35,15 @@ def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, cap
     printed = capsys.readouterr().out.splitlines()
     said = next(line for line in printed if line.startswith("last save: "))
     looks = [
-        f"  meshtrain {words}" for words in (f"report {run}", f"checkpoint ls {run}", f"generate {run} --prompt TEXT")
+        f"  meshtrain {words}"
+        for words in (f"report {run}", f"checkpoint ls {run}", f"generate {run} --prompt TEXT")
     ]
     assert printed[-4:] == [f"the run is in {run}", *looks]
     saved = [digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)]
     assert [row["step"] for row in rows(run)] == [4, 8, 9]
-    unlogged = [k for k in range(1, 4) if logged == sum(saved[:-k])]  # a save may end after the next row is written
+    unlogged = [
+        k for k in range(1, 4) if logged == sum(saved[:-k])
+    ]  # a save may end after the next row is written
     assert len(unlogged) == 1
     assert said.startswith(f"last save: {sum(saved[-unlogged[0] :]) / 1e6:.1f} MB in ")
     logged = [row for row in rows(run) if "checkpoint_bytes" in row]
@@ -51,7 +54,14 @@ def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, cap
 def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
     keys = {"keep": 2, "keep_best": 1, "keep_every": 4}
     evaluates = {"every": 2, "batches": 1}
-    run = train(tmp_path, 14, 2, checkpoint={"every": 2, **keys}, eval=evaluates, optimizer={"learning_rate": 0.1})
+    run = train(
+        tmp_path,
+        14,
+        2,
+        checkpoint={"every": 2, **keys},
+        eval=evaluates,
+        optimizer={"learning_rate": 0.1},
+    )
     losses = {row["step"]: row["eval_loss"] for row in rows(run) if "eval_loss" in row}
     assert list(losses) == [2, 4, 6, 8, 10, 12, 14]
     best = min(losses, key=losses.__getitem__)
@@ -59,7 +69,9 @@ def test_the_last_the_best_and_every_nth_checkpoint_stay(tmp_path):
 
 
 @pytest.mark.thorough
-def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_loss_scale_that_moves(tmp_path):
+def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_loss_scale_that_moves(
+    tmp_path,
+):
     """The random numbers, the data and the loss scale with its count of good steps go on where they were."""
     sections = {
         "model": {"dropout": 0.2},
@@ -79,7 +91,11 @@ def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_lo
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
     """Its losses are those of the run that stayed, to rounding, on text whose batches are in a shuffled order."""
-    text = {"data": {"source": "stdlib"}, "model": {"vocab_size": 260}, "train": {"global_batch_size": 8}}
+    text = {
+        "data": {"source": "stdlib"},
+        "model": {"vocab_size": 260},
+        "train": {"global_batch_size": 8},
+    }
     for name in ("stays", "moves"):
         (tmp_path / name).mkdir()
     stays = rows(train(tmp_path / "stays", 8, 4, **text))
@@ -105,7 +121,9 @@ def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path, capsys, monkeypatch):
+def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text"
     text.mkdir()
@@ -121,7 +139,10 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
     assert main(["--config", str(again)]) == 2
     prepared, said = capsys.readouterr().err.splitlines()
     assert prepared.startswith("meshtrain: preparing 2 files ")
-    assert f"checkpoints/2 does not fit the data: data.source {text} holds other tokens than it did" in said
+    assert (
+        f"checkpoints/2 does not fit the data: data.source {text} holds other tokens than it did"
+        in said
+    )
     assert said.endswith("or go on all the same with checkpoint.allow: [data.source].")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
     train(tmp_path, 4, 2, **sections, checkpoint={"allow": ["data.source"], "every": 2})
@@ -133,7 +154,9 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(tmp_path
 
 
 @pytest.mark.thorough
-def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(tmp_path, capsys, monkeypatch):
+def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at_its_end(
+    tmp_path, capsys, monkeypatch
+):
     def remove_at_3(self, row, due):
         if row["step"] == 3:
             # The save of step 2 has nothing left to do in the directory.
@@ -151,7 +174,10 @@ def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at
     run = train(tmp_path, 6, 2)
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
     assert load(run / "config.yaml").train.steps == 6
-    assert steps.committed_in(run / "checkpoints") == [4, 6] and digests.problems(run / "checkpoints" / "6") == []
+    assert (
+        steps.committed_in(run / "checkpoints") == [4, 6]
+        and digests.problems(run / "checkpoints" / "6") == []
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "went away while the run goes on, and are made again; checkpoints that went" in said
@@ -159,12 +185,21 @@ def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at
 
 @pytest.mark.thorough
 def test_a_run_of_islands_tells_when_they_met_and_goes_on_in_between_with_the_same_bits(tmp_path):
-    sections = {"mesh": {"data": 2, "islands": 2}, "parallel": {"sync": {"every": 3, "start": 1}}, "log": {"every": 1}}
+    sections = {
+        "mesh": {"data": 2, "islands": 2},
+        "parallel": {"sync": {"every": 3, "start": 1}},
+        "log": {"every": 1},
+    }
     config = settings(tmp_path, 8, 6, **sections)
     assert main(["--config", str(config)]) == 0
-    run, names = tmp_path / "run", ("step", "loss", "grad_norm", "sync_islands", "sync_drift", "sync_bytes")
+    run, names = (
+        tmp_path / "run",
+        ("step", "loss", "grad_norm", "sync_islands", "sync_drift", "sync_bytes"),
+    )
     before = [[row.get(name) for name in names] for row in rows(run)]
     assert [row["step"] for row in rows(run) if "sync_islands" in row] == [4, 7]
-    steps.remove(run / "checkpoints" / "8")  # as if it had been killed after step 6, between two meetings
+    steps.remove(
+        run / "checkpoints" / "8"
+    )  # as if it had been killed after step 6, between two meetings
     assert main(["--config", str(config)]) == 0
     assert [[row.get(name) for name in names] for row in rows(run)] == before

@@ -23,7 +23,10 @@ def flat(n, topology="fat_tree"):
 
 
 def two_levels(inside, nodes):
-    return Group(inside * nodes, (Hop("node", inside, ALPHA, 10 * RATE, 1), Hop("rail", nodes, ALPHA, RATE, inside)))
+    return Group(
+        inside * nodes,
+        (Hop("node", inside, ALPHA, 10 * RATE, 1), Hop("rail", nodes, ALPHA, RATE, inside)),
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
@@ -35,12 +38,16 @@ def test_formulas_are_those_of_the_papers(n):
     assert ALGORITHMS["butterfly"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(
         2 * k * ALPHA + 2 * (n - 1) / n * nbytes / RATE
     )
-    assert ALGORITHMS["tree"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(2 * k * ALPHA + 2 * nbytes / RATE)
+    assert ALGORITHMS["tree"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(
+        2 * k * ALPHA + 2 * nbytes / RATE
+    )
 
 
 @pytest.mark.parametrize("n", [3, 6, 12, 100])
 def test_a_butterfly_of_other_than_a_power_of_two_folds_what_is_beyond(n):
-    """Thakur et al. 2005, section 4.5: a message of all before and one after, and between them the power of two below."""
+    """Thakur et al. 2005, section 4.5: a message of all before and one after, and between them the power of two
+    below.
+    """
     nbytes, k = 1e8, n.bit_length() - 1
     share = (2**k - 1) / 2**k
     assert ALGORITHMS["butterfly"](ALL_REDUCE, flat(n), nbytes) == pytest.approx(
@@ -57,12 +64,16 @@ def test_on_a_torus_an_edge_of_each_level_of_a_tree_shares_a_wire():
 def test_halves_make_a_whole():
     for name in ("ring", "butterfly"):
         for n in (8, 12):
-            half = ALGORITHMS[name](ALL_GATHER, flat(n), 1e6) + ALGORITHMS[name](REDUCE_SCATTER, flat(n), 1e6)
+            half = ALGORITHMS[name](ALL_GATHER, flat(n), 1e6) + ALGORITHMS[name](
+                REDUCE_SCATTER, flat(n), 1e6
+            )
             assert half == pytest.approx(ALGORITHMS[name](ALL_REDUCE, flat(n), 1e6))
 
 
 def test_few_bytes_take_few_steps_and_many_bytes_take_little_traffic():
-    assert best(ALL_REDUCE, flat(48), 1e3).algorithm == "tree"  # 48 is no power of two, where butterfly pays extra
+    assert (
+        best(ALL_REDUCE, flat(48), 1e3).algorithm == "tree"
+    )  # 48 is no power of two, where butterfly pays extra
     assert best(ALL_REDUCE, flat(48), 1e10).algorithm == "ring"
     assert best(ALL_REDUCE, flat(64), 1e3).algorithm == "butterfly"
 
@@ -82,18 +93,25 @@ def test_hierarchical_sends_only_a_share_between_nodes():
 def test_the_best_is_the_cheapest_of_all():
     for nbytes in (1, 1e4, 1e8):
         for group in (flat(5), two_levels(8, 3)):
-            assert best(ALL_REDUCE, group, nbytes).seconds == min(all_of(ALL_REDUCE, group, nbytes).values())
+            assert best(ALL_REDUCE, group, nbytes).seconds == min(
+                all_of(ALL_REDUCE, group, nbytes).values()
+            )
 
 
 def test_an_all_to_all_passes_each_part_over_the_levels_between_the_two_and_shares_no_way_out():
     nbytes = 1e9
-    assert best(ALL_TO_ALL, flat(8), nbytes).seconds == pytest.approx(7 * ALPHA + 7 / 8 * nbytes / RATE)
+    assert best(ALL_TO_ALL, flat(8), nbytes).seconds == pytest.approx(
+        7 * ALPHA + 7 / 8 * nbytes / RATE
+    )
     # Of 16 devices in two nodes 7 are near, and 8 beyond a link that is ten times as slow.
     near, far = 7 * ALPHA + 7 / 16 * nbytes / (10 * RATE), 8 * ALPHA + 8 / 16 * nbytes / RATE
     assert best(ALL_TO_ALL, two_levels(8, 2), nbytes).seconds == pytest.approx(near + far)
     # A ring leaves each node once for all its members.
     assert ALGORITHMS["ring"](REDUCE_SCATTER, two_levels(8, 2), nbytes) < far
-    assert best(ALL_TO_ALL, flat(64, "torus"), nbytes).seconds > 7 * best(ALL_TO_ALL, flat(64), nbytes).seconds
+    assert (
+        best(ALL_TO_ALL, flat(64, "torus"), nbytes).seconds
+        > 7 * best(ALL_TO_ALL, flat(64), nbytes).seconds
+    )
 
 
 def test_one_device_sends_nothing():

@@ -28,7 +28,10 @@ def matrix(sizes, links, seed, noise=0.2, shuffled=True, uneven=False):
         factors = np.abs(factors) * random.choice([0.2, 1.0], (1, n, 1))
     seconds *= 1 + factors
     seconds[:, np.eye(n, dtype=bool)] = np.nan
-    blocks = [{frozenset(np.flatnonzero(place // size == b).tolist()) for b in range(n // size)} for size in sizes]
+    blocks = [
+        {frozenset(np.flatnonzero(place // size == b).tolist()) for b in range(n // size)}
+        for size in sizes
+    ]
     return seconds, blocks
 
 

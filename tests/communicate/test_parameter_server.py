@@ -1,4 +1,6 @@
-"""The parameter server of experiments/communicate: in step it is an all-reduce, out of step its gradients are as old as is said."""
+"""The parameter server of experiments/communicate: in step it is an all-reduce, out of step its gradients are as old as
+is said.
+"""
 
 import math
 
@@ -35,14 +37,23 @@ def three():
 
 
 def test_in_step_a_server_computes_what_an_all_reduce_does(three):
-    summed, served = servers.all_reduce(three, 20, 0.1), servers.synchronous(three, 20, 0.1, (1.0, 1.0, 1.0))
-    assert np.allclose(summed.losses, served.losses, rtol=0, atol=1e-6) and summed.losses[-1] < 0.1 * summed.losses[0]
+    summed, served = (
+        servers.all_reduce(three, 20, 0.1),
+        servers.synchronous(three, 20, 0.1, (1.0, 1.0, 1.0)),
+    )
+    assert (
+        np.allclose(summed.losses, served.losses, rtol=0, atol=1e-6)
+        and summed.losses[-1] < 0.1 * summed.losses[0]
+    )
     assert math.isclose(summed.held_out[-1][2], served.held_out[-1][2], abs_tol=1e-6)
 
 
 def test_out_of_step_with_one_worker_is_in_step():
     one = task(1)
-    apart, together = servers.asynchronous(one, 9, 0.1, (2.0,)), servers.synchronous(one, 9, 0.1, (2.0,))
+    apart, together = (
+        servers.asynchronous(one, 9, 0.1, (2.0,)),
+        servers.synchronous(one, 9, 0.1, (2.0,)),
+    )
     assert apart.losses == together.losses and apart.staleness == [0] * 9
     assert apart.held_out == together.held_out
 
@@ -76,9 +87,13 @@ FAST = Network(0.0, 1e9)
 @pytest.mark.parametrize("workers", [3, 8, 17])
 def test_servers_win_over_a_ring_once_they_are_somewhat_more_than_half_as_many(workers):
     ring = server_time.all_reduce(workers, 1e9, FAST)
-    first = next(s for s in range(1, workers + 1) if server_time.server(workers, 1e9, s, FAST) < ring)
+    first = next(
+        s for s in range(1, workers + 1) if server_time.server(workers, 1e9, s, FAST) < ring
+    )
     assert first == workers**2 // (2 * (workers - 1)) + 1
-    assert server_time.server(workers, 1e9, workers, FAST) == 1.0 and math.isclose(ring, 2 * (workers - 1) / workers)
+    assert server_time.server(workers, 1e9, workers, FAST) == 1.0 and math.isclose(
+        ring, 2 * (workers - 1) / workers
+    )
 
 
 def test_one_server_takes_as_many_times_longer_as_there_are_workers():

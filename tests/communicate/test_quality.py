@@ -12,7 +12,11 @@ def write(work, name, losses, **more):
     for seed, loss in enumerate(losses):
         directory = quality.directory(work, name, seed)
         directory.mkdir(parents=True)
-        rows = [{"step": 100, "eval_loss": 9.0}, {"step": 101, "loss": 3.0}, {"step": STEPS, "eval_loss": loss, **more}]
+        rows = [
+            {"step": 100, "eval_loss": 9.0},
+            {"step": 101, "loss": 3.0},
+            {"step": STEPS, "eval_loss": loss, **more},
+        ]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -28,7 +32,8 @@ def test_losses_are_compared_with_those_of_the_same_seed(work):
     lines, missed = quality.table(work)
     row = next(line for line in lines if line.startswith("int8"))
     assert (
-        row.split()[1:] == ["2.5003", "+0.0003", "±", "0.0012", "0.01", "123", "+0.0010", "-0.0020", "+0.0020"]
+        row.split()[1:]
+        == ["2.5003", "+0.0003", "±", "0.0012", "0.01", "123", "+0.0010", "-0.0020", "+0.0020"]
         and not missed
     )
 

@@ -1,4 +1,7 @@
-"""Legal combinations pass, whatever else they cost; what costs something is noted. (What is refused: tests/test_config.py.)"""
+"""Legal combinations pass, whatever else they cost; what costs something is noted.
+
+(What is refused: tests/test_config.py.)
+"""
 
 import re
 
@@ -20,18 +23,28 @@ def configuration(**sections: dict) -> Config:
 
 def test_rows_that_fill_up_a_batch_are_noted_with_their_price():
     assert notes(load({})) == []
-    sections = {"mesh": {"data": 4}, "parallel": {"microbatches": 2}, "train": {"global_batch_size": 10}}
-    with pytest.raises(ConfigError, match=r"mesh.data 4 does not divide .* 10, which train.uneven_batch: pad does"):
+    sections = {
+        "mesh": {"data": 4},
+        "parallel": {"microbatches": 2},
+        "train": {"global_batch_size": 10},
+    }
+    with pytest.raises(
+        ConfigError, match=r"mesh.data 4 does not divide .* 10, which train.uneven_batch: pad does"
+    ):
         configuration(**sections)
     sections["train"]["uneven_batch"] = "pad"
     (note,) = notes(configuration(**sections))
-    assert note.endswith("mesh.data 4 x parallel.microbatches 2: padded to 16 rows, 60.0% more work.")
+    assert note.endswith(
+        "mesh.data 4 x parallel.microbatches 2: padded to 16 rows, 60.0% more work."
+    )
 
 
 def test_the_tokens_of_a_step_are_counted_with_the_rows_that_fill_it_up():
     huge = {"global_batch_size": 2**20 - 1, "sequence_length": 2048, "uneven_batch": "pad"}
     assert notes(configuration(train=huge)) == []
-    with pytest.raises(ConfigError, match=r"1048575 \(padded to 1,048,576\) x .* is 2,147,483,648 tokens a step"):
+    with pytest.raises(
+        ConfigError, match=r"1048575 \(padded to 1,048,576\) x .* is 2,147,483,648 tokens a step"
+    ):
         configuration(train=huge, mesh={"data": 2})
 
 
@@ -40,7 +53,10 @@ def test_every_schedule_runs_on_one_stage_whatever_its_chunks(schedule):
     """There is no table then: chunks that the layers could not fill, and a split of the layers, have no use."""
     assert notes(configuration(model={"layers": 1}, parallel={"schedule": schedule})) == []
     unused = {"schedule": schedule, "virtual_stages": 3, "layer_split": [3, 4]}
-    found = [note.split(" has no use with mesh.pipeline 1")[0] for note in notes(configuration(model={"layers": 1}, parallel=unused))]  # fmt: skip
+    found = [
+        note.split(" has no use with mesh.pipeline 1")[0]
+        for note in notes(configuration(model={"layers": 1}, parallel=unused))
+    ]
     assert found == ["parallel.virtual_stages", "parallel.layer_split"]
 
 
@@ -51,9 +67,13 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
         "precision": {"float8_recipe": "blockwise", "gradient_sums": "bfloat16"},
         "telemetry": {"experts_every": 3},
     }
-    keys = [f"{section}.{key}" for section, values in unused.items() for key in values if key != "moe"]
+    keys = [
+        f"{section}.{key}" for section, values in unused.items() for key in values if key != "moe"
+    ]
     found = notes(configuration(**unused))
-    assert sorted(note.split(" has no use here")[0] for note in found) == sorted(["model.moe.top_k", *keys])
+    assert sorted(note.split(" has no use here")[0] for note in found) == sorted(
+        ["model.moe.top_k", *keys]
+    )
     unused["model"]["moe"]["experts"] = 8
     unused["precision"]["matmul"] = "float8"
     unused["parallel"]["microbatches"] = 2
@@ -64,7 +84,11 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
 @pytest.mark.parametrize(
     "model, others, says",
     [
-        ({"moe": {"experts": 8, "balance": "batch"}}, {}, "a loss over a batch changes with its microbatches and the mesh"),
+        (
+            {"moe": {"experts": 8, "balance": "batch"}},
+            {},
+            "a loss over a batch changes with its microbatches and the mesh",
+        ),
         ({"moe": {"experts": 8, "balance": "bais"}}, {}, "did you mean bias?"),
         ({"moe": {"experts": 12}}, {"mesh": {"data": 4, "expert": 3}}, "legal are 1, 2, 4."),
         ({"moe": {"experts": 6}}, {"mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
@@ -73,11 +97,23 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
         ({"family": "gpt2", "moe": {"experts": 8}}, {}, "not gated, or has biases"),
         ({"moe": {"experts": 8, "top_k": 9}}, {}, "legal are at most so many"),
         ({"d_ff": 99, "moe": {"experts": 8}}, {}, "leave model.d_ff out"),
-        ({"moe": {"experts": 8, "groups": [3, 1], "router": "sigmoid"}}, {}, "groups that divide the 8 experts"),
-        ({"moe": {"experts": 8}}, {"mesh": {"data": 4, "expert": 2}, "parallel": {"reduce": {"compression": "int8"}}}, "a residual of each"),
-        ({"moe": {"experts": 8}}, {"lora": {"rank": 2, "targets": ["up"]}}, "projections of llama are q, k, v, out."),
+        (
+            {"moe": {"experts": 8, "groups": [3, 1], "router": "sigmoid"}},
+            {},
+            "groups that divide the 8 experts",
+        ),
+        (
+            {"moe": {"experts": 8}},
+            {"mesh": {"data": 4, "expert": 2}, "parallel": {"reduce": {"compression": "int8"}}},
+            "a residual of each",
+        ),
+        (
+            {"moe": {"experts": 8}},
+            {"lora": {"rank": 2, "targets": ["up"]}},
+            "projections of llama are q, k, v, out.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_experts_cannot_be_is_refused_in_a_sentence(model, others, says):
     with pytest.raises(ConfigError) as refused:
         load({"model": {"layers": 2, "d_model": 24, "heads": 4, **model}, **others})
@@ -87,12 +123,16 @@ def test_what_experts_cannot_be_is_refused_in_a_sentence(model, others, says):
 IN_SEQUENCE = {"parallel": {"sequence_parallel": True}, "train": {"sequence_length": 40}}
 
 
-@pytest.mark.parametrize(("axis", "size", "sections"), [("tensor", 4, {}), ("data", 5, {}), ("tensor", 3, IN_SEQUENCE)])
+@pytest.mark.parametrize(
+    ("axis", "size", "sections"), [("tensor", 4, {}), ("data", 5, {}), ("tensor", 3, IN_SEQUENCE)]
+)
 def test_every_size_offered_as_legal_is_legal(axis, size, sections):
     """The numbers in the sentences can be taken at their word."""
     with pytest.raises(ConfigError) as refused:
         configuration(mesh={axis: size}, **sections)
-    offered = re.split("legal (?:for mesh.tensor )?are ", str(refused.value))[1].rstrip(".").split(", ")
+    offered = (
+        re.split("legal (?:for mesh.tensor )?are ", str(refused.value))[1].rstrip(".").split(", ")
+    )
     assert len(offered) > 1
     for number in offered:
         configuration(mesh={axis: int(number)}, **sections)
@@ -101,8 +141,16 @@ def test_every_size_offered_as_legal_is_legal(axis, size, sections):
 @pytest.mark.parametrize(
     ("mesh", "parallel", "says"),
     [
-        ({"data": 4, "islands": 4}, {"zero_stage": 3}, "parallel.zero_stage 3 shards nothing: each of the 4 islands"),
-        ({"data": 4, "islands": 2}, {"zero_stage": 0}, "mesh.islands 2 has no use with parallel.zero_stage 0"),
+        (
+            {"data": 4, "islands": 4},
+            {"zero_stage": 3},
+            "parallel.zero_stage 3 shards nothing: each of the 4 islands",
+        ),
+        (
+            {"data": 4, "islands": 2},
+            {"zero_stage": 0},
+            "mesh.islands 2 has no use with parallel.zero_stage 0",
+        ),
     ],
 )
 def test_islands_that_leave_zero_nothing_to_do_are_noted(mesh, parallel, says):
@@ -120,11 +168,22 @@ def test_a_warm_up_that_outlasts_the_run_is_noted():
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        ({"schedule": "1f1b"}, ["microbatches 2", "mesh.pipeline 4", "idles 60% of the step", "16 would bring that to 16%."]),
+        (
+            {"schedule": "1f1b"},
+            [
+                "microbatches 2",
+                "mesh.pipeline 4",
+                "idles 60% of the step",
+                "16 would bring that to 16%.",
+            ],
+        ),
         # of 9 turns of a chunk, 5 without work: the ring is partly empty in the second round too
-        ({"schedule": "interleaved", "virtual_stages": 2}, ["idles 56% of the step", "16 would bring that to 9%."]),
+        (
+            {"schedule": "interleaved", "virtual_stages": 2},
+            ["idles 56% of the step", "16 would bring that to 9%."],
+        ),
     ],
-)  # fmt: skip
+)
 def test_fewer_microbatches_than_stages_are_noted_with_their_cost(parallel, says):
     parallel = {"microbatches": 2, **parallel}
     (note,) = notes(configuration(mesh={"pipeline": 4}, parallel=parallel, model={"layers": 8}))
@@ -143,7 +202,9 @@ def test_a_table_of_ones_own_is_noted_with_its_own_cost_and_not_left_unused_on_o
 
     (note,) = of("gpipe", 4, 4)
     assert "every stage idles 60% of the step; more would shorten that." in note
-    with pytest.raises(ConfigError, match=r"mine\.csv is for stages=2, and stages=1 is asked for\.$"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.csv is for stages=2, and stages=1 is asked for\.$"
+    ):
         of("1f1b", 2, 1)
     assert of("1f1b", 2, 2) == []
     (note,) = of("1f1b", 1, 1)
@@ -163,7 +224,9 @@ LOOKED = "there is no such file, neither beside the config that names it nor in 
         ("{here}/pars.csv", "there is no such file; did you mean {here}/pairs.csv?"),
     ],
 )
-def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(named, says, tmp_path, monkeypatch):
+def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(
+    named, says, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     for name in ("pairs.csv", "pars.txt", "sub/pears.csv"):
@@ -180,8 +243,18 @@ def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(named, says, 
         (2, {}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
         (8, {"microbatches": 1}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
         # what is given wins
-        (8, {"virtual_stages": 2}, ("interleaved", 2), ["schedule: auto -> interleaved, 2 virtual stages"]),
-        (6, {"layer_split": [1, 2, 2, 1]}, ("interleaved", 2), ["schedule: auto -> interleaved, 2 virtual stages"]),
+        (
+            8,
+            {"virtual_stages": 2},
+            ("interleaved", 2),
+            ["schedule: auto -> interleaved, 2 virtual stages"],
+        ),
+        (
+            6,
+            {"layer_split": [1, 2, 2, 1]},
+            ("interleaved", 2),
+            ["schedule: auto -> interleaved, 2 virtual stages"],
+        ),
         (5, {"layer_split": [1, 4]}, ("1f1b", 1), ["schedule: auto -> 1f1b"]),
         # a schedule that is named is unchanged
         (8, {"schedule": "1f1b"}, ("1f1b", 1), []),
@@ -191,7 +264,11 @@ def test_a_table_that_is_not_there_is_told_where_it_was_looked_for(named, says, 
     ],
 )
 def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
-    sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4} | parallel, "model": {"layers": layers}}
+    sections = {
+        "mesh": {"pipeline": 2},
+        "parallel": {"microbatches": 4} | parallel,
+        "model": {"layers": layers},
+    }
     config = configuration(**sections)
     assert (config.parallel.schedule, config.parallel.virtual_stages) == runs
     assert chosen(config) == says
@@ -207,20 +284,38 @@ def test_an_open_strategy_of_context_is_chosen_once_and_said():
     heads, window = sized({"window": 64}), sized({"window": 64}, tensor=4)
     assert [c.parallel.context_strategy for c in (heads, window)] == ["ulysses", "all_gather"]
     (why,) = chosen(heads)
-    assert re.fullmatch(r"context: auto -> ulysses: a layer takes .* by the plan for .*, .* with all_gather; ring cannot be here", why)  # fmt: skip
+    assert re.fullmatch(
+        r"context: auto -> ulysses: a layer takes .* by the plan for .*, .* with all_gather; ring cannot be here",
+        why,
+    )
     (why,) = chosen(window)
     assert why.endswith("; ring and ulysses cannot be here")
-    named = replaced(window, parallel={"context_strategy": "all_gather"}), replaced(window, mesh={"tensor": 1})
+    named = (
+        replaced(window, parallel={"context_strategy": "all_gather"}),
+        replaced(window, mesh={"tensor": 1}),
+    )
     assert [c.parallel.context_strategy for c in named] == ["all_gather", "ulysses"]
-    assert chosen(replaced(heads, parallel={"context_strategy": "all_gather"})) == chosen(configuration()) == []
+    assert (
+        chosen(replaced(heads, parallel={"context_strategy": "all_gather"}))
+        == chosen(configuration())
+        == []
+    )
     assert load(yaml.safe_load(to_yaml(heads))) == heads
 
 
 def test_an_open_schedule_follows_the_mesh_and_a_named_one_does_not():
     config = configuration(parallel={"microbatches": 4}, model={"layers": 8})
-    assert (config.parallel.schedule, config.parallel.virtual_stages, chosen(config)) == ("auto", 1, [])
+    assert (config.parallel.schedule, config.parallel.virtual_stages, chosen(config)) == (
+        "auto",
+        1,
+        [],
+    )
     found = [replaced(config, mesh={"pipeline": p}).parallel for p in (4, 2, 8)]
-    assert [(p.schedule, p.virtual_stages) for p in found] == [("interleaved", 2), ("interleaved", 4), ("1f1b", 1)]
+    assert [(p.schedule, p.virtual_stages) for p in found] == [
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("1f1b", 1),
+    ]
     chunked = replaced(config, mesh={"pipeline": 2})
     assert replaced(chunked, mesh={"pipeline": 4}).parallel.virtual_stages == 2
     named = configuration(parallel={"microbatches": 4, "schedule": "1f1b"}, model={"layers": 8})
@@ -231,18 +326,27 @@ def test_an_open_schedule_has_pairs_where_the_plan_finds_them_faster_and_they_fi
     """On H100s; not on CPU devices, which hide no messages, whether the config or the machine says that they are."""
 
     def of(run=(), model=(), **keys):
-        model = {"layers": 8, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 4096} | dict(
-            model
-        )
+        model = {
+            "layers": 8,
+            "d_model": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "d_ff": 14336,
+            "vocab_size": 4096,
+        } | dict(model)
         mesh = {
             "tensor": keys.pop("tensor", 4),
             "pipeline": keys.pop("pipeline", 2),
             "cluster": keys.pop("cluster", None),
         }
         return configuration(
-            run=dict(run), mesh=mesh, model=model, parallel={"microbatches": 8, "sequence_parallel": mesh["tensor"] > 1} | keys,
-            precision={"compute": "bfloat16"}, train={"global_batch_size": 8, "sequence_length": 4096}
-        )  # fmt: skip
+            run=dict(run),
+            mesh=mesh,
+            model=model,
+            parallel={"microbatches": 8, "sequence_parallel": mesh["tensor"] > 1} | keys,
+            precision={"compute": "bfloat16"},
+            train={"global_batch_size": 8, "sequence_length": 4096},
+        )
 
     def schedule(config):
         return config.parallel.schedule, config.parallel.virtual_stages
@@ -250,34 +354,47 @@ def test_an_open_schedule_has_pairs_where_the_plan_finds_them_faster_and_they_fi
     pairs = of(pipeline=2, virtual_stages=2)
     assert schedule(pairs) == ("paired", 2)
     (why,) = chosen(pairs)
-    assert re.fullmatch(r"schedule: auto -> paired, 2 virtual stages: a step takes .* by the plan for .*, .* with interleaved, .* with zb_paired, which holds .*", why)  # fmt: skip
+    assert re.fullmatch(
+        r"schedule: auto -> paired, 2 virtual stages: a step takes .* by the plan for .*, .* with interleaved, .* "
+        r"with zb_paired, which holds .*",
+        why,
+    )
     same = load(yaml.safe_load(to_yaml(pairs)))
     assert same == pairs and schedule(replaced(same, mesh={"tensor": 1})) == ("interleaved", 2)
-    by_plan = {name: plan(of(schedule=name, virtual_stages=2), "h100") for name in ("interleaved", "paired")}
+    by_plan = {
+        name: plan(of(schedule=name, virtual_stages=2), "h100")
+        for name in ("interleaved", "paired")
+    }
     assert plan(pairs).seconds == by_plan["paired"].seconds < 0.97 * by_plan["interleaved"].seconds
     one_stage = of(pipeline=1)
     assert schedule(one_stage) == ("paired", 1) and "without pairs" in chosen(one_stage)[0]
-    # no messages, no backward beside a forward, nothing gained by the plan, no room for what pairs hold more, another one is named
+    # no messages, no backward beside a forward, nothing gained by the plan, no room for what pairs hold more, another
+    # one is named
     for alone in (of(tensor=1), of(pipeline=1, microbatches=1)):
-        assert not SCHEDULES.get(alone.parallel.schedule, SCHEDULES["gpipe"]).paired and "plan" not in "".join(
-            chosen(alone)
-        )
+        assert not SCHEDULES.get(
+            alone.parallel.schedule, SCHEDULES["gpipe"]
+        ).paired and "plan" not in "".join(chosen(alone))
     few, full = of(microbatches=2), of(pipeline=1, model={"layers": 60})
     assert schedule(few) == ("interleaved", 4) and " with paired" in chosen(few)[0]
     assert schedule(full) == ("auto", 1) and " with paired, which holds " in chosen(full)[0]
     named = of(schedule="interleaved", virtual_stages=4)
     assert (
-        schedule(named) == ("interleaved", 4) == schedule(replaced(named, train={"steps": 3})) and chosen(named) == []
+        schedule(named) == ("interleaved", 4) == schedule(replaced(named, train={"steps": 3}))
+        and chosen(named) == []
     )
     # on CPU, for fake devices without asking the planner
     assert chosen(of({"fake_devices": 8})) == ["schedule: auto -> interleaved, 4 virtual stages"]
     for on_fakes in (of({"fake_devices": 8}), of(cluster="cpu")):
-        assert schedule(on_fakes) == ("interleaved", 4) and schedule(as_run_on("cpu", on_fakes)) == ("interleaved", 4)
+        assert schedule(on_fakes) == ("interleaved", 4) and schedule(
+            as_run_on("cpu", on_fakes)
+        ) == ("interleaved", 4)
     open_one = as_run_on("cpu", of())
     assert schedule(of())[0] == "paired" and schedule(open_one) == ("interleaved", 4) == schedule(
         plan(of(), "cpu").config
     )
-    assert chosen(open_one)[0].endswith("CPU devices hide no messages, for which it would be paired on accelerators")
+    assert chosen(open_one)[0].endswith(
+        "CPU devices hide no messages, for which it would be paired on accelerators"
+    )
     assert schedule(replaced(open_one, mesh={"pipeline": 4})) == schedule(of(pipeline=4))
     assert as_run_on("cpu", of(schedule="paired")).parallel.schedule == "paired"
 
@@ -304,7 +421,9 @@ def test_a_table_of_ones_own_that_lockstep_holds_up_is_noted_with_both_costs(tmp
     sections = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 4, "schedule": "~/mine.csv"}}
     (note,) = notes(configuration(**sections))
     table = make_table("~/mine.csv", 2, 4)
-    here, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
+    here, alone = (
+        simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous")
+    )
     assert f"~/mine.csv takes {here / alone:.2f} times as long here" in note and here > 1.25 * alone
     assert f"({here:.4g} against {alone:.4g} forwards of a stage)" in note
     (tmp_path / "mine.csv").write_text(make_table("zb_h1", 2, 4).to_csv())
@@ -316,5 +435,8 @@ def test_no_schedule_of_our_own_is_held_up_so_much():
     for name in SCHEDULES:
         for stages, microbatches in ((4, 2), (8, 8), (16, 16), (16, 24)):
             table = make_table(name, stages, microbatches, legal_chunks(name) or 4)
-            here, alone = (simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous"))
+            here, alone = (
+                simulate(table, execution=execution).makespan
+                for execution in ("lockstep", "asynchronous")
+            )
             assert here < WORTH_SAYING * alone, (name, stages, microbatches)

@@ -1,4 +1,6 @@
-"""What a config imports is there in every command, is kept with the run, and is refused in a sentence where it cannot be had."""
+"""What a config imports is there in every command, is kept with the run, and is refused in a sentence where it cannot
+be had.
+"""
 
 import importlib
 import json
@@ -19,7 +21,9 @@ from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.survive.view import digests
 from meshtrain.train import main as train
 
-loading = importlib.import_module("meshtrain.config.load")  # the module, of which the package has the function
+loading = importlib.import_module(
+    "meshtrain.config.load"
+)  # the module, of which the package has the function
 
 FILE = '''
 """A family, a block and a loss of our own."""
@@ -50,7 +54,12 @@ CONFIG = {
     "run": {"imports": ["mine.py"]},
     "model": {"family": "toy", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 264}
     | {"block": "mine:parallel_block"},
-    "train": {"steps": 2, "global_batch_size": 8, "sequence_length": 16, "loss": "mine:capped_loss"},
+    "train": {
+        "steps": 2,
+        "global_batch_size": 8,
+        "sequence_length": 16,
+        "loss": "mine:capped_loss",
+    },
     "data": {"source": "synthetic"},
     "optimizer": {"schedule": "square", "warmup_steps": 0},
 }
@@ -78,9 +87,13 @@ def test_a_file_beside_the_config_is_imported_before_the_rest_is_read(written):
     assert again.train.loss is None and hooks(again)["block"] is hooks(config)["block"]
 
 
-def test_an_override_may_name_it_too_from_the_working_directory_and_a_module_by_its_name(written, monkeypatch):
+def test_an_override_may_name_it_too_from_the_working_directory_and_a_module_by_its_name(
+    written, monkeypatch
+):
     monkeypatch.chdir(written.parent)
-    assert mt.load(None, ["run.imports=[mine.py, json]", "model.family=toy"]).run.imports[1] == "json"
+    assert (
+        mt.load(None, ["run.imports=[mine.py, json]", "model.family=toy"]).run.imports[1] == "json"
+    )
 
 
 def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
@@ -100,12 +113,24 @@ def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
     [
         ("run.imports", "mine.py", r"must be a list, such as \[mine.py\]"),
         ("run.imports", "[nope.py]", r"there is no Python file .*nope.py"),
-        ("run.imports", "[no.such]", r"run.imports: no.such: ModuleNotFoundError: No module named 'no'"),
-        ("train.loss", "mine:caped_loss", r"train.loss: mine has no function caped_loss; did you mean capped_loss\?"),
-        ("train.loss", "other:loss", r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports and plug-ins bring \(mine\)"),
+        (
+            "run.imports",
+            "[no.such]",
+            r"run.imports: no.such: ModuleNotFoundError: No module named 'no'",
+        ),
+        (
+            "train.loss",
+            "mine:caped_loss",
+            r"train.loss: mine has no function caped_loss; did you mean capped_loss\?",
+        ),
+        (
+            "train.loss",
+            "other:loss",
+            r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports and plug-ins bring \(mine\)",
+        ),
         ("model.block", "mine", r"model.block is 'mine'; write MODULE:FUNCTION"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_a_sentence(written, key, value, sentence):
     with pytest.raises(mt.ConfigError, match=sentence):
         mt.load(written, [f"{key}={value}"])
@@ -116,9 +141,12 @@ def test_what_is_not_there_is_a_sentence(written, key, value, sentence):
     [
         ("x = 1\n1 / 0\n", r"mine.py, line 2: ZeroDivisionError: division by zero"),
         ("x = 1\n\ndef (\n", r"mine.py, line 3: SyntaxError: invalid syntax"),
-        ("from meshtrain.families import FAMILIES as F\nF.register(F['gpt2'])\n\nraise KeyError('a')", r"mine.py, line 4: KeyError"),
+        (
+            "from meshtrain.families import FAMILIES as F\nF.register(F['gpt2'])\n\nraise KeyError('a')",
+            r"mine.py, line 4: KeyError",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_file_raises_is_told_with_its_line(written, text, sentence):
     (written.parent / "mine.py").write_text(text)
     with pytest.raises(mt.ConfigError, match=sentence):
@@ -143,7 +171,9 @@ def test_nodes_whose_files_differ_do_not_agree(written):
 def test_pods_get_the_file_beside_the_config(written, capsys):
     words = f"jobset --nodes 1 --image image --volume v --mount /runs --config {written} --set run.directory=/runs/x"
     assert launch(words.split()) == 0
-    shipped = next(d for d in yaml.safe_load_all(capsys.readouterr().out) if d["kind"] == "ConfigMap")["data"]
+    shipped = next(
+        d for d in yaml.safe_load_all(capsys.readouterr().out) if d["kind"] == "ConfigMap"
+    )["data"]
     assert shipped["mine.py"] == FILE
     pod = written.parent.parent / "pod"
     pod.mkdir()
@@ -180,7 +210,11 @@ def plugged(written, monkeypatch):
         cache.cache_clear()
 
 
-IN_PLUGIN = ["run.imports=[]", "model.block=team_plugin:parallel_block", "train.loss=team_plugin:capped_loss"]
+IN_PLUGIN = [
+    "run.imports=[]",
+    "model.block=team_plugin:parallel_block",
+    "train.loss=team_plugin:capped_loss",
+]
 
 
 @pytest.mark.parametrize("value", ["team_plugin", "team_plugin:register"])
@@ -197,11 +231,17 @@ def test_a_plug_in_of_a_distribution_is_there_without_being_named(value, plugged
     ("value", "text", "why"),
     [
         ("team_plugin", "1 / 0", "ZeroDivisionError: division by zero"),
-        ("team_plugin:register", "", "AttributeError: module 'team_plugin' has no attribute 'register'"),
+        (
+            "team_plugin:register",
+            "",
+            "AttributeError: module 'team_plugin' has no attribute 'register'",
+        ),
         ("no_such", "", "ModuleNotFoundError: No module named 'no_such'"),
     ],
 )
-def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(value, text, why, plugged):
+def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(
+    value, text, why, plugged
+):
     plugged(value, text)
     with pytest.raises(mt.ConfigError) as refused:
         mt.load(None)
@@ -210,15 +250,22 @@ def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(value,
 
 
 @pytest.mark.thorough
-def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_reported_and_survives(written):
+def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_reported_and_survives(
+    written,
+):
     path = f"{Path(__file__).parents[2]}"
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     at = written.parent.parent
 
     def run(command, *words):
         done = subprocess.run(
-            [sys.executable, "-m", f"meshtrain.{command}", *words], cwd=at, env=environment, capture_output=True, text=True, timeout=240
-        )  # fmt: skip
+            [sys.executable, "-m", f"meshtrain.{command}", *words],
+            cwd=at,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
@@ -226,7 +273,9 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     given = ["--config", "configs/x.yaml", *(word for axis in axes for word in ("--set", axis))]
     run("train", *given, "--set", "run.directory=r")
     (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
-    assert "mine.py has changed since" in run("train", *given, "--set", "run.directory=r", "--set", "train.steps=3")
+    assert "mine.py has changed since" in run(
+        "train", *given, "--set", "run.directory=r", "--set", "train.steps=3"
+    )
     (written.parent / "mine.py").unlink()
     installed(at / "site", "team_plugin")
     (at / "site" / "team_plugin.py").write_text(FILE)
@@ -245,7 +294,11 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     assert losses["s"] == losses["r"] == losses["p"]
 
 
-PARTS = {"train.loss": "capped_loss", "model.block": "parallel_block", "model.attention": "plain_attention"}
+PARTS = {
+    "train.loss": "capped_loss",
+    "model.block": "parallel_block",
+    "model.attention": "plain_attention",
+}
 ATTENTION = """
 
 def plain_attention(q, k, v, segments, collectives, dropout):
@@ -269,19 +322,36 @@ def other_block(block, x, sequence, collectives, dropout):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("key", PARTS)
-def test_a_run_goes_on_with_another_function_and_with_the_built_in_part_where_that_is_allowed(key, written, capsys):
+def test_a_run_goes_on_with_another_function_and_with_the_built_in_part_where_that_is_allowed(
+    key, written, capsys
+):
     kind, run = key.partition(".")[2], written.parent / "r"
     (written.parent / "mine.py").write_text(FILE + ATTENTION)
     base = ["--config", str(written), "--set", f"run.directory={run}"]
-    base += [word for k in PARTS for word in ("--set", f"{k}=null")] + ["--set", f"{key}=mine:{PARTS[key]}"]
+    base += [word for k in PARTS for word in ("--set", f"{k}=null")] + [
+        "--set",
+        f"{key}=mine:{PARTS[key]}",
+    ]
 
     def go_on(steps, *settings):
-        code = train([*base, "--set", f"train.steps={steps}", *(word for each in settings for word in ("--set", each))])
+        code = train(
+            [
+                *base,
+                "--set",
+                f"train.steps={steps}",
+                *(word for each in settings for word in ("--set", each)),
+            ]
+        )
         return code, capsys.readouterr().err
 
     assert go_on(1)[0] == 0
     code, said = go_on(2, f"{key}=null")
-    assert code == 2 and f"{kind}=" in said and f"checkpoint.allow: [{key}]" in said and "Traceback" not in said
+    assert (
+        code == 2
+        and f"{kind}=" in said
+        and f"checkpoint.allow: [{key}]" in said
+        and "Traceback" not in said
+    )
     code, said = go_on(2, f"{key}=mine:other_{kind}")
     assert code == 0 and f"the {kind} was " in said and f"other_{kind} from here on" in said
     code, said = go_on(3, f"{key}=null", f"checkpoint.allow=[{key}]")
@@ -291,7 +361,9 @@ def test_a_run_goes_on_with_another_function_and_with_the_built_in_part_where_th
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("key", "other", "rule"), [("model.family", "llama", 2), ("optimizer.schedule", "cosine", 0)])
+@pytest.mark.parametrize(
+    ("key", "other", "rule"), [("model.family", "llama", 2), ("optimizer.schedule", "cosine", 0)]
+)
 def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(key, other, rule, written, capsys):
     run = written.parent / "r"
     base = [
@@ -306,7 +378,10 @@ def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(key, other, rule, wri
     ]
     assert train(base) == 0
     plain = json.loads(json.dumps(CONFIG))
-    plain["run"], plain["train"] = {"directory": str(run)}, {**plain["train"], "steps": 3, "loss": None}
+    plain["run"], plain["train"] = (
+        {"directory": str(run)},
+        {**plain["train"], "steps": 3, "loss": None},
+    )
     plain["model"]["block"] = None
     section, _, name = key.partition(".")
     plain["model"]["family"], plain["optimizer"]["schedule"] = "llama", "cosine"

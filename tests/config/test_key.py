@@ -1,4 +1,6 @@
-"""A key is one line: from it alone follow what is read and refused, what null stands for, and what a resume does with a change."""
+"""A key is one line: from it alone follow what is read and refused, what null stands for, and what a resume does with a
+change.
+"""
 
 import dataclasses
 import sys
@@ -24,8 +26,12 @@ class ToyConfig:
     tokens: int = key(1, "what it stands for", least=1, resume=Resume.TOKENS)
     shape: str = key("round", "what it is", one_of=SHAPES, resume=Resume.SHAPE)
     size: int = key(1, "how large it is", least=1, most=9, resume=Resume.SIZE)
-    weight: int = key(None, "what it weighs; null: ten times its size", least=1, follows=lambda c: 10 * c.toy.size)
-    corners: int = key(0, "of a square", resume=Resume.REFUSED, counts=lambda c: c.toy.shape == "square")
+    weight: int = key(
+        None, "what it weighs; null: ten times its size", least=1, follows=lambda c: 10 * c.toy.size
+    )
+    corners: int = key(
+        0, "of a square", resume=Resume.REFUSED, counts=lambda c: c.toy.shape == "square"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,9 @@ def toy(monkeypatch):
 
 def changed(allow: str = "", weights_only: bool = False, **values) -> list[str]:
     """What a resume of the defaults says when the toy has other values."""
-    settings = [f"toy.{name}={value}" for name, value in values.items()] + [f"checkpoint.allow=[{allow}]"]
+    settings = [f"toy.{name}={value}" for name, value in values.items()] + [
+        f"checkpoint.allow=[{allow}]"
+    ]
     return compare(dataclasses.asdict(load(None)), load(None, settings), "x", weights_only)
 
 
@@ -57,9 +65,15 @@ def test_a_new_key_is_read_and_printed(tmp_path):
     [
         ("toy.free=0", "toy.free is 0; it must be at least 1 and at most 2147483647."),
         ("toy.size=10", "toy.size is 10; it must be at least 1 and at most 9."),
-        ("toy.shape=rond", "toy.shape is 'rond'; it must be one of round, square; did you mean round?"),
+        (
+            "toy.shape=rond",
+            "toy.shape is 'rond'; it must be one of round, square; did you mean round?",
+        ),
         ("toy.shape=", "toy.shape has no value; it must be one of round, square."),
-        ("toy.size=null", "toy.size has no value; it must be a whole number, at least 1 and at most 9."),
+        (
+            "toy.size=null",
+            "toy.size has no value; it must be a whole number, at least 1 and at most 9.",
+        ),
         ("toy.wait=3", "there is no key toy.wait; did you mean weight?"),
         ("checkpoint.allow=[toy.refusd]", "did you mean toy.refused?"),
     ],
@@ -88,8 +102,16 @@ def test_what_null_stands_for_follows_the_others_until_it_is_given():
 def test_a_resume_goes_by_the_rule_of_the_line():
     assert changed(free=2) == [] and changed() == []
     assert changed(reported=2) == ["toy.reported was 1 and is 2 from here on."]
-    for name, value in (("refused", 2), ("content", 2), ("tokens", 2), ("shape", "square"), ("size", 2)):
-        with pytest.raises(ConfigError, match=rf"^x does not fit this config: toy\.{name} is {value} but was "):
+    for name, value in (
+        ("refused", 2),
+        ("content", 2),
+        ("tokens", 2),
+        ("shape", "square"),
+        ("size", 2),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^x does not fit this config: toy\.{name} is {value} but was "
+        ):
             changed(**{name: value})
     for name in ("refused", "content", "tokens"):
         assert changed(f"toy.{name}", **{name: 2}) == [f"toy.{name} was 1 and is 2 from here on."]
@@ -101,13 +123,27 @@ def test_weights_alone_go_by_it_too():
         with pytest.raises(ConfigError, match=rf"toy\.{name} is {value} but was "):
             changed(weights_only=True, **{name: value})
     assert changed("toy.size", weights_only=True, size=2) == []
-    with pytest.raises(ConfigError, match=r"only model\.layers and model\.vocab_size and toy\.size can"):
-        check_keys(load(None, ["checkpoint.allow=[toy.shape]", "checkpoint.weights_only=true", "checkpoint.resume=a"]))
+    with pytest.raises(
+        ConfigError, match=r"only model\.layers and model\.vocab_size and toy\.size can"
+    ):
+        check_keys(
+            load(
+                None,
+                [
+                    "checkpoint.allow=[toy.shape]",
+                    "checkpoint.weights_only=true",
+                    "checkpoint.resume=a",
+                ],
+            )
+        )
 
 
 def test_a_key_on_which_nothing_depends_is_not_compared():
     assert changed(corners=4) == []
-    square, old = load(None, ["toy.shape=square"]), dataclasses.asdict(load(None, ["toy.shape=square"]))
+    square, old = (
+        load(None, ["toy.shape=square"]),
+        dataclasses.asdict(load(None, ["toy.shape=square"])),
+    )
     with pytest.raises(ConfigError, match=r"toy\.corners is 4 but was 0"):
         compare(old, replaced(square, toy={"corners": 4}), "x", weights_only=False)
 
@@ -115,8 +151,15 @@ def test_a_key_on_which_nothing_depends_is_not_compared():
 def test_a_section_may_have_sections():
     inner = {"parallel": {"zero_stage": 2, "reduce": {"block": 32}}}
     config = put(WithToy(), **inner, toy={"size": 3})
-    assert config.parallel.reduce.block == 32 and config.parallel.reduce.rank == WithToy().parallel.reduce.rank
-    assert (config.parallel.zero_stage, config.parallel.sync, config.toy.size) == (2, WithToy().parallel.sync, 3)
+    assert (
+        config.parallel.reduce.block == 32
+        and config.parallel.reduce.rank == WithToy().parallel.reduce.rank
+    )
+    assert (config.parallel.zero_stage, config.parallel.sync, config.toy.size) == (
+        2,
+        WithToy().parallel.sync,
+        3,
+    )
     assert nested("parallel.reduce.block", 32) == {"parallel": {"reduce": {"block": 32}}}
     assert value_of(config, "parallel.reduce.block") == 32
     again = replaced(resolve(config), parallel={"reduce": {"rank": 7}})
@@ -126,13 +169,18 @@ def test_a_section_may_have_sections():
 def test_what_null_stands_for_in_an_inner_section_follows_too():
     chosen = load(None, ["parallel.reduce.compression=powersgd"])
     assert chosen.parallel.reduce.feedback is True
-    assert replaced(chosen, parallel={"reduce": {"compression": "int8"}}).parallel.reduce.feedback is False
+    assert (
+        replaced(chosen, parallel={"reduce": {"compression": "int8"}}).parallel.reduce.feedback
+        is False
+    )
     given = load(None, ["parallel.reduce.compression=int8", "parallel.reduce.feedback=true"])
     assert replaced(given, parallel={"reduce": {"block": 64}}).parallel.reduce.feedback is True
 
 
 def test_differences_name_a_key_of_an_inner_section_by_its_path():
-    old, new = (dataclasses.asdict(load(None, [f"parallel.reduce.block={block}"])) for block in (32, 64))
+    old, new = (
+        dataclasses.asdict(load(None, [f"parallel.reduce.block={block}"])) for block in (32, 64)
+    )
     assert list(differences(old, new)) == [("parallel.reduce.block", 32, 64)]
     del old["parallel"]["reduce"]["block"]
     assert list(differences(old, new)) == [], "a key that one of them does not know is not compared"

@@ -30,8 +30,14 @@ def test_keys_left_out_keep_their_defaults(read):
 
 
 def test_sections_of_sections_are_read_overridden_and_printed(read):
-    config = read("parallel:\n  zero_stage: 2\n  reduce:\n    ratio: 1e-3\n", "parallel.reduce.block=32")
-    assert (config.parallel.reduce.ratio, config.parallel.reduce.block, config.parallel.zero_stage) == (0.001, 32, 2)
+    config = read(
+        "parallel:\n  zero_stage: 2\n  reduce:\n    ratio: 1e-3\n", "parallel.reduce.block=32"
+    )
+    assert (
+        config.parallel.reduce.ratio,
+        config.parallel.reduce.block,
+        config.parallel.zero_stage,
+    ) == (0.001, 32, 2)
     assert config == load({"parallel": {"zero_stage": 2, "reduce": {"ratio": 0.001, "block": 32}}})
     assert read(to_yaml(config)) == config
     assert read("parallel: {reduce: }").parallel.reduce == load(None).parallel.reduce
@@ -40,7 +46,15 @@ def test_sections_of_sections_are_read_overridden_and_printed(read):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 0.001), ("1.0e-3", 0.001), (".5", 0.5), ("3", 3.0), ("'0.25'", 0.25), ("1_000", 1000.0), ("+2", 2.0)],
+    [
+        ("1e-3", 0.001),
+        ("1.0e-3", 0.001),
+        (".5", 0.5),
+        ("3", 3.0),
+        ("'0.25'", 0.25),
+        ("1_000", 1000.0),
+        ("+2", 2.0),
+    ],
 )
 def test_numbers_are_decoded_by_the_declared_type_whatever_yaml_thinks_they_are(text, value, read):
     rate = read(f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate
@@ -54,30 +68,45 @@ def test_switches_understand_every_yes_and_no(text, read):
 
 
 def test_texts_that_yaml_takes_for_something_else_stay_texts(read):
-    config = read("run: {directory: 2024-01-01}\ndata: {source: 'no', tokenizer: 010}\ncheckpoint: {resume: 1:30}")
+    config = read(
+        "run: {directory: 2024-01-01}\ndata: {source: 'no', tokenizer: 010}\ncheckpoint: {resume: 1:30}"
+    )
     assert (config.run.directory, config.data.source) == ("2024-01-01", "no")
     assert (config.data.tokenizer, config.checkpoint.resume) == ("010", "1:30")
     assert read(to_yaml(config)) == config
 
 
 def test_null_stands_for_what_follows_from_other_keys(read):
-    model = read("model: {family: llama, d_model: 96, heads: 6, kv_heads: null, d_ff: ~, head_dim:}").model
+    model = read(
+        "model: {family: llama, d_model: 96, heads: 6, kv_heads: null, d_ff: ~, head_dim:}"
+    ).model
     assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (6, 16, 256, False)
     model = read("model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}").model
     assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
-    config = read("parallel: {virtual_stages: 1, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}")
+    config = read(
+        "parallel: {virtual_stages: 1, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}"
+    )
     assert (config.parallel.virtual_stages, config.data.rows_multiple) == (2, 16)
 
 
 def test_overrides_are_read_like_values_of_the_file_come_after_it_and_the_last_one_wins(read):
-    config = read("model: {layers: 5}", "parallel.layer_split=[2, 3]", "mesh.pipeline=2", "parallel.microbatches=2",
-                  "optimizer.learning_rate=1e-3", "run.directory=a", "model.kv_heads=null", "run.directory=a b")  # fmt: skip
+    config = read(
+        "model: {layers: 5}",
+        "parallel.layer_split=[2, 3]",
+        "mesh.pipeline=2",
+        "parallel.microbatches=2",
+        "optimizer.learning_rate=1e-3",
+        "run.directory=a",
+        "model.kv_heads=null",
+        "run.directory=a b",
+    )
     assert (config.parallel.layer_split, config.optimizer.learning_rate) == ((2, 3), 0.001)
     assert (config.run.directory, config.model.kv_heads) == ("a b", config.model.heads)
 
 
 @pytest.mark.parametrize(
-    "text", ["a #b", "#b", "a: b", "@a", "&a", "*a", "!a", "it's", "'it", "- a", "a]", "%a", "2024-01-01"]
+    "text",
+    ["a #b", "#b", "a: b", "@a", "&a", "*a", "!a", "it's", "'it", "- a", "a]", "%a", "2024-01-01"],
 )
 def test_an_overridden_text_is_what_stands_there(text, read):
     config = read("model: {layers: 5}", f"data.source={text}")
@@ -97,7 +126,10 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
 
 def test_an_alias_stands_for_what_it_names_and_a_bomb_of_them_takes_no_room(read):
     assert read("model: {layers: &n 5, heads: *n, d_model: 40}").model.heads == 5
-    lines = ["a: &a [" + "x," * 9 + "]", *(f"{k}: &{k} [{','.join(['*' + chr(ord(k) - 1)] * 9)}]" for k in "bcdefg")]
+    lines = [
+        "a: &a [" + "x," * 9 + "]",
+        *(f"{k}: &{k} [{','.join(['*' + chr(ord(k) - 1)] * 9)}]" for k in "bcdefg"),
+    ]
     with pytest.raises(ConfigError, match="line 1: there is no section a"):
         read("\n".join(lines))
 
@@ -113,14 +145,18 @@ def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
     ids=repr,
 )
 def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
-    shown = re.escape(f"the overrides are {overrides!r}; they must be a list of texts, such as ['mesh.data=2'].")
+    shown = re.escape(
+        f"the overrides are {overrides!r}; they must be a list of texts, such as ['mesh.data=2']."
+    )
     with pytest.raises(ConfigError, match=f"^{shown}$"):
         load({}, overrides)
 
 
 @pytest.mark.parametrize("source", [3, b"config.yaml", [{"run": {}}]], ids=repr)
 def test_what_is_no_config_at_all_is_told_what_may_be(source):
-    shown = re.escape(f"the config is {source!r}; it may be a file, nested dicts, a config or None.")
+    shown = re.escape(
+        f"the config is {source!r}; it may be a file, nested dicts, a config or None."
+    )
     with pytest.raises(ConfigError, match=f"^{shown}$"):
         load(source)
 
@@ -130,7 +166,10 @@ def test_paths_and_numpys_numbers_may_be_given_from_python():
         "model": {"layers": 4},
         "run": {"directory": Path("runs/mine")},
         "mesh": {"pipeline": np.int64(2)},
-        "parallel": {"sequence_parallel": np.bool_(True), "layer_split": (np.int32(3), np.uint8(1))},
+        "parallel": {
+            "sequence_parallel": np.bool_(True),
+            "layer_split": (np.int32(3), np.uint8(1)),
+        },
         "optimizer": {"learning_rate": np.float32(0.5), "eps": np.float64(1e-6)},
     }
     plain = {
@@ -138,7 +177,10 @@ def test_paths_and_numpys_numbers_may_be_given_from_python():
         "mesh": {"pipeline": 2},
         "optimizer": {"learning_rate": 0.5, "eps": 1e-6},
     }
-    plain |= {"model": {"layers": 4}, "parallel": {"sequence_parallel": True, "layer_split": [3, 1]}}
+    plain |= {
+        "model": {"layers": 4},
+        "parallel": {"sequence_parallel": True, "layer_split": [3, 1]},
+    }
     assert load(sections) == load(plain)
 
 
@@ -147,7 +189,10 @@ def test_a_table_itself_is_told_to_be_written_to_a_file(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load({"mesh": {"pipeline": 2}, "parallel": {"schedule": table, "microbatches": 2}})
     sentence = str(refused.value)
-    written = r"^the given values hold the schedule table 1f1b itself; write it to a file, with (Path\('mine\.csv'\)\..*), and give that path\.$"
+    written = (
+        r"^the given values hold the schedule table 1f1b itself; write it to a file, with "
+        r"(Path\('mine\.csv'\)\..*), and give that path\.$"
+    )
     monkeypatch.chdir(tmp_path)
     exec(re.match(written, sentence)[1], {"Path": Path, "table": table})
     load({"mesh": {"pipeline": 2}, "parallel": {"schedule": Path("mine.csv"), "microbatches": 2}})
@@ -159,7 +204,10 @@ def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
     )
     printed = to_yaml(config)
     assert read(printed) == config
-    whole = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in typing.get_type_hints(Config).items()}  # fmt: skip
+    whole = {
+        name: {field.name for field in dataclasses.fields(kind)}
+        for name, kind in typing.get_type_hints(Config).items()
+    }
     assert {name: set(section) for name, section in yaml.safe_load(printed).items()} == whole
 
 
@@ -169,7 +217,9 @@ def test_every_key_is_documented():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_every_config_that_ships_is_legal(path):
     assert load(path).run.directory == f"runs/{path.stem}"
@@ -179,7 +229,9 @@ def test_another_config_is_loaded_with_overrides_and_what_followed_follows_again
     one = read("train: {steps: 200}\nmodel: {d_model: 64}\noptimizer: {warmup_steps: 7}")
     assert load(one) == one
     changed = load(one, ["model.d_model=128", "train.steps=300"])
-    assert changed == read("train: {steps: 300}\nmodel: {d_model: 128}\noptimizer: {warmup_steps: 7}")
+    assert changed == read(
+        "train: {steps: 300}\nmodel: {d_model: 128}\noptimizer: {warmup_steps: 7}"
+    )
     assert changed.model.d_ff != one.model.d_ff, "it follows from the width"
     with pytest.raises(ConfigError, match=r"--set mesh\.pipelin=3: there is no key"):
         load(one, ["mesh.pipelin=3"])
@@ -191,7 +243,10 @@ def test_errors_name_file_and_line(read, tmp_path):
 
 
 def test_given_values_are_named_without_a_line():
-    with pytest.raises(ConfigError, match=r"^the given values: there is no key model\.layer; did you mean layers\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the given values: there is no key model\.layer; did you mean layers\?$",
+    ):
         load({"model": {"layer": 3}})
 
 
@@ -201,9 +256,18 @@ def test_given_values_are_named_without_a_line():
         ({"lora": {"alpha": {1, 2}}}, r"hold {1, 2}; they may be texts"),
         ({"run": {"directory": b"x"}}, r"hold b'x'; they may be texts"),
         ({b"run": 1}, r"hold b'run'; they may be texts"),
-        ({"run": functools.reduce(lambda inner, _: {"a": inner}, range(20), {})}, "nested more than 8 deep"),
-        ({"run": functools.reduce(lambda inner, _: {"a": inner}, range(3000), {})}, "nested more than 8 deep"),
-        ({"train": {"steps": 10**5000}}, "train.steps is '0x.*; it must be a whole number, at least 1"),
+        (
+            {"run": functools.reduce(lambda inner, _: {"a": inner}, range(20), {})},
+            "nested more than 8 deep",
+        ),
+        (
+            {"run": functools.reduce(lambda inner, _: {"a": inner}, range(3000), {})},
+            "nested more than 8 deep",
+        ),
+        (
+            {"train": {"steps": 10**5000}},
+            "train.steps is '0x.*; it must be a whole number, at least 1",
+        ),
     ],
     ids=["set", "bytes", "key", "20 deep", "3000 deep", "5000 digits"],
 )

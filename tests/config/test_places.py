@@ -1,4 +1,6 @@
-"""A path in a config counts from the config's folder where something lies there; a config that comes along has a name."""
+"""A path in a config counts from the config's folder where something lies there; a config that comes along has a
+name.
+"""
 
 import pytest
 import yaml
@@ -7,12 +9,17 @@ import meshtrain as mt
 from meshtrain.config.places import CONFIGS
 from meshtrain.plan.jobs.listed import read
 
-TABLE = "# schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop\nstage 0,stage 1\nF0,\nF1,F0 B0\nB0,F1 B1\nB1,\n"
+TABLE = (
+    "# schedule=1f1b stages=2 microbatches=2 chunks=1 split=no placement=loop\nstage 0,stage 1\nF0,\nF1,F0 "
+    "B0\nB0,F1 B1\nB1,\n"
+)
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """A config in a folder of its own, with paths to what lies beside it, in the working directory, in both and nowhere."""
+    """A config in a folder of its own, with paths to what lies beside it, in the working directory, in both and
+    nowhere.
+    """
     folder = tmp_path / "configs"
     for name in ("beside", "both", "stdlib"):
         (folder / name).mkdir(parents=True)
@@ -30,9 +37,18 @@ def written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("source", "meant"),
-    [("beside", "configs/beside"), ("both", "configs/both"), ("here", "here"), ("nowhere", "nowhere"), ("stdlib", "stdlib"), ("../here", "here")],
-)  # fmt: skip
-def test_a_path_counts_from_the_folder_of_its_file_and_else_from_the_working_directory(source, meant, written):
+    [
+        ("beside", "configs/beside"),
+        ("both", "configs/both"),
+        ("here", "here"),
+        ("nowhere", "nowhere"),
+        ("stdlib", "stdlib"),
+        ("../here", "here"),
+    ],
+)
+def test_a_path_counts_from_the_folder_of_its_file_and_else_from_the_working_directory(
+    source, meant, written
+):
     path = written(data={"source": source})
     assert mt.load(path).data.source.replace("configs/../", "") == meant
     overridden = mt.load(path, [f"data.source={source}"]).data.source
@@ -50,7 +66,9 @@ def test_every_path_of_a_file_does_so(written):
         mt.load(written(mesh=mesh, parallel={"schedule": "other.csv"}))
 
 
-def test_a_config_read_in_its_own_folder_by_another_way_says_the_same(written, tmp_path, monkeypatch):
+def test_a_config_read_in_its_own_folder_by_another_way_says_the_same(
+    written, tmp_path, monkeypatch
+):
     path = written(data={"source": "beside"})
     monkeypatch.chdir(tmp_path / "configs")
     assert mt.load("x.yaml") == mt.load(tmp_path / path) == mt.load("../configs/x.yaml")
@@ -58,8 +76,13 @@ def test_a_config_read_in_its_own_folder_by_another_way_says_the_same(written, t
 
 def test_a_list_of_jobs_names_configs_from_its_folder(written, tmp_path):
     written(mesh={"data": 2})
-    (tmp_path / "configs" / "jobs.yaml").write_text("jobs: [{name: a, config: x.yaml}, {name: b, config: quickstart}]")
-    assert [job.config for job in read("configs/jobs.yaml").jobs] == ["configs/x.yaml", "quickstart"]
+    (tmp_path / "configs" / "jobs.yaml").write_text(
+        "jobs: [{name: a, config: x.yaml}, {name: b, config: quickstart}]"
+    )
+    assert [job.config for job in read("configs/jobs.yaml").jobs] == [
+        "configs/x.yaml",
+        "quickstart",
+    ]
 
 
 def test_a_config_that_comes_along_is_taken_by_its_name(tmp_path, monkeypatch):

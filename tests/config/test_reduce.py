@@ -23,14 +23,22 @@ def test_compression_over_data_needs_shards_to_scatter_to():
     asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0", "parallel.reduce.over=islands")
     asked("mesh.data=1", "parallel.zero_stage=0")
     for stage, hold in itertools.product((1, 2, 3), ("true", "false")):
-        asked("mesh.data=4", f"parallel.zero_stage={stage}", f"parallel.zero_hold={hold}", "parallel.microbatches=2")
+        asked(
+            "mesh.data=4",
+            f"parallel.zero_stage={stage}",
+            f"parallel.zero_hold={hold}",
+            "parallel.microbatches=2",
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         (("mesh.data=1",), "has no use with mesh.data 1"),
-        (("mesh.data=4", "parallel.reduce.over=islands"), "has no use over islands with mesh.islands 1"),
+        (
+            ("mesh.data=4", "parallel.reduce.over=islands"),
+            "has no use over islands with mesh.islands 1",
+        ),
         (("mesh.data=4", "mesh.islands=2", "parallel.reduce.over=islands"), ""),
         (("mesh.data=4",), ""),
     ],

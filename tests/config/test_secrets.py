@@ -1,4 +1,6 @@
-"""What logs somebody in stands in no file of a run: a config that holds it is refused, and a webhook's address comes from the environment."""
+"""What logs somebody in stands in no file of a run: a config that holds it is refused, and a webhook's address comes
+from the environment.
+"""
 
 import contextlib
 import json
@@ -33,20 +35,36 @@ ALERT = {
     "step": 1,
 }
 ALERTS = [
-    f"webhook:https://me:{WORD}@example.org/x", f"webhook:https://{WORD}@example.org/x", f"webhook:https://example.org/x?token={WORD}",
-    f"webhook:https://example.org/x?a=1&api_key={WORD}", f"webhook:https://example.org/x?key={WORD}", f"webhook:https://example.org/x?sig={WORD}",
-    f"webhook:https://hooks.slack.com/services/T0/B0/{WORD}", f"webhook:https://discord.com/api/webhooks/12/{WORD}",
-    f"webhook:https://team.webhook.office.com/webhookb2/{WORD}", f"webhook:https://mattermost.example.org/hooks/{WORD}",
-    f"webhook:https://api.telegram.org/bot12:{WORD}/sendMessage", f"webhook:https://chat.googleapis.com/v1/spaces/{WORD}",
+    f"webhook:https://me:{WORD}@example.org/x",
+    f"webhook:https://{WORD}@example.org/x",
+    f"webhook:https://example.org/x?token={WORD}",
+    f"webhook:https://example.org/x?a=1&api_key={WORD}",
+    f"webhook:https://example.org/x?key={WORD}",
+    f"webhook:https://example.org/x?sig={WORD}",
+    f"webhook:https://hooks.slack.com/services/T0/B0/{WORD}",
+    f"webhook:https://discord.com/api/webhooks/12/{WORD}",
+    f"webhook:https://team.webhook.office.com/webhookb2/{WORD}",
+    f"webhook:https://mattermost.example.org/hooks/{WORD}",
+    f"webhook:https://api.telegram.org/bot12:{WORD}/sendMessage",
+    f"webhook:https://chat.googleapis.com/v1/spaces/{WORD}",
     f"webhook:https://example.org/{WORD}a8s7d6f5g4h3j2k1",
-    f"command:curl -H 'Authorization: Bearer {WORD}' https://example.org", f"command:curl -u me:{WORD} https://example.org",
-    f"command:notify --token {WORD}", f"command:notify --api-key={WORD}", f"command:env PASSWORD={WORD} notify", f"command:sh -c 'curl https://hooks.slack.com/services/T/{WORD}'",
-]  # fmt: skip
+    f"command:curl -H 'Authorization: Bearer {WORD}' https://example.org",
+    f"command:curl -u me:{WORD} https://example.org",
+    f"command:notify --token {WORD}",
+    f"command:notify --api-key={WORD}",
+    f"command:env PASSWORD={WORD} notify",
+    f"command:sh -c 'curl https://hooks.slack.com/services/T/{WORD}'",
+]
 PLAIN = [
-    "webhook:http://127.0.0.1:9093/alert", "webhook:http://alertmanager:9093/api/v2/alerts", "webhook:https://example.org/T0/B1?x=1", "webhook:$ALERTS_URL",
-    "command:mail -s 'a run' me@example.org", "command:sh -c 'curl -H \"Authorization: Bearer $TOKEN\" https://example.org'", "command:notify --token $T",
+    "webhook:http://127.0.0.1:9093/alert",
+    "webhook:http://alertmanager:9093/api/v2/alerts",
+    "webhook:https://example.org/T0/B1?x=1",
+    "webhook:$ALERTS_URL",
+    "command:mail -s 'a run' me@example.org",
+    "command:sh -c 'curl -H \"Authorization: Bearer $TOKEN\" https://example.org'",
+    "command:notify --token $T",
     "command:/opt/token-ring/notify --key-file /etc/key",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("alert", ALERTS)
@@ -55,22 +73,31 @@ def test_an_alerts_place_that_holds_a_secret_is_refused_without_it(alert, capsys
     for main in (train, plan, lambda given: launch(["slurm", *given])):
         assert main(words) == 2
         said = capsys.readouterr()
-        assert "telemetry.alerts" in said.err and "environment" in said.err and WORD not in said.err + said.out
+        assert (
+            "telemetry.alerts" in said.err
+            and "environment" in said.err
+            and WORD not in said.err + said.out
+        )
         assert ("$VARIABLE" in said.err) == alert.startswith("webhook:")
 
 
 @pytest.mark.parametrize("alert", PLAIN)
 def test_an_alerts_place_without_one_is_taken(alert):
-    assert mt.load("quickstart", [f"telemetry.alerts={json.dumps([alert])}"]).telemetry.alerts == (alert,)
+    assert mt.load("quickstart", [f"telemetry.alerts={json.dumps([alert])}"]).telemetry.alerts == (
+        alert,
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("data.source", "https://me:{}@example.org/text"), ("data.source", "s3://AKIA1234567890ABCDEF/x"), ("model.weights", "hf_abcdefghij0123456789abcd"),
-        ("run.directory", "https://x.org/run?access_key={}"), ("data.tokenizer", "ghp_abcdefghij0123456789abcd"),
+        ("data.source", "https://me:{}@example.org/text"),
+        ("data.source", "s3://AKIA1234567890ABCDEF/x"),
+        ("model.weights", "hf_abcdefghij0123456789abcd"),
+        ("run.directory", "https://x.org/run?access_key={}"),
+        ("data.tokenizer", "ghp_abcdefghij0123456789abcd"),
     ],
-)  # fmt: skip
+)
 def test_any_key_that_holds_a_secret_is_refused(key, value):
     with pytest.raises(mt.ConfigError, match=rf"{key} holds a secret, .*environment") as refused:
         mt.load("quickstart", [f"{key}={value.format(WORD)}"])
@@ -92,10 +119,21 @@ def test_a_path_that_looks_a_little_like_one_is_taken(value):
 
 
 @pytest.mark.parametrize(
-    "name", ["token", "hf_token", "wandb_api_key", "password", "aws_secret_access_key", "credentials", "auth_key"]
+    "name",
+    [
+        "token",
+        "hf_token",
+        "wandb_api_key",
+        "password",
+        "aws_secret_access_key",
+        "credentials",
+        "auth_key",
+    ],
 )
 @pytest.mark.parametrize("section", ["telemetry", "run", "data"])
-def test_a_key_of_a_secrets_name_is_refused_with_the_way_that_there_is(section, name, tmp_path, capsys):
+def test_a_key_of_a_secrets_name_is_refused_with_the_way_that_there_is(
+    section, name, tmp_path, capsys
+):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({section: {name: WORD}}))
     for words in (
         ["--config", str(tmp_path / "x.yaml")],
@@ -110,7 +148,9 @@ def test_a_key_of_a_secrets_name_is_refused_with_the_way_that_there_is(section, 
 def test_another_unknown_key_is_refused_as_ever(name):
     with pytest.raises(mt.ConfigError) as refused:
         mt.load({"data": {name: "x"}})
-    assert f"there is no key data.{name}" in str(refused.value) and "environment" not in str(refused.value)
+    assert f"there is no key data.{name}" in str(refused.value) and "environment" not in str(
+        refused.value
+    )
 
 
 @pytest.mark.parametrize("alert", ALERTS[:11])
@@ -169,7 +209,9 @@ def send(target, directory):
     one.close(time.monotonic() + 5)
 
 
-def test_a_webhooks_address_is_read_from_its_variable_when_an_alert_is_sent(tmp_path, monkeypatch, capsys):
+def test_a_webhooks_address_is_read_from_its_variable_when_an_alert_is_sent(
+    tmp_path, monkeypatch, capsys
+):
     with server() as (url, paths):
         one = sink(alert_target("webhook:$ALERTS_URL"), tmp_path)
         assert "webhook:$ALERTS_URL" in capsys.readouterr().err  # it is not there yet
@@ -191,7 +233,9 @@ def test_a_webhooks_address_is_read_from_its_variable_when_an_alert_is_sent(tmp_
         f"http://127.0.0.1:1/{WORD}",
     ],
 )
-def test_a_variable_that_holds_no_address_is_said_without_what_it_holds(value, tmp_path, monkeypatch, capsys):
+def test_a_variable_that_holds_no_address_is_said_without_what_it_holds(
+    value, tmp_path, monkeypatch, capsys
+):
     monkeypatch.delenv("ALERTS_URL", raising=False)
     if value is not None:
         monkeypatch.setenv("ALERTS_URL", value)
@@ -226,8 +270,16 @@ def test_a_run_of_an_older_version_whose_config_holds_one_is_still_read(tmp_path
 def test_no_file_of_a_run_holds_the_address_that_its_variable_has(tmp_path):
     root = Path(__file__).parents[2]
     with server() as (url, _):
-        environment = {**os.environ, "ALERTS_URL": url, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-        settings = "run.directory=run train.steps=2 checkpoint.every=1 telemetry.alerts=[log,file,webhook:$ALERTS_URL] telemetry.trackers=[tensorboard]"
+        environment = {
+            **os.environ,
+            "ALERTS_URL": url,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(root),
+        }
+        settings = (
+            "run.directory=run train.steps=2 checkpoint.every=1 "
+            "telemetry.alerts=[log,file,webhook:$ALERTS_URL] telemetry.trackers=[tensorboard]"
+        )
         words = [word for each in settings.split() for word in ("--set", each)]
         for command in ("train", "survive"):
             ended = subprocess.run(
@@ -241,7 +293,13 @@ def test_no_file_of_a_run_holds_the_address_that_its_variable_has(tmp_path):
 
 
 def test_a_config_of_others_is_taken_over_without_its_secrets(tmp_path, capsys):
-    theirs = {"stage": "sft", "model_name_or_path": "x", "dataset": "a", "learning_rate": 1e-4, "cutoff_len": 128}
+    theirs = {
+        "stage": "sft",
+        "model_name_or_path": "x",
+        "dataset": "a",
+        "learning_rate": 1e-4,
+        "cutoff_len": 128,
+    }
     secrets = {
         "hf_hub_token": WORD,
         "swanlab_api_key": WORD,

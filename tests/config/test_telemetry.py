@@ -9,11 +9,17 @@ from meshtrain.config.telemetry import AlertTarget, alert_target
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("alerts=[lgo]", "telemetry.alerts has 'lgo'; legal are log, file, webhook:URL and command:WORDS; did you mean log?"),
+        (
+            "alerts=[lgo]",
+            "telemetry.alerts has 'lgo'; legal are log, file, webhook:URL and command:WORDS; did you mean log?",
+        ),
         ("alerts=[log, log]", "telemetry.alerts has log twice; name it once."),
-        ("trace_at=[3, 200]", "telemetry.trace_at has 200, but train.steps is 150: that step is never reached."),
+        (
+            "trace_at=[3, 200]",
+            "telemetry.trace_at has 200, but train.steps is 150: that step is never reached.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_a_sentence(given, sentence):
     with pytest.raises(ConfigError) as refused:
         load("configs/quickstart.yaml", [f"telemetry.{given}"])
@@ -26,7 +32,9 @@ def test_of_a_run_by_epochs_no_step_is_known_to_be_too_late():
 
 
 def test_trackers_are_those_that_there_are():
-    with pytest.raises(ConfigError, match="one of tensorboard, wandb, mlflow; did you mean tensorboard"):
+    with pytest.raises(
+        ConfigError, match="one of tensorboard, wandb, mlflow; did you mean tensorboard"
+    ):
         load("configs/quickstart.yaml", ["telemetry.trackers=[tensorbord]"])
 
 
@@ -35,9 +43,18 @@ def test_trackers_are_those_that_there_are():
     [
         ("log", AlertTarget("log")),
         ("file", AlertTarget("file")),
-        ("webhook:https://hooks.example.org/T0/B1?x=1", AlertTarget("webhook", "https://hooks.example.org/T0/B1?x=1")),
-        ("webhook:http://127.0.0.1:9093/alert", AlertTarget("webhook", "http://127.0.0.1:9093/alert")),
-        ("command:mail -s 'a run' me@example.org", AlertTarget("command", "mail -s 'a run' me@example.org")),
+        (
+            "webhook:https://hooks.example.org/T0/B1?x=1",
+            AlertTarget("webhook", "https://hooks.example.org/T0/B1?x=1"),
+        ),
+        (
+            "webhook:http://127.0.0.1:9093/alert",
+            AlertTarget("webhook", "http://127.0.0.1:9093/alert"),
+        ),
+        (
+            "command:mail -s 'a run' me@example.org",
+            AlertTarget("command", "mail -s 'a run' me@example.org"),
+        ),
     ],
 )
 def test_a_legal_target_is_taken_apart(entry, found):
@@ -69,5 +86,9 @@ def test_an_illegal_target_is_refused_in_a_sentence_that_has_it(entry, said):
     with pytest.raises(ConfigError) as refused:
         alert_target(entry)
     sentence = str(refused.value)
-    assert said in sentence and sentence.startswith("telemetry.alerts has ") and sentence.endswith((".", "?"))
+    assert (
+        said in sentence
+        and sentence.startswith("telemetry.alerts has ")
+        and sentence.endswith((".", "?"))
+    )
     assert "\n" not in sentence and repr(entry) in sentence

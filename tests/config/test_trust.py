@@ -1,4 +1,6 @@
-"""Whose code runs: commands that read a run import nothing of it, and others run code of the user's own, or what --trust names."""
+"""Whose code runs: commands that read a run import nothing of it, and others run code of the user's own, or what
+--trust names.
+"""
 
 import json
 import os
@@ -94,7 +96,9 @@ def trapped(tmp_path, marker):
             "tokens_per_second": 99.0,
             "step_seconds": 1.0,
         }
-        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": k} | row) + "\n" for k in range(1, rows + 1)))
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": k} | row) + "\n" for k in range(1, rows + 1))
+        )
         (run / "checkpoints").mkdir()
         return run
 
@@ -115,7 +119,9 @@ READING = {
     "report of two": lambda run: report([str(run), str(run)]),
     "monitor": lambda run: monitor([str(run), "--once"]),
     "plan": lambda run: plan(["--config", str(run / "config.yaml")]),
-    "plan --search": lambda run: plan(["--config", str(run / "config.yaml"), "--search", "--devices", "2"]),
+    "plan --search": lambda run: plan(
+        ["--config", str(run / "config.yaml"), "--search", "--devices", "2"]
+    ),
     "print-config": lambda run: train(["--config", str(run / "config.yaml"), "--print-config"]),
     "survive status": lambda run: survive(["status", str(run)]),
     "survive stats": lambda run: survive(["stats", str(run)]),
@@ -132,16 +138,26 @@ def test_a_command_that_reads_a_run_runs_no_code_of_it(command, owner, trapped, 
     assert not marker.exists() and code in (0, 1, 2) and "Traceback" not in said.err
     if command.startswith("plan"):
         # a plan needs to know the family
-        assert code == 2 and "--trust" in said.err and str(run) in said.err and "model.family" in said.err
+        assert (
+            code == 2
+            and "--trust" in said.err
+            and str(run) in said.err
+            and "model.family" in said.err
+        )
 
 
 @pytest.mark.parametrize(
     ("entry", "place"),
     [
-        ("x.py", "imports/x.py"), ("{run}/imports/x.py", "imports/x.py"), ("/nowhere/x.py", "imports/x.py"), ("x.py", "x.py"),
-        ("../run/x.py", "x.py"), ("trap_module", "trap_module.py"), ("imports.x", "imports/x.py"),
+        ("x.py", "imports/x.py"),
+        ("{run}/imports/x.py", "imports/x.py"),
+        ("/nowhere/x.py", "imports/x.py"),
+        ("x.py", "x.py"),
+        ("../run/x.py", "x.py"),
+        ("trap_module", "trap_module.py"),
+        ("imports.x", "imports/x.py"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("command", ["report", "monitor", "plan", "print-config"])
 def test_wherever_a_run_has_its_code_reading_leaves_it_alone(
     command, entry, place, trapped, marker, monkeypatch, capsys
@@ -202,9 +218,11 @@ def test_a_run_that_is_trusted_is_read_with_its_code(command, trapped, marker, c
     run = trapped({"model.family": "toy", "train.loss": "x:loss"})
     own_by(run, OTHER) if os.geteuid() == 0 else None
     words = {
-        "plan": (plan, ["--config", str(run / "config.yaml")]), "print-config": (train, ["--config", str(run / "config.yaml"), "--print-config"]),
-        "report": (report, [str(run)]), "monitor": (monitor, [str(run), "--once"]),
-    }  # fmt: skip
+        "plan": (plan, ["--config", str(run / "config.yaml")]),
+        "print-config": (train, ["--config", str(run / "config.yaml"), "--print-config"]),
+        "report": (report, [str(run)]),
+        "monitor": (monitor, [str(run), "--once"]),
+    }
     if command not in words:
         pytest.skip("another way to call one of those, or one that needs no code")
     main, given = words[command]
@@ -223,7 +241,12 @@ def test_trust_in_another_run_is_none_in_this(trapped, marker, capsys):
 def test_trust_takes_a_directory(folder, capsys):
     with pytest.raises(SystemExit) as ended:
         plan(
-            ["--config", "quickstart", f"--trust={folder}" if not folder else "--trust", *([folder] if folder else [])]
+            [
+                "--config",
+                "quickstart",
+                f"--trust={folder}" if not folder else "--trust",
+                *([folder] if folder else []),
+            ]
         )
     assert ended.value.code == 2 and "--trust" in capsys.readouterr().err
 
@@ -234,8 +257,12 @@ def test_trust_takes_a_directory(folder, capsys):
 RUNNING = {
     "train": lambda run, *words: train(["--config", str(run / "config.yaml"), *words]),
     "survive": lambda run, *words: survive(["--config", str(run / "config.yaml"), *words]),
-    "launch slurm": lambda run, *words: launch(["slurm", "--config", str(run / "config.yaml"), *words]),
-    "launch local": lambda run, *words: launch(["local", "2", "--config", str(run / "config.yaml"), *words]),
+    "launch slurm": lambda run, *words: launch(
+        ["slurm", "--config", str(run / "config.yaml"), *words]
+    ),
+    "launch local": lambda run, *words: launch(
+        ["local", "2", "--config", str(run / "config.yaml"), *words]
+    ),
 }
 
 
@@ -246,7 +273,12 @@ def test_a_command_that_runs_a_strangers_config_is_refused(command, given, trapp
     own_by(run, OTHER) if given == "all" else (own_by(run, 0), os.chown(run / given, OTHER, OTHER))
     assert RUNNING[command](run) == 2
     said = capsys.readouterr().err
-    assert not marker.exists() and "another user" in said and f"--trust {run}" in said and "Traceback" not in said
+    assert (
+        not marker.exists()
+        and "another user" in said
+        and f"--trust {run}" in said
+        and "Traceback" not in said
+    )
 
 
 def test_a_job_that_is_printed_trusts_what_was_trusted(trapped, marker, capsys):
@@ -260,7 +292,9 @@ def own_file(folder: Path, marker: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "x.py").write_text(TRAP.format(marker=str(marker)))
     (folder / "mine.yaml").write_text(
-        yaml.safe_dump(SMALL | {"run": {"imports": ["x.py"]}, "model": SMALL["model"] | {"family": "toy"}})
+        yaml.safe_dump(
+            SMALL | {"run": {"imports": ["x.py"]}, "model": SMALL["model"] | {"family": "toy"}}
+        )
     )
     return folder / "mine.yaml"
 
@@ -274,24 +308,43 @@ def test_ones_own_file_runs_with_ones_own_config(tmp_path, marker):
 
 
 FAULTS = {
-    "file of another": lambda d: os.chown(d / "x.py", OTHER, -1), "config of another": lambda d: os.chown(d / "mine.yaml", OTHER, -1),
-    "folder of another": lambda d: os.chown(d, OTHER, -1), "folder above of another": lambda d: os.chown(d.parent, OTHER, -1),
-    "file for everyone": lambda d: (d / "x.py").chmod(0o646), "config for everyone": lambda d: (d / "mine.yaml").chmod(0o666),
-    "folder for everyone": lambda d: d.chmod(0o777), "folder above for everyone": lambda d: d.parent.chmod(0o777),
-    "file of a group": lambda d: (os.chown(d / "x.py", -1, 1), (d / "x.py").chmod(0o664)), "folder of a group": lambda d: (os.chown(d, -1, 1), d.chmod(0o775)),
-    "a link to a file of another": lambda d: (os.chown((d / "x.py").rename(d.parent / "y.py"), OTHER, -1), (d / "x.py").symlink_to(d.parent / "y.py")),
-    "a link of another": lambda d: ((d / "x.py").rename(d.parent / "y.py"), (d / "x.py").symlink_to(d.parent / "y.py"), os.lchown(d / "x.py", OTHER, -1)),
-    "a link to a file for everyone": lambda d: ((d / "x.py").rename(d.parent / "y.py").chmod(0o666), (d / "x.py").symlink_to(d.parent / "y.py")),
-}  # fmt: skip
+    "file of another": lambda d: os.chown(d / "x.py", OTHER, -1),
+    "config of another": lambda d: os.chown(d / "mine.yaml", OTHER, -1),
+    "folder of another": lambda d: os.chown(d, OTHER, -1),
+    "folder above of another": lambda d: os.chown(d.parent, OTHER, -1),
+    "file for everyone": lambda d: (d / "x.py").chmod(0o646),
+    "config for everyone": lambda d: (d / "mine.yaml").chmod(0o666),
+    "folder for everyone": lambda d: d.chmod(0o777),
+    "folder above for everyone": lambda d: d.parent.chmod(0o777),
+    "file of a group": lambda d: (os.chown(d / "x.py", -1, 1), (d / "x.py").chmod(0o664)),
+    "folder of a group": lambda d: (os.chown(d, -1, 1), d.chmod(0o775)),
+    "a link to a file of another": lambda d: (
+        os.chown((d / "x.py").rename(d.parent / "y.py"), OTHER, -1),
+        (d / "x.py").symlink_to(d.parent / "y.py"),
+    ),
+    "a link of another": lambda d: (
+        (d / "x.py").rename(d.parent / "y.py"),
+        (d / "x.py").symlink_to(d.parent / "y.py"),
+        os.lchown(d / "x.py", OTHER, -1),
+    ),
+    "a link to a file for everyone": lambda d: (
+        (d / "x.py").rename(d.parent / "y.py").chmod(0o666),
+        (d / "x.py").symlink_to(d.parent / "y.py"),
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_code_that_others_may_have_written_is_refused_until_it_is_trusted(fault, tmp_path, marker, monkeypatch):
+def test_code_that_others_may_have_written_is_refused_until_it_is_trusted(
+    fault, tmp_path, marker, monkeypatch
+):
     path = own_file(tmp_path / "up" / "configs", marker)
     if os.geteuid() != 0 and ("of" in fault or "group" in fault):
         pytest.skip("only root gives files to another user")
     FAULTS[fault](path.parent)
-    with pytest.raises(mt.ConfigError, match=r"run.imports: .*(another user|everyone|its group).*--trust"):
+    with pytest.raises(
+        mt.ConfigError, match=r"run.imports: .*(another user|everyone|its group).*--trust"
+    ):
         mt.load(path)
     assert not marker.exists()
     monkeypatch.setenv(TRUST, str(tmp_path / "up"))
@@ -314,7 +367,9 @@ def test_a_sticky_directory_that_all_may_write_is_as_tmp(tmp_path, marker):
     assert mt.load(path).model.family == "toy"
 
 
-def test_trusting_a_run_is_no_trust_in_what_its_links_lead_to(tmp_path, trapped, marker, monkeypatch):
+def test_trusting_a_run_is_no_trust_in_what_its_links_lead_to(
+    tmp_path, trapped, marker, monkeypatch
+):
     run = trapped({"train.loss": "x:loss"})
     outside = (run / "imports/x.py").rename(tmp_path / "outside.py")
     (run / "imports/x.py").symlink_to(outside)
@@ -352,7 +407,10 @@ def test_pods_trust_the_folder_that_brings_their_files(tmp_path, marker, capsys)
     assert launch(words.split()) == 0
     documents = list(yaml.safe_load_all(capsys.readouterr().out))
     command = json.dumps(documents)
-    assert '"run.imports=[/etc/meshtrain/x.py]"' in command and '"--trust", "/etc/meshtrain"' in command
+    assert (
+        '"run.imports=[/etc/meshtrain/x.py]"' in command
+        and '"--trust", "/etc/meshtrain"' in command
+    )
 
 
 # --- which file is taken
@@ -384,7 +442,9 @@ def test_a_relative_path_counts_from_the_config_and_is_not_guessed(tmp_path, mar
     (path.parent / "imports/x.py").write_text("raise ValueError('not this one')")
     assert mt.load(path).run.imports == (str(path.parent / "x.py"),)
     (tmp_path / "here/x.py").write_text("raise ValueError('nor this one')")
-    with pytest.raises(mt.ConfigError, match=r"run.imports: x.py is .*configs/x.py or .*here/x.py, which differ"):
+    with pytest.raises(
+        mt.ConfigError, match=r"run.imports: x.py is .*configs/x.py or .*here/x.py, which differ"
+    ):
         mt.load(path)
     (tmp_path / "here/x.py").write_text((path.parent / "x.py").read_text())
     assert mt.load(path).run.imports == (str(path.parent / "x.py"),)
@@ -412,11 +472,16 @@ def test_an_override_counts_from_the_working_directory_and_takes_no_copy_of_a_ru
 
 
 RAISES = {
-    "sys.exit(0)": "SystemExit: 0", "sys.exit()": "SystemExit", "sys.exit('no')": "SystemExit: no", "raise GeneratorExit": "GeneratorExit",
-    "import asyncio; raise asyncio.CancelledError('x')": "CancelledError: x", "raise BaseException('base')": "BaseException: base",
+    "sys.exit(0)": "SystemExit: 0",
+    "sys.exit()": "SystemExit",
+    "sys.exit('no')": "SystemExit: no",
+    "raise GeneratorExit": "GeneratorExit",
+    "import asyncio; raise asyncio.CancelledError('x')": "CancelledError: x",
+    "raise BaseException('base')": "BaseException: base",
     "raise type('Loud', (Exception,), {'__str__': lambda self: 1 / 0})": "Loud: a message that cannot be printed",
-    "def f(): f()\nf()": "RecursionError", "raise BaseExceptionGroup('g', [SystemExit(0)])": "BaseExceptionGroup: g",
-}  # fmt: skip
+    "def f(): f()\nf()": "RecursionError",
+    "raise BaseExceptionGroup('g', [SystemExit(0)])": "BaseExceptionGroup: g",
+}
 
 
 @pytest.mark.parametrize("text", RAISES)
@@ -428,10 +493,16 @@ def test_an_import_that_ends_the_process_is_a_sentence_and_exit_code_2(text, tmp
     assert f"run.imports: ends.py, line 2: {RAISES[text]}" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("text", ["raise KeyboardInterrupt", "class Mine(KeyboardInterrupt): pass\nraise Mine"])
+@pytest.mark.parametrize(
+    "text", ["raise KeyboardInterrupt", "class Mine(KeyboardInterrupt): pass\nraise Mine"]
+)
 def test_an_import_that_raises_what_ctrl_c_does_is_not_taken_for_it_by_a_command(text, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(SMALL | {"run": {"imports": ["ends.py"]}}))
     (tmp_path / "ends.py").write_text(f"{text}\n")
     words = [sys.executable, "-m", "meshtrain", "plan", "--config", str(tmp_path / "mine.yaml")]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 2 and "run.imports: ends.py" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        ended.returncode == 2
+        and "run.imports: ends.py" in ended.stderr
+        and "Traceback" not in ended.stderr
+    )

@@ -8,7 +8,19 @@ import pytest
 
 from meshtrain.data.shards import _Descriptor
 
-WORDS = ("the", "of", "mesh", "shard", "token", "pipeline", "stage", "tensor", "data", "gradient", "moment\n")
+WORDS = (
+    "the",
+    "of",
+    "mesh",
+    "shard",
+    "token",
+    "pipeline",
+    "stage",
+    "tensor",
+    "data",
+    "gradient",
+    "moment\n",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +37,9 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all reads from shards since it was cleared."""
     sizes: list[int] = []
     read = _Descriptor.read
-    monkeypatch.setattr(_Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at))
+    monkeypatch.setattr(
+        _Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at)
+    )
     return sizes
 
 

@@ -31,13 +31,24 @@ def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]
     tokens, rows_of = stream(directory), train.batches.rows  # type: ignore[union-attr]
     rows, length = train.batch_shape(k)
     epoch, index = divmod(k, train.batches_per_epoch)
-    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segments", "positions")}
+    batch = {
+        name: np.zeros((rows, length), np.int32)
+        for name in ("tokens", "labels", "segments", "positions")
+    }
     batch["weights"] = np.zeros((rows, length), np.float32)
     for row in range(min(rows, rows_of.count - index * rows)):
         places, at = rows_of.locate(np.array([epoch * rows_of.count + index * rows + row])), 0
-        for segment, (first, n) in enumerate(zip(places.first.tolist(), places.lengths.tolist(), strict=True), start=1):
+        for segment, (first, n) in enumerate(
+            zip(places.first.tolist(), places.lengths.tolist(), strict=True), start=1
+        ):
             for position in range(n if first != PADDING else 0):
-                values = tokens[first + position], tokens[first + position + 1], segment, position, 1
+                values = (
+                    tokens[first + position],
+                    tokens[first + position + 1],
+                    segment,
+                    position,
+                    1,
+                )
                 for name, value in zip(batch, values, strict=True):
                     batch[name][row, at + position] = value
             at += n
@@ -48,7 +59,9 @@ def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]
 @pytest.mark.parametrize("batching", ["window", "packed"])
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (257, 2)])
 def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(batching, length, size, shards):
-    settings = config(shards, length=length, batch=size, batching=batching, last="pad", verify=False)
+    settings = config(
+        shards, length=length, batch=size, batching=batching, last="pad", verify=False
+    )
     train, _ = open_data(settings)
     last = train.batches_per_epoch - 1
     for k in (0, 1, last, last + 1, 5 * last):
@@ -60,14 +73,20 @@ def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(batching, len
 def small(batching: str, text: Path, other_text: Path) -> Config:
     options = {"batching": batching, "last": "pad", "lengths": 4}
     if batching == "mixture":
-        mixed = {"batching": "packed", "mixture": [str(text), str(other_text)], "weights": [0.7, 0.3]}
+        mixed = {
+            "batching": "packed",
+            "mixture": [str(text), str(other_text)],
+            "weights": [0.7, 0.3],
+        }
         return config("mixture", length=256, **{**options, **mixed})
     if batching == "synthetic":
         return config("synthetic", length=256)
     return config(text, length=256, **options)
 
 
-@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget", "mixture", "synthetic"])
+@pytest.mark.parametrize(
+    "batching", ["window", "packed", "grouped", "budget", "mixture", "synthetic"]
+)
 def test_a_batch_is_the_same_whatever_was_asked_for_before(batching, text, other_text):
     settings = small(batching, text, other_text)
     train, _ = open_data(settings)

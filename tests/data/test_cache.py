@@ -38,7 +38,9 @@ def test_text_is_prepared_once_and_again_when_it_changes(text, tmp_path, own_cac
     (folder / "a.txt").write_text("other " * 1000)
     second, _ = open_data(config(folder, validation=0.0))
     assert len(prepared_in(own_cache)) == 2
-    assert second.digest != first.digest and "other" in second.tokenizer.decode(second.batch(0)["tokens"].ravel())
+    assert second.digest != first.digest and "other" in second.tokenizer.decode(
+        second.batch(0)["tokens"].ravel()
+    )
 
 
 def test_without_xdg_the_cache_lies_in_the_home_directory(monkeypatch, tmp_path):
@@ -118,7 +120,10 @@ def test_cached_shards_that_are_damaged_are_reported_and_made_again(how, text, o
     (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
     damage(directory, how)
     after = open_data(config(text))[0]
-    assert after.digest == before.digest and [after.batch(k)["tokens"].tobytes() for k in range(3)] == rows
+    assert (
+        after.digest == before.digest
+        and [after.batch(k)["tokens"].tobytes() for k in range(3)] == rows
+    )
     (said,) = caplog.messages
     assert str(directory) in said and said.endswith("It is made again.")
     open_data(config(text))
@@ -133,7 +138,9 @@ def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path, own_ca
 
 def test_a_user_without_a_home_hears_of_the_cache(text, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    monkeypatch.setattr(
+        Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home")))
+    )
     with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
         open_data(config(text))
 

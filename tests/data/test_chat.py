@@ -1,4 +1,6 @@
-"""Records of conversations: each shape that is understood, the public shapes that are refused by name, and what is said twice."""
+"""Records of conversations: each shape that is understood, the public shapes that are refused by name, and what is said
+twice.
+"""
 
 import json
 from pathlib import Path
@@ -13,8 +15,11 @@ ASKED = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "
 LAST = [{"role": "user", "content": "And\n3+3?"}, {"role": "assistant", "content": "6"}]
 BRIEF = {"role": "system", "content": "Be brief."}
 SHAREGPT = [
-    {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}, {"from": "human", "value": "And\n3+3?"}, {"from": "gpt", "value": "6"},
-]  # fmt: skip
+    {"from": "human", "value": "2+2?"},
+    {"from": "gpt", "value": "4"},
+    {"from": "human", "value": "And\n3+3?"},
+    {"from": "gpt", "value": "6"},
+]
 CALLED = {"name": "add", "arguments": {"a": 2}}
 CALL = {"type": "function", "function": CALLED}
 TEXT_CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -22,19 +27,38 @@ TEXT_CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a":
 # (shape, record) of what all says the same: BRIEF, ASKED, LAST.
 BOTH: dict[str, dict[str, Any]] = {
     "messages": {"messages": [BRIEF, *ASKED, *LAST]},
-    "messages, one role in another's word": {"messages": [BRIEF, {"role": "human", "content": "2+2?"}, {"role": "model", "content": "4"}, *LAST]},
+    "messages, one role in another's word": {
+        "messages": [
+            BRIEF,
+            {"role": "human", "content": "2+2?"},
+            {"role": "model", "content": "4"},
+            *LAST,
+        ]
+    },
     "conversations": {"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]},
     "conversation": {"conversation": [BRIEF, *ASKED, *LAST]},
     "dialogue": {"dialogue": [BRIEF, *ASKED, *LAST]},
     "system beside": {"system": "Be brief.", "conversations": SHAREGPT},
     "system_prompt beside": {"system_prompt": "Be brief.", "messages": [*ASKED, *LAST]},
     "system twice": {"system": "Be brief.", "messages": [BRIEF, *ASKED, *LAST]},
-    "both lists": {"messages": [BRIEF, *ASKED, *LAST], "conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]},
+    "both lists": {
+        "messages": [BRIEF, *ASKED, *LAST],
+        "conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT],
+    },
     "prompt twice": {"prompt": "2+2?", "messages": [BRIEF, *ASKED, *LAST]},
-    "Alpaca with history": {"system": "Be brief.", "instruction": "And", "input": "3+3?", "output": "6", "history": [["2+2?", "4"]]},
-    "Capybara": {"system": "Be brief.", "conversation": [{"input": "2+2?", "output": "4"}, {"input": "And\n3+3?", "output": "6"}]},
+    "Alpaca with history": {
+        "system": "Be brief.",
+        "instruction": "And",
+        "input": "3+3?",
+        "output": "6",
+        "history": [["2+2?", "4"]],
+    },
+    "Capybara": {
+        "system": "Be brief.",
+        "conversation": [{"input": "2+2?", "output": "4"}, {"input": "And\n3+3?", "output": "6"}],
+    },
     "UltraChat": {"system": "Be brief.", "data": ["2+2?", "4", "And\n3+3?", "6"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", BOTH)
@@ -82,7 +106,9 @@ def test_of_a_prompt_and_its_completion_only_the_completion_is_learned():
     assert list(found.messages) == [*ASKED, *LAST] and found.learned == (3,)
     whole = conversation({"prompt": [*ASKED, LAST[0]], "completion": [*ASKED, *LAST]})
     assert [m["content"] for m in whole.messages] == ["2+2?", "4", "And\n3+3?", "6"]
-    assert conversation({"system": "Be brief.", "prompt": "2+2?", "completion": "4"}).learned == (2,)
+    assert conversation({"system": "Be brief.", "prompt": "2+2?", "completion": "4"}).learned == (
+        2,
+    )
 
 
 def test_the_shapes_on_the_page_are_read():
@@ -109,15 +135,21 @@ XLAM = {"query": "2+2?", "tools": json.dumps(TOOLS), "answers": json.dumps([CALL
         ([{"role": "assistant", "content": "", "tool_calls": [CALLED, CALLED]}], [CALLED, CALLED]),
         ([{"role": "assistant", "tool_calls": json.dumps([CALL])}], [CALL]),
         ([{"role": "assistant", "content": None, "function_call": CALLED}], [CALL]),
-        ([{"role": "assistant", "content": None, "function_call": TEXT_CALL["function"]}], [TEXT_CALL]),
-        ([{"role": "assistant", "content": None, "function_call": CALLED, "tool_calls": [CALL]}], [CALL]),
+        (
+            [{"role": "assistant", "content": None, "function_call": TEXT_CALL["function"]}],
+            [TEXT_CALL],
+        ),
+        (
+            [{"role": "assistant", "content": None, "function_call": CALLED, "tool_calls": [CALL]}],
+            [CALL],
+        ),
         ([{"from": "function_call", "value": json.dumps(CALLED)}], [CALL]),
         ([{"from": "function_call", "value": CALLED}], [CALL]),
         ([{"from": "function_call", "value": json.dumps([CALLED, CALLED])}], [CALL, CALL]),
         ([{"from": "function_call", "value": json.dumps(CALLED)}] * 2, [CALL, CALL]),
         ([{"role": "tool_call", "content": json.dumps(CALLED)}], [CALL]),
     ],
-)  # fmt: skip
+)
 def test_calls_are_read_as_they_stand_in_each_spelling(turns, calls):
     answered = [{"role": "tool", "content": "4"}, ASKED[1]]
     found = conversation({"conversations": [ASKED[0], *turns, *answered]})
@@ -129,11 +161,14 @@ def test_calls_are_read_as_they_stand_in_each_spelling(turns, calls):
 def test_a_question_with_calls_in_place_of_an_answer_is_one_message_that_calls():
     found = conversation(XLAM)
     assert (
-        found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]} and found.tools == TOOLS
+        found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
+        and found.tools == TOOLS
     )
 
 
-@pytest.mark.parametrize("role", ["tool", "function", "observation", "tool_response", "function_response"])
+@pytest.mark.parametrize(
+    "role", ["tool", "function", "observation", "tool_response", "function_response"]
+)
 def test_what_a_tool_says_is_a_tool_s_in_each_word_and_keeps_its_fields(role):
     answer = {"role": role, "content": {"sum": [4]}, "name": "add", "tool_call_id": "1"}
     found = conversation({"messages": [*ASKED, answer, ASKED[1]]})
@@ -159,7 +194,10 @@ def test_functions_of_the_legacy_spelling_are_tools():
 
 def test_tools_that_the_system_s_text_has_already_are_read_once():
     system = {"from": "system", "value": f"You may call <tools>{json.dumps(TOOLS)}</tools>"}
-    assert conversation({"conversations": [system, *SHAREGPT], "tools": json.dumps(TOOLS)}).tools is None
+    assert (
+        conversation({"conversations": [system, *SHAREGPT], "tools": json.dumps(TOOLS)}).tools
+        is None
+    )
 
 
 def test_nothing_that_a_message_says_is_dropped():
@@ -168,11 +206,20 @@ def test_nothing_that_a_message_says_is_dropped():
         found = conversation({"messages": [ASKED[0], {**spelt, **extra}]})
         assert found.messages[1] == {"role": "assistant", "content": "4", **extra}
     parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
-    assert conversation({"messages": [{"role": "user", "content": parts}, ASKED[1]]}).messages[0]["content"] == parts
+    assert (
+        conversation({"messages": [{"role": "user", "content": parts}, ASKED[1]]}).messages[0][
+            "content"
+        ]
+        == parts
+    )
 
 
 def test_documents_and_the_values_of_a_template_come_with_the_conversation():
-    record = {"messages": ASKED, "documents": [{"title": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
+    record = {
+        "messages": ASKED,
+        "documents": [{"title": "a"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     assert conversation(record).values == {"documents": [{"title": "a"}], "enable_thinking": False}
 
 
@@ -196,8 +243,20 @@ def test_a_question_that_is_marked_as_learned_is_counted():
 
 
 @pytest.mark.parametrize(
-    "mark", [{"weight": 0.5}, {"weight": 2}, {"weight": -1}, {"weight": "0"}, {"train": "no"}, {"mask": True}, {"masked": 1}, {"train_detail": []}, {"loss_weight": 0}, {"loss_mask": [0, 1]}],
-)  # fmt: skip
+    "mark",
+    [
+        {"weight": 0.5},
+        {"weight": 2},
+        {"weight": -1},
+        {"weight": "0"},
+        {"train": "no"},
+        {"mask": True},
+        {"masked": 1},
+        {"train_detail": []},
+        {"loss_weight": 0},
+        {"loss_mask": [0, 1]},
+    ],
+)
 def test_a_mark_that_is_no_yes_or_no_is_refused_by_name(mark):
     with pytest.raises(Unfit, match=next(iter(mark))) as caught:
         conversation({"messages": [ASKED[0], {**ASKED[1], **mark}]})
@@ -211,30 +270,57 @@ CHOSEN, REJECTED = {"role": "assistant", "content": "6"}, {"role": "assistant", 
 GPT = [{"from": "gpt", "value": "6"}, {"from": "gpt", "value": "5"}]
 QUESTION = LAST[0]
 WHOLE = {"chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}
-HH = {"chosen": "\n\nHuman: And\n3+3?\n\nAssistant: 6", "rejected": "\n\nHuman: And\n3+3?\n\nAssistant: 5"}
+HH = {
+    "chosen": "\n\nHuman: And\n3+3?\n\nAssistant: 6",
+    "rejected": "\n\nHuman: And\n3+3?\n\nAssistant: 5",
+}
 TEXTS = {"chosen": "6", "rejected": "5"}
 
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "And\n3+3?", **TEXTS},
     "messages": {"prompt": [QUESTION], "chosen": [CHOSEN], "rejected": [REJECTED]},
-    "prompt as text, sides as messages": {"prompt": "And\n3+3?", "chosen": [CHOSEN], "rejected": [REJECTED]},
+    "prompt as text, sides as messages": {
+        "prompt": "And\n3+3?",
+        "chosen": [CHOSEN],
+        "rejected": [REJECTED],
+    },
     "prompt as messages, sides as text": {"prompt": [QUESTION], **TEXTS},
     "sides as one message": {"prompt": "And\n3+3?", "chosen": CHOSEN, "rejected": REJECTED},
     "whole": WHOLE,
     "whole, prompt as text": {"prompt": "And\n3+3?", **WHOLE},
     "whole, prompt as messages": {"prompt": [QUESTION], **WHOLE},
-    "UltraFeedback-binarized": {"prompt": "And\n3+3?", "prompt_id": "1", **WHOLE, "messages": [QUESTION, CHOSEN], "score_chosen": 8.0, "score_rejected": 7.0},
-    "Capybara-DPO": {"prompt": "And\n3+3?", **WHOLE, "conversation": [{"input": "And\n3+3?", "output": "7"}], "rating_chosen": 5},
-    "ShareGPT": {"conversations": [{"from": "human", "value": "And\n3+3?"}], "chosen": GPT[0], "rejected": GPT[1]},
+    "UltraFeedback-binarized": {
+        "prompt": "And\n3+3?",
+        "prompt_id": "1",
+        **WHOLE,
+        "messages": [QUESTION, CHOSEN],
+        "score_chosen": 8.0,
+        "score_rejected": 7.0,
+    },
+    "Capybara-DPO": {
+        "prompt": "And\n3+3?",
+        **WHOLE,
+        "conversation": [{"input": "And\n3+3?", "output": "7"}],
+        "rating_chosen": 5,
+    },
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "And\n3+3?"}],
+        "chosen": GPT[0],
+        "rejected": GPT[1],
+    },
     "messages with the chosen answer": {"messages": [QUESTION, CHOSEN], **TEXTS},
     "HH": HH,
-    "HH with its prompt": {"prompt": "\n\nHuman: And\n3+3?\n\nAssistant:", "chosen": " 6", "rejected": " 5"},
+    "HH with its prompt": {
+        "prompt": "\n\nHuman: And\n3+3?\n\nAssistant:",
+        "chosen": " 6",
+        "rejected": " 5",
+    },
     "HH, prompt and wholes": {"prompt": "\n\nHuman: And\n3+3?\n\nAssistant:", **HH},
     "Alpaca": {"instruction": "And", "input": "3+3?", **TEXTS},
     "argilla": {"instruction": "And\n3+3?", "chosen_response": "6", "rejected_response": "5"},
     "orca, question": {"system": "", "question": "And\n3+3?", **TEXTS},
     "orca, input": {"system": "", "input": "And\n3+3?", **TEXTS},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", PAIRS)
@@ -253,14 +339,22 @@ def test_pairs_are_two_conversations_that_differ_in_the_answer(shape):
     [
         {"system": "Be brief.", "question": "And\n3+3?", **TEXTS},
         {"system": "Be brief.", **WHOLE},
-        {"system": "Be brief.", "chosen": [BRIEF, *WHOLE["chosen"]], "rejected": [BRIEF, *WHOLE["rejected"]]},
+        {
+            "system": "Be brief.",
+            "chosen": [BRIEF, *WHOLE["chosen"]],
+            "rejected": [BRIEF, *WHOLE["rejected"]],
+        },
         {"prompt": [BRIEF, QUESTION], **WHOLE},
         {"prompt": [BRIEF, QUESTION], **TEXTS},
     ],
-)  # fmt: skip
+)
 def test_a_pair_s_system_prompt_stands_once_before_both(record):
     for side in pair(record):
-        assert [m["role"] for m in side.messages] == ["system", "user", "assistant"] and side.messages[0] == BRIEF
+        assert [m["role"] for m in side.messages] == [
+            "system",
+            "user",
+            "assistant",
+        ] and side.messages[0] == BRIEF
 
 
 def test_answers_that_repeat_a_long_prompt_have_it_once():
@@ -270,13 +364,19 @@ def test_answers_that_repeat_a_long_prompt_have_it_once():
         [prompt, "It is 6"],
         [prompt, "It is 5"],
     ]
-    assert pair({"prompt": "A", "chosen": "Apple", "rejected": "Ant"})[0].messages[1]["content"] == "Apple"
+    assert (
+        pair({"prompt": "A", "chosen": "Apple", "rejected": "Ant"})[0].messages[1]["content"]
+        == "Apple"
+    )
 
 
 def test_dialogues_that_part_early_learn_all_answers_from_there():
     chosen = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"
     rejected = "\n\nHuman: a\n\nAssistant: B\n\nHuman: e\n\nAssistant: f"
-    assert [side.learned for side in pair({"chosen": chosen, "rejected": rejected})] == [(1, 3), (1, 3)]
+    assert [side.learned for side in pair({"chosen": chosen, "rejected": rejected})] == [
+        (1, 3),
+        (1, 3),
+    ]
 
 
 # --- what is refused
@@ -297,54 +397,176 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is no text"),
-        ({"messages": [{"role": "user", "content": True}]}, "no conversation", "of user is no text"),
-        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "no conversation", "of user is no text"),
+        (
+            {"messages": [{"role": "user", "content": True}]},
+            "no conversation",
+            "of user is no text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": {"a": 1}}]},
+            "no conversation",
+            "of user is no text",
+        ),
         ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is no text"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "no conversation", "of user is no text"),
-        ({"messages": [{"role": "user", "content": None}]}, "no conversation", "of user is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "no conversation", "no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]}, "no conversation", "but image_url"),
-        ({"messages": [*ASKED, {"role": "tool", "content": 3}]}, "no conversation", "of tool is no text"),
-        ({"messages": [{"role": "user", "from": "gpt", "content": "x"}]}, "ambiguous", "role and from"),
-        ({"messages": [{"role": "user", "content": "x", "value": "y"}]}, "ambiguous", "content and value"),
+        (
+            {"messages": [{"role": "user", "content": ["x"]}]},
+            "no conversation",
+            "of user is no text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "no conversation",
+            "of user is no text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "no conversation",
+            "no text",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "x"}, {"type": "image_url"}],
+                    }
+                ]
+            },
+            "no conversation",
+            "but image_url",
+        ),
+        (
+            {"messages": [*ASKED, {"role": "tool", "content": 3}]},
+            "no conversation",
+            "of tool is no text",
+        ),
+        (
+            {"messages": [{"role": "user", "from": "gpt", "content": "x"}]},
+            "ambiguous",
+            "role and from",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "value": "y"}]},
+            "ambiguous",
+            "content and value",
+        ),
         ({"conversations": [{"from": "nobody", "value": "x"}]}, "no conversation", "'nobody'"),
-        ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "add(2)"}]}, "no conversation", "not JSON"),
-        ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": '{"name": "add"}'}]}, "no conversation", "name and arguments"),
-        ({"conversations": [SHAREGPT[0], {"from": "function_call", "value": "[]"}]}, "no conversation", "calls nothing"),
-        ({"messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [{"arguments": {}}]}]}, "no conversation", "no name"),
-        ({"messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [CALL], "function_call": {"name": "sub", "arguments": {}}}]}, "ambiguous", "function_call"),
+        (
+            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "add(2)"}]},
+            "no conversation",
+            "not JSON",
+        ),
+        (
+            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": '{"name": "add"}'}]},
+            "no conversation",
+            "name and arguments",
+        ),
+        (
+            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "[]"}]},
+            "no conversation",
+            "calls nothing",
+        ),
+        (
+            {
+                "messages": [
+                    ASKED[0],
+                    {"role": "assistant", "content": None, "tool_calls": [{"arguments": {}}]},
+                ]
+            },
+            "no conversation",
+            "no name",
+        ),
+        (
+            {
+                "messages": [
+                    ASKED[0],
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [CALL],
+                        "function_call": {"name": "sub", "arguments": {}},
+                    },
+                ]
+            },
+            "ambiguous",
+            "function_call",
+        ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
         ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is no list"),
         ({"messages": ASKED, "tools": [1]}, "no conversation", "no list of objects"),
-        ({"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]}, "ambiguous", "functions"),
+        (
+            {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
+            "ambiguous",
+            "functions",
+        ),
         ({"instruction": "x", "output": "y", "history": [["q"]]}, "no conversation", "history"),
         ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is no text"),
         ({"messages": [ASKED[0]]}, "without an answer", ""),
         ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "without an answer", ""),
-        ({"messages": [ASKED[0], {"role": "assistant", "content": " "}]}, "with an empty answer", ""),
-        ({"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": []}]}, "with an empty answer", ""),
+        (
+            {"messages": [ASKED[0], {"role": "assistant", "content": " "}]},
+            "with an empty answer",
+            "",
+        ),
+        (
+            {"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": []}]},
+            "with an empty answer",
+            "",
+        ),
         ({"messages": [ASKED[1]]}, "without a user's turn", ""),
         ({"messages": [BRIEF, ASKED[1]]}, "without a user's turn", ""),
-        ({"messages": [{"role": "developer", "content": "x"}, ASKED[1]]}, "without a user's turn", ""),
+        (
+            {"messages": [{"role": "developer", "content": "x"}, ASKED[1]]},
+            "without a user's turn",
+            "",
+        ),
         ({"system": "Be long.", "messages": [BRIEF, *ASKED]}, "ambiguous", "two system prompts"),
-        ({"system": "a", "system_prompt": "b", "messages": ASKED}, "ambiguous", "two system prompts"),
+        (
+            {"system": "a", "system_prompt": "b", "messages": ASKED},
+            "ambiguous",
+            "two system prompts",
+        ),
         ({"system": 3, "messages": ASKED}, "no conversation", "system is no text"),
         ({"messages": ASKED, "conversations": SHAREGPT}, "ambiguous", "conversations"),
         ({"messages": ASKED, "prompt": "3+3?"}, "ambiguous", "prompt"),
-        ({"conversations": SHAREGPT[:2], "instruction": "5+5?", "response": "10"}, "ambiguous", "instruction"),
-        ({"messages": ASKED, "chat_template_kwargs": [1]}, "no conversation", "chat_template_kwargs"),
+        (
+            {"conversations": SHAREGPT[:2], "instruction": "5+5?", "response": "10"},
+            "ambiguous",
+            "instruction",
+        ),
+        (
+            {"messages": ASKED, "chat_template_kwargs": [1]},
+            "no conversation",
+            "chat_template_kwargs",
+        ),
         ({"messages": ASKED, "kto_tag": True}, "no conversation", "KTO"),
         ({"prompt": "x", "completion": "y", "label": False}, "no conversation", "KTO"),
         (WHOLE, "no conversation", "data.format pairs"),
         ({"prompt": "x", "answers": [{"answer": "y", "rank": 1}]}, "no conversation", "ranked"),
-        ({"history": "x", "human_ref_A": "y", "human_ref_B": "z", "labels": 1}, "no conversation", "ranked"),
+        (
+            {"history": "x", "human_ref_A": "y", "human_ref_B": "z", "labels": 1},
+            "no conversation",
+            "ranked",
+        ),
         ({"prompt": "x", "response_0": "y", "response_1": "z"}, "no conversation", "ranked"),
-        ({"conversation_a": ASKED, "conversation_b": ASKED, "winner": "a"}, "no conversation", "ranked"),
+        (
+            {"conversation_a": ASKED, "conversation_b": ASKED, "winner": "a"},
+            "no conversation",
+            "ranked",
+        ),
         ({"instruction": "x", "completions": [{"response": "y"}]}, "no conversation", "ranked"),
-        ({"message_id": "1", "parent_id": "0", "text": "x", "role": "prompter"}, "no conversation", "tree"),
-        ({"system": "SYSTEM: x", "chat": "USER: x\n\nASSISTANT: y"}, "no conversation", "dialogue in one text"),
+        (
+            {"message_id": "1", "parent_id": "0", "text": "x", "role": "prompter"},
+            "no conversation",
+            "tree",
+        ),
+        (
+            {"system": "SYSTEM: x", "chat": "USER: x\n\nASSISTANT: y"},
+            "no conversation",
+            "dialogue in one text",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
     with pytest.raises(Unfit) as caught:
         conversation(record)
@@ -359,22 +581,46 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ({"prompt": "x", "chosen": "y", "rejected": "y"}, "no pair", "are the same"),
         ({"chosen": "The sky is blue", "rejected": "The sky is green"}, "no pair", "no prompt"),
         ({"chosen": [CHOSEN], "rejected": [REJECTED]}, "no pair", "no prompt"),
-        ({"prompt": [BRIEF], "chosen": [CHOSEN], "rejected": [REJECTED]}, "without a user's turn", ""),
-        ({"chosen": [ASKED[0], CHOSEN], "rejected": [QUESTION, REJECTED]}, "no pair", "different prompts"),
+        (
+            {"prompt": [BRIEF], "chosen": [CHOSEN], "rejected": [REJECTED]},
+            "without a user's turn",
+            "",
+        ),
+        (
+            {"chosen": [ASKED[0], CHOSEN], "rejected": [QUESTION, REJECTED]},
+            "no pair",
+            "different prompts",
+        ),
         ({"chosen": [QUESTION, CHOSEN], "rejected": "5"}, "ambiguous", "whole conversation"),
         ({"prompt": "1+1?", **WHOLE}, "ambiguous", "prompt"),
         ({"prompt": "And\n3+3?", **WHOLE, "messages": ASKED}, "ambiguous", "messages"),
-        ({"prompt": [{**BRIEF, "content": "Be long."}, QUESTION], "system": "Be brief.", **WHOLE}, "ambiguous", "two system"),
+        (
+            {
+                "prompt": [{**BRIEF, "content": "Be long."}, QUESTION],
+                "system": "Be brief.",
+                **WHOLE,
+            },
+            "ambiguous",
+            "two system",
+        ),
         ({"messages": ASKED, **TEXTS}, "ambiguous", "ends on an answer"),
         ({"prompt": "1+1?", "conversations": [QUESTION], **TEXTS}, "ambiguous", "prompt"),
         ({"prompt": "x", "chosen": " ", "rejected": "y"}, "with an empty answer", ""),
         ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "no JSON object"),
-        ({"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]}, "without an answer", "chosen"),
+        (
+            {"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]},
+            "without an answer",
+            "chosen",
+        ),
         ({"prompt": "x", "answers": [{"answer": "y", "rank": 1}]}, "no pair", "ranked"),
-        ({"context": "x", "response1": "y", "response2": "z", "overall_preference": 1}, "no pair", "ranked"),
+        (
+            {"context": "x", "response1": "y", "response2": "z", "overall_preference": 1},
+            "no pair",
+            "ranked",
+        ),
         ({"prompt": "x", "completion": "y", "label": True}, "no pair", "KTO"),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_is_no_pair_says_why(record, kind, detail):
     with pytest.raises(Unfit) as caught:
         pair(record)

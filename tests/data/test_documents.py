@@ -14,7 +14,12 @@ from meshtrain.data.input_files import InputFile, find
 
 
 def read_file(path: Path, field: str = "text") -> list[Document]:
-    return [document for unit in units(find([str(path)]).files) for part in unit for document in read(part, field)]
+    return [
+        document
+        for unit in units(find([str(path)]).files)
+        for part in unit
+        for document in read(part, field)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,14 @@ def test_a_bad_document_is_reported_by_name_and_kind(tmp_path, name, data, kind)
         ('{"text": "a\\u0000b"}', "a\0b"),
         ('\ufeff{"text": "good"}', "good"),
     ],
-    ids=["a number of 5,000 digits", "NaN", "a field within", "a key twice elsewhere", "NUL", "byte order mark"],
+    ids=[
+        "a number of 5,000 digits",
+        "NaN",
+        "a field within",
+        "a key twice elsewhere",
+        "NUL",
+        "byte order mark",
+    ],
 )
 def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path, line, text):
     (tmp_path / "a.jsonl").write_text(line + "\n", encoding="utf-8")
@@ -98,7 +110,9 @@ def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path, ending, how):
     damaged = {
         "flipped": data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :],
         "cut": data[:middle],
-        "checksum": data[:-8] + bytes([data[-8] ^ 1, data[-7], data[-6], data[-5], data[-4] ^ 1]) + data[-3:],
+        "checksum": data[:-8]
+        + bytes([data[-8] ^ 1, data[-7], data[-6], data[-5], data[-4] ^ 1])
+        + data[-3:],
         "followed by junk": data + b"junk",
     }
     path = tmp_path / f"a.jsonl{ending}"
@@ -126,8 +140,13 @@ def test_a_long_look_for_damage_can_be_stopped(tmp_path):
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_compressed_files_in_several_pieces_are_read_whole(tmp_path, ending):
     pieces = [b'{"text": "one"}\n{"te', b"", b'xt": "two"}\n']
-    (tmp_path / f"a.jsonl{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
-    assert [document.text for document in read_file(tmp_path / f"a.jsonl{ending}")] == ["one", "two"]
+    (tmp_path / f"a.jsonl{ending}").write_bytes(
+        b"".join(compress(ending, piece) for piece in pieces)
+    )
+    assert [document.text for document in read_file(tmp_path / f"a.jsonl{ending}")] == [
+        "one",
+        "two",
+    ]
     (tmp_path / f"a.txt{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
     assert read_file(tmp_path / f"a.txt{ending}")[0].text == b"".join(pieces).decode()
 
@@ -142,8 +161,12 @@ def compress(ending: str, data: bytes) -> bytes:
 def parquet(tmp_path: Path) -> Path:
     """Five rows in row groups of two: three good ones, one without text, one empty."""
     pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.table({"id": range(5), "text": ["one", None, "drei ü", "", "last"], "number": [1.0] * 5})
-    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    table = pyarrow.table(
+        {"id": range(5), "text": ["one", None, "drei ü", "", "last"], "number": [1.0] * 5}
+    )
+    importlib.import_module("pyarrow.parquet").write_table(
+        table, tmp_path / "a.parquet", row_group_size=2
+    )
     return tmp_path / "a.parquet"
 
 
@@ -165,10 +188,14 @@ def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path):
         column = pyarrow.array(["one", "two"]).cast("string" if kind == "dictionary" else kind)
         column = column.dictionary_encode() if kind == "dictionary" else column
         path = tmp_path / f"{number}.PARQUET"
-        importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"text": column}), path)
+        importlib.import_module("pyarrow.parquet").write_table(
+            pyarrow.table({"text": column}), path
+        )
         assert [document.text for document in read_file(path)] == ["one", "two"]
     bad = pyarrow.array([b"good", b"\xff"], "binary")
-    importlib.import_module("pyarrow.parquet").write_table(pyarrow.table({"text": bad}), tmp_path / "bad.parquet")
+    importlib.import_module("pyarrow.parquet").write_table(
+        pyarrow.table({"text": bad}), tmp_path / "bad.parquet"
+    )
     assert [document.kind for document in read_file(tmp_path / "bad.parquet")] == ["", "not UTF-8"]
 
 
@@ -193,7 +220,15 @@ def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path):
 
 def test_units_cover_every_byte_once_and_only_json_lines_are_cut(monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 100)
-    sizes = {"a.txt": 30, "b.txt": 80, "c.jsonl": 950, "d.txt": 500, "e.txt.gz": 90, "f.jsonl.gz": 300, "g.txt": 0}
+    sizes = {
+        "a.txt": 30,
+        "b.txt": 80,
+        "c.jsonl": 950,
+        "d.txt": 500,
+        "e.txt.gz": 90,
+        "f.jsonl.gz": 300,
+        "g.txt": 0,
+    }
     files = [InputFile(name, name, size, 0) for name, size in sizes.items()]
     found = units(files)
     for file in files:

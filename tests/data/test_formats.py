@@ -15,9 +15,13 @@ from meshtrain.data.input_files import find
         ("a.parquet", "is a Parquet file, which the pyarrow library reads"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(tmp_path, name, said, monkeypatch):
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
+    tmp_path, name, said, monkeypatch
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda library: None)
     (tmp_path / name).write_bytes(b"x")
     for given in (tmp_path, tmp_path / name):
-        with pytest.raises(ConfigError, match=rf"{said}; it is not installed: pip install 'meshtrain\[data\]'"):
+        with pytest.raises(
+            ConfigError, match=rf"{said}; it is not installed: pip install 'meshtrain\[data\]'"
+        ):
             find([str(given)])

@@ -42,28 +42,43 @@ def test_the_standard_library_is_there_without_a_config():
     batch = train.batch(0)
     assert batch.keys() == {"tokens", "labels"}
     assert all(array.shape == (16, 256) and array.dtype == np.int32 for array in batch.values())
-    assert train.shapes == ((16, 256),) and train.batch_shape(3) == (16, 256) and train.tokens_per_batch == 4096
+    assert (
+        train.shapes == ((16, 256),)
+        and train.batch_shape(3) == (16, 256)
+        and train.tokens_per_batch == 4096
+    )
     assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-    assert "def " in train.tokenizer.decode(np.concatenate([train.batch(k)["tokens"].ravel() for k in range(5)]))
+    assert "def " in train.tokenizer.decode(
+        np.concatenate([train.batch(k)["tokens"].ravel() for k in range(5)])
+    )
     assert validation.batches_per_epoch >= 64  # text enough to measure a loss on
 
 
 def test_held_out_text_is_not_trained_on(text):
     train, validation = open_data(config(text, batch=1, validation=0.3))
-    seen = [{b.batch(k)["labels"].tobytes() for k in range(b.batches_per_epoch)} for b in (train, validation)]
+    seen = [
+        {b.batch(k)["labels"].tobytes() for k in range(b.batches_per_epoch)}
+        for b in (train, validation)
+    ]
     assert len(seen[1]) > 20 and not seen[0] & seen[1]
 
 
 def test_held_out_text_may_be_a_source_of_its_own(text, other_text):
     _, validation = open_data(config(text, batch=1, validation_source=str(other_text), last="pad"))
-    labels = sum(int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch))
+    labels = sum(
+        int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch)
+    )
     assert labels == sum(path.stat().st_size + 1 for path in other_text.iterdir())
 
 
 def test_prepared_shards_are_read_with_their_tokenizer(prepared):
     train, validation = open_data(config(prepared, tokenizer=str(prepared / "tokenizer.json")))
     assert validation is not None
-    assert train.tokenizer.name == read_manifest(prepared).tokenizer == f"BPE-{train.tokenizer.vocab_size}"
+    assert (
+        train.tokenizer.name
+        == read_manifest(prepared).tokenizer
+        == f"BPE-{train.tokenizer.vocab_size}"
+    )
     assert "mesh" in train.tokenizer.decode(train.batch(0)["tokens"].ravel())
 
 
@@ -90,7 +105,10 @@ def refusal(source: str, **data: Any) -> str:
 def test_a_line_of_the_log_says_what_an_epoch_is(batching, text):
     train, _ = open_data(config(text, batching=batching, last="pad"))
     batches = [train.batch(k) for k in range(train.batches_per_epoch)]
-    places, labels = sum(b["weights"].size for b in batches), sum(int(b["weights"].sum()) for b in batches)
+    places, labels = (
+        sum(b["weights"].size for b in batches),
+        sum(int(b["weights"].sum()) for b in batches),
+    )
     says = f"{text}: {len(batches)} batches an epoch of {labels / len(batches):,.0f} tokens"
     says += f" in {len(train.shapes)} shapes" if batching in ("grouped", "budget") else ""
     assert train.describe() == f"{says}, {1 - labels / places:.1%} padding"
@@ -106,7 +124,9 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
         open_data(asked)
     held_out = rf"{tmp_path}/one\.txt holds no document for validation; hold out"
     own = "give text of its own as data.validation_source, or set eval.every to 0."
-    assert re.fullmatch(f"eval.every is 5, but of held-out text {held_out}.*, {own}", str(refused.value))
+    assert re.fullmatch(
+        f"eval.every is 5, but of held-out text {held_out}.*, {own}", str(refused.value)
+    )
     open_data(load(asked, ["eval.every=0"]))
     open_data(load(asked, [f"data.validation_source={tmp_path / 'one.txt'}"]))
 
@@ -132,8 +152,14 @@ def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text, ba
 def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path):
     (tmp_path / "train.txt").write_text("words " * 1000)
     (tmp_path / "short.txt").write_text("words")
-    given = {"source": str(tmp_path / "train.txt"), "validation": 0.0, "validation_source": str(tmp_path / "short.txt")}
-    _, held_out = open_data(load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}}))
+    given = {
+        "source": str(tmp_path / "train.txt"),
+        "validation": 0.0,
+        "validation_source": str(tmp_path / "short.txt"),
+    }
+    _, held_out = open_data(
+        load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}})
+    )
     assert held_out.batch(0)["weights"].sum() == 6 and held_out.one_pass(8) == range(1)
     assert held_out.fewer(8) == ["1 batch is all that is held out, fewer than eval.batches 8"]
 
@@ -142,12 +168,17 @@ def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
     assert "did you mean stdlib?" in refusal("stdlibs")
     assert "no such file or directory" in refusal("/no/such/folder")
     assert "data.validation_source is 'nope', but" in refusal("stdlib", validation_source="nope")
-    assert "data.mixture is 'synthetics', but" in (said := refusal("mixture", mixture=["synthetics"], weights=[1.0]))
+    assert "data.mixture is 'synthetics', but" in (
+        said := refusal("mixture", mixture=["synthetics"], weights=[1.0])
+    )
     assert said.endswith("text, prepared shards or stdlib.")
 
 
 def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text):
-    with pytest.raises(ConfigError, match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte",
+    ):
         open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
 
@@ -183,9 +214,13 @@ def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path, batching):
     source = str(tmp_path / "short.txt")
     train, _ = open_data(config(source, length=50, batching=batching))
     assert train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 100
-    assert "it fills no batch of train.global_batch_size 8, so that one is padded" in train.describe()
+    assert (
+        "it fills no batch of train.global_batch_size 8, so that one is padded" in train.describe()
+    )
     if batching == "window":
-        assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(source, length=101)
+        assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(
+            source, length=101
+        )
 
 
 def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text, tmp_path):
@@ -206,10 +241,15 @@ def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_writ
 def test_the_digest_of_held_out_text_is_its_own(text, other_text):
     train, validation = open_data(config(text, validation=0.3, batch=1))
     assert validation is not None and validation.digest != train.digest
-    same, other = open_data(config(text, validation=0.3, batch=1, validation_source=str(other_text)))
+    same, other = open_data(
+        config(text, validation=0.3, batch=1, validation_source=str(other_text))
+    )
     assert other is not None and same.digest == train.digest and other.digest != validation.digest
     _, mirror = open_data(config(other_text, validation=0.3, batch=1, validation_source=str(text)))
-    assert mirror is not None and mirror.digest not in (train.digest, validation.digest)  # all of the text
+    assert mirror is not None and mirror.digest not in (
+        train.digest,
+        validation.digest,
+    )  # all of the text
 
 
 def test_a_skipped_document_leaves_the_digest_as_it_is(text, tmp_path):
@@ -225,7 +265,9 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         prepare(find([str(text)]).files, tmp_path / "shards", PrepareOptions(), 1, stop)
-    assert "was not finished; run the same `meshtrain data prepare` again" in refusal(str(tmp_path / "shards"))
+    assert "was not finished; run the same `meshtrain data prepare` again" in refusal(
+        str(tmp_path / "shards")
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,14 +275,19 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
     [
         ({"source": "synthetic", "batching": "packed"}, {}, "synthetic tokens form no documents"),
         ({"batching": "pack"}, {}, "did you mean packed"),
-        ({"batching": "budget", "rows_multiple": 3}, {"mesh": {"data": 2}}, "multiple of mesh.data x parallel.microbatches"),
+        (
+            {"batching": "budget", "rows_multiple": 3},
+            {"mesh": {"data": 2}},
+            "multiple of mesh.data x parallel.microbatches",
+        ),
         ({"batching": "budget", "rows_multiple": 32}, {}, "at most train.global_batch_size 16"),
         (
-            {"batching": "grouped", "length_multiple": 3}, {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
+            {"batching": "grouped", "length_multiple": 3},
+            {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
             "mesh.tensor 2 does not divide data.length_multiple 3",
         ),
     ],
-)  # fmt: skip
+)
 def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(data, others, said):
     with pytest.raises(ConfigError, match=said):
         load({"data": data, **others})
@@ -252,22 +299,32 @@ def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(dat
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
     """Those of the package; what a test registers is gone afterwards."""
-    monkeypatch.setattr(SOURCES, "_entries", {name: SOURCES[name] for name in ("stdlib", "synthetic", "digits")})
+    monkeypatch.setattr(
+        SOURCES, "_entries", {name: SOURCES[name] for name in ("stdlib", "synthetic", "digits")}
+    )
     return SOURCES
 
 
 def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
     def open_mine(data: DataConfig, tokenizer: Tokenizer) -> Source:
-        return open_files(find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data)
+        return open_files(
+            find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data
+        )
 
     assert "but there is no such file or directory" in refusal("mine")
     sources.register(SourceKind("mine", documents=open_mine))
     train, validation = open_data(config("mine", batching="packed", last="pad"))
     assert validation is not None and train.source == "mine" and len(train.digest) == 16
-    mixed, _ = open_data(config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine"))
+    mixed, _ = open_data(
+        config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine")
+    )
     assert mixed.source == "stdlib + mine" and mixed.digest.endswith(f"+{train.digest}")
-    assert refusal("min").endswith("prepared shards or stdlib or synthetic or mine or mixture; did you mean mine?")
-    assert "it takes stdlib, mine, text and prepared shards" in refusal("mixture", mixture=["synthetic"], weights=[1])
+    assert refusal("min").endswith(
+        "prepared shards or stdlib or synthetic or mine or mixture; did you mean mine?"
+    )
+    assert "it takes stdlib, mine, text and prepared shards" in refusal(
+        "mixture", mixture=["synthetic"], weights=[1]
+    )
 
 
 def test_a_kind_of_source_of_rows_is_one_entry(sources):
@@ -291,5 +348,7 @@ def test_a_kind_of_source_of_rows_is_one_entry(sources):
     assert train.batch(1)["tokens"][:, 0].tolist() == list(range(8, 16))
     assert train.describe() == "counting: 2 batches an epoch of 512 tokens"
     assert "counting tokens form no documents" in refusal("counting", batching="packed")
-    assert "with data.source counting the held-out tokens are drawn too" in refusal("counting", validation_source="x")
+    assert "with data.source counting the held-out tokens are drawn too" in refusal(
+        "counting", validation_source="x"
+    )
     assert "data.mixture names counting" in refusal("mixture", mixture=["counting"], weights=[1])

@@ -13,7 +13,11 @@ from meshtrain.data.pieces import DocumentPieces
 
 def padded(counts: np.ndarray, lengths: tuple[int, ...]) -> int:
     """Tokens of all pieces, each padded to the next of the lengths."""
-    return sum(int(count) * min(n for n in lengths if n >= length) for length, count in enumerate(counts) if count)
+    return sum(
+        int(count) * min(n for n in lengths if n >= length)
+        for length, count in enumerate(counts)
+        if count
+    )
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -21,7 +25,9 @@ def test_the_lengths_chosen_need_the_least_padding_of_all_choices(most):
     counts = np.bincount(np.random.default_rng(0).integers(1, 49, 200) ** 2 // 48, minlength=49)
     counts[0] = 0
     chosen = choose_lengths(counts, most, 8)
-    every = [(*some, 48) for n in range(most) for some in itertools.combinations(range(8, 48, 8), n)]
+    every = [
+        (*some, 48) for n in range(most) for some in itertools.combinations(range(8, 48, 8), n)
+    ]
     assert len(chosen) <= most and chosen[-1] == 48 and all(n % 8 == 0 for n in chosen)
     assert padded(counts, chosen) == min(padded(counts, lengths) for lengths in every)
 
@@ -74,7 +80,9 @@ def test_padding_is_at_most_a_third_of_that_of_random_batches(batching, length):
 
 @pytest.mark.parametrize("batching", ["grouped", "budget"])
 def test_every_batch_has_a_shape_of_the_known_set(text, batching):
-    train, _ = open_data(config(text, batching=batching, lengths=4, length_multiple=8, rows_multiple=2, last="pad"))
+    train, _ = open_data(
+        config(text, batching=batching, lengths=4, length_multiple=8, rows_multiple=2, last="pad")
+    )
     seen = set()
     for k in range(train.batches_per_epoch):
         batch = train.batch(k)
@@ -114,7 +122,9 @@ def test_padding_stands_behind_the_document_with_no_weight(text):
 def test_tokens_per_batch_is_the_mean_over_an_epoch(text, last):
     train, _ = open_data(config(text, batching="budget", last=last))
     labels = sum(train.batch(k)["weights"].sum() for k in range(train.batches_per_epoch))
-    assert abs(train.tokens_per_batch * train.batches_per_epoch / labels - 1) < (1e-9 if last == "pad" else 0.02)
+    assert abs(train.tokens_per_batch * train.batches_per_epoch / labels - 1) < (
+        1e-9 if last == "pad" else 0.02
+    )
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])

@@ -35,15 +35,21 @@ def test_suffixes_in_capitals_are_taken_as_those_in_small_letters(tmp_path):
     write(tmp_path, "A.TXT", "B.JSONL", "C.Md.GZ", "D.PNG", "e.png")
     found = find([str(tmp_path)])
     assert names(found) == [f"{tmp_path.name}/{name}" for name in ("A.TXT", "B.JSONL", "C.Md.GZ")]
-    assert found.ignored == {".png": 2} and found.files[1].json_lines and found.files[2].compression == ".gz"
+    assert (
+        found.ignored == {".png": 2}
+        and found.files[1].json_lines
+        and found.files[2].compression == ".gz"
+    )
 
 
 def test_nothing_to_read_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path, "pictures/a.png")
     for what, said in {
-        "missing": "there is no file or directory", "empty": "no file at all", "pictures": r"other kinds \(1 \.png\)"
-    }.items():  # fmt: skip
+        "missing": "there is no file or directory",
+        "empty": "no file at all",
+        "pictures": r"other kinds \(1 \.png\)",
+    }.items():
         with pytest.raises(ConfigError, match=said):
             find([str(tmp_path / what)])
 
@@ -79,7 +85,9 @@ def test_an_input_named_twice_is_read_once(tmp_path):
     text, file = str(tmp_path / "text"), str(tmp_path / "text" / "a.txt")
     assert names(find([text, file, text + "/."])) == ["text/a.txt", "text/b.txt"]
     found = find([file, text])
-    assert names(found) == ["a.txt", "text/b.txt"] and found.left_out == {"reached twice": ["text/a.txt"]}
+    assert names(found) == ["a.txt", "text/b.txt"] and found.left_out == {
+        "reached twice": ["text/a.txt"]
+    }
 
 
 def test_two_names_of_one_file_that_are_no_links_are_two_documents(tmp_path):
@@ -94,7 +102,11 @@ def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(tmp_path, m
     monkeypatch.chdir(tmp_path)  # the names of sockets must be short
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket.txt")
-        prepare(find([str(tmp_path / "a.txt")]).files, tmp_path / "shards", PrepareOptions(validation=0.0))
+        prepare(
+            find([str(tmp_path / "a.txt")]).files,
+            tmp_path / "shards",
+            PrepareOptions(validation=0.0),
+        )
         found = find([str(tmp_path)])
     root = tmp_path.name
     assert names(found) == [f"{root}/a.txt"]
@@ -113,8 +125,12 @@ def test_what_is_no_input_is_reported_as_what_it_is(tmp_path):
     for given, said in {
         "": "the name of a file or directory to read text from is empty.",
         "/dev/null": "/dev/null is neither a file nor a directory; write the text to a file first.",
-        str(tmp_path / "pipe"): f"{tmp_path}/pipe is neither a file nor a directory; write the text to a file first.",
-        str(tmp_path / "circle"): f"{tmp_path}/circle cannot be read: too many levels of symbolic links.",
+        str(
+            tmp_path / "pipe"
+        ): f"{tmp_path}/pipe is neither a file nor a directory; write the text to a file first.",
+        str(
+            tmp_path / "circle"
+        ): f"{tmp_path}/circle cannot be read: too many levels of symbolic links.",
         str(tmp_path / "nowhere"): f"{tmp_path}/nowhere is a link that leads nowhere (missing).",
         "no\nsuch\0": r"there is no file or directory no\nsuch\x00 to read text from.",
         "x" * 5000: f"{'x' * 140}…{'x' * 60} cannot be read: file name too long.",

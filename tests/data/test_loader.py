@@ -26,7 +26,7 @@ class Squares:
 
 
 def test_batches_come_in_order_from_where_it_starts_and_through_put():
-    total = lambda batch: batch["image"].sum() / 96  # noqa: E731
+    total = lambda batch: batch["image"].sum() / 96
     loader = Loader(Squares(), start=3, part=lambda shape: (slice(0, 2), None), put=total)
     assert [next(loader) for _ in range(4)] == [(3, 9), (4, 16), (5, 25), (6, 36)]
     loader.close()

@@ -37,7 +37,10 @@ def test_what_is_left_of_a_block_goes_to_the_source_furthest_below_its_share():
 def test_any_number_can_be_asked_for_alone():
     draw = Draw((0.6, 0.4), seed=2)
     together = np.stack(draw.at(np.arange(BLOCK - 50, BLOCK + 50)))
-    alone = [np.stack(Draw((0.6, 0.4), seed=2).at(np.array([n])))[:, 0] for n in range(BLOCK - 50, BLOCK + 50)]
+    alone = [
+        np.stack(Draw((0.6, 0.4), seed=2).at(np.array([n])))[:, 0]
+        for n in range(BLOCK - 50, BLOCK + 50)
+    ]
     assert np.array_equal(together, np.array(alone).T)
 
 
@@ -70,7 +73,9 @@ def test_every_batching_can_be_mixed(text, other_text, batching):
     labels = 0.0
     for k in range(200):
         batch = train.batch(k)
-        assert batch["tokens"].shape == train.batch_shape(k) and train.batch_shape(k) in train.shapes
+        assert (
+            batch["tokens"].shape == train.batch_shape(k) and train.batch_shape(k) in train.shapes
+        )
         labels += batch["weights"].sum()
     assert abs(labels / 200 / train.tokens_per_batch - 1) < 0.1
 
@@ -78,26 +83,36 @@ def test_every_batching_can_be_mixed(text, other_text, batching):
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
 def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batching):
     """The one with few held-out rows has most of the weight."""
-    _, held_out = open_data(mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2))
+    _, held_out = open_data(
+        mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2)
+    )
     once, epoch = held_out.one_pass(1000), held_out.batches_per_epoch
 
     def rows(numbers: range) -> list[bytes]:
         batches = map(held_out.batch, numbers)
-        return [row.tobytes() for batch in batches for row in batch["tokens"][batch["weights"].any(1)]]
+        return [
+            row.tobytes() for batch in batches for row in batch["tokens"][batch["weights"].any(1)]
+        ]
 
     assert 1 < len(once) < epoch and len(set(rows(once))) == len(rows(once))
     further = range(len(once) + 1)
     assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(2) == range(2)
     fewer = f"evaluations read {len(once)} batches, fewer than eval.batches 1000"
-    assert held_out.fewer(1000) == [f"{fewer}: then a source of the mixture comes round"] and not held_out.fewer(2)
+    assert held_out.fewer(1000) == [
+        f"{fewer}: then a source of the mixture comes round"
+    ] and not held_out.fewer(2)
 
 
-def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(text, tmp_path):
+def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(
+    text, tmp_path
+):
     (tmp_path / "tiny.txt").write_text("tiny")
     with pytest.raises(ConfigError, match=r"fewer than train\.sequence_length"):
         open_data(mixture(text, tmp_path / "tiny.txt", validation=0.0))
     for batching in ("grouped", "budget"):
-        train, _ = open_data(mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0))
+        train, _ = open_data(
+            mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0)
+        )
         assert "it fills no batch of train.global_batch_size" in train.describe()
 
 
@@ -113,6 +128,11 @@ def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(changes, said):
-    values: dict[str, Any] = {"source": "mixture", "mixture": ["stdlib", "here"], "weights": [1.0, 2.0], **changes}
+    values: dict[str, Any] = {
+        "source": "mixture",
+        "mixture": ["stdlib", "here"],
+        "weights": [1.0, 2.0],
+        **changes,
+    }
     with pytest.raises(ConfigError, match=said):
         config(str(values.pop("source")), **values)

@@ -1,5 +1,6 @@
-"""One global order: batch k is the same rows in the same order whatever the mesh, the processes and the history of the run;
-and every document of an epoch is seen exactly once."""
+"""One global order: batch k is the same rows in the same order whatever the mesh, the processes and the history of the
+run; and every document of an epoch is seen exactly once.
+"""
 
 import json
 import os
@@ -25,7 +26,11 @@ def chosen(batching: str, text: Path, other_text: Path) -> Config:
     """The batching, over one source or, as a fifth case, over a mixture."""
     options: dict[str, Any] = {"batching": batching, "lengths": 4, "last": "pad"}
     if batching == "mixture":
-        options |= {"batching": "packed", "mixture": [str(text), str(other_text)], "weights": [0.7, 0.3]}
+        options |= {
+            "batching": "packed",
+            "mixture": [str(text), str(other_text)],
+            "weights": [0.7, 0.3],
+        }
         return config("mixture", length=512, **options)
     return config(text, length=512, **options)
 
@@ -41,7 +46,9 @@ def share(rank: int, ranks: int, rows: int) -> slice:
 
 
 def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
 
 
 def whole(train: TextBatches, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
@@ -55,7 +62,9 @@ def test_the_rows_of_all_ranks_together_are_the_global_batch(setting, ranks):
     for k, batch in enumerate(expected):
         rows = readers[0].batch_shape(k)[0]
         parts = [reader.batch(k, share(rank, ranks, rows)) for rank, reader in enumerate(readers)]
-        assert equal({name: np.concatenate([part[name] for part in parts]) for name in batch}, batch)
+        assert equal(
+            {name: np.concatenate([part[name] for part in parts]) for name in batch}, batch
+        )
 
 
 def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting, bytes_read):
@@ -71,7 +80,10 @@ def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting,
             counted = batch.get("weights", np.ones((rows, length)))[1:, places].sum()
             # An id has two bytes; of each stretch the token before the first label is read besides.
             read.append((sum(bytes_read), 2 * (counted + len(bytes_read))))
-    assert all(seen == right > 0 for seen, right in read) and not train.batch(0, slice(0), places)["labels"].size
+    assert (
+        all(seen == right > 0 for seen, right in read)
+        and not train.batch(0, slice(0), places)["labels"].size
+    )
 
 
 def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(setting):
@@ -80,12 +92,15 @@ def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_ano
     for begin, end, ranks in zip([0, *stops], [*stops, STEPS], (1, 8, 2, 4, 1, 8), strict=True):
         train = open_data(setting)[0]  # a new run: all that it knows of the last is `begin`
         loaders = [
-            Loader(train, begin, lambda shape, r=rank, n=ranks: (share(r, n, shape[0]), None)) for rank in range(ranks)
+            Loader(train, begin, lambda shape, r=rank, n=ranks: (share(r, n, shape[0]), None))
+            for rank in range(ranks)
         ]  # type: ignore[misc]
         for k in range(begin, end):
             parts = [next(loader) for loader in loaders]
             assert {number for number, _ in parts} == {k}
-            batch = {name: np.concatenate([part[name] for _, part in parts]) for name in expected[k]}
+            batch = {
+                name: np.concatenate([part[name] for _, part in parts]) for name in expected[k]
+            }
             assert equal(batch, expected[k])
         for loader in loaders:
             loader.close()
@@ -109,13 +124,17 @@ np.savez(out, **found)
 
 
 @pytest.mark.parametrize("batching", ["mixture", "budget"])
-def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(batching, text, other_text, tmp_path):
+def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
+    batching, text, other_text, tmp_path
+):
     setting = chosen(batching, text, other_text)
     (tmp_path / "config.yaml").write_text(to_yaml(setting))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", READ_OWN_ROWS, str(tmp_path / "config.yaml")]
     processes = [
-        subprocess.Popen([*command, str(tmp_path / f"{rank}.npz"), str(rank), "2", str(STEPS)], env=environment)
+        subprocess.Popen(
+            [*command, str(tmp_path / f"{rank}.npz"), str(rank), "2", str(STEPS)], env=environment
+        )
         for rank in range(2)
     ]
     assert [process.wait(60) for process in processes] == [0, 0]
@@ -134,7 +153,9 @@ def documents_seen(train: TextBatches, epoch: int) -> Counter[int]:
         real = batch["weights"] > 0
         starts = np.argwhere((batch["tokens"] == train.tokenizer.end_of_document) & real)
         for row, column in starts:
-            found[int(train.tokenizer.decode(batch["labels"][row, column : column + 5]).split()[0])] += 1
+            found[
+                int(train.tokenizer.decode(batch["labels"][row, column : column + 5]).split()[0])
+            ] += 1
     return found
 
 
@@ -162,7 +183,10 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own(batching, text):
     def order(seed: int, epoch: int) -> list[bytes]:
         train, _ = open_data(config(text, seed=seed, batching=batching, last="pad"))
         first = epoch * train.batches_per_epoch
-        return [train.batch(k)["labels"].tobytes() for k in range(first, first + train.batches_per_epoch)]
+        return [
+            train.batch(k)["labels"].tobytes()
+            for k in range(first, first + train.batches_per_epoch)
+        ]
 
     orders = [order(0, 0), order(0, 1), order(1, 0)]
     assert orders[0] == order(0, 0)
@@ -187,7 +211,9 @@ def test_drop_leaves_out_only_what_does_not_fill_a_batch(batching, text):
 
 def test_the_order_is_the_same_in_every_version(tmp_path):
     """Written down once: a run that is resumed after an upgrade must meet the rest of its epoch."""
-    lines = "".join(json.dumps({"text": "abcdefghij"[: 1 + i % 10] + str(i)}) + "\n" for i in range(40))
+    lines = "".join(
+        json.dumps({"text": "abcdefghij"[: 1 + i % 10] + str(i)}) + "\n" for i in range(40)
+    )
     (tmp_path / "some.jsonl").write_text(lines)
     found = {}
     for batching in BATCHINGS:

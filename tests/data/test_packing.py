@@ -9,11 +9,15 @@ from meshtrain.data.packing import pack
 
 
 def random_counts(size: int, pieces: int, seed: int) -> np.ndarray:
-    lengths = np.random.default_rng(seed).lognormal(np.log(size / 8), 1.0, pieces).astype(int) % size + 1
+    lengths = (
+        np.random.default_rng(seed).lognormal(np.log(size / 8), 1.0, pieces).astype(int) % size + 1
+    )
     return np.bincount(lengths, minlength=size + 1)
 
 
-@pytest.mark.parametrize(("size", "pieces"), [(1, 5), (8, 1), (8, 1000), (64, 37), (1024, 5000), (1024, 10**6)])
+@pytest.mark.parametrize(
+    ("size", "pieces"), [(1, 5), (8, 1), (8, 1000), (64, 37), (1024, 5000), (1024, 10**6)]
+)
 def test_a_plan_holds_exactly_the_pieces_and_no_row_overflows(size, pieces):
     counts = random_counts(size, pieces, seed=pieces)
     held = np.zeros_like(counts)
@@ -37,7 +41,9 @@ def test_a_plan_is_nearly_full_and_does_not_grow_with_the_corpus(pieces):
     ("counts", "rows"), [({5: 2, 3: 4, 2: 2}, 4), ({6: 1, 4: 1, 2: 3}, 2), ({8: 3}, 3), ({1: 9}, 2)]
 )
 def test_small_cases_need_as_few_rows_as_can_be(counts, rows):
-    assert sum(kind.rows for kind in pack(np.array([counts.get(n, 0) for n in range(9)]), 8)) == rows
+    assert (
+        sum(kind.rows for kind in pack(np.array([counts.get(n, 0) for n in range(9)]), 8)) == rows
+    )
 
 
 def test_the_standard_library_fills_97_percent_of_rows_of_1024():
@@ -63,7 +69,9 @@ def test_segments_and_positions_follow_the_documents_and_padding_counts_nothing(
             for begin, end in zip(begins, [*begins[1:], used], strict=True):
                 assert positions[begin:end].tolist() == list(range(end - begin))
                 assert np.array_equal(tokens[begin + 1 : end], labels[begin : end - 1])
-                assert train.tokenizer.end_of_document not in labels[begin : end - 1]  # one document a segment
+                assert (
+                    train.tokenizer.end_of_document not in labels[begin : end - 1]
+                )  # one document a segment
 
 
 def test_which_documents_share_a_row_changes_with_the_epoch(other_text):

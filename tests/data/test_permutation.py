@@ -26,12 +26,27 @@ def test_keys_depend_on_where_their_parts_end():
 def test_the_order_of_a_run_is_the_same_in_every_version():
     """Written down once: a run that is resumed after an upgrade must meet the rest of its epoch."""
     assert int(key_of(0, "rows", 0)) == 0xA304E90BD7F46D23
-    assert permute(np.arange(12), 12, key_of(0, "rows", 0)).tolist() == [3, 0, 2, 5, 8, 11, 1, 7, 10, 4, 9, 6]
+    assert permute(np.arange(12), 12, key_of(0, "rows", 0)).tolist() == [
+        3,
+        0,
+        2,
+        5,
+        8,
+        11,
+        1,
+        7,
+        10,
+        4,
+        9,
+        6,
+    ]
 
 
 @pytest.mark.parametrize("size", [13, 100, 1000])
 def test_places_are_spread_evenly_over_keys(size):
-    """Chi-squared over where each index goes, 1,500 keys; its mean is 1 per degree of freedom, its deviation sqrt(2 / freedom)."""
+    """Chi-squared over where each index goes, 1,500 keys; its mean is 1 per degree of freedom, its deviation sqrt(2 /
+    freedom).
+    """
     keys, seen = 1500, np.zeros((size, size))
     for key in range(keys):
         seen[np.arange(size), permute(np.arange(size), size, key_of("even", key))] += 1

@@ -26,24 +26,36 @@ def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(corpus, tmp_p
     table = open_pieces(corpus, longest, tmp_path / "table")
     numbers = np.arange(len(table.first))
     lengths, first = table.lengths(numbers), table.first.astype(int)
-    assert np.array_equal(lengths, np.sort(lengths)) and lengths.min() >= 1 and lengths.max() <= longest
+    assert (
+        np.array_equal(lengths, np.sort(lengths))
+        and lengths.min() >= 1
+        and lengths.max() <= longest
+    )
     assert np.array_equal(np.bincount(lengths, minlength=longest + 1), table.counts)
     order = np.argsort(first)
-    assert np.array_equal(first[order], np.cumsum(lengths[order]) - lengths[order])  # one after the other, without gaps
+    assert np.array_equal(
+        first[order], np.cumsum(lengths[order]) - lengths[order]
+    )  # one after the other, without gaps
     assert lengths.sum() == corpus.labels
     edges = np.concatenate([np.diff(offsets.astype(int)) for offsets in corpus.offsets]).cumsum()
-    assert set(edges) <= set((first + lengths).tolist())  # no piece reaches over the end of a document
+    assert set(edges) <= set(
+        (first + lengths).tolist()
+    )  # no piece reaches over the end of a document
     cut = ~np.isin(first + lengths, edges)
     assert (lengths[cut] == longest).all()
 
 
-def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(corpus, tmp_path, monkeypatch):
+def test_the_table_does_not_depend_on_how_many_documents_are_taken_at_once(
+    corpus, tmp_path, monkeypatch
+):
     def table(at_once: int) -> DocumentPieces:
         monkeypatch.setattr(pieces, "DOCUMENTS_AT_ONCE", at_once)
         return open_pieces(corpus, 64, tmp_path / str(at_once))
 
     whole, bit_by_bit = table(10**6), table(7)
-    assert np.array_equal(whole.ends, bit_by_bit.ends) and np.array_equal(whole.first, bit_by_bit.first)
+    assert np.array_equal(whole.ends, bit_by_bit.ends) and np.array_equal(
+        whole.first, bit_by_bit.first
+    )
 
 
 def test_the_table_is_made_once(corpus, tmp_path):
@@ -66,7 +78,16 @@ def test_the_table_is_made_once(corpus, tmp_path):
         lambda data: data[32:],
         lambda data: b"",
     ],
-    ids=["digest", "counts", "places", "truncated", "cut within a number", "longer", "of an older version", "empty"],
+    ids=[
+        "digest",
+        "counts",
+        "places",
+        "truncated",
+        "cut within a number",
+        "longer",
+        "of an older version",
+        "empty",
+    ],
 )
 def test_a_damaged_table_is_reported_and_made_again(corpus, tmp_path, damage, caplog):
     path = tmp_path / "table"
@@ -94,7 +115,9 @@ def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corp
     for name in ("pipe", "link"):
         open_pieces(corpus, 64, tmp_path / name)
         assert stat.S_ISREG((tmp_path / name).lstat().st_mode)
-    with pytest.raises(ConfigError, match=r"directory cannot be written or read \(is a directory\)"):
+    with pytest.raises(
+        ConfigError, match=r"directory cannot be written or read \(is a directory\)"
+    ):
         open_pieces(corpus, 64, tmp_path / "directory")
 
 

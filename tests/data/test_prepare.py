@@ -1,4 +1,6 @@
-"""Preparing: the same bytes whatever the workers and the interruptions, bad documents named, nothing else overwritten."""
+"""Preparing: the same bytes whatever the workers and the interruptions, bad documents named, nothing else
+overwritten.
+"""
 
 import filecmp
 import gzip
@@ -88,15 +90,23 @@ def test_the_held_out_share_is_about_what_was_asked_for():
         assert abs(sum(held_out(name, share) for name in names) / len(names) - share) < 0.005
 
 
-def test_a_file_whose_name_is_not_utf8_or_several_lines_is_read_all_the_same_and_is_a_line_of_the_log(tmp_path):
+def test_a_file_whose_name_is_not_utf8_or_several_lines_is_read_all_the_same_and_is_a_line_of_the_log(
+    tmp_path,
+):
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / os.fsdecode(b"\xff.txt")).write_text("good")
     for name in (b"\xfe.txt", b"a\nb\tc\\.txt", b"\xff\r.txt"):
         (folder / os.fsdecode(name)).write_bytes(b"")
-    assert texts(tmp_path / "out", run(folder, tmp_path / "out", validation=0.0), "train") == ["good"]
+    assert texts(tmp_path / "out", run(folder, tmp_path / "out", validation=0.0), "train") == [
+        "good"
+    ]
     log = sorted((tmp_path / "out" / "skipped.log").read_bytes().splitlines())
-    assert log == [b"text/a\\nb\\tc\\\\.txt\tempty", b"text/\xfe.txt\tempty", b"text/\xff\\r.txt\tempty"]
+    assert log == [
+        b"text/a\\nb\\tc\\\\.txt\tempty",
+        b"text/\xfe.txt\tempty",
+        b"text/\xff\\r.txt\tempty",
+    ]
 
 
 def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, small_units):
@@ -114,7 +124,13 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, small_units):
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.tokens")}
     assert len(kept) == 2
     again: list[int] = []
-    prepare(find([str(text)]).files, tmp_path / "out", PrepareOptions(), 1, lambda at, total: again.append(at))
+    prepare(
+        find([str(text)]).files,
+        tmp_path / "out",
+        PrepareOptions(),
+        1,
+        lambda at, total: again.append(at),
+    )
     assert again[0] == done[-1] > 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
     assert same(tmp_path / "whole", tmp_path / "out")
@@ -123,10 +139,24 @@ def test_an_interrupted_run_goes_on_where_it_was(text, tmp_path, small_units):
 @pytest.mark.thorough
 def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text, tmp_path):
     big = tmp_path / "big.jsonl"
-    big.write_text("".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(63_000)))  # three units of 4 MiB
-    command = [sys.executable, "-m", "meshtrain.data", "prepare", "--input", str(big), "--workers", "2", "--output"]
+    big.write_text(
+        "".join(f'{{"text": "{i}{"." * 180}"}}\n' for i in range(63_000))
+    )  # three units of 4 MiB
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.data",
+        "prepare",
+        "--input",
+        str(big),
+        "--workers",
+        "2",
+        "--output",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, str(tmp_path / "out")], env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "out")], env=environment, start_new_session=True
+    )
     while not list((tmp_path / "out" / "units").glob("*.json")) and process.poll() is None:
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
@@ -137,7 +167,9 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text, tmp_path):
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
-def test_what_was_altered_cut_or_removed_is_made_again_and_what_is_not_ours_is_left(text, tmp_path, small_units):
+def test_what_was_altered_cut_or_removed_is_made_again_and_what_is_not_ours_is_left(
+    text, tmp_path, small_units
+):
     run(text, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     for name in ("train-00000.tokens", "train-00001.offsets", "units/00002.json"):
@@ -154,7 +186,9 @@ def test_what_was_altered_cut_or_removed_is_made_again_and_what_is_not_ours_is_l
     assert same(tmp_path / "whole", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["units/00000.json", "units/00000.skipped", ".lock", "train-00000.tokens"])
+@pytest.mark.parametrize(
+    "name", ["units/00000.json", "units/00000.skipped", ".lock", "train-00000.tokens"]
+)
 def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(text, tmp_path, name):
     manifest = run(text, tmp_path / "out")
     (tmp_path / "out" / name).unlink()
@@ -177,18 +211,24 @@ def test_a_damaged_plan_is_reported(text, tmp_path):
     run(text, tmp_path / "out")
     (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")
     with pytest.raises(
-        ConfigError, match=r"plan\.json is damaged, so that nothing tells what .*; remove that directory"
+        ConfigError,
+        match=r"plan\.json is damaged, so that nothing tells what .*; remove that directory",
     ):
         run(text, tmp_path / "out")
 
 
-def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(text, other_text, tmp_path, monkeypatch):
+def test_other_text_options_or_tokenizer_never_mix_with_what_is_there(
+    text, other_text, tmp_path, monkeypatch
+):
     run(text, tmp_path / "out")
     with pytest.raises(ConfigError, match="made from different input"):
         run(other_text, tmp_path / "out")
     with pytest.raises(ConfigError, match="made from different options"):
         run(text, tmp_path / "out", validation=0.1)
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="made from different rules of reading"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="made from different rules of reading"),
+    ):
         patch.setattr("meshtrain.data.prepare.RULES", 1)
         run(text, tmp_path / "out")
     train_bpe(["some text"], 260, tmp_path / "tokenizer.json")
@@ -219,25 +259,34 @@ def test_bad_documents_are_counted_named_and_skipped(mixed, tmp_path):
     manifest = run(mixed, tmp_path / "out", validation=0.0)
     assert texts(tmp_path / "out", manifest, "train") == ["good", "good too"]
     assert manifest.skipped == {"empty": 1, "not UTF-8": 1, "without text": 1}
-    named = [line.split("\t")[0] for line in (tmp_path / "out" / "skipped.log").read_text().splitlines()]
+    named = [
+        line.split("\t")[0] for line in (tmp_path / "out" / "skipped.log").read_text().splitlines()
+    ]
     assert named == ["mixed/b.txt", "mixed/c.txt", "mixed/d.jsonl#21"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 1)
-    with pytest.raises(ConfigError, match=r"the document mixed/\S+ is (not UTF-8|empty|without text)"):
+    with pytest.raises(
+        ConfigError, match=r"the document mixed/\S+ is (not UTF-8|empty|without text)"
+    ):
         run(mixed, tmp_path / "out", workers=workers, bad="refuse")
 
 
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.txt", b"", "the input holds no document: 1 skipped: 1 empty; the first, a.txt, is empty."),
+        (
+            "a.txt",
+            b"",
+            "the input holds no document: 1 skipped: 1 empty; the first, a.txt, is empty.",
+        ),
         (
             "a.zip",
             b"PK\3\4\0words",
-            "the input holds no document: 1 skipped: 1 not text; the first, a.zip, is not text in UTF-8 but binary data (a NUL at byte 4).",
+            "the input holds no document: 1 skipped: 1 not text; the first, a.zip, is not text in UTF-8 but binary "
+            "data (a NUL at byte 4).",
         ),
         ("a.jsonl", b"\n\n", "the input holds no document."),
     ],
@@ -261,19 +310,26 @@ def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(text, tmp_p
     assert same(tmp_path / "one", tmp_path / "three")
     assert manifest.skipped == {"not JSON": 1, "unreadable": 1}
     assert sum(manifest.count(split, "documents") for split in SPLITS) == 151
-    with pytest.raises(ConfigError, match=r"the document mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"):
+    with pytest.raises(
+        ConfigError, match=r"the document mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"
+    ):
         run(folder, tmp_path / "refused", bad="refuse")
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(text, tmp_path):
     vocabulary = {f"w{i}": i for i in range(70_000)} | {"[UNK]": 70_000}
-    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}}
+    words = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }
     (tmp_path / "words.json").write_text(json.dumps(words))
     manifest = run(text, tmp_path / "out", tokenizer=str(tmp_path / "words.json"), validation=0.0)
     corpus = open_corpus(tmp_path / "out", manifest, "train", verify=True)
     tokens, _ = corpus.read(np.array([0]), np.array([corpus.starts[1]]))
     assert tokens.dtype == np.dtype("<u4") and tokens.max() == 70_001
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "words.json"
+    ).read_bytes()
 
 
 def test_long_texts_are_cut_at_line_ends_and_lose_nothing():

@@ -1,4 +1,6 @@
-"""Templates that behave as those of public models, beside what transformers makes of the same conversations (experiments/adopt/templates.py)."""
+"""Templates that behave as those of public models, beside what transformers makes of the same conversations
+(experiments/adopt/templates.py).
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ def learned(text: str, record: dict[str, Any]) -> list[list[Any]] | str:
     """[text, spans] of each example; why there is none."""
     template = ChatTemplate(TemplateText("t", text, TABLE["special"]))
     try:
-        found = Examples("chat", template, load_tokenizer("byte")).of(Document("x", "", record=record), Counter())
+        found = Examples("chat", template, load_tokenizer("byte")).of(
+            Document("x", "", record=record), Counter()
+        )
     except Unfit as error:
         return error.kind
     return [[example.text, [list(span) for span in example.learned]] for (example,) in found]
@@ -41,7 +45,9 @@ def test_texts_and_what_is_learned_of_them_are_those_of_transformers(name, marks
         if "apart" in cell and not marks:
             expected = [[each, [span]] for each, span in cell["apart"]]
         found = learned(text if marks else MARK.sub("{{- '' -}}", text), record)
-        if isinstance(found, str) != ("refused" in cell) or (not isinstance(found, str) and found != expected):
+        if isinstance(found, str) != ("refused" in cell) or (
+            not isinstance(found, str) and found != expected
+        ):
             wrong.append((title, found, expected))
     assert wrong == []
 

@@ -39,7 +39,10 @@ def test_a_document_is_read_after_an_error_that_passes_and_never_left_out(call, 
     expected = [document.text for document in documents(text, "text")]
     with refusing(call, "b.txt", number, times=2):
         assert [document.text for document in documents(text, "text")] == expected
-    with refusing(call, "b.txt", number), pytest.raises(Unreadable, match=r"b\.txt cannot be read now"):
+    with (
+        refusing(call, "b.txt", number),
+        pytest.raises(Unreadable, match=r"b\.txt cannot be read now"),
+    ):
         list(documents(text, "text"))
 
 
@@ -72,9 +75,11 @@ def test_a_preparation_that_could_not_read_is_finished_by_the_next(text, shards,
 
 @pytest.mark.parametrize("name", ["manifest.json", "train-00000.tokens", "train-00000.offsets"])
 @pytest.mark.parametrize("call", ["open", "read", "stat"])
-def test_shards_are_opened_after_an_error_that_passes_and_are_not_altered_for_one_that_stays(call, name, shards):
+def test_shards_are_opened_after_an_error_that_passes_and_are_not_altered_for_one_that_stays(
+    call, name, shards
+):
     directory, manifest = shards
-    open_all = lambda: open_corpus(directory, read_manifest(directory), "train", verify=True)  # noqa: E731
+    open_all = lambda: open_corpus(directory, read_manifest(directory), "train", verify=True)
     with refusing(call, name, errno.EIO, times=1):
         assert open_all().documents == manifest.count("train", "documents")
     with refusing(call, name, errno.ESTALE), pytest.raises((Unreadable, OSError)) as refused:
@@ -95,14 +100,20 @@ def test_a_cache_that_cannot_be_read_now_is_not_made_again(text, tmp_path, monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = load(
-        {"data": {"source": str(tmp_path / "text")}, "model": {"vocab_size": 257}, "train": {"sequence_length": 8}}
+        {
+            "data": {"source": str(tmp_path / "text")},
+            "model": {"vocab_size": 257},
+            "train": {"sequence_length": 8},
+        }
     )
     open_data(settings)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tokens")}
     for call in ("open", "read", "stat"):
         with refusing(call, "manifest.json", errno.EIO), pytest.raises(Unreadable):
             open_data(settings)
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tokens")}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tokens")
+    }
 
 
 def test_a_short_read_of_a_shard_is_read_on(tmp_path, monkeypatch):

@@ -36,7 +36,9 @@ def prepared(tmp_path: Path) -> tuple[Path, ShardManifest]:
         shard = writer.close()
         assert shard is not None
         written.append(shard)
-    manifest = ShardManifest("byte", "0", 13, END, "uint16", 0.0, {"train": tuple(written), "validation": ()}, {})
+    manifest = ShardManifest(
+        "byte", "0", 13, END, "uint16", 0.0, {"train": tuple(written), "validation": ()}, {}
+    )
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     return tmp_path, manifest
 
@@ -52,7 +54,10 @@ def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared)
     assert (corpus.documents, corpus.labels) == (5, len(STREAM) - 1)
     for start in range(corpus.labels):
         for n in range(1, corpus.labels - start + 1):  # across the borders of shards too
-            assert read_all(corpus, start, n) == (STREAM[start : start + n], STREAM[start + 1 : start + n + 1])
+            assert read_all(corpus, start, n) == (
+                STREAM[start : start + n],
+                STREAM[start + 1 : start + n + 1],
+            )
 
 
 def test_a_manifest_is_read_back_as_it_was_written(prepared):
@@ -76,7 +81,10 @@ def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepare
     begins = np.cumsum(lengths) - lengths
     for begin, start, n in zip(begins.tolist(), first.tolist(), lengths.tolist(), strict=True):
         whole = [0] * (n + 1) if start == PADDING else STREAM[start : start + n + 1]
-        assert (tokens[begin : begin + n].tolist(), labels[begin : begin + n].tolist()) == (whole[:-1], whole[1:])
+        assert (tokens[begin : begin + n].tolist(), labels[begin : begin + n].tolist()) == (
+            whole[:-1],
+            whole[1:],
+        )
 
 
 def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared):
@@ -144,16 +152,26 @@ def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepar
         content = (directory / "train-00000.tokens").read_bytes()
         alter(directory / "train-00000.tokens")
         corpus.watch.due = 0.0
-        with pytest.raises(OSError, match=r"train-00000\.tokens was altered while it was being read"):
+        with pytest.raises(
+            OSError, match=r"train-00000\.tokens was altered while it was being read"
+        ):
             read_all(corpus, 0, 4)
         (directory / "train-00000.tokens").write_bytes(content)
 
 
 def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says(prepared):
     directory, manifest = prepared
-    corpus, path = open_corpus(directory, manifest, "train", verify=True), directory / "train-00000.tokens"
+    corpus, path = (
+        open_corpus(directory, manifest, "train", verify=True),
+        directory / "train-00000.tokens",
+    )
     read_all(corpus, 0, 4)
-    for alter in (path.touch, lambda: path.chmod(0o600), lambda: path.write_bytes(path.read_bytes()), path.unlink):
+    for alter in (
+        path.touch,
+        lambda: path.chmod(0o600),
+        lambda: path.write_bytes(path.read_bytes()),
+        path.unlink,
+    ):
         time.sleep(0.02)
         alter()
         corpus.watch.due = 0.0
@@ -192,12 +210,18 @@ def damage(directory: Path, how: str) -> None:
         ("offsets", "train-00002.offsets has been altered"),
     ],
 )
-def test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without_digests(prepared, how, said):
+def test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without_digests(
+    prepared, how, said
+):
     directory, manifest = prepared
     damage(directory, how)
     for verify in (True, False):
         altered = "altered" in said
-        with contextlib.nullcontext() if altered and not verify else pytest.raises(ConfigError, match=said):
+        with (
+            contextlib.nullcontext()
+            if altered and not verify
+            else pytest.raises(ConfigError, match=said)
+        ):
             open_corpus(directory, manifest, "train", verify)
 
 

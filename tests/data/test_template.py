@@ -30,17 +30,25 @@ def test_a_template_has_what_templates_expect():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{{ 10 ** 5000000 }}", "asks for what no template may have (something too large (a power))"),
-        ("{% include '/etc/hostname' %}", "asks for what no template may have (the file /etc/hostname) (conversation chats.jsonl#7)"),
+        (
+            "{{ 10 ** 5000000 }}",
+            "asks for what no template may have (something too large (a power))",
+        ),
+        (
+            "{% include '/etc/hostname' %}",
+            "asks for what no template may have (the file /etc/hostname) (conversation chats.jsonl#7)",
+        ),
         ("{{ ''.__class__.__mro__ }}", "no template may have (access to attribute '__class__'"),
         ("{{ namespace(__class__=1) }}", "asks for what no template may have (the name __class__"),
         ("{% for %}", "is not Jinja (line 1: "),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_does_harm_ends_in_a_sentence(text, reason):
     with pytest.raises(ConfigError) as caught:
         render(text)
-    assert str(caught.value).startswith("the chat template mine.jinja ") and reason in str(caught.value)
+    assert str(caught.value).startswith("the chat template mine.jinja ") and reason in str(
+        caught.value
+    )
 
 
 def test_messages_that_a_template_does_not_take_are_the_record_s_fault():
@@ -52,8 +60,16 @@ def test_a_template_is_found_beside_its_tokenizer(tmp_path):
     tokenizer = str(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"there is neither chat_template\.jinja nor"):
         find_template(None, tokenizer)
-    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "of the list"}]
-    config = {"chat_template": several, "bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    several = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "of the list"},
+    ]
+    config = {
+        "chat_template": several,
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "pad_token": None,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = find_template(None, tokenizer)
     assert (found.text, found.of_tools) == ("of the list", "no")
@@ -66,7 +82,9 @@ def test_a_template_is_found_beside_its_tokenizer(tmp_path):
 
 
 def test_bytes_have_no_template():
-    with pytest.raises(ConfigError, match=r"the tokenizer byte has none; give one with data\.template"):
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer byte has none; give one with data\.template"
+    ):
         find_template(None, "byte")
 
 
@@ -74,12 +92,21 @@ def test_bytes_have_no_template():
 
 
 def test_a_conversation_with_tools_has_the_template_of_tools(tmp_path):
-    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    several = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].name }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     tokenizer = str(tmp_path / "tokenizer.json")
-    for found in (find_template(None, tokenizer), find_template(str(tmp_path / "tokenizer_config.json"), "byte")):
+    for found in (
+        find_template(None, tokenizer),
+        find_template(str(tmp_path / "tokenizer_config.json"), "byte"),
+    ):
         template = ChatTemplate(found)
-        written = [template.render(MESSAGES, tools, [(2, False)], "")[0] for tools in (None, [{"name": "add"}])]
+        written = [
+            template.render(MESSAGES, tools, [(2, False)], "")[0]
+            for tools in (None, [{"name": "add"}])
+        ]
         assert written == [["plain"], ["add"]]
 
 
@@ -99,7 +126,13 @@ def test_additional_templates_stand_in_a_folder_beside_the_template(tmp_path):
 
 
 def test_several_without_a_default_are_refused(tmp_path):
-    for several in ([{"name": "tool_use", "template": "x"}], [{"name": ["default"], "template": "x"}], [], {}, 3):
+    for several in (
+        [{"name": "tool_use", "template": "x"}],
+        [{"name": ["default"], "template": "x"}],
+        [],
+        {},
+        3,
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
         with pytest.raises(ConfigError, match=r"must be called default|there is neither"):
             find_template(None, str(tmp_path / "tokenizer.json"))
@@ -128,10 +161,14 @@ HOSTILE = {
     "doubled": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "added": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "lists added": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "lists of lists": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "lists of lists as JSON": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
-    "lists of lists compared": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
-    "captured": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "lists of lists": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ "
+    "n.x }}",
+    "lists of lists as JSON": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% "
+    "endfor %}{{ n.x | tojson }}",
+    "lists of lists compared": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] "
+    "%}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
+    "captured": "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% "
+    "set n.x = y %}{% endfor %}",
     "a replacement": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}",
     "a replacement by a method": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) }}",
     "a join": "{% set x = 'a' * 99999 %}{{ x | join(x) }}",
@@ -150,14 +187,15 @@ HOSTILE = {
     "a rounding": "{{ 1.5 | round(2000000000, 'ceil') }}",
     "a search of a long text": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{{ 'b' in x }}{% endfor %}",
     "cuts of a long text": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-    "methods on a long text": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{% set y = x.split('b') %}{% endfor %}",
+    "methods on a long text": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{% set y = x.split('b') %}{% "
+    "endfor %}",
     "text in a loop": "{% for i in range(99999) %}" + "a" * 9999 + "{% endfor %}",
     "text from a variable": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
     "a sum of lists": "{{ [[1]] * 99999 | sum(start=[]) }}{{ ([[1]] * 99999) | sum(start=[]) }}",
     "links": "{{ ('http://a.b ' * 99999) | urlize(rel='a' * 9999) }}",
     "a date": "{{ strftime_now('%99999999d') }}",
     "batches": "{{ [1] | batch(2000000000, 0) | list }}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("harm", HOSTILE)
@@ -175,7 +213,10 @@ def test_the_bound_holds_in_threads_too():
 
 
 def test_what_a_rendering_may_take_grows_with_the_conversation():
-    text = "{% for m in messages %}{% for n in messages %}{{ '' if n.role == m.role }}{% endfor %}{% endfor %}{{ messages | tojson }}"
+    text = (
+        "{% for m in messages %}{% for n in messages %}{{ '' if n.role == m.role }}{% endfor %}{% endfor %}{{ "
+        "messages | tojson }}"
+    )
     template = ChatTemplate(TemplateText("t", text))
     messages = [{"role": "user", "content": "word " * 20}] * 200
     assert len(template.render(messages, None, [(200, False)], "")[0][0]) > 20_000
@@ -216,5 +257,9 @@ def test_what_templates_do_is_as_in_jinja_itself():
 {%- macro f(a, b=2) -%}{{ a ~ b }}{%- endmacro -%}{{ f(1) }}{{ n.x[:-1] }}{{ 'yo' in n.x }}{{ messages[::-1][0].content }}
 {{- 'a-b'.replace('-', '+') ~ ', '.join(['a', 'b']) ~ '%s!' % 'c' ~ '{}?'.format('d') ~ 'x' * 3 ~ 2 ** 3 ~ 'e' | center(3) ~ missing -}}
 {{- messages | map(attribute='role') | join(' ') }}{{ [1, 2] == [1, 2] }}{{ 'a\nb' | indent(2) }}{{ [[1], [2]] | sum(start=[]) | length if false }}"""
-    theirs = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(text).render(messages=MESSAGES)
+    theirs = (
+        jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        .from_string(text)
+        .render(messages=MESSAGES)
+    )
     assert render(text) == theirs

@@ -67,10 +67,11 @@ def test_without_an_end_token_one_id_more_is_used(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("bite", "did you mean byte"), ("/no/such/tokenizer.json", "neither byte nor a tokenizer.json file"),
+        ("bite", "did you mean byte"),
+        ("/no/such/tokenizer.json", "neither byte nor a tokenizer.json file"),
         ("broken.json", r"broken\.json is not a tokenizer\.json"),
     ],
-)  # fmt: skip
+)
 def test_a_tokenizer_that_is_none_is_refused(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text('{"model": 1}')
@@ -93,9 +94,16 @@ def broken(path: Path, **parts) -> Path:
 
 @pytest.mark.parametrize("pattern", ["(x+x+)+y", "(?:x|xx)+\\z(?<!b)"])
 def test_a_pattern_that_makes_the_library_panic_is_a_sentence(pattern, tmp_path):
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", pre_tokenizer=split)))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*retry-limit"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*retry-limit"
+    ):
         tokenizer.encode(["x" * 40 + "b"])
 
 
@@ -113,7 +121,12 @@ def test_a_panic_is_a_sentence_and_an_interrupt_is_none(tmp_path):
 
         tokenizer._tokenizer = Library()
         kind = ConfigError if isinstance(raised, PanicException) else KeyboardInterrupt
-        for call in (tokenizer.encode, tokenizer.decode, tokenizer.spell, lambda t: tokenizer.encode_marked(t, [[]])):
+        for call in (
+            tokenizer.encode,
+            tokenizer.decode,
+            tokenizer.spell,
+            lambda t: tokenizer.encode_marked(t, [[]]),
+        ):
             with pytest.raises(kind):
                 call(["a"])
 
@@ -121,7 +134,9 @@ def test_a_panic_is_a_sentence_and_an_interrupt_is_none(tmp_path):
 def test_a_text_that_has_no_token_where_none_is_unknown_is_a_sentence(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", model=model)))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*\[UNK\]"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json cannot make tokens of a text \(.*\[UNK\]"
+    ):
         tokenizer.encode(["zebra"])
     with pytest.raises(ConfigError, match=r"cannot make tokens of a text"):
         tokenizer.encode_marked(["zebra"], [[(0, 2)]])

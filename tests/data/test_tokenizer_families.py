@@ -1,5 +1,6 @@
-"""Tokenizers of the structure that well-known families have are read as transformers reads them; what it said is held in golden/texts.json
-(`python -m experiments.adopt.texts`)."""
+"""Tokenizers of the structure that well-known families have are read as transformers reads them; what it said is held
+in golden/texts.json (`python -m experiments.adopt.texts`).
+"""
 
 import json
 from pathlib import Path
@@ -16,14 +17,20 @@ SAID = json.loads((Path(__file__).parent / "golden" / "texts.json").read_text())
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    return request.param, str(write(request.param, tmp_path_factory.mktemp("families") / request.param))
+    return request.param, str(
+        write(request.param, tmp_path_factory.mktemp("families") / request.param)
+    )
 
 
 def test_it_begins_and_ends_as_its_files_say(family):
     name, path = family
     *_, begin, end, source = FAMILIES[name]
     marks = load_tokenizer(path).boundaries
-    assert (tuple(mark.text for mark in marks.begin), marks.end.text, marks.end.source) == (begin, end, source)
+    assert (tuple(mark.text for mark in marks.begin), marks.end.text, marks.end.source) == (
+        begin,
+        end,
+        source,
+    )
     assert marks.notes == ()
     if SAID[name]["eos"] is not None:
         assert marks.end.id == SAID[name]["eos"]
@@ -54,7 +61,9 @@ def test_a_prompt_begins_as_transformers_has_it(family):
 def test_texts_are_written_as_transformers_writes_them(family):
     name, path = family
     tokenizer, marked = load_tokenizer(path), load_tokenizer(path, chat=True)
-    for ids, decoded, spelt in zip(marked.encode(TEXTS), SAID[name]["decoded"], SAID[name]["spelt"], strict=True):
+    for ids, decoded, spelt in zip(
+        marked.encode(TEXTS), SAID[name]["decoded"], SAID[name]["spelt"], strict=True
+    ):
         assert (tokenizer.decode(ids), tokenizer.spell(ids)) == (decoded, spelt)
 
 
@@ -67,6 +76,10 @@ def test_what_is_learned_of_a_span_has_all_its_tokens_and_no_other(family):
                 continue
             ((ids, learned),) = tokenizer.encode_marked([text], [[(begin, end)]])
             expected = [a < end and b > begin for a, b in offsets]
-            # a token without a character of its own (the first bytes of one, a space that was put there) counts with its neighbours
+            # a token without a character of its own (the first bytes of one, a space that was put there) counts with
+            # its neighbours
             empty = np.array([a == b for a, b in offsets], bool)
-            assert len(ids) == len(offsets) and (learned[~empty] == np.array(expected, bool)[~empty]).all()
+            assert (
+                len(ids) == len(offsets)
+                and (learned[~empty] == np.array(expected, bool)[~empty]).all()
+            )

@@ -59,14 +59,24 @@ def test_text_on_a_coloured_cell_is_readable():
         assert contrast(INK, colour) >= READABLE, colour
     assert all(contrast("#ffffff", colour) >= READABLE for colour in AXES.values())
     for number in range(62):
-        hue, strength, light = (float(n) for n in jobs._colour(number)[4:-1].replace("%", "").split(","))
+        hue, strength, light = (
+            float(n) for n in jobs._colour(number)[4:-1].replace("%", "").split(",")
+        )
         channels = colorsys.hls_to_rgb(hue / 360, light / 100, strength / 100)
-        assert contrast(INK, "#" + "".join(f"{round(255 * c):02x}" for c in channels)) >= READABLE, number
+        assert (
+            contrast(INK, "#" + "".join(f"{round(255 * c):02x}" for c in channels)) >= READABLE
+        ), number
 
 
 @pytest.mark.parametrize(
     "hues",
-    [CELLS, picture.FILL.values(), plan.KIND_COLOURS.values(), plan.PART_COLOURS.values(), (FIRST, SECOND, PALE)],
+    [
+        CELLS,
+        picture.FILL.values(),
+        plan.KIND_COLOURS.values(),
+        plan.PART_COLOURS.values(),
+        (FIRST, SECOND, PALE),
+    ],
     ids=["schedule", "life", "memory", "step", "series"],
 )
 def test_hues_side_by_side_are_told_apart_by_all_eyes(hues):
@@ -78,7 +88,9 @@ def test_hues_side_by_side_are_told_apart_by_all_eyes(hues):
 def test_loads_of_experts_are_told_apart_on_either_ground(dark):
     turned = DARK if dark else {}
     ground = turned.get(GROUND, GROUND)
-    shown = [mixed(ground, turned.get(hue, hue), strength) for _, hue, strength, _ in experts.CLASSES]
+    shown = [
+        mixed(ground, turned.get(hue, hue), strength) for _, hue, strength, _ in experts.CLASSES
+    ]
     distance, *pair = least_apart(shown)
     assert distance >= FAR, pair
 
@@ -121,7 +133,10 @@ def test_marks_of_an_axis_are_round_and_hold_it(high):
 
 
 def test_columns_of_numbers_are_flush_right_and_those_of_words_are_not():
-    rows = [("weights", "8", "64 MiB", "4.75 GiB", "now to 2 h"), ("loss: sums", "264", "1.5 KiB", "-", "now")]
+    rows = [
+        ("weights", "8", "64 MiB", "4.75 GiB", "now to 2 h"),
+        ("loss: sums", "264", "1.5 KiB", "-", "now"),
+    ]
     table = pages.table(("what", "times", "size", "sent", "when"), rows)
     assert table.count('<td class="n">') == 6 and table.count('<th class="n">') == 3
     assert "<td>weights</td>" in table and "<td>now</td>" in table and "tabular-nums" in pages.STYLE
@@ -133,7 +148,18 @@ def test_columns_of_numbers_are_flush_right_and_those_of_words_are_not():
 def test_every_picture_of_the_repository_turns_dark_and_has_a_text_for_who_cannot_see_it(path):
     drawn = path.read_text()
     root = ElementTree.fromstring(drawn)
-    assert "prefers-color-scheme:dark" in drawn and root.get("aria-label") and root.get("role") == "img"
+    assert (
+        "prefers-color-scheme:dark" in drawn
+        and root.get("aria-label")
+        and root.get("role") == "img"
+    )
     white = "#fff"  # on the strongest cells of a table
-    assert {e.get("fill") for e in root.iter() if e.tag.endswith("text")} <= {None, INK, white, *DARK}
-    assert {e.get("stroke") for e in root.iter() if e.tag.endswith("path")}.isdisjoint({"#e3e7ee", "#000", "black"})
+    assert {e.get("fill") for e in root.iter() if e.tag.endswith("text")} <= {
+        None,
+        INK,
+        white,
+        *DARK,
+    }
+    assert {e.get("stroke") for e in root.iter() if e.tag.endswith("path")}.isdisjoint(
+        {"#e3e7ee", "#000", "black"}
+    )

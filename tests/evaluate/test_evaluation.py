@@ -24,7 +24,9 @@ LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 1.0, 5: 1.5, 6: 1.0, 7: float("nan"), 8: 0.
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Trains with these held-out losses; the exit code and what was said."""
-    monkeypatch.setattr(train.Loop, "evaluate", lambda self, state: {"eval_loss": LOSSES[int(state.step)]})
+    monkeypatch.setattr(
+        train.Loop, "evaluate", lambda self, state: {"eval_loss": LOSSES[int(state.step)]}
+    )
 
     def trained(steps=8, checkpoint=None, **evaluates):
         values = {
@@ -46,7 +48,9 @@ def run(tmp_path, monkeypatch, capsys):
 def of_batches(batches, shape):
     """Held-out data of these batches, which would come round again."""
     batch, many = lambda k, rows, columns: batches[k % len(batches)], len(batches)
-    source = SimpleNamespace(batch=batch, batch_shape=lambda k: shape, batches_per_epoch=many, batches_once=many)
+    source = SimpleNamespace(
+        batch=batch, batch_shape=lambda k: shape, batches_per_epoch=many, batches_once=many
+    )
     return SplitBatches(source, "held out", "")
 
 
@@ -55,10 +59,14 @@ def committed(tmp_path):
 
 
 def rows(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread_over_batches(tmp_path):
+def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread_over_batches(
+    tmp_path,
+):
     built = program()
     random, length = np.random.default_rng(0), built.config.train.sequence_length
     batches = []
@@ -75,7 +83,9 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread
     params = train.jax.tree.map(lambda x: x * 8, built.init().params)
     whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     found = Evaluation(asked, held_out, tmp_path / "none", 0).measure(params, True)
-    assert found["eval_loss"] == pytest.approx(float(built.eval_step(params, built.place(whole))), rel=1e-6)
+    assert found["eval_loss"] == pytest.approx(
+        float(built.eval_step(params, built.place(whole))), rel=1e-6
+    )
 
 
 def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
@@ -96,31 +106,45 @@ def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
 
 
 def test_a_run_says_that_it_evaluates_on_fewer_batches_than_it_was_asked_for(tmp_path):
-    for batches, said in ((2, []), (5, ["2 batches are all that are held out, fewer than eval.batches 5"])):
-        asked = SimpleNamespace(config=config(eval={"every": 1, "batches": batches}, checkpoint={"keep_best": 0}))
-        assert Evaluation(asked, of_batches([{}, {}], (8, 4)), tmp_path / "none", 0).opening() == said
+    for batches, said in (
+        (2, []),
+        (5, ["2 batches are all that are held out, fewer than eval.batches 5"]),
+    ):
+        asked = SimpleNamespace(
+            config=config(eval={"every": 1, "batches": batches}, checkpoint={"keep_best": 0})
+        )
+        assert (
+            Evaluation(asked, of_batches([{}, {}], (8, 4)), tmp_path / "none", 0).opening() == said
+        )
 
 
 @pytest.mark.thorough
 def test_each_evaluation_with_the_lowest_loss_so_far_is_saved_and_the_run_says_so(run, tmp_path):
     code, said = run(steps=7, checkpoint={"every": 6})
     assert code == 0 and committed(tmp_path) == [1, 2, 4, 6, 7]
-    assert "saves also after each evaluation whose loss is the lowest so far, at most 5 times" in said
+    assert (
+        "saves also after each evaluation whose loss is the lowest so far, at most 5 times" in said
+    )
     assert "lowest eval loss 1.0000, of step 4\n" in said
 
 
 def test_with_keep_best_0_no_save_is_for_an_evaluation(tmp_path):
     for keep_best, saved in ((0, [False, False, False]), (1, [True, False, True])):
-        asked = SimpleNamespace(config=config(eval={"every": 1}, checkpoint={"keep_best": keep_best, "every": 0}))
+        asked = SimpleNamespace(
+            config=config(eval={"every": 1}, checkpoint={"keep_best": keep_best, "every": 0})
+        )
         evaluation = Evaluation(asked, None, tmp_path / "none", 0)
         assert len(evaluation.opening()) == keep_best
         assert [evaluation.is_best(step, LOSSES[step]) for step in (2, 3, 4)] == saved
 
 
 @pytest.mark.parametrize(
-    ("every", "saved", "start", "most"), [(2, 5, 0, 4), (2, 2, 0, 0), (5, 0, 0, 1), (2, 0, 4, 2), (0, 1, 0, 0)]
+    ("every", "saved", "start", "most"),
+    [(2, 5, 0, 4), (2, 2, 0, 0), (5, 0, 0, 1), (2, 0, 4, 2), (0, 1, 0, 0)],
 )
-def test_saves_for_the_best_are_at_most_the_evaluations_that_are_not_saved_anyway(every, saved, start, most):
+def test_saves_for_the_best_are_at_most_the_evaluations_that_are_not_saved_anyway(
+    every, saved, start, most
+):
     asked = load({"eval": {"every": every}, "checkpoint": {"every": saved}, "train": {"steps": 10}})
     assert saves_for_best(asked, start) == most
 
@@ -133,7 +157,10 @@ def test_patience_ends_the_run_done_with_its_checkpoint_and_a_sentence(run, tmp_
     assert f"{why}; the checkpoint of step 7 is written\n" in said
     before = rows(tmp_path)
     code, said = run(patience=3, steps=9)
-    assert code == 0 and f"{why}: nothing is left to do; with a larger eval.patience it goes on\n" in said
+    assert (
+        code == 0
+        and f"{why}: nothing is left to do; with a larger eval.patience it goes on\n" in said
+    )
     assert "going on after" not in said
     assert rows(tmp_path) == before
     code, said = run(patience=4)

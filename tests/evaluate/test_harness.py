@@ -1,4 +1,6 @@
-"""A model as lm-evaluation-harness asks for one: against sums of the model's own logits, and in lm-eval itself where that is installed."""
+"""A model as lm-evaluation-harness asks for one: against sums of the model's own logits, and in lm-eval itself where
+that is installed.
+"""
 
 import json
 import math
@@ -27,9 +29,14 @@ from meshtrain.telemetry.progress import EvaluationProgress
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gpt2")])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gpt2")],
+)
 def made(request, tmp_path_factory):
-    """A directory, the harness on it, and its requests answered by the plainest means; llama begins a text with BOS, gpt2 does not."""
+    """A directory, the harness on it, and its requests answered by the plainest means; llama begins a text with BOS,
+    gpt2 does not.
+    """
     directory = tiny(tmp_path_factory.mktemp("tiny"), request.param)
     opened = open_model(directory, slots=3)
     return directory, Harness(opened, rows=3), ByHand(directory)
@@ -50,7 +57,9 @@ PAIRS = [
 def test_an_answer_is_as_likely_as_the_logits_say(made):
     _, harness, hand = made
     found = harness.loglikelihood(asked(*PAIRS), disable_tqdm=True)
-    for (total, greedy), (right, likeliest) in zip(found, (hand.loglikelihood(*pair) for pair in PAIRS), strict=True):
+    for (total, greedy), (right, likeliest) in zip(
+        found, (hand.loglikelihood(*pair) for pair in PAIRS), strict=True
+    ):
         assert total == pytest.approx(right, abs=1e-4) and greedy == likeliest
 
 
@@ -65,7 +74,9 @@ def test_what_the_model_would_say_is_greedy(made):
         if harness.pair(context, text)[1] == [token]:
             likeliest[context] = text
     assert likeliest
-    assert all(greedy for _, greedy in harness.loglikelihood(asked(*likeliest.items()), disable_tqdm=True))
+    assert all(
+        greedy for _, greedy in harness.loglikelihood(asked(*likeliest.items()), disable_tqdm=True)
+    )
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_answer(made):
@@ -108,7 +119,10 @@ def test_generated_text_is_greedy_and_ends_before_what_it_must_end_at(made):
     stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
     prompts = [
         ("A triangle has", {"until": ["\0"], "max_gen_toks": 20}),
-        ("A triangle has", {"until": stop, "max_gen_toks": 20, "do_sample": False, "temperature": 0.7}),
+        (
+            "A triangle has",
+            {"until": stop, "max_gen_toks": 20, "do_sample": False, "temperature": 0.7},
+        ),
         ("One", {"until": ["\n\n"], "max_new_tokens": 3}),
         ("word after word " * 40, {"until": [], "max_gen_toks": 5}),
     ]
@@ -117,7 +131,9 @@ def test_generated_text_is_greedy_and_ends_before_what_it_must_end_at(made):
     assert found[2] == hand.generate("One", ["\n\n"], 3)
     assert found[3] == hand.generate("word after word " * 40, ["\0"], 5)
     assert harness.generate_until([]) == []
-    with pytest.raises(ConfigError, match="asks for answers of 64 tokens, but the model takes 64 with its prompt"):
+    with pytest.raises(
+        ConfigError, match="asks for answers of 64 tokens, but the model takes 64 with its prompt"
+    ):
         harness.generate_until(asked(("a", {"max_gen_toks": 64})))
 
 
@@ -133,7 +149,9 @@ def test_answers_are_counted_as_they_end(made, monkeypatch):
     counted = []
     monkeypatch.setattr(harness_module, "Engine", Scripted)
     monkeypatch.setattr(EvaluationProgress, "__call__", lambda self, *count: counted.append(count))
-    assert made[1].generate_until(asked(("One", {"max_gen_toks": 5}), ("Two", {"max_gen_toks": 5}))) == ["aab", "aab"]
+    assert made[1].generate_until(
+        asked(("One", {"max_gen_toks": 5}), ("Two", {"max_gen_toks": 5}))
+    ) == ["aab", "aab"]
     assert counted == [(1, 2), (2, 2)]
 
 
@@ -142,8 +160,14 @@ def test_a_conversation_is_written_by_the_models_own_template(made):
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So"}]
     begin = "<|begin|>" if directory.name == "llama" else "</s>"
     assert harness.apply_chat_template(said[:1]) == f"{begin}<user>Hi<|end|><assistant>"
-    assert harness.apply_chat_template(said, add_generation_prompt=False) == f"{begin}<user>Hi<|end|><assistant>So"
-    assert "add_generation_prompt" in harness.chat_template(True) and harness.chat_template(False) is None
+    assert (
+        harness.apply_chat_template(said, add_generation_prompt=False)
+        == f"{begin}<user>Hi<|end|><assistant>So"
+    )
+    assert (
+        "add_generation_prompt" in harness.chat_template(True)
+        and harness.chat_template(False) is None
+    )
     # special tokens are themselves, and BOS stands once
     ids = harness.tokens(harness.apply_chat_template(said[:1]))
     assert ids[0] == hand.tokenizer.token_to_id(begin) and ids.count(ids[0]) == 1
@@ -174,9 +198,13 @@ def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
 
     found = model_class()
     assert get_model("meshtrain") is found and issubclass(found, LM) and issubclass(found, Harness)
-    model = found.create_from_arg_string(f"path={made[0]},step=newest", {"batch_size": 2, "device": None})
+    model = found.create_from_arg_string(
+        f"path={made[0]},step=newest", {"batch_size": 2, "device": None}
+    )
     assert model.scorer.rows == 2 and model.rank == 0 and model.world_size == 1
-    with pytest.raises(ConfigError, match="model_args has pth, which is none of meshtrain's; did you mean path"):
+    with pytest.raises(
+        ConfigError, match="model_args has pth, which is none of meshtrain's; did you mean path"
+    ):
         found.create_from_arg_string(f"pth={made[0]}")
 
 
@@ -184,7 +212,10 @@ def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
     results = run_tasks(made[1].opened, list(NAMES), include=TASKS, rows=3)
     rows = [json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()]
     hand = made[2]
-    best = [int(np.argmax([hand.loglikelihood(r["question"], f" {c}")[0] for c in r["choices"]])) for r in rows]
+    best = [
+        int(np.argmax([hand.loglikelihood(r["question"], f" {c}")[0] for c in r["choices"]]))
+        for r in rows
+    ]
     found = results["results"]
     right = [b == r["answer"] for b, r in zip(best, rows, strict=True)]
     assert found["meshtrain_choice"]["acc,none"] == np.mean(right)
@@ -200,5 +231,7 @@ def test_the_command_prints_the_table_alone_on_stdout(lm_eval, made):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("|") and all(line.startswith("|") for line in done.stdout.splitlines() if line)
+    assert done.stdout.startswith("|") and all(
+        line.startswith("|") for line in done.stdout.splitlines() if line
+    )
     assert "meshtrain_choice" in done.stdout and "acc_norm" in done.stdout

@@ -1,4 +1,6 @@
-"""Perplexity: what the documents cost by hand, whatever the batch; words and bytes of the text; what is no text is a sentence."""
+"""Perplexity: what the documents cost by hand, whatever the batch; words and bytes of the text; what is no text is a
+sentence.
+"""
 
 import json
 import math
@@ -20,9 +22,18 @@ TEXTS = {"a.txt": "Läufe über die Brücke, und zurück. " * 3, "b.md": "x", "c
 
 def byte_model(vocab_size: int = 259):
     """A model of bytes with no special numbers in it."""
-    sizes = {"layers": 2, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 40, "vocab_size": vocab_size}
+    sizes = {
+        "layers": 2,
+        "d_model": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 40,
+        "vocab_size": vocab_size,
+    }
     program = mt.Program(mt.load({"model": sizes, "parallel": {"zero_stage": 0}}))
-    return mt.reader.Model(program, place(program.layout, canonical_numbers(program.layout)), 0, "made up")
+    return mt.reader.Model(
+        program, place(program.layout, canonical_numbers(program.layout)), 0, "made up"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +49,9 @@ def text(tmp_path):
 
 
 def measured(model, paths, length=32, stride=16, rows=4):
-    return perplexity(Scorer(model, rows), ByteTokenizer(), documents(find(paths).files, "text"), length, stride)
+    return perplexity(
+        Scorer(model, rows), ByteTokenizer(), documents(find(paths).files, "text"), length, stride
+    )
 
 
 def by_hand(model, text: str, length: int, stride: int) -> float:
@@ -93,10 +106,18 @@ def test_text_of_white_space_has_no_words(model, tmp_path):
 
 
 def test_what_is_no_document_is_counted_and_the_rest_is_scored(model, tmp_path):
-    records = [json.dumps({"text": "one"}), json.dumps({"other": 1}), "not JSON", json.dumps({"text": "two"})]
+    records = [
+        json.dumps({"text": "one"}),
+        json.dumps({"other": 1}),
+        "not JSON",
+        json.dumps({"text": "two"}),
+    ]
     (tmp_path / "some.jsonl").write_text("\n".join(records))
     counts = measured(model, [str(tmp_path / "some.jsonl")])
-    assert (counts.documents, counts.tokens) == (2, 6) and counts.skipped == {"without text": 1, "not JSON": 1}
+    assert (counts.documents, counts.tokens) == (2, 6) and counts.skipped == {
+        "without text": 1,
+        "not JSON": 1,
+    }
 
 
 def test_nothing_to_score_is_a_sentence(model, tmp_path):
@@ -107,7 +128,9 @@ def test_nothing_to_score_is_a_sentence(model, tmp_path):
 
 def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
     (tmp_path / "a.txt").write_text("abc ü")
-    says = "the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
+    says = (
+        "the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
+    )
     with pytest.raises(ConfigError, match=says):
         measured(byte_model(128), [str(tmp_path / "a.txt")])
 
@@ -118,7 +141,9 @@ def test_more_than_a_number_can_hold_is_infinite():
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 30, 31])
-@pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 3), (5, 5), (8, 1), (8, 3), (8, 5), (8, 8)])
+@pytest.mark.parametrize(
+    ("length", "stride"), [(1, 1), (5, 1), (5, 3), (5, 5), (8, 1), (8, 3), (8, 5), (8, 8)]
+)
 def test_each_token_is_scored_once_with_the_context_that_there_is(n, length, stride):
     tokens = np.arange(100, 100 + n)
     whole = [7, *tokens]
@@ -141,7 +166,12 @@ def test_a_document_without_a_token_has_no_row():
 
 def test_the_drawing_is_what_is_made():
     rows = [(row.tokens.tolist(), row.scored) for row in rows_of(np.arange(10), -1, 5, 2)]
-    assert rows == [([-1, 0, 1, 2, 3, 4], 5), ([1, 2, 3, 4, 5, 6], 2), ([3, 4, 5, 6, 7, 8], 2), ([4, 5, 6, 7, 8, 9], 1)]
+    assert rows == [
+        ([-1, 0, 1, 2, 3, 4], 5),
+        ([1, 2, 3, 4, 5, 6], 2),
+        ([3, 4, 5, 6, 7, 8], 2),
+        ([4, 5, 6, 7, 8, 9], 1),
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 20])

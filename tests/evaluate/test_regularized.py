@@ -1,4 +1,6 @@
-"""What is compared between runs is the likelihood alone, on every mesh, whole or by chunks; what regularises stands beside it."""
+"""What is compared between runs is the likelihood alone, on every mesh, whole or by chunks; what regularises stands
+beside it.
+"""
 
 import numpy as np
 import pytest
@@ -16,18 +18,28 @@ def measured(**sections) -> dict[str, float]:
     model = {"layers": 2, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16, "vocab_size": 61}
     program = Program(load({"model": model, "train": train, **sections}))
     state, batch = program.init(), program.place({"tokens": BATCH[:, :-1], "labels": BATCH[:, 1:]})
-    found = dict(program.eval_metrics(state.params, batch), eval_step=program.eval_step(state.params, batch))
+    found = dict(
+        program.eval_metrics(state.params, batch), eval_step=program.eval_step(state.params, batch)
+    )
     return {name: float(x) for name, x in (found | program.train_step(state, batch)[1]).items()}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections",
-    [{}, {"train": {"loss_chunk": 8}}, {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}, {"mesh": {"data": 2, "tensor": 2}}],
+    [
+        {},
+        {"train": {"loss_chunk": 8}},
+        {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}},
+        {"mesh": {"data": 2, "tensor": 2}},
+    ],
     ids=["one", "chunks", "stages", "tensor"],
-)  # fmt: skip
+)
 def test_a_loss_that_regularises_leaves_the_likelihood_as_it_is(sections):
-    plain, found = measured(), measured(**sections | {"train": sections.get("train", {}) | REGULARIZED})
+    plain, found = (
+        measured(),
+        measured(**sections | {"train": sections.get("train", {}) | REGULARIZED}),
+    )
     assert "nll" not in plain and "eval_regularized_loss" not in plain
     for name in ("eval_loss", "eval_step", "nll"):
         assert found[name] == pytest.approx(plain["loss"], rel=1e-6), name

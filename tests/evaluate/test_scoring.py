@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens: those of the logits, whatever the batch, the padding and the mesh; and whether each is the likeliest."""
+"""Log-probabilities of tokens: those of the logits, whatever the batch, the padding and the mesh; and whether each is
+the likeliest.
+"""
 
 import jax
 import numpy as np
@@ -24,7 +26,9 @@ def rows(vocabulary: int, lengths=(40, 3, 2, 17, 18, 33, 9)) -> list[TokenRow]:
 
 
 def logits_of(read, tokens: np.ndarray) -> np.ndarray:
-    """Of the tokens alone, in a row as long as the longest, so that one program is compiled: none sees what comes after it."""
+    """Of the tokens alone, in a row as long as the longest, so that one program is compiled: none sees what comes after
+    it.
+    """
     return np.asarray(read(np.pad(tokens, (0, 40 - len(tokens)))[None])[0, : len(tokens)])
 
 
@@ -67,13 +71,17 @@ def same(found, right, atol=2e-5):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(one, some, right, at_once):
+def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(
+    one, some, right, at_once
+):
     same(Scorer(one, at_once)(some), right)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "mesh", [pytest.param({"data": 3, "tensor": 2}, marks=pytest.mark.slow), {"tensor": 2, "pipeline": 2}], ids=str
+    "mesh",
+    [pytest.param({"data": 3, "tensor": 2}, marks=pytest.mark.slow), {"tensor": 2, "pipeline": 2}],
+    ids=str,
 )
 def test_scores_are_the_same_on_any_mesh(some, right, mesh):
     same(Scorer(model(**mesh), 2)(some), right)
@@ -87,7 +95,9 @@ def test_logits_cut_into_pieces_give_the_same(one, some, right, monkeypatch):
 
 
 def test_no_logits_of_a_whole_row_are_ever_anywhere(one):
-    """The largest array of the compiled program with the vocabulary in it has as many places as are scored, not as the row is long."""
+    """The largest array of the compiled program with the vocabulary in it has as many places as are scored, not as the
+    row is long.
+    """
     scorer = Scorer(one, 2)
     places, vocabulary = 16, one.config.model.vocab_size
     shapes = [jax.ShapeDtypeStruct((2, n), np.int32) for n in (64, places, places)]
@@ -115,7 +125,8 @@ def test_of_equal_logits_the_first_is_the_greedy_one(one):
 @pytest.mark.thorough
 def test_what_cannot_be_scored_is_a_sentence(one):
     with pytest.raises(
-        ConfigError, match=rf"the token 1000, but the model's are 0 to {one.config.model.vocab_size - 1}; it"
+        ConfigError,
+        match=rf"the token 1000, but the model's are 0 to {one.config.model.vocab_size - 1}; it",
     ):
         Scorer(one)([TokenRow(np.array([1, 1000]))])
     gpt2 = model("gpt2")
@@ -129,6 +140,8 @@ def test_what_cannot_be_scored_is_a_sentence(one):
 
 @pytest.mark.thorough
 def test_a_model_that_gives_no_number_is_a_sentence(one):
-    broken = mt.reader.Model(one.program, jax.tree.map(lambda x: x * np.nan, one.params), 0, one.directory)
+    broken = mt.reader.Model(
+        one.program, jax.tree.map(lambda x: x * np.nan, one.params), 0, one.directory
+    )
     with pytest.raises(ConfigError, match=r"gives no numbers \(NaN\) for the text"):
         Scorer(broken)([TokenRow(np.array([1, 2], np.int32))])

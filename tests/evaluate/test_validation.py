@@ -20,7 +20,9 @@ pytestmark = pytest.mark.thorough
 def trained(directory, **sections):
     """A short run on text of its own; its directory and its last eval loss."""
     # of lengths that do not fill rows, so that places weigh nothing
-    lines = [json.dumps({"text": f"{k} goes on and on, {'so ' * (k % 9)}it does."}) for k in range(150)]
+    lines = [
+        json.dumps({"text": f"{k} goes on and on, {'so ' * (k % 9)}it does."}) for k in range(150)
+    ]
     (directory / "text").mkdir()
     (directory / "text" / "a.jsonl").write_text("\n".join(lines))
     values = {
@@ -34,7 +36,9 @@ def trained(directory, **sections):
         values[name] = {**values.get(name, {}), **keys}
     (directory / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(["--config", str(directory / "config.yaml")]) == 0
-    rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return directory / "run", rows[-1]["eval_loss"]
 
 
@@ -44,12 +48,18 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("mesh", "rows"), [({}, 6), ({}, 4), ({"data": 2, "tensor": 2}, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "rows"), [({}, 6), ({}, 4), ({"data": 2, "tensor": 2}, 1)], ids=str
+)
 def test_the_loss_is_that_of_the_runs_last_evaluation(run, mesh, rows):
     directory, last = run
-    model = mt.read_model(directory, mesh=mt.make_mesh(mt.load({"mesh": mesh, "train": {"uneven_batch": "pad"}})))
+    model = mt.read_model(
+        directory, mesh=mt.make_mesh(mt.load({"mesh": mesh, "train": {"uneven_batch": "pad"}}))
+    )
     told = []
-    found = evaluate_text(model, validation_text(directory, model), rows, lambda *given: told.append(given))
+    found = evaluate_text(
+        model, validation_text(directory, model), rows, lambda *given: told.append(given)
+    )
     assert found["eval_loss"] == pytest.approx(last, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(last), rel=1e-5)
     assert told == [(1, 3), (2, 3), (3, 3)] and 300 < found["tokens"] < 3 * 6 * 32
@@ -64,7 +74,10 @@ def test_another_text_than_the_run_read_is_said(run, capsys):
         validation_text(directory, model)
     finally:
         more.unlink()
-    assert "is not what the run has read: the loss is not that of its evaluations." in capsys.readouterr().err
+    assert (
+        "is not what the run has read: the loss is not that of its evaluations."
+        in capsys.readouterr().err
+    )
     validation_text(directory, model)
     assert "is not what" not in capsys.readouterr().err
 
@@ -89,7 +102,10 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
     directory, last = run
     assert command([str(directory), "--json", "--batch", "6"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["eval_loss"] == pytest.approx(last, rel=1e-6) and (found["model"], found["step"]) == ("run", 3)
+    assert found["eval_loss"] == pytest.approx(last, rel=1e-6) and (
+        found["model"],
+        found["step"],
+    ) == ("run", 3)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +113,20 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
     [
         ("--stride 3", "--stride is given without --text, to which it belongs."),
         ("--text a --shots 3", "--shots is given without --tasks, to which it belongs."),
-        ("--length 64", "--length is given without --text or --tasks; what a run holds out has rows"),
-        ("--text a --length 8 --stride 9", "--stride is 9, but --length 8: what lies between two rows would not be"),
+        (
+            "--length 64",
+            "--length is given without --text or --tasks; what a run holds out has rows",
+        ),
+        (
+            "--text a --length 8 --stride 9",
+            "--stride is 9, but --length 8: what lies between two rows would not be",
+        ),
         ("--images a", "--images is for models of images, but {} is one of text (family llama)."),
         ("--text {}/none.txt", "there is no file or directory {}/none.txt to read text from."),
-        ("--precision float8", "the precision 'float8' is none to compute in; did you mean float32?"),
+        (
+            "--precision float8",
+            "the precision 'float8' is none to compute in; did you mean float32?",
+        ),
         ("--mesh data=3", "mesh data=3 does not divide 8 slots"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Accuracy of a model of images: what its run's evaluations told, and what its logits say of a folder that it has never seen."""
+"""Accuracy of a model of images: what its run's evaluations told, and what its logits say of a folder that it has never
+seen.
+"""
 
 import json
 
@@ -35,16 +37,25 @@ def run(tmp_path_factory):
     values = {
         "run": {"directory": str(directory / "run")},
         "model": {
-            "family": "vit", "image_size": SIZE, "patch_size": PATCH, "channels": 1, "vocab_size": CLASSES, "layers": 1, "d_model": 16, "heads": 2,
+            "family": "vit",
+            "image_size": SIZE,
+            "patch_size": PATCH,
+            "channels": 1,
+            "vocab_size": CLASSES,
+            "layers": 1,
+            "d_model": 16,
+            "heads": 2,
         },
         "data": {"source": str(directory / "images.npz"), "validation": 0.3},
         "train": {"steps": 12, "global_batch_size": 8, "label_smoothing": 0.1},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
         "eval": {"every": 12, "batches": 7},
-    }  # fmt: skip
+    }
     (directory / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(["--config", str(directory / "config.yaml")]) == 0
-    rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return directory / "run", rows[-1]
 
 
@@ -89,10 +100,14 @@ def test_what_was_not_trained_here_has_no_images_of_its_own(model):
 def test_equal_logits_come_in_the_order_of_their_classes(run, model):
     import jax
 
-    zero = mt.reader.Model(model.program, jax.tree.map(lambda x: x * 0, model.params), 0, model.directory)
+    zero = mt.reader.Model(
+        model.program, jax.tree.map(lambda x: x * 0, model.params), 0, model.directory
+    )
     batches, count = validation_images(run[0], model.config, None)
     found = evaluate_images(zero, batches, count, 8)
-    labels = np.concatenate([batches.batch(k)["labels"][:, 0] for k in batches.one_pass(count)])[:27]
+    labels = np.concatenate([batches.batch(k)["labels"][:, 0] for k in batches.one_pass(count)])[
+        :27
+    ]
     shares = np.mean(labels == 0), np.mean(labels < 5)
     assert (found["eval_accuracy"], found["top_5"]) == pytest.approx(shares)
 
@@ -104,4 +119,6 @@ def test_the_command_says_the_same_as_the_run(run, capsys):
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert found["eval_accuracy"] == pytest.approx(last["eval_accuracy"], abs=1e-6)
     assert (found["model"], found["step"], found["images"]) == ("run", 12, 27)
-    assert "--text and --tasks are for models of text" in refused(command, capsys, str(directory), "--text", "a")
+    assert "--text and --tasks are for models of text" in refused(
+        command, capsys, str(directory), "--text", "a"
+    )

@@ -9,13 +9,28 @@ from meshtrain.generate.cache import OwnGroups, against, appended, seen, written
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 
-SIZES = [(6, 3, 2), (4, 2, 4), (8, 2, 8), (12, 4, 6), (12, 8, 6), (6, 2, 2), (5, 1, 5), (8, 8, 4), (12, 3, 2)]
+SIZES = [
+    (6, 3, 2),
+    (4, 2, 4),
+    (8, 2, 8),
+    (12, 4, 6),
+    (12, 8, 6),
+    (6, 2, 2),
+    (5, 1, 5),
+    (8, 8, 4),
+    (12, 3, 2),
+]
 
 
-@pytest.mark.parametrize(("heads", "groups", "ranks"), [size for size in SIZES if size[0] % size[1] == 0])
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks"), [size for size in SIZES if size[0] % size[1] == 0]
+)
 def test_every_query_head_finds_its_group_among_its_ranks_own(heads, groups, ranks):
     own, local = OwnGroups(heads, groups, ranks), heads // ranks
-    needed = [{head // (heads // groups) for head in range(local * r, local * (r + 1))} for r in range(ranks)]
+    needed = [
+        {head // (heads // groups) for head in range(local * r, local * (r + 1))}
+        for r in range(ranks)
+    ]
     assert own.each == max(map(len, needed))
     if own.split:
         return
@@ -47,7 +62,9 @@ def test_attention_to_a_cache_is_the_last_query_of_attention(window, local, cap)
     )
     positions = jnp.array([8, 0, 4])
     flag = None if local is None else jnp.bool_(local)
-    right = attend(q, k, v, None, Collectives(), window=window, scale=0.3, cap=cap, local=flag).reshape(q.shape)
+    right = attend(
+        q, k, v, None, Collectives(), window=window, scale=0.3, cap=cap, local=flag
+    ).reshape(q.shape)
     # the position's own is added by the step, what stands behind it is no number
     before = (jnp.arange(length) < positions[:, None])[:, None, :, None]
     keys, values = (jnp.where(before, x.transpose(0, 2, 1, 3), 0) for x in (k, v))

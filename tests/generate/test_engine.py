@@ -72,7 +72,10 @@ def test_a_request_gets_what_it_gets_alone():
 def test_what_runs_beside_changes_nothing(synchronous):
     requests = [
         asked(
-            bytes([65 + i]) * (1 + i), 3 + i, sampling=Sampling(0.8 * (i % 2), seed=i), logprobs=2 if i == 3 else None
+            bytes([65 + i]) * (1 + i),
+            3 + i,
+            sampling=Sampling(0.8 * (i % 2), seed=i),
+            logprobs=2 if i == 3 else None,
         )
         for i in range(11)
     ]
@@ -128,7 +131,9 @@ def test_an_end_token_ends_the_text_and_is_no_part_of_it():
 
 
 def test_a_text_ends_before_the_first_stop_string_and_nothing_of_one_is_given_out():
-    (heard,) = answers(engine_of(choose=saying("one STO two STOP three")), asked(b">", 40, stop=("STOP", "three")))
+    (heard,) = answers(
+        engine_of(choose=saying("one STO two STOP three")), asked(b">", 40, stop=("STOP", "three"))
+    )
     assert (heard.text, heard.finish) == ("one STO two ", "stop")
 
 
@@ -143,7 +148,11 @@ def test_the_likeliest_tokens_are_told_where_they_are_asked_for():
     assert [each.token for each in chosen] == continuation(b"hello", 4)
     for each in chosen:
         assert each.text == chr(each.token) and each.logprob == -each.token / 100
-        assert [token for token, _, _ in each.likeliest] == [each.token, each.token + 1, each.token + 2]
+        assert [token for token, _, _ in each.likeliest] == [
+            each.token,
+            each.token + 1,
+            each.token + 2,
+        ]
     assert not any(piece.chosen for piece in untold.pieces)
 
 
@@ -157,7 +166,9 @@ def test_a_cancelled_request_frees_its_slot_within_a_step():
     ticket.cancel()
     waiting.cancel()
     engine.step()
-    assert (first.finish, third.finish) == ("cancelled", "cancelled") and third.pieces[-1].tokens == 0
+    assert (first.finish, third.finish) == ("cancelled", "cancelled") and third.pieces[
+        -1
+    ].tokens == 0
     assert engine.status.busy == 1 and engine.status.waiting == 0
     run(engine)
     assert list(second.text.encode()) == continuation(b"two", 4)
@@ -183,8 +194,14 @@ def test_only_so_many_requests_wait():
     ("wrong", "says"),
     [
         (asked(b""), "a prompt must be one token at least."),
-        (asked(b"x" * 64), "the prompt is 64 tokens long; prompt and answer together have 64 positions here."),
-        (Request(np.array([3, 257]), 4), "the prompt has the token 257; the model has 257, from 0."),
+        (
+            asked(b"x" * 64),
+            "the prompt is 64 tokens long; prompt and answer together have 64 positions here.",
+        ),
+        (
+            Request(np.array([3, 257]), 4),
+            "the prompt has the token 257; the model has 257, from 0.",
+        ),
         (Request(np.array([-1]), 4), "the prompt has the token -1;"),
         (Request(np.array([[1]]), 4), "a prompt must be one token at least."),
         (Request(np.array([1.5]), 4), "a prompt must be one token at least."),
@@ -219,7 +236,9 @@ def failing(what: str, times: int):
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode", "read", "empty"])
-def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_are_answered(what, caplog):
+def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_are_answered(
+    what, caplog
+):
     engine = engine_of(slots=2, fails=failing(what, 1))
     heards = answers(engine, *[asked()] * 5)
     lost = [heard for heard in heards if heard.finish == "error"]
@@ -232,7 +251,10 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
 def test_a_device_that_fails_again_and_again_breaks_the_engine_and_nobody_waits(caplog):
     engine = engine_of(slots=1, fails=failing("read", 1000))
     assert [heard.finish for heard in answers(engine, *[asked()] * 6)] == ["error"] * 6
-    assert engine.status.broken == "the device's program failed: out of memory." and engine.status.failures == 3
+    assert (
+        engine.status.broken == "the device's program failed: out of memory."
+        and engine.status.failures == 3
+    )
     with pytest.raises(Closed, match="out of memory"):
         engine.submit(asked(), Heard())
 
@@ -241,13 +263,16 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
     def decoding(model, slots, length, keep):
         found = FakeDecoding(slots, length)
         picked = found._picked
-        found._picked = lambda tokens, call, likeliest, alone=False: picked(tokens, call, likeliest, alone)._replace(
-            **{"logprobs": np.float32("nan")} if alone and call[2] == 0 else {}
-        )
+        found._picked = lambda tokens, call, likeliest, alone=False: picked(
+            tokens, call, likeliest, alone
+        )._replace(**{"logprobs": np.float32("nan")} if alone and call[2] == 0 else {})
         return found
 
     lost, other = answers(Engine(fake_opened(), 2, decoding=decoding), asked(), asked())
-    assert (lost.finish, lost.pieces[-1].problem) == ("error", "the model's logits are not finite numbers.")
+    assert (lost.finish, lost.pieces[-1].problem) == (
+        "error",
+        "the model's logits are not finite numbers.",
+    )
     assert other.finish == "length"
 
 
@@ -272,7 +297,11 @@ def test_counts_are_what_was_done():
     answers(engine, asked(b"x" * 20, most=2))
     status = engine.status
     assert (status.requests, status.tokens, status.prompt_tokens) == (3, 10, 30)
-    assert status.compiled == 3 and status.turn_began is None and 0 < status.last_step <= time.monotonic()
+    assert (
+        status.compiled == 3
+        and status.turn_began is None
+        and 0 < status.last_step <= time.monotonic()
+    )
 
 
 def test_threads_submit_and_the_engine_answers_all_of_them():
@@ -325,7 +354,9 @@ def test_nothing_grows_over_thousands_of_requests():
     def work(requests: int) -> int:
         for _ in range(requests // 40):
             for i in range(40):
-                ticket = engine.submit(asked(most=3, logprobs=1 if i == 3 else None), lambda piece: None)
+                ticket = engine.submit(
+                    asked(most=3, logprobs=1 if i == 3 else None), lambda piece: None
+                )
                 if i % 5 == 0:
                     ticket.cancel()
             run(engine)
@@ -385,7 +416,10 @@ def test_the_commonest_programs_are_waited_for_and_what_a_request_needs_comes_be
         go.release(2)
         assert heard.over.wait(90)
         warming.join(20)
-        assert compiled[-1] == ("prefill", 4096) and left[0] >= len(engine._decoding.names) - COMMON - 1
+        assert (
+            compiled[-1] == ("prefill", 4096)
+            and left[0] >= len(engine._decoding.names) - COMMON - 1
+        )
         go.release(20)
 
 

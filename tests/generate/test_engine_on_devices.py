@@ -14,7 +14,12 @@ from meshtrain.generate.request import Request, Sampling
 RANDOM = np.random.default_rng(3)
 # Of 1 to 30 tokens: buckets of 16 and 32.
 PROMPTS = [RANDOM.integers(6, 45, n).astype(np.int32) for n in (1, 3, 16, 17, 30, 5, 2, 9)]
-HOW = [Sampling(), Sampling(0.9, seed=1), Sampling(1.0, top_k=5, seed=2), Sampling(0.7, top_p=0.8, seed=3)] * 2
+HOW = [
+    Sampling(),
+    Sampling(0.9, seed=1),
+    Sampling(1.0, top_k=5, seed=2),
+    Sampling(0.7, top_p=0.8, seed=3),
+] * 2
 LENGTHS = range(12, 20)
 REQUESTS = [Request(*each, ignore_ends=True) for each in zip(PROMPTS, LENGTHS, HOW, strict=True)]
 
@@ -80,7 +85,9 @@ def test_greedy_is_what_the_model_itself_finds_likeliest(opened, alone):
             two = np.sort(logits[at], axis=1)[:, -2:]
             clear = two[:, 1] - two[:, 0] > 1e-3
             assert clear.sum() > 6
-            np.testing.assert_array_equal(np.argmax(logits[at], axis=1)[clear], np.array(ids)[clear])
+            np.testing.assert_array_equal(
+                np.argmax(logits[at], axis=1)[clear], np.array(ids)[clear]
+            )
 
 
 @pytest.mark.thorough

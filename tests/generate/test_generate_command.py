@@ -82,7 +82,9 @@ def test_how_tokens_are_chosen_is_the_models_own_where_nothing_is_asked():
 
     usual = Sampling(0.6, 20, 0.9)
     assert how(usual) == usual and how(usual, seed=4) == Sampling(0.6, 20, 0.9, 4)
-    assert how(usual, temperature=0.0).temperature == 0 and how(usual, top_k=5, top_p=1.0) == Sampling(0.6, 5)
+    assert how(usual, temperature=0.0).temperature == 0 and how(
+        usual, top_k=5, top_p=1.0
+    ) == Sampling(0.6, 5)
     assert how(Sampling()) == Sampling() and how(Sampling(), seed=4) == Sampling(1.0, seed=4)
 
 
@@ -98,7 +100,7 @@ def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
 def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
     asked = []
     submit = Engine.submit
-    noting = lambda self, r, hear: asked.append(r.tokens.tolist()) or submit(self, r, hear)  # noqa: E731
+    noting = lambda self, r, hear: asked.append(r.tokens.tolist()) or submit(self, r, hear)
     monkeypatch.setattr(Engine, "submit", noting)
     here("one\n\n  \ntwo\n")
     code, out, err = said("tiny --chat --system be.kind --tokens 4", capsys)
@@ -106,7 +108,11 @@ def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
     user, model, end = (SPECIAL.index(t) for t in ("<|user|>", "<|model|>", "<|end|>"))
     assert asked[0].count(user) == 2 and asked[0][-1] == model
     # what was answered stands in what is asked next, between its marks
-    assert asked[1][: len(asked[0])] == asked[0] and asked[1].count(user) == 3 and asked[1].count(model) == 2
+    assert (
+        asked[1][: len(asked[0])] == asked[0]
+        and asked[1].count(user) == 3
+        and asked[1].count(model) == 2
+    )
     answer = asked[1][len(asked[0]) :]
     assert answer.index(end) >= len(out.splitlines()[0].strip())
 
@@ -117,26 +123,43 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_s
     code, out, err = said("tiny --chat --tokens 8", capsys)
     oldest, long = err.splitlines()
     assert code == 0 and out.count("\n") == 3
-    assert oldest == "meshtrain: the oldest 2 messages do not fit the 64 positions any more, and are left out."
+    assert (
+        oldest
+        == "meshtrain: the oldest 2 messages do not fit the 64 positions any more, and are left out."
+    )
     # and nothing for one that could not fit anyhow
-    assert re.search(r"makes the conversation \d+ tokens long, and there are 64 positions for it and its answer", long)
+    assert re.search(
+        r"makes the conversation \d+ tokens long, and there are 64 positions for it and its answer",
+        long,
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("nowhere --prompt x", "there is no directory nowhere; give a run, one of its checkpoints, or a Hugging Face directory."),
+        (
+            "nowhere --prompt x",
+            "there is no directory nowhere; give a run, one of its checkpoints, or a Hugging Face directory.",
+        ),
         ("tinny --prompt x", "there is no directory tinny; did you mean tiny?"),
-        ("org/Model-8B --prompt x", "there is no directory org/Model-8B; a repository of Hugging Face's is not downloaded here"),
+        (
+            "org/Model-8B --prompt x",
+            "there is no directory org/Model-8B; a repository of Hugging Face's is not downloaded here",
+        ),
         ("tiny --chat --prompt x", "--prompt and --chat are given"),
-        ("tiny --prompt x --system y", "--system is given, but it begins a conversation; give --chat too."),
+        (
+            "tiny --prompt x --system y",
+            "--system is given, but it begins a conversation; give --chat too.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, says, here, capsys):
     assert says in refused(main, capsys, *words.split())
 
 
-def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(here, capsys, monkeypatch):
+def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(
+    here, capsys, monkeypatch
+):
     master, slave = pty.openpty()
     with os.fdopen(slave) as terminal, os.fdopen(master, "wb"):
         monkeypatch.setattr(sys, "stdin", terminal)
@@ -150,13 +173,28 @@ def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(here,
     [
         ("tiny --prompt x --mesh tensor=9", "legal are"),
         ("tiny --prompt x --mesh data=2,data=2", "data is given twice."),
-        ("plain --chat", "--chat needs a model that was made for conversations: conversations need a chat template, but beside"),
-        ("plain --prompt " + "x" * 80, "the prompt is 82 tokens long, and the model has learned 64 positions."),
-        ("plain --prompt hi --length 90", "90 positions are asked for, but the model has learned 64."),
-        ("tiny --prompt " + "x" * 80, "the prompt is 82 tokens long, and the model was made for 64 positions; --length N takes more"),
-        ("tiny --prompt hello --length 5", "--length is 5, of the 64 positions that the model has."),
+        (
+            "plain --chat",
+            "--chat needs a model that was made for conversations: conversations need a chat template, but beside",
+        ),
+        (
+            "plain --prompt " + "x" * 80,
+            "the prompt is 82 tokens long, and the model has learned 64 positions.",
+        ),
+        (
+            "plain --prompt hi --length 90",
+            "90 positions are asked for, but the model has learned 64.",
+        ),
+        (
+            "tiny --prompt " + "x" * 80,
+            "the prompt is 82 tokens long, and the model was made for 64 positions; --length N takes more",
+        ),
+        (
+            "tiny --prompt hello --length 5",
+            "--length is 5, of the 64 positions that the model has.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_cannot_is_one_sentence_and_exit_code_2(words, says, here, capsys):
     sentence = refused(main, capsys, *words.split())
     assert says in sentence and len(sentence) < 500
@@ -175,7 +213,11 @@ def test_an_answer_that_ends_with_an_error_is_exit_code_1(here, capsys, monkeypa
 
     monkeypatch.setattr(command.Engine, "__init__", _with(Engine.__init__, fail))
     code, _, err = said("tiny --prompt hello --tokens 4", capsys)
-    assert code == 1 and "the device's program failed: out of memory." in err and "Traceback" not in err
+    assert (
+        code == 1
+        and "the device's program failed: out of memory." in err
+        and "Traceback" not in err
+    )
 
 
 def _with(init, decode):
@@ -197,8 +239,13 @@ class Terminal:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshtrain.generate", *words.split()],
-            cwd=directory, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        )  # fmt: skip
+            cwd=directory,
+            env=environment,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
         os.close(slave)
         self.shown, self._seen = "", 0
 
@@ -231,7 +278,9 @@ class Terminal:
 
 @pytest.mark.thorough
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(models):
-    terminal = Terminal("tiny --chat --tokens 100000 --length 200000 --temperature 1 --stop never", models)
+    terminal = Terminal(
+        "tiny --chat --tokens 100000 --length 200000 --temperature 1 --stop never", models
+    )
     try:
         terminal.wait_for("Ctrl-C stops an answer, Ctrl-D ends the conversation")
         terminal.wait_for("> ")
@@ -259,9 +308,22 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(models):
 @contextlib.contextmanager
 def endless(models):
     """The command at an answer that does not end, once it has begun to say it."""
-    words = [sys.executable, "-m", "meshtrain.generate", "tiny", "--prompt", "a", "--temperature", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "meshtrain.generate",
+        "tiny",
+        "--prompt",
+        "a",
+        "--temperature",
+        "1",
+    ]
     words += ["--tokens", "100000", "--length", "200000"]
-    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how = {
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     with subprocess.Popen(words, cwd=models, **how) as process:
         assert process.stdout.read(3)
         yield process
@@ -283,7 +345,11 @@ def test_an_interrupt_ends_prompts(models):
 
 @pytest.mark.parametrize(
     ("length", "says"),
-    [(4, "--length is 4, of the 8 positions"), (8, "was made for 8 positions; --length N"), (16, "--length is 16.")],
+    [
+        (4, "--length is 4, of the 8 positions"),
+        (8, "was made for 8 positions; --length N"),
+        (16, "--length is 16."),
+    ],
 )
 def test_a_prompt_that_leaves_no_position_is_told_how_many_there_are(length, says):
     model = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(family="llama")))

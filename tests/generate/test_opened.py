@@ -1,4 +1,6 @@
-"""Every kind of directory that holds a model is opened with its tokenizer, ends and template, on the mesh that is asked for or that fits; what cannot be is refused in a sentence."""
+"""Every kind of directory that holds a model is opened with its tokenizer, ends and template, on the mesh that is asked
+for or that fits; what cannot be is refused in a sentence.
+"""
 
 import json
 import shutil
@@ -37,7 +39,9 @@ def theirs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run's directory with one step, of a model of bytes."""
-    settings = config(tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2}, mesh={"pipeline": 2})
+    settings = config(
+        tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2}, mesh={"pipeline": 2}
+    )
     program = build_for(settings)
     checkpointer = Checkpointer(settings, program)
     checkpointer.save(3, numbered(program), 1.0)
@@ -56,32 +60,54 @@ def test_a_hugging_face_directory_has_its_tokenizer_its_ends_and_its_template(th
     assert opened.name == "tiny-llama" and opened.model.step == 0
     assert opened.ends == {EOS, END} and opened.template is not None
     assert (opened.longest, opened.length) == (64, 64)
-    assert opened.marked.encode(["<|end|>"])[0].tolist() == [END] != opened.tokenizer.encode(["<|end|>"])[0].tolist()
+    assert (
+        opened.marked.encode(["<|end|>"])[0].tolist()
+        == [END]
+        != opened.tokenizer.encode(["<|end|>"])[0].tolist()
+    )
 
 
 @pytest.mark.parametrize(
     ("generation", "expected", "said"),
     [
         ({"eos_token_id": 3, "transformers_version": "5"}, None, ""),
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0, 0.9), "says: temperature 0.6, top_p 0.9."),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            Sampling(0.6, 0, 0.9),
+            "says: temperature 0.6, top_p 0.9.",
+        ),
         ({"do_sample": True}, Sampling(1.0), "says: temperature 1."),
-        ({"temperature": 0.7, "top_k": 20, "top_p": None}, Sampling(0.7, 20), "says: temperature 0.7, top_k 20."),
+        (
+            {"temperature": 0.7, "top_k": 20, "top_p": None},
+            Sampling(0.7, 20),
+            "says: temperature 0.7, top_k 20.",
+        ),
         ({"do_sample": False, "temperature": 0.6}, Sampling(), ""),
         ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.0}, None, ""),
         (
-            {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1}, Sampling(1.0),
+            {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1},
+            Sampling(1.0),
             "generation_config.json asks for repetition_penalty, min_p, which is not built here and left out.",
         ),
     ],
-)  # fmt: skip
+)
 def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(generation, expected, said):
     sampling, asks = _sampling(generation)
     assert sampling == expected and (said in " ".join(asks) if said else not asks)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("top_p", True), ("top_k", 2.5), ("top_k", -1), ("top_p", 10**400)]
-)  # fmt: skip
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", True),
+        ("top_k", 2.5),
+        ("top_k", -1),
+        ("top_p", 10**400),
+    ],
+)
 def test_what_is_no_way_to_draw_tokens_is_refused(copied, name, value):
     (copied / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
     with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name} is "):
@@ -91,7 +117,13 @@ def test_what_is_no_way_to_draw_tokens_is_refused(copied, name, value):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config_json", "generation", "expected"),
-    [(7, None, {7}), ([7, 8], None, {7, 8}), (None, 9, {9}), (7, [9, 10], {7, 9, 10}), (True, ["x", -1, 1000], set())],
+    [
+        (7, None, {7}),
+        ([7, 8], None, {7, 8}),
+        (None, 9, {9}),
+        (7, [9, 10], {7, 9, 10}),
+        (True, ["x", -1, 1000], set()),
+    ],
 )
 def test_all_end_tokens_are_ends_that_any_file_names(copied, config_json, generation, expected):
     given = json.loads((copied / "config.json").read_text())
@@ -104,7 +136,10 @@ def test_all_end_tokens_are_ends_that_any_file_names(copied, config_json, genera
 def test_a_model_without_a_template_says_why(copied):
     (copied / "tokenizer_config.json").unlink()
     opened = open_model(copied)
-    assert opened.template is None and "neither chat_template.jinja nor a tokenizer_config.json" in opened.without
+    assert (
+        opened.template is None
+        and "neither chat_template.jinja nor a tokenizer_config.json" in opened.without
+    )
     assert opened.ends == {EOS}
 
 
@@ -114,7 +149,10 @@ def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_train
         opened = open_model(path, length=20)
         assert (opened.name, opened.model.step, opened.tokenizer.name) == ("mine", 3, "byte")
         assert (opened.ends, opened.longest, opened.length) == ({256}, 16, 20)
-        assert opened.model.config.mesh.devices == 1 and "the tokenizer byte has none" in opened.without
+        assert (
+            opened.model.config.mesh.devices == 1
+            and "the tokenizer byte has none" in opened.without
+        )
 
 
 @pytest.mark.thorough
@@ -145,10 +183,14 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
         return str(caught.value)
 
     assert refused("tiny-lama") == "there is no directory tiny-lama; did you mean tiny-llama?"
-    assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in refused("meta-llama/Llama-3.1-8B")
+    assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in refused(
+        "meta-llama/Llama-3.1-8B"
+    )
     assert "did you mean int8?" in refused(theirs, weights="int4")
     assert "float8, int8" in refused(theirs, weights="gptq")
-    assert refused("./no/such/thing").startswith("there is no directory ./no/such/thing; give a run")
+    assert refused("./no/such/thing").startswith(
+        "there is no directory ./no/such/thing; give a run"
+    )
     assert "is no directory; give a run" in refused(theirs / "config.json")
     assert "there is no checkpoint in" in refused(tmp_path.parent / theirs.parent.name)
     assert "there is no step 7" in refused(run, step=7)
@@ -157,9 +199,16 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
     # a model of images has no text
-    assert "is a model of images (family vit), which has no text to go on with" in refused(GOLDEN / "vit")
-    assert refused(theirs, precision="float8") == "the precision 'float8' is none to compute in; did you mean float32?"
-    assert refused(theirs, precision="int4").endswith("is none to compute in; legal are float32, bfloat16, float16.")
+    assert "is a model of images (family vit), which has no text to go on with" in refused(
+        GOLDEN / "vit"
+    )
+    assert (
+        refused(theirs, precision="float8")
+        == "the precision 'float8' is none to compute in; did you mean float32?"
+    )
+    assert refused(theirs, precision="int4").endswith(
+        "is none to compute in; legal are float32, bfloat16, float16."
+    )
     (copied / "tokenizer.json").rename(copied / "tokenizer.model")
     assert "is a tokenizer.model, but no tokenizer.json" in refused(copied)
     (copied / "tokenizer.model").unlink()
@@ -181,7 +230,9 @@ def test_it_is_the_smallest_tensor_that_divides_the_heads_and_fits(count, tensor
     fits = memory_needs(on, 8, 512).all
     assert choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits)) == MeshConfig(tensor=tensor)
     if tensor == 1:
-        with pytest.raises(ConfigError, match=r"has 0\.0; give fewer slots, shorter ones, or more devices"):
+        with pytest.raises(
+            ConfigError, match=r"has 0\.0; give fewer slots, shorter ones, or more devices"
+        ):
             choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits - 1))
 
 
@@ -192,9 +243,14 @@ def test_on_a_cpu_it_is_one_device_whatever_it_needs():
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"tensor": 4}, {}, {"data": 2, "tensor": 2}])
 def test_what_is_said_to_be_needed_is_what_is_held(mesh):
-    config = mt.load({"model": {**SIZES, "heads": 8, "kv_heads": 2}, "mesh": mesh, "parallel": {"zero_stage": 0}})
+    config = mt.load(
+        {"model": {**SIZES, "heads": 8, "kv_heads": 2}, "mesh": mesh, "parallel": {"zero_stage": 0}}
+    )
     program = mt.Program(config, masters=False)
-    params = jax.jit(program.layout.init, out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters))
+    params = jax.jit(
+        program.layout.init,
+        out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters),
+    )
     run = Decoding(mt.reader.Model(program, params(jax.random.key(0)), 0, GOLDEN), 4, 24)
     found = memory_needs(config, 4, 24)
     assert found.weights == sum(map(part_bytes, jax.tree.leaves(run.weights)))

@@ -1,4 +1,6 @@
-"""Reading from a cache gives what reading it all again gives: for every family, on every mesh, whatever runs in the slots beside."""
+"""Reading from a cache gives what reading it all again gives: for every family, on every mesh, whatever runs in the
+slots beside.
+"""
 
 from itertools import cycle
 
@@ -29,7 +31,12 @@ LENGTH = 40
 RANDOM = np.random.default_rng(3)
 # shorter than a bucket and than the windows of ten; longer than both
 SHORT, LONG = RANDOM.integers(0, WORDS, 5), RANDOM.integers(0, WORDS, 19)
-MESHES = {"one": {}, "tensor 2": {"tensor": 2}, "tensor 4": {"tensor": 4}, "data 2, tensor 2": {"data": 2, "tensor": 2}}
+MESHES = {
+    "one": {},
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "data 2, tensor 2": {"data": 2, "tensor": 2},
+}
 
 
 def mesh_of(name: str):
@@ -42,7 +49,8 @@ def decoding(family: str, mesh: str = "one", slots: int = 4, adapter=None, **mor
 
 
 def told(run: Decoding, prompts: dict[int, np.ndarray], steps: int, sampling=GREEDY, state=None):
-    """The tokens of prompts in slots, which join one step after the other, and the log-probabilities of each [steps, V] by id.
+    """The tokens of prompts in slots, which join one step after the other, and the log-probabilities of each [steps, V]
+    by id.
 
     By slot; every program told of all the vocabulary.
     """
@@ -65,7 +73,9 @@ def told(run: Decoding, prompts: dict[int, np.ndarray], steps: int, sampling=GRE
         state, picked = run.decode(state, likeliest=True)
         for slot in set(prompts) - set(waiting):
             note(slot, picked, slot)
-    return {s: t[:steps] for s, t in tokens.items()}, {s: np.stack(x[:steps]) for s, x in logprobs.items()}
+    return {s: t[:steps] for s, t in tokens.items()}, {
+        s: np.stack(x[:steps]) for s, x in logprobs.items()
+    }
 
 
 @pytest.fixture
@@ -90,19 +100,27 @@ def check_cached(family: str, mesh: str, adapter=None, kind=None):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("gemma2", marks=pytest.mark.thorough), pytest.param("gpt2", marks=pytest.mark.slow)]
+    "family",
+    [
+        pytest.param("gemma2", marks=pytest.mark.thorough),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
 )
 def test_cached_logits_are_those_of_all_read_again_at_every_position(family, whole_vocabulary):
     check_cached(family, "data 2, tensor 2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh"), list(zip(FAMILIES, cycle(["one", "tensor 4"]), strict=False)))
+@pytest.mark.parametrize(
+    ("family", "mesh"), list(zip(FAMILIES, cycle(["one", "tensor 4"]), strict=False))
+)
 def test_cached_logits_are_those_of_all_read_again_for_every_family(family, mesh, whole_vocabulary):
     check_cached(family, mesh)
 
 
-@pytest.mark.parametrize("family", thorough_but(["llama3", "qwen3", "gpt2"], lambda _: False, ["llama3"]))
+@pytest.mark.parametrize(
+    "family", thorough_but(["llama3", "qwen3", "gpt2"], lambda _: False, ["llama3"])
+)
 def test_adapters_count_in_every_step(family, whole_vocabulary):
     adapter = GOLDEN / f"{family}_lora"
     adapter = adapter if (adapter / ADAPTER).exists() else adapter / "after"
@@ -116,11 +134,16 @@ def test_adapters_count_in_every_step(family, whole_vocabulary):
 @pytest.mark.parametrize(
     ("family", "mesh", "kind"),
     [
-        ("llama3", "tensor 2", "int8"), ("mixtral", "data 2, tensor 2", "float8"), ("gpt_oss", "tensor 2", "int8"),
-        ("gpt2", "tensor 4", "float8"), ("qwen3", "one", "int8"),
+        ("llama3", "tensor 2", "int8"),
+        ("mixtral", "data 2, tensor 2", "float8"),
+        ("gpt_oss", "tensor 2", "int8"),
+        ("gpt2", "tensor 4", "float8"),
+        ("qwen3", "one", "int8"),
     ],
-)  # fmt: skip
-def test_held_in_8_bits_it_says_what_the_rounded_model_says_on_every_mesh(family, mesh, kind, whole_vocabulary):
+)
+def test_held_in_8_bits_it_says_what_the_rounded_model_says_on_every_mesh(
+    family, mesh, kind, whole_vocabulary
+):
     check_cached(family, mesh, kind=kind)
 
 
@@ -149,13 +172,19 @@ def test_adapters_stand_beside_a_base_in_8_bits(kind, whole_vocabulary):
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("float8", "bfloat16")])
 def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, dtype):
     model = read_model(GOLDEN / family, precision=dtype, masters=False)
-    of = {name: taken_over(model, Layout(model.config, model.program.mesh), True, name) for name in (None, kind)}
+    of = {
+        name: taken_over(model, Layout(model.config, model.program.mesh), True, name)
+        for name in (None, kind)
+    }
     wide, narrow = (jax.tree.leaves(of[name], is_leaf=is_rounded) for name in (None, kind))
     held = [(x, q) for x, q in zip(wide, narrow, strict=True) if is_rounded(q)]
     names = 7 * model.config.model.layers
     assert len(held) == names, "q, k, v, out, gate, up and down of each layer"
     for x, q in held:
-        assert q.values.nbytes * jnp.dtype(dtype).itemsize == x.nbytes and q.scale.nbytes <= 4 * x.size // x.shape[-2]
+        assert (
+            q.values.nbytes * jnp.dtype(dtype).itemsize == x.nbytes
+            and q.scale.nbytes <= 4 * x.size // x.shape[-2]
+        )
         error = np.abs(np.float32(multiplied(q, jnp.float32)) - np.float32(x))
         # half a step of int8, a sixteenth of e4m3's own number and of its least normal one
         most = q.scale / 2 if kind == "int8" else np.abs(np.float32(x)) / 16 + q.scale * 2.0**-10
@@ -164,7 +193,8 @@ def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, 
     assert all((np.asarray(x) == np.asarray(q)).all() for x, q in rest)
     now, before = (sum(x.nbytes for x in jax.tree.leaves(of[name])) for name in (kind, None))
     assert (
-        note(kind, of[kind], dtype) == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
+        note(kind, of[kind], dtype)
+        == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
     )
 
 
@@ -173,7 +203,9 @@ def test_weights_that_are_not_finite_stay_so(kind):
     x = jnp.array([[1.0, jnp.inf, jnp.nan], [2.0, 1.0, 1.0]])
     wide = np.asarray(multiplied(held_in(kind, x, (0, 1)), jnp.float32))
     assert np.isfinite(wide).all(axis=0).tolist() == [True, False, False]
-    assert (np.asarray(multiplied(held_in(kind, jnp.zeros((2, 2)), (0, 1)), jnp.float32)) == 0).all()
+    assert (
+        np.asarray(multiplied(held_in(kind, jnp.zeros((2, 2)), (0, 1)), jnp.float32)) == 0
+    ).all()
 
 
 def test_what_is_rounded_once_more_is_the_same():
@@ -210,7 +242,9 @@ def test_greedy_says_what_transformers_says(four):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("family", "mesh"), list(zip(FAMILIES, cycle(reversed(MESHES)), strict=False)))
+@pytest.mark.parametrize(
+    ("family", "mesh"), list(zip(FAMILIES, cycle(reversed(MESHES)), strict=False))
+)
 def test_greedy_says_what_transformers_says_for_every_family(family, mesh):
     check_greedy(decoding(family, mesh), family)
 
@@ -233,7 +267,9 @@ DRAWN = Sampling(temperature=1.5, top_k=30, seed=11)
 
 
 @pytest.mark.thorough
-def test_eight_sequences_that_join_one_after_the_other_get_what_each_gets_alone_bit_for_bit(eight, prompts):
+def test_eight_sequences_that_join_one_after_the_other_get_what_each_gets_alone_bit_for_bit(
+    eight, prompts
+):
     tokens, logprobs = told(eight, prompts, 10, DRAWN)
     for slot in (0, 3, 7):
         alone, of_alone = told(eight, {slot: prompts[slot]}, 10, DRAWN)
@@ -323,7 +359,8 @@ def test_tensor_ranks_send_two_sums_a_layer_one_of_the_embedding_and_the_logits(
     slots, share = run.slots // 2, -(-WORDS // 2)
     sums = [4 * slots * model.d_model] * (2 * model.layers + 1)
     assert sorted((c.axis, c.kind, c.bytes) for c in sent if c.axes) == sorted(
-        [("tensor", "all-reduce", n) for n in sums] + [("tensor", "all-gather", 4 * slots * 2 * share)]
+        [("tensor", "all-reduce", n) for n in sums]
+        + [("tensor", "all-gather", 4 * slots * 2 * share)]
     )
 
 
@@ -344,12 +381,16 @@ def test_weights_are_taken_over_in_the_dtype_that_computes():
 def unread(attention=None, **mesh: int) -> Model:
     """A model whose weights are not asked for."""
     section = model_section(read_json(GOLDEN / "gpt2" / CONFIG), CONFIG)
-    config = mt.load({"model": section, "mesh": mesh, "train": {"uneven_batch": "pad", "sequence_length": 48}})
+    config = mt.load(
+        {"model": section, "mesh": mesh, "train": {"uneven_batch": "pad", "sequence_length": 48}}
+    )
     return Model(mt.Program(config, attention=attention), None, 0, GOLDEN)
 
 
 def test_what_cannot_generate_is_refused_in_a_sentence(eight):
-    with pytest.raises(ConfigError, match="a prompt of 41 tokens does not fit; it must have 1 to 40"):
+    with pytest.raises(
+        ConfigError, match="a prompt of 41 tokens does not fit; it must have 1 to 40"
+    ):
         eight.prefill(eight.empty(), 0, np.zeros(41, int), Sampling())
     with pytest.raises(ConfigError, match="a prompt of 0 tokens"):
         eight.prefill(eight.empty(), 0, np.zeros(0, int), Sampling())
@@ -360,11 +401,24 @@ def test_what_cannot_generate_is_refused_in_a_sentence(eight):
     with pytest.raises(ConfigError, match="without stages"):
         Decoding(unread(pipeline=3), 2, 16)
     experts = {"experts": 4, "top_k": 2, "d_ff": 8}
-    spread = mt.load({"model": {"family": "mixtral", "layers": 1, "d_model": 16, "heads": 2, "kv_heads": 2, "vocab_size": 61, "moe": experts}, "mesh": {"data": 2, "expert": 2}})  # fmt: skip
+    spread = mt.load(
+        {
+            "model": {
+                "family": "mixtral",
+                "layers": 1,
+                "d_model": 16,
+                "heads": 2,
+                "kv_heads": 2,
+                "vocab_size": 61,
+                "moe": experts,
+            },
+            "mesh": {"data": 2, "expert": 2},
+        }
+    )
     with pytest.raises(ConfigError, match=r"mesh\.expert is 2"):
         Decoding(Model(mt.Program(spread), None, 0, GOLDEN), 2, 16)
     with pytest.raises(ConfigError, match="3 slots cannot be shared by data 2"):
         Decoding(unread(data=2), 3, 16)
-    mine = lambda q, k, v, segments, collectives, dropout: q.reshape(-1, q.shape[2] * q.shape[3])  # noqa: E731
+    mine = lambda q, k, v, segments, collectives, dropout: q.reshape(-1, q.shape[2] * q.shape[3])
     with pytest.raises(ConfigError, match="knows of no cache"):
         Decoding(unread(attention=mine), 2, 16)

@@ -12,7 +12,9 @@ VOCABULARY = 97
 LOGITS = np.random.default_rng(5).normal(0, 3, (6, VOCABULARY)).astype(np.float32)
 SAMPLE = jax.jit(sample)
 # Of 99.9%: what a chi-square of so many degrees of freedom stays below (Wilson and Hilferty 1931).
-QUANTILE = lambda freedom: freedom * (1 - 2 / (9 * freedom) + 3.0902 * (2 / (9 * freedom)) ** 0.5) ** 3  # noqa: E731
+QUANTILE = lambda freedom: (
+    freedom * (1 - 2 / (9 * freedom) + 3.0902 * (2 / (9 * freedom)) ** 0.5) ** 3
+)
 
 
 def arrays(*each: Sampling) -> SamplingArrays:
@@ -78,7 +80,11 @@ def test_of_equals_the_lower_ids_are_left_and_the_first_is_greedy():
     assert set(draws(logits, Sampling(1.0, top_k=2), 200)) == {1, 2}
     assert set(draws(logits, Sampling(1.0, top_k=3), 200)) == {1, 2, 4}
     assert set(draws(logits, Sampling(1.0, top_p=0.6), 200)) == {1, 2, 4}
-    assert set(draws(logits, Sampling(), 20)) == {1} == set(draws(logits, Sampling(1e-30), 20)) - {2, 4, 5}
+    assert (
+        set(draws(logits, Sampling(), 20))
+        == {1}
+        == set(draws(logits, Sampling(1e-30), 20)) - {2, 4, 5}
+    )
     assert set(draws(np.zeros(6, np.float32), Sampling(1.0, top_p=0.5), 200)) == {0, 1, 2}
 
 
@@ -99,9 +105,14 @@ def test_the_same_seed_and_position_get_the_same_token_in_any_slot_beside_anythi
 
 
 def test_seeds_and_positions_differ():
-    assert (draws(LOGITS[0], Sampling(2.0, seed=1), 50) != draws(LOGITS[0], Sampling(2.0, seed=2), 50)).any()
+    assert (
+        draws(LOGITS[0], Sampling(2.0, seed=1), 50) != draws(LOGITS[0], Sampling(2.0, seed=2), 50)
+    ).any()
     # of a seed its lowest 32 bits
-    assert (draws(LOGITS[0], Sampling(2.0, seed=1), 50) == draws(LOGITS[0], Sampling(2.0, seed=1 + 2**32), 50)).all()
+    assert (
+        draws(LOGITS[0], Sampling(2.0, seed=1), 50)
+        == draws(LOGITS[0], Sampling(2.0, seed=1 + 2**32), 50)
+    ).all()
     assert len(set(draws(LOGITS[0], Sampling(2.0, seed=1), 50))) > 10
 
 
@@ -123,6 +134,10 @@ def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
                         deeper = depth + (equation.primitive.name == "cond")
                         yield from branches(getattr(inner, "jaxpr", inner), deeper)
 
-    found = list(branches(jax.make_jaxpr(sample)(LOGITS, arrays(*[Sampling()] * 6), np.zeros(6, np.int32)).jaxpr))
+    found = list(
+        branches(
+            jax.make_jaxpr(sample)(LOGITS, arrays(*[Sampling()] * 6), np.zeros(6, np.int32)).jaxpr
+        )
+    )
     assert {depth for depth, name in found if name == "sort"} == {2}
     assert {depth for depth, name in found if "random" in name} == {1}

@@ -1,4 +1,6 @@
-"""Texts and conversations as tokens; and text that comes token by token is the text of all of them, and nothing given out changes."""
+"""Texts and conversations as tokens; and text that comes token by token is the text of all of them, and nothing given
+out changes.
+"""
 
 import numpy as np
 import pytest
@@ -21,23 +23,34 @@ TEXTS = [
 
 
 def of(kind: str, directory):
-    """A tokenizer: bytes; a byte-level BPE without merges; sentencepiece's letters, with bytes for what it has none for."""
+    """A tokenizer: bytes; a byte-level BPE without merges; sentencepiece's letters, with bytes for what it has none
+    for.
+    """
     if kind == "byte":
         return ByteTokenizer()
     tokenizers = pytest.importorskip("tokenizers")
     if kind == "byte-level":
         alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+        )
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = tokenizers.decoders.ByteLevel()
         made.add_special_tokens(["<|endoftext|>", "<|end|>"])
     else:
         letters = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz,.!"]
-        ids = {token: i for i, token in enumerate([*letters, *(f"<0x{byte:02X}>" for byte in range(256))])}
+        ids = {
+            token: i
+            for i, token in enumerate([*letters, *(f"<0x{byte:02X}>" for byte in range(256))])
+        }
         bpe = tokenizers.models.BPE(ids, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
         made = tokenizers.Tokenizer(bpe)
         made.normalizer = tokenizer().normalizer
-        parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        parts = [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
         made.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
         made.add_special_tokens(["<s>", "</s>"])
     made.save(str(directory / "tokenizer.json"))
@@ -60,7 +73,13 @@ def test_pieces_are_the_text_of_all_tokens(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["byte", "byte-level", "sentencepiece"])
 def test_what_follows_a_prompt_is_what_stands_behind_it_in_the_whole_text(kind, tmp_path):
     tokenizer = of(kind, tmp_path)
-    for prompt, text in (("one", " two"), ("one", "two"), ("Füße €", "€ 日本"), ("a" * 50, " b"), ("", "c d")):
+    for prompt, text in (
+        ("one", " two"),
+        ("one", "two"),
+        ("Füße €", "€ 日本"),
+        ("a" * 50, " b"),
+        ("", "c d"),
+    ):
         # as sentencepiece writes a space within a text, which is not where one begins
         whole = tokenizer.encode([prompt + text])[0]
         before = len(tokenizer.encode([prompt])[0]) if prompt else 0
@@ -80,7 +99,9 @@ def test_half_a_character_waits_for_its_rest_and_garbage_does_not_wait_for_ever(
 def test_random_bytes_come_as_the_decoder_writes_all_of_them():
     tokenizer = ByteTokenizer()
     for seed in range(50):
-        ids = np.random.default_rng(seed).choice([0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF], 60)
+        ids = np.random.default_rng(seed).choice(
+            [0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF], 60
+        )
         assert "".join(streamed(Stream(tokenizer), ids)) == tokenizer.decode(ids)
 
 
@@ -120,7 +141,12 @@ def test_a_token_that_holds_a_stop_string_is_cut(tmp_path):
             return "".join(["one. ", "two\nUser: ", "no"][int(i)] for i in ids)
 
     stream = Stream(Words(), stop=["\nUser:"])
-    assert [stream.push(0), stream.push(1), stream.push(2), stream.close()] == ["one. ", "two", "", ""]
+    assert [stream.push(0), stream.push(1), stream.push(2), stream.close()] == [
+        "one. ",
+        "two",
+        "",
+        "",
+    ]
 
 
 def test_a_long_text_costs_each_token_the_same():
@@ -153,12 +179,16 @@ def path(tmp_path):
 
 
 def conversations(path: str, template: str = TEMPLATE) -> Conversations:
-    return Conversations(TemplateText("t", template, {"bos_token": "<s>"}), load_tokenizer(path, chat=True), now=0.0)
+    return Conversations(
+        TemplateText("t", template, {"bos_token": "<s>"}), load_tokenizer(path, chat=True), now=0.0
+    )
 
 
 def test_a_text_begins_as_the_tokenizers_own_post_processor_begins_one(path):
     theirs = tokenizer().encode("hi you").ids
-    assert text_tokens(load_tokenizer(path), "hi you").tolist() == theirs and theirs[0] == SPECIAL.index("<s>")
+    assert text_tokens(load_tokenizer(path), "hi you").tolist() == theirs and theirs[
+        0
+    ] == SPECIAL.index("<s>")
     assert text_tokens(ByteTokenizer(), "hi").tolist() == [104, 105]
 
 
@@ -183,7 +213,9 @@ def test_a_template_without_a_mark_behind_an_answer_has_no_end_of_turn(path):
 
 
 def test_messages_that_are_none_are_refused_and_the_next_is_taken(path):
-    said = conversations(path, "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE)
+    said = conversations(
+        path, "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
+    )
     with pytest.raises(ConfigError, match="does not take these messages \\(too many\\)"):
         said.tokens(ASKED * 3)
     for wrong in ([], "hi", [{"content": "x"}], [{"role": "user", "content": 3}]):
@@ -208,7 +240,9 @@ def test_a_text_far_beyond_the_positions_is_not_tokenized_as_a_whole():
     assert 2 * 256 < len(tokens) < 100_000 and tokenizer.seen < 100_000
     tokenizer.seen = 0
     conversation = Conversations(TemplateText("t", TEMPLATE, {"bos_token": ""}), tokenizer, 0)
-    assert len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256)) > 2 * 256
+    assert (
+        len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256)) > 2 * 256
+    )
     assert tokenizer.seen < 100_000
 
 
@@ -235,13 +269,20 @@ def test_a_text_whose_characters_are_dropped_or_fused_is_no_long_one(tmp_path):
     assert text_tokens(tokenizer, "z" * 50_000 + "y" * 50_000 + "a", 8).tolist() == [1, 0]
 
 
-CALLING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + ARGUMENTS }}{% endfor %}{% endfor %}"
+CALLING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + "
+    "' ' + ARGUMENTS }}{% endfor %}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("kind", ["c.function.arguments", "c.function.arguments | tojson", "c.function['arguments']"])
+@pytest.mark.parametrize(
+    "kind", ["c.function.arguments", "c.function.arguments | tojson", "c.function['arguments']"]
+)
 @pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["text", "object"])
 @pytest.mark.parametrize("content", [None, ""], ids=["null", "nothing"])
-def test_the_second_turn_of_an_agent_is_written_as_the_template_wants_it(kind, arguments, content, path):
+def test_the_second_turn_of_an_agent_is_written_as_the_template_wants_it(
+    kind, arguments, content, path
+):
     said = conversations(path, CALLING.replace("ARGUMENTS", kind))
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     calling = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -260,13 +301,19 @@ def test_a_developer_and_parts_are_written_as_the_template_knows_them(path):
 
 @pytest.mark.parametrize(
     ("template", "reads"),
-    [("{{ tools }}", True), ("{{ messages }} tools", False), ("{% if tools is defined %}{% endif %}", True)],
+    [
+        ("{{ tools }}", True),
+        ("{{ messages }} tools", False),
+        ("{% if tools is defined %}{% endif %}", True),
+    ],
 )
 def test_whether_a_template_reads_tools_is_told_by_its_variables(template, reads, path):
     assert conversations(path, template).reads_tools == reads
 
 
 def test_a_template_that_takes_for_ever_is_a_sentence(path):
-    said = conversations(path, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    said = conversations(
+        path, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="asks for what no template may have"):
         said.tokens(ASKED)

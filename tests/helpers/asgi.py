@@ -12,10 +12,20 @@ class Asking:
 
     def __init__(self, app: Any, path: str, body: Any) -> None:
         self._scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [(b"content-type", b"application/json")],
-            "client": None, "server": None, "state": {},
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+            "state": {},
+        }
         self._body: bytes | None = json.dumps(body).encode()
         self._gone = asyncio.Event()
         self._out: asyncio.Queue[dict] = asyncio.Queue(1)

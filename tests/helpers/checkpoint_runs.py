@@ -16,19 +16,34 @@ from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program, State
 
-ODD = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}  # nothing divides
+ODD = {
+    "layers": 5,
+    "d_model": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}  # nothing divides
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "one device": ((1, 1, 1), {}),
     "data 2, tensor 2, pipeline 2, ZeRO-1": ((2, 2, 2), {"microbatches": 2}),
     "data 8, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
     "data 2, tensor 2, ZeRO-2": ((2, 2, 1), {"zero_stage": 2, "microbatches": 2}),
     "pipeline 4, gpipe": ((1, 1, 4), {"microbatches": 2, "schedule": "gpipe"}),
-    "data 2, pipeline 2, interleaved, ZeRO-1": ((2, 1, 2), {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2}),
-    "tensor 2, pipeline 2, V": ((1, 2, 2), {"microbatches": 2, "schedule": "v_1f1b", "zero_stage": 0}),
-}  # fmt: skip
+    "data 2, pipeline 2, interleaved, ZeRO-1": (
+        (2, 1, 2),
+        {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "tensor 2, pipeline 2, V": (
+        (1, 2, 2),
+        {"microbatches": 2, "schedule": "v_1f1b", "zero_stage": 0},
+    ),
+}
 
 
-def config(directory: Path | str = "unused", layout: str = "one device", **sections: dict[str, Any]) -> Config:
+def config(
+    directory: Path | str = "unused", layout: str = "one device", **sections: dict[str, Any]
+) -> Config:
     mesh, parallel = LAYOUTS[layout]
     values: dict[str, dict[str, Any]] = {
         "run": {"directory": str(directory)},
@@ -84,26 +99,42 @@ def take(built: Program, state: State, step: int) -> tuple[State, float]:
 
 
 @contextmanager
-def opened(settings: Config, built: Program | None = None, **more: Any) -> Iterator[tuple[Checkpointer, list[str]]]:
+def opened(
+    settings: Config, built: Program | None = None, **more: Any
+) -> Iterator[tuple[Checkpointer, list[str]]]:
     """The checkpointer of a run, closed at the end, and what it says."""
     said: list[str] = []
-    with closing(Checkpointer(settings, built or build_for(settings), say=said.append, **more)) as checkpointer:
+    with closing(
+        Checkpointer(settings, built or build_for(settings), say=said.append, **more)
+    ) as checkpointer:
         yield checkpointer, said
 
 
-def restored(settings: Config, built: Program | None = None, **more: Any) -> tuple[State, int, list[str]]:
+def restored(
+    settings: Config, built: Program | None = None, **more: Any
+) -> tuple[State, int, list[str]]:
     """(the state that a run starts from, its step, what was said)."""
     with opened(settings, built, **more) as (checkpointer, said):
         return *checkpointer.restore_or_init(), said
 
 
 def saved(
-    directory: Path, steps: int = 3, evals: Mapping[int, float] = MappingProxyType({}), **checkpoint: Any
+    directory: Path,
+    steps: int = 3,
+    evals: Mapping[int, float] = MappingProxyType({}),
+    **checkpoint: Any,
 ) -> Path:
-    """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k, with the eval loss that `evals` has for it."""
-    with opened(config(directory, checkpoint={"keep": steps, **checkpoint}), program()) as (checkpointer, _):
+    """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k, with the eval loss
+    that `evals` has for it.
+    """
+    with opened(config(directory, checkpoint={"keep": steps, **checkpoint}), program()) as (
+        checkpointer,
+        _,
+    ):
         for step in range(1, steps + 1):
-            checkpointer.save(step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step))
+            checkpointer.save(
+                step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step)
+            )
         checkpointer.wait()
     return directory
 
@@ -112,5 +143,9 @@ def same(a: State, b: State) -> bool:
     """Bit for bit."""
     return all(
         np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
-        for x, y in zip(map(np.atleast_1d, jax.tree.leaves(a)), map(np.atleast_1d, jax.tree.leaves(b)), strict=True)
+        for x, y in zip(
+            map(np.atleast_1d, jax.tree.leaves(a)),
+            map(np.atleast_1d, jax.tree.leaves(b)),
+            strict=True,
+        )
     )

@@ -1,4 +1,6 @@
-"""The close of a step alone: made-up gradients of every device, summed as a config says, beside what they must add up to."""
+"""The close of a step alone: made-up gradients of every device, summed as a config says, beside what they must add up
+to.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -17,12 +19,22 @@ from meshtrain.parallel.reduce.feedback import FeedbackState
 from meshtrain.parallel.zero import Zero
 
 # nothing divides; the norms go uncompressed
-MODEL = {"layers": 3, "d_model": 22, "heads": 6, "kv_heads": 2, "head_dim": 6, "d_ff": 50, "vocab_size": 131}
+MODEL = {
+    "layers": 3,
+    "d_model": 22,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 6,
+    "d_ff": 50,
+    "vocab_size": 131,
+}
 Arrays = dict[str, np.ndarray]
 
 
 class Closing:
-    """`Zero.reduce_grads` of a config, compiled once; gradients are float32 [*mesh, *on a device], by the weight's name."""
+    """`Zero.reduce_grads` of a config, compiled once; gradients are float32 [*mesh, *on a device], by the weight's
+    name.
+    """
 
     def __init__(self, mesh: Mapping[str, int], reduce: Mapping[str, Any], **parallel: Any) -> None:
         self.config = load(
@@ -41,25 +53,39 @@ class Closing:
         lead = (0,) * len(self.mesh.axis_names)
 
         def close(gradients: Any, kept: FeedbackState, scale: jax.Array) -> tuple[Any, ...]:
-            return tuple(self.zero.reduce_grads(jax.tree.map(lambda g: g[lead], gradients), kept, scale))
+            return tuple(
+                self.zero.reduce_grads(jax.tree.map(lambda g: g[lead], gradients), kept, scale)
+            )
 
         specs = (self.layout.shards, of_kept, PartitionSpec())
         self.step = jax.jit(
-            jax.shard_map(close, mesh=self.mesh, in_specs=(of_device, of_kept, PartitionSpec()), out_specs=specs)
+            jax.shard_map(
+                close,
+                mesh=self.mesh,
+                in_specs=(of_device, of_kept, PartitionSpec()),
+                out_specs=specs,
+            )
         )
         begin = jax.jit(
-            self.zero.feedback.init, out_shardings=jax.tree.map(lambda x: x.sharding, self.zero.feedback.shapes)
+            self.zero.feedback.init,
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.zero.feedback.shapes),
         )
         self.kept: FeedbackState = begin(jax.random.key(0))
-        self.sent: Arrays = {name: np.zeros(weight.whole, np.float64) for name, weight in self.weights.items()}
+        self.sent: Arrays = {
+            name: np.zeros(weight.whole, np.float64) for name, weight in self.weights.items()
+        }
 
     def draw(self, random: np.random.Generator) -> Arrays:
         """Gradients of every device, of other sizes in other weights."""
         sizes = tuple(self.mesh.shape.values())
         found = {}
         for n, (name, weight) in enumerate(self.weights.items()):
-            local = tuple(whole // ways for whole, ways in zip(weight.whole, weight.ways, strict=True))
-            found[name] = random.standard_normal(sizes + local, np.float32) * np.float32(10.0 ** -(n % 4))
+            local = tuple(
+                whole // ways for whole, ways in zip(weight.whole, weight.ways, strict=True)
+            )
+            found[name] = random.standard_normal(sizes + local, np.float32) * np.float32(
+                10.0 ** -(n % 4)
+            )
         return found
 
     def close(self, gradients: Arrays, scale: float = 1.0) -> tuple[Arrays, dict[str, float]]:

@@ -1,4 +1,7 @@
-"""Which cases a run takes. Pairwise covering: a few cells of a product in which every two levels of every two factors still meet."""
+"""Which cases a run takes.
+
+Pairwise covering: a few cells of a product in which every two levels of every two factors still meet.
+"""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,12 +18,17 @@ def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
     return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(cell)), 2)}
 
 
-def covering(cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any], set[Any]] = pairs) -> list[Any]:
-    """Some of `cells` in which, with those `beside` them, everything meets that meets in any of them: `of` a cell, its pairs of levels.
+def covering(
+    cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any], set[Any]] = pairs
+) -> list[Any]:
+    """Some of `cells` in which, with those `beside` them, everything meets that meets in any of them: `of` a cell, its
+    pairs of levels.
 
     Greedy, the same on every machine.
     """
-    cells = random.Random(0).sample(cells, len(cells))  # so that levels which no pair asks for any more still vary
+    cells = random.Random(0).sample(
+        cells, len(cells)
+    )  # so that levels which no pair asks for any more still vary
     meeting = [of(cell) for cell in cells]
     number = {pair: 1 << bit for bit, pair in enumerate(set().union(*meeting))}
     masks = [sum(number[pair] for pair in its) for its in meeting]
@@ -40,8 +48,12 @@ def slow_but(cases: Iterable[Any], few: Collection[Any]) -> list[Any]:
     return thorough_but(cases, few.__contains__, [])
 
 
-def thorough_but(cases: Iterable[Any], now: Callable[[Any], bool], few: Collection[Any] | None = None) -> list[Any]:
-    """The cases as parameters of a test, those marked thorough that are not wanted `now`; with a `few` of these given, the others slow."""
+def thorough_but(
+    cases: Iterable[Any], now: Callable[[Any], bool], few: Collection[Any] | None = None
+) -> list[Any]:
+    """The cases as parameters of a test, those marked thorough that are not wanted `now`; with a `few` of these given,
+    the others slow.
+    """
     cases = list(cases)
     assert few is None or all(case in cases for case in few), "a case that is not there is not run"
 

@@ -11,7 +11,9 @@ from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.unit import ShardWriter
 
 
-def config(source: Path | str, *, length: int = 64, batch: int = 8, seed: int = 0, **data: Any) -> Config:
+def config(
+    source: Path | str, *, length: int = 64, batch: int = 8, seed: int = 0, **data: Any
+) -> Config:
     """A config that reads `source` in batches of `batch` rows of `length`."""
     train = {"sequence_length": length, "global_batch_size": batch}
     return load({"data": {"source": str(source), **data}, "train": train, "run": {"seed": seed}})

@@ -1,4 +1,5 @@
-"""What XLA's CUDA compiler makes of a script for described GPUs, in a process of its own, because tests have started JAX on CPU.
+"""What XLA's CUDA compiler makes of a script for described GPUs, in a process of its own, because tests have started
+JAX on CPU.
 
 It needs the compiler (pip install 'meshtrain[compile]'), though no GPU.
 """
@@ -30,9 +31,18 @@ print(Program(config, make_mesh(config, described_devices("h100", 8))).lower().c
 
 
 def printed(*words: str) -> str:
-    """Returns what Python prints that is started with these words, in an environment where JAX may see the described GPUs."""
+    """Returns what Python prints that is started with these words, in an environment where JAX may see the described
+    GPUs.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -1,4 +1,6 @@
-"""What the documentation tells people to type and to open: README.md, the pages in docs/, the configs' comments, docstrings of the package."""
+"""What the documentation tells people to type and to open: README.md, the pages in docs/, the configs' comments,
+docstrings of the package.
+"""
 
 import ast
 import re
@@ -19,7 +21,9 @@ MODULES = sorted((ROOT / "meshtrain").rglob("*.py"))
 FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # What is typed: to the end of the code, else to where the sentence around it goes on.
 IN_CODE = re.compile(r"`((?:(?:python(?: -m)?|pip|srun) \w|meshtrain [a-z-])[^`]*)`")
-IN_TEXT = re.compile(r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})", re.MULTILINE)
+IN_TEXT = re.compile(
+    r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})", re.MULTILINE
+)
 PATH = re.compile(r"(?<![\w./-])(?:meshtrain|tests|configs|experiments)/[\w./-]*[\w/]")
 NEIGHBOUR = re.compile(r"(?<![\w./-])\w+\.py\b")
 
@@ -37,7 +41,11 @@ def docstrings() -> list[tuple[Path, str, str]]:
 @cache
 def _docstrings(path: Path) -> list[tuple[str, str]]:
     documented = _documented(ast.parse(path.read_text()))
-    return [(getattr(node, "name", ""), text) for node in documented if (text := ast.get_docstring(node))]
+    return [
+        (getattr(node, "name", ""), text)
+        for node in documented
+        if (text := ast.get_docstring(node))
+    ]
 
 
 def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
@@ -50,7 +58,9 @@ def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.Funct
 
 
 def commands() -> dict[str, list[str]]:
-    """Each command once, in the order of the documentation, with its words: without comments, quotes and line breaks."""
+    """Each command once, in the order of the documentation, with its words: without comments, quotes and line
+    breaks.
+    """
     typed = []
     for language, block in fenced(GUIDE):
         if language == "bash":
@@ -58,7 +68,9 @@ def commands() -> dict[str, list[str]]:
     # Of the others no syntax tree is made.
     typing = [path for path in MODULES if re.search(r"`pip |`srun |python -m", path.read_text())]
     texts = [FENCED.sub("", GUIDE), *(text for path in typing for _, text in _docstrings(path))]
-    texts += [path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+    texts += [
+        path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    ]
     for text in texts:
         typed += [*IN_CODE.findall(text), *IN_TEXT.findall(IN_CODE.sub("", text))]
     found: dict[str, list[str]] = {}
@@ -73,7 +85,9 @@ def commands() -> dict[str, list[str]]:
 
 
 def _by_module(words: list[str]) -> list[str]:
-    """Returns a command by its module, as Python takes it: `meshtrain train` and `python -m meshtrain.train` are the same."""
+    """Returns a command by its module, as Python takes it: `meshtrain train` and `python -m meshtrain.train` are the
+    same.
+    """
     if words[0] != "meshtrain" or len(words) == 1:
         return words
     _, name, *rest = words

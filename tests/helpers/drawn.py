@@ -10,9 +10,21 @@ from meshtrain.draw.svg import DARK, INK
 # How dichromats see linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
 SEEN_BY = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopes": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopes": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritanopes": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    "protanopes": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopes": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopes": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
 }
 
 
@@ -24,12 +36,17 @@ def linear(colour: str) -> list[float]:
 def contrast(one: str, other: str) -> float:
     """By WCAG 2.2: 4.5 for text."""
     weights = (0.2126, 0.7152, 0.0722)
-    low, high = sorted(sum(w * c for w, c in zip(weights, linear(x), strict=True)) for x in (one, other))
+    low, high = sorted(
+        sum(w * c for w, c in zip(weights, linear(x), strict=True)) for x in (one, other)
+    )
     return (high + 0.05) / (low + 0.05)
 
 
 def _lab(colour: str, eyes: str) -> tuple[float, float, float]:
-    r, g, b = (min(max(sum(a * c for a, c in zip(row, linear(colour), strict=True)), 0), 1) for row in SEEN_BY[eyes])
+    r, g, b = (
+        min(max(sum(a * c for a, c in zip(row, linear(colour), strict=True)), 0), 1)
+        for row in SEEN_BY[eyes]
+    )
     xyz = (
         (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
         0.2126 * r + 0.7152 * g + 0.0722 * b,
@@ -50,17 +67,28 @@ def least_apart(colours) -> tuple[float, str, str, str]:
 
 
 def check_drawing(drawing: str) -> None:
-    """A drawing has a text for who cannot see it, and its text a colour that turns in the dark or stands on a coloured cell."""
+    """A drawing has a text for who cannot see it, and its text a colour that turns in the dark or stands on a coloured
+    cell.
+    """
     root = ElementTree.fromstring(drawing)
     assert root.get("role") == "img" and root.get("aria-label")
     assert root.get("fill") in DARK
     left, top, width, height = map(float, root.get("viewBox").split())
-    for box in (e for e in root.iter() if e.tag.endswith("rect") and "%" not in e.get("width", "%")):
+    for box in (
+        e for e in root.iter() if e.tag.endswith("rect") and "%" not in e.get("width", "%")
+    ):
         x, y = float(box.get("x", 0)) - left, float(box.get("y", 0)) - top
-        inside = x >= 0 and y >= 0 and x + float(box.get("width")) <= width and y + float(box.get("height")) <= height
+        inside = (
+            x >= 0
+            and y >= 0
+            and x + float(box.get("width")) <= width
+            and y + float(box.get("height")) <= height
+        )
         assert inside, ElementTree.tostring(box)
     texts = [e for e in root.iter() if e.tag.endswith("text")]
-    assert {e.get("fill") for e in texts} <= {None, INK, *DARK} and not any("fill" in e.get("style", "") for e in texts)
+    assert {e.get("fill") for e in texts} <= {None, INK, *DARK} and not any(
+        "fill" in e.get("style", "") for e in texts
+    )
 
 
 class _Elements(HTMLParser):
@@ -73,21 +101,35 @@ class _Elements(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in ("meta", "br", "link"):
             self.open.append(tag)
-        self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("#", "data:"))]
-        self.fetched += [k for k, _ in attrs if k.startswith("on")] + [tag] * (tag in ("script", "iframe", "object"))
+        self.fetched += [
+            v or ""
+            for k, v in attrs
+            if k in ("src", "href") and not (v or "").startswith(("#", "data:"))
+        ]
+        self.fetched += [k for k, _ in attrs if k.startswith("on")] + [tag] * (
+            tag in ("script", "iframe", "object")
+        )
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
 def check_page(page: str) -> None:
-    """It closes what it opens and fetches nothing; every drawing is fit to be read; what may be too wide scrolls by itself; it is dark
-    where its reader's screen is."""
+    """It closes what it opens and fetches nothing; every drawing is fit to be read; what may be too wide scrolls by
+    itself; it is dark where its reader's screen is.
+    """
     elements = _Elements()
     elements.feed(page)
-    assert elements.open == [] and elements.fetched == [] and "@import" not in page and "url(http" not in page
+    assert (
+        elements.open == []
+        and elements.fetched == []
+        and "@import" not in page
+        and "url(http" not in page
+    )
     assert "@media screen and (prefers-color-scheme: dark)" in page and 'name="viewport"' in page
     for drawing in re.findall(r"<svg.*?</svg>", page, re.S):
         check_drawing(drawing)
     assert page.count("<table>") == len(re.findall(r'<div class="table[^>]*><table>', page))
-    assert len(re.findall(r'<svg[^>]* width="', page)) == len(re.findall(r'<div class="wide"[^>]*><svg', page))
+    assert len(re.findall(r'<svg[^>]* width="', page)) == len(
+        re.findall(r'<div class="wide"[^>]*><svg', page)
+    )

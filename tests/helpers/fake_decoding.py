@@ -1,4 +1,6 @@
-"""A model without a device: each token follows from all before it in its slot and from its sampling alone, as a real one's does."""
+"""A model without a device: each token follows from all before it in its slot and from its sampling alone, as a real
+one's does.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,7 +58,9 @@ class State:
 
 @dataclass
 class FakeDecoding:
-    """As `programs.Decoding`; `calls` is what was asked of it: ("prefill", slot), ("decode",), ("read",) of each in order."""
+    """As `programs.Decoding`; `calls` is what was asked of it: ("prefill", slot), ("decode",), ("read",) of each in
+    order.
+    """
 
     slots: int
     length: int
@@ -98,7 +102,9 @@ class FakeDecoding:
         self.fails("empty")
         return State([()] * self.slots, [Sampling()] * self.slots)
 
-    def prefill(self, state: State, slot: int, tokens: np.ndarray, sampling: Sampling) -> tuple[State, Picked]:
+    def prefill(
+        self, state: State, slot: int, tokens: np.ndarray, sampling: Sampling
+    ) -> tuple[State, Picked]:
         self.compile(("prefill", self.bucket(len(tokens))))
         self.fails("prefill")
         self.calls.append(("prefill", slot))
@@ -106,7 +112,9 @@ class FakeDecoding:
         assert 1 <= len(tokens) < self.length
         token = self.choose(tuple(map(int, tokens)), sampling)
         new.histories[slot], new.hows[slot] = (*map(int, tokens), token), sampling
-        return new, self._picked(np.array([token]), ("read", "prefill", slot), likeliest=True, alone=True)
+        return new, self._picked(
+            np.array([token]), ("read", "prefill", slot), likeliest=True, alone=True
+        )
 
     def decode(self, state: State, likeliest: bool = False) -> tuple[State, Picked]:
         self.compile(("decode", likeliest))
@@ -125,7 +133,9 @@ class FakeDecoding:
         state.gone = True
         return State(list(state.histories), list(state.hows))
 
-    def _picked(self, tokens: np.ndarray, call: tuple, likeliest: bool, alone: bool = False) -> Picked:
+    def _picked(
+        self, tokens: np.ndarray, call: tuple, likeliest: bool, alone: bool = False
+    ) -> Picked:
         def read() -> None:
             self.fails("read")
             self.calls.append(call)
@@ -148,7 +158,12 @@ def faked(**settings: Any) -> Callable[..., FakeDecoding]:
     return lambda model, slots, length, keep: FakeDecoding(slots, length, **settings)
 
 
-def continuation(prompt: bytes, most: int, how: Sampling = Sampling(), choose: Choose = letters) -> list[int]:  # noqa: B008
+def continuation(
+    prompt: bytes,
+    most: int,
+    how: Sampling = Sampling(),
+    choose: Choose = letters,
+) -> list[int]:
     """The tokens that the fake gives a prompt on its own."""
     history = tuple(prompt)
     for _ in range(most):

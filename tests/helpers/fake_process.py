@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 SLOTS, QUEUE, LENGTH = 4, 8, 256
 # Forked from one process that has imported what takes long.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["meshtrain.serve.app", "meshtrain.serve.listening", "starlette.testclient"])
+FORKED.set_forkserver_preload(
+    ["meshtrain.serve.app", "meshtrain.serve.listening", "starlette.testclient"]
+)
 
 
 class FakeProcess:
     """`step`: seconds that a step of decoding takes; `loading`: until the model is there."""
 
-    def __init__(self, step: float = 0.0, notice: float = 0.5, drain: float = 20.0, loading: float = 0.0) -> None:
+    def __init__(
+        self, step: float = 0.0, notice: float = 0.5, drain: float = 20.0, loading: float = 0.0
+    ) -> None:
         self.port = free_port()
         settings = step, notice, drain, loading
         self.process = FORKED.Process(target=_serve, args=(self.port, *settings), daemon=True)
@@ -30,7 +34,9 @@ class FakeProcess:
     def health(self) -> dict:
         """What /health says; without a server {"status": ""}."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/health", timeout=5
+            ) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             return json.load(error)
@@ -122,5 +128,7 @@ def _serve(port: int, step: float, notice: float, drain: float, loading: float) 
             loaded.daemon = True
             loaded.start()
         door = listening.listening("127.0.0.1", port)
-        listening.Server(application(service), service, notice, drain, access_log=False).run(sockets=[door])
+        listening.Server(application(service), service, notice, drain, access_log=False).run(
+            sockets=[door]
+        )
         service.served = served

@@ -1,4 +1,5 @@
-"""A server over the real engine and a model without a device (fake_decoding), whose steps a test may hold up or let fail.
+"""A server over the real engine and a model without a device (fake_decoding), whose steps a test may hold up or let
+fail.
 
 Run as a script, with a port or without one, it is a process of its own.
 """
@@ -27,7 +28,9 @@ from meshtrain.serve.service import ServedModel, Service
 
 @dataclass
 class Pace:
-    """When the device's programs run: `hold` stops them, `go` lets them on; `seconds` that each takes; an `error` is raised by the next."""
+    """When the device's programs run: `hold` stops them, `go` lets them on; `seconds` that each takes; an `error` is
+    raised by the next.
+    """
 
     seconds: float = 0.0
     error: Exception | None = None
@@ -79,16 +82,25 @@ class Fake:
     client: TestClient
 
     def completion(self, **fields: Any) -> Any:
-        return self.client.post("/v1/completions", json={"model": "fake", "prompt": "abc", "max_tokens": 4, **fields})
+        return self.client.post(
+            "/v1/completions", json={"model": "fake", "prompt": "abc", "max_tokens": 4, **fields}
+        )
 
     def chat(self, text: str = "hello", **fields: Any) -> Any:
-        body = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+        body = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 4,
+            **fields,
+        }
         return self.client.post("/v1/chat/completions", json=body)
 
     def later(self, **fields: Any) -> Callable[[], Any]:
         """A completion that another thread asks for; its answer, once it is there."""
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(self.completion(**fields)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: found.append(self.completion(**fields)), daemon=True
+        )
         thread.start()
 
         def answer() -> Any:
@@ -111,7 +123,12 @@ def until(true: Any, seconds: float = 10.0) -> None:
 
 @contextlib.contextmanager
 def fake(
-    slots: int = 2, length: int = 64, waiting: int = 4, template: bool = True, choose: Any = letters, **settings: Any
+    slots: int = 2,
+    length: int = 64,
+    waiting: int = 4,
+    template: bool = True,
+    choose: Any = letters,
+    **settings: Any,
 ) -> Iterator[Fake]:
     """A server that is ready, and ends with the context. `settings`: of the service."""
     pace = Pace()
@@ -120,18 +137,24 @@ def fake(
         object.__setattr__(opened, "template", Template(opened.tokenizer))
     # What is asked of the device is not recorded: that alone would grow with each request.
     calls: deque[tuple] = deque(maxlen=0)
-    engine = Engine(opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace, calls=calls))
+    engine = Engine(
+        opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace, calls=calls)
+    )
     service = Service("fake", waiting, **settings)
     service.served = ServedModel("fake", engine.start())
     try:
-        yield Fake(service, engine, pace, TestClient(application(service), raise_server_exceptions=False))
+        yield Fake(
+            service, engine, pace, TestClient(application(service), raise_server_exceptions=False)
+        )
     finally:
         pace.go()
         service.served.close()
 
 
 @contextlib.contextmanager
-def on_a_port(service: Service, notice: float = 0.0, patience: float = 5.0, stalled: int = 60) -> Iterator[tuple[str, Server]]:  # fmt: skip
+def on_a_port(
+    service: Service, notice: float = 0.0, patience: float = 5.0, stalled: int = 60
+) -> Iterator[tuple[str, Server]]:
     """Its address, and the server, which a thread runs."""
     door = listening("127.0.0.1", 0, stalled)
     server = Server(application(service), service, notice, patience, access_log=False)
@@ -150,7 +173,9 @@ def main(port: int) -> None:
     with fake(slots=8, length=8192, waiting=64) as made:
         made.pace.seconds = 0.001
         door = listening("127.0.0.1", port)
-        server = Server(application(made.service), made.service, notice=1.0, patience=30.0, access_log=False)
+        server = Server(
+            application(made.service), made.service, notice=1.0, patience=30.0, access_log=False
+        )
         print(f"fake at {url(door)}", file=sys.stderr, flush=True)
         server.run(sockets=[door])
 

@@ -1,4 +1,6 @@
-"""Small models that transformers has written with their logits, on our meshes; `experiments/adopt/golden.py` made them."""
+"""Small models that transformers has written with their logits, on our meshes; `experiments/adopt/golden.py` made
+them.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Measures what decays unseen in a package of Python: its size in syntax nodes, its density, its circles of files, its words.
+"""Measures what decays unseen in a package of Python: its size in syntax nodes, its density, its circles of files, its
+words.
 
 Lines are not measured as a size: a limit on lines is met by denser lines.
 
@@ -21,13 +22,17 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 PREPOSITION = re.compile(r"_*(of|by|in|at|on|as|to|over|under|beside|near|with|without|from)(_|$)")
 OPENING = re.compile(r"^(Of|What|Those|That of)\b")
 NO_NOUN = re.compile(r"(?<!there )\b(is|are|was|were) no (?!longer|more|less|fewer|other)[a-z]+")
-SUBJECTLESS = re.compile(r"(What|Of|How|Whether|Those|That|Likewise|The same|By|Over|Where|In which)\b")
+SUBJECTLESS = re.compile(
+    r"(What|Of|How|Whether|Those|That|Likewise|The same|By|Over|Where|In which)\b"
+)
 
 
 @cache
 def files() -> dict[str, str]:
     """Returns the text of each file of the package, by its path in it."""
-    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 @cache
@@ -40,9 +45,12 @@ def tree(path: str) -> ast.Module:
 def imported_by(module: str) -> tuple[str, ...]:
     """Returns the files of the package that importing `module` reads, by their paths in the package."""
     code = (
-        f"import sys, {module}; print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'meshtrain'))"
+        f"import sys, {module}; print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == "
+        "'meshtrain'))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return tuple(str(Path(file).relative_to(PACKAGE)) for file in printed.split())
 
 
@@ -52,7 +60,9 @@ def docstring(node: ast.AST) -> ast.Expr | None:
         return None
     first = node.body[0]
     is_text = (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
     )
     return first if is_text else None
 
@@ -69,19 +79,32 @@ def code_lines(path: str) -> int:
         if (doc := docstring(node)) is not None:
             prose.update(range(doc.lineno, doc.end_lineno + 1))
     lines = enumerate(files()[path].splitlines(), 1)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in prose for n, line in lines)
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and n not in prose
+        for n, line in lines
+    )
 
 
 def circles() -> list[list[str]]:
-    """Returns the groups of files that import each other, in functions and for types too. Faces (`__init__.py`) are left out."""
+    """Returns the groups of files that import each other, in functions and for types too.
+
+    Faces (`__init__.py`) are left out.
+    """
     modules = {
         ".".join(("meshtrain", *Path(path).with_suffix("").parts)): path
         for path in files()
         if not path.endswith("__init__.py")
     }
-    graph = {module: set(_imports(tree(path))) & modules.keys() - {module} for module, path in modules.items()}
+    graph = {
+        module: set(_imports(tree(path))) & modules.keys() - {module}
+        for module, path in modules.items()
+    }
     reached = {module: _reachable(graph, module) for module in graph}
-    groups = {frozenset(other for other in reached[m] if m in reached[other]) for m in graph if m in reached[m]}
+    groups = {
+        frozenset(other for other in reached[m] if m in reached[other])
+        for m in graph
+        if m in reached[m]
+    }
     return sorted(map(sorted, groups))
 
 
@@ -124,13 +147,18 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, int]
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     parameters = [a for a in arguments if a.arg not in ("self", "cls")]
     inner = [n for statement in node.body for n in ast.walk(statement)]
-    late = [n for n in inner if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("meshtrain")]
+    late = [
+        n
+        for n in inner
+        if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("meshtrain")
+    ]
     doc = docstring(node)
     return {
         "functions over 400 nodes": size(node) > 400,
         "functions over 6 parameters": len(parameters) > 6,
         "functions named by a preposition": bool(PREPOSITION.match(node.name)),
-        "docstrings without a subject": doc is not None and bool(SUBJECTLESS.match(doc.value.value)),
+        "docstrings without a subject": doc is not None
+        and bool(SUBJECTLESS.match(doc.value.value)),
         "imports inside functions": len(late),
     }
 
@@ -144,15 +172,23 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yields (a file, its text) of docstrings, help texts and meanings of keys in the package, and of the pages of docs/."""
+    """Yields (a file, its text) of docstrings, help texts and meanings of keys in the package, and of the pages of
+    docs/.
+    """
     for path in files():
         for node in ast.walk(tree(path)):
             if (doc := docstring(node)) is not None:
                 yield path, doc.value.value
             if isinstance(node, ast.Call):
                 is_key = isinstance(node.func, ast.Name) and node.func.id == "key"
-                texts = [k.value for k in node.keywords if k.arg in ("help", "description")] + node.args * is_key
-                yield from ((path, n.value) for n in texts if isinstance(n, ast.Constant) and isinstance(n.value, str))
+                texts = [
+                    k.value for k in node.keywords if k.arg in ("help", "description")
+                ] + node.args * is_key
+                yield from (
+                    (path, n.value)
+                    for n in texts
+                    if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                )
     for page in [*(PACKAGE.parent / "docs").glob("*.md"), PACKAGE.parent / "README.md"]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
         lines = [line for line in text.splitlines() if not line.startswith(("|", "#"))]
@@ -187,7 +223,11 @@ def pinned_sentences() -> list[str]:
             body = [n for n in function.body if n is not doc]
             literals = [n for part in (*function.decorator_list, *body) for n in ast.walk(part)]
             for node in literals:
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and "\n" not in node.value
+                ):
                     is_code = re.search(r"import |def |lambda|print\(|\{%", node.value)
                     if len(re.findall(r"[A-Za-z][a-z']+", node.value)) >= 7 and not is_code:
                         pinned.append(f"{path.relative_to(TESTS)}: {node.value}")
@@ -226,4 +266,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         # The findings of a room: python tests/helpers/house.py serve
         found = [*odd_sentences().values(), pinned_sentences()]
-        print(*(line for lines in found for line in lines if line.startswith(sys.argv[1])), sep="\n")
+        print(
+            *(line for lines in found for line in lines if line.startswith(sys.argv[1])), sep="\n"
+        )

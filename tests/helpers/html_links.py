@@ -25,8 +25,9 @@ class HtmlPage(HTMLParser):
 
 
 def broken(pages: Mapping[Path, str], *outside: str) -> tuple[list[tuple[str, str]], int]:
-    """Returns the links that lead to no page, file or anchor, each with its page, and how many were followed; not those that begin as
-    `outside`."""
+    """Returns the links that lead to no page, file or anchor, each with its page, and how many were followed; not those
+    that begin as `outside`.
+    """
     read = {path: HtmlPage(page) for path, page in pages.items()}
     anchors = {path: {*page.found["id"], *page.found["name"]} for path, page in read.items()}
     lost, followed = [], 0

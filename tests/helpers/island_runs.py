@@ -14,11 +14,20 @@ VOCABULARY, ROWS, LENGTH = 61, 8, 8  # 61: neither tensor nor data divides it
 
 
 def settings(
-    mesh: dict[str, int] | None = None, sync: dict[str, Any] | None = None, **sections: dict[str, Any]
+    mesh: dict[str, int] | None = None,
+    sync: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
 ) -> Config:
     """5 layers on 2 stages of 2 islands with 2 data ranks each: stage 1 has a layer of padding."""
     values: dict[str, dict[str, Any]] = {
-        "model": {"layers": 5, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 22, "vocab_size": VOCABULARY},
+        "model": {
+            "layers": 5,
+            "d_model": 16,
+            "heads": 2,
+            "kv_heads": 2,
+            "d_ff": 22,
+            "vocab_size": VOCABULARY,
+        },
         "mesh": mesh or {"data": 4, "pipeline": 2, "islands": 2},
         "parallel": {"microbatches": 2, "sync": sync or {}},
         "train": {"global_batch_size": ROWS, "sequence_length": LENGTH, "steps": 40},
@@ -57,11 +66,15 @@ def numbers(tree: Any) -> list[np.ndarray]:
 
 def same_bits(a: Any, b: Any) -> bool:
     ours, theirs = numbers(a), numbers(b)
-    return len(ours) == len(theirs) and all(x.tobytes() == y.tobytes() for x, y in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        x.tobytes() == y.tobytes() for x, y in zip(ours, theirs, strict=True)
+    )
 
 
 def largest_difference(a: Any, b: Any) -> float:
-    return max(float(np.abs(x - y).max()) for x, y in zip(numbers(a), numbers(b), strict=True) if x.size)
+    return max(
+        float(np.abs(x - y).max()) for x, y in zip(numbers(a), numbers(b), strict=True) if x.size
+    )
 
 
 def copies_differ(tree) -> list[str]:

@@ -6,7 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-NEW_NAMESPACE, NEW_USER, READ_ONLY, BIND, REMOUNT = 0x20000, 0x10000000, 1, 4096, 32  # sched.h, mount.h
+NEW_NAMESPACE, NEW_USER, READ_ONLY, BIND, REMOUNT = (
+    0x20000,
+    0x10000000,
+    1,
+    4096,
+    32,
+)  # sched.h, mount.h
 
 
 def mount(what: str, path: Path, flags: int = 0, options: str = "") -> None:
@@ -23,7 +29,9 @@ def own_mounts() -> None:
         raise OSError(ctypes.get_errno(), "unshare")
     if user:
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/setgroups").write_text("deny")  # or the group may not be mapped, and nothing written
+        Path("/proc/self/setgroups").write_text(
+            "deny"
+        )  # or the group may not be mapped, and nothing written
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 

@@ -1,6 +1,8 @@
-"""Supervisors of a run on this machine, one process each as on a cluster of nodes, with stand-ins for the training processes.
+"""Supervisors of a run on this machine, one process each as on a cluster of nodes, with stand-ins for the training
+processes.
 
-One process that has imported what they need forks each of them, at once: python nodes.py reads a line of JSON for each from its input.
+One process that has imported what they need forks each of them, at once: python nodes.py reads a line of JSON for each
+from its input.
 """
 
 import contextlib
@@ -57,7 +59,10 @@ class Server:
         self.codes.touch()
         environment = os.environ | {"PYTHONPATH": str(STAND_IN.parents[2])}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(self.codes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, __file__, str(self.codes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
 
     def fork(self, told: dict[str, Any]) -> int:
@@ -75,7 +80,9 @@ class Server:
 class Nodes:
     """Of the run in a directory of its own. Used as a context: at its end nothing is left of them."""
 
-    def __init__(self, server: Server, directory: Path, nodes: int = 3, steps: int = 60, **survive: Any) -> None:
+    def __init__(
+        self, server: Server, directory: Path, nodes: int = 3, steps: int = 60, **survive: Any
+    ) -> None:
         self.server, self.directory, self.run = server, directory, directory / "run"
         self.config = directory / "config.yaml"
         self.config.write_text(CONFIG.format(run=self.run, nodes=nodes, steps=steps))
@@ -120,17 +127,26 @@ class Nodes:
         until(lambda: self.step >= step, f"step {step}", self.told)
 
     def plans(self) -> list[dict[str, Any]]:
-        return [json.loads(p.read_text()) for p in sorted((self.run / "survive" / "plans").glob("[0-9]*.json"))]
+        return [
+            json.loads(p.read_text())
+            for p in sorted((self.run / "survive" / "plans").glob("[0-9]*.json"))
+        ]
 
     def until_plan(self, state: str, generation: int = 1) -> dict[str, Any]:
         def found() -> list[dict[str, Any]]:
-            return [p for p in self.plans() if p["state"] == state and p["generation"] == generation]
+            return [
+                p for p in self.plans() if p["state"] == state and p["generation"] == generation
+            ]
 
         until(lambda: bool(found()), f"generation {generation} to be {state}", self.told)
         return found()[-1]
 
     def faults(self) -> list[tuple[str, list[str]]]:
-        return [(p["kind"], p["blamed"]) for p in self.plans() if p["state"] == "forming" and p["kind"] != "start"]
+        return [
+            (p["kind"], p["blamed"])
+            for p in self.plans()
+            if p["state"] == "forming" and p["kind"] != "start"
+        ]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Of one kind, from all nodes."""
@@ -155,10 +171,14 @@ class Nodes:
     def told(self) -> str:
         outputs = sorted(self.run.glob("survive/gen-*/*.out"))
         said = [f"{name}: {node.said}" for name, node in self.nodes.items()]
-        return "\n".join([*said, *(f"{path.parent.name}/{path.name}: {path.read_text()}" for path in outputs)])
+        return "\n".join(
+            [*said, *(f"{path.parent.name}/{path.name}: {path.read_text()}" for path in outputs)]
+        )
 
     def check(self, steps: int = 60) -> None:
-        """The run is done: each step is there once, in order; no two generations were at work at once; nothing is left."""
+        """The run is done: each step is there once, in order; no two generations were at work at once; nothing is
+        left.
+        """
         rows = [int(line.split()[0]) for line in (self.run / "rows").read_text().splitlines()]
         assert rows == list(range(1, steps + 1)), self.told()
         overlaps = self.run / "overlaps"
@@ -223,7 +243,11 @@ def _supervise(told: dict[str, Any]) -> int:
 
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    output = os.open(told["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if told["output"] else nowhere
+    output = (
+        os.open(told["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if told["output"]
+        else nowhere
+    )
     for number, to in ((0, nowhere), (1, output), (2, output)):
         os.dup2(to, number)
     for place, value in told.get("constants", {}).items():

@@ -18,7 +18,9 @@ def collective(axis, kind, devices, latency, bandwidth, spread=0.05):
 
 def pairs(devices, latency=1e-5, bandwidth=1e10, noise=0.0, seed=0, spread=0.05):
     random = np.random.default_rng(seed)
-    seconds = np.stack([np.full((devices, devices), latency + size / bandwidth) for size in PAIR_SIZES])
+    seconds = np.stack(
+        [np.full((devices, devices), latency + size / bandwidth) for size in PAIR_SIZES]
+    )
     seconds *= 1 + noise * random.uniform(-1, 1, seconds.shape)
     seconds[:, np.eye(devices, dtype=bool)] = np.nan
     return Pairs(PAIR_SIZES, seconds, spread)
@@ -35,7 +37,11 @@ def probe(mesh=None, links=None, per_machine=8, platform="gpu", kinds=KINDS, **p
     """`links`: by axis (latency, bandwidth) of the collectives over it."""
     mesh = mesh or MeshConfig(data=1, tensor=8, pipeline=1)
     links = {"tensor": (1e-5, 1e11)} if links is None else links
-    found = [collective(axis, kind, mesh.ways(axis), *figures) for axis, figures in links.items() for kind in kinds]
+    found = [
+        collective(axis, kind, mesh.ways(axis), *figures)
+        for axis, figures in links.items()
+        for kind in kinds
+    ]
     return Probe(
         platform=platform,
         kind="cpu" if platform == "cpu" else "some-gpu",

@@ -1,4 +1,5 @@
-"""One process of two, a CPU device each: python process_of_two.py RANK PORT RUN_DIRECTORY. tests/checkpoint/test_processes.py starts both.
+"""One process of two, a CPU device each: python process_of_two.py RANK PORT RUN_DIRECTORY.
+tests/checkpoint/test_processes.py starts both.
 
 Goes on from the run's checkpoint for two steps, of which it saves each, takes one more, then waits to be told to stop.
 """
@@ -18,7 +19,10 @@ from meshtrain.run.signals import StopSignals
 
 
 def settings(directory: Path) -> Config:
-    """5 layers over two stages, one in each process: what is saved has to be rearranged between them. The base is frozen."""
+    """5 layers over two stages, one in each process: what is saved has to be rearranged between them.
+
+    The base is frozen.
+    """
     layout = {"mesh": {"pipeline": 2}, "parallel": {"schedule": "gpipe", "microbatches": 2}}
     return config(directory, lora={"rank": 2}, optimizer={"learning_rate": 0.1}, **layout)
 

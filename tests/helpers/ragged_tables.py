@@ -6,8 +6,14 @@ from meshtrain.schedule.table import B, F, Table, W
 
 
 def ragged_table(
-    stages: int, microbatches: int, chunks: int, split: bool = True, placement: str = "v", spread: int = 3, seed: int = 0
-) -> Table:  # fmt: skip
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    split: bool = True,
+    placement: str = "v",
+    spread: int = 3,
+    seed: int = 0,
+) -> Table:
     """Microbatches in no order, clocks and stages idle at random, each op up to `spread` clocks after it could be."""
     random = np.random.default_rng(seed)
     virtual = stages * chunks
@@ -33,7 +39,9 @@ def ragged_table(
             clock = put(B, k, microbatch, clock + 1)
             if split:
                 put(W, k, microbatch, clock)
-    return Table.at(when, name="own", stages=stages, chunks=chunks, split=split, placement=placement)
+    return Table.at(
+        when, name="own", stages=stages, chunks=chunks, split=split, placement=placement
+    )
 
 
 def random_table(seed: int) -> Table:

@@ -1,4 +1,6 @@
-"""A Ray cluster on this machine, for tests: a head and further nodes, each a raylet with its own CPUs, ended with who started them."""
+"""A Ray cluster on this machine, for tests: a head and further nodes, each a raylet with its own CPUs, ended with who
+started them.
+"""
 
 import contextlib
 import importlib.util
@@ -36,7 +38,12 @@ class RayCluster:
     def __enter__(self) -> "RayCluster":
         try:
             port, dashboard = free_port(), free_port()
-            head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+            head = [
+                "--head",
+                f"--port={port}",
+                "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={dashboard}",
+            ]
             text = self._start(*head, f"--temp-dir={self.directory}")
             # Where it is by its own words: loopback, if given, is not what it takes.
             (address,) = set(re.findall(r"ray start --address='([^']+)'", text))
@@ -44,7 +51,11 @@ class RayCluster:
             for _ in range(self.count - 1):
                 self._start(f"--address={address}")
             self.variables = {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-            until(lambda: self.command("job", "list", check=False) is not None, 120, "an answer of the dashboard")
+            until(
+                lambda: self.command("job", "list", check=False) is not None,
+                120,
+                "an answer of the dashboard",
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -59,13 +70,29 @@ class RayCluster:
     def _start(self, *words: str, tries: int = 5) -> str:
         output = self.directory / f"node{len(self._processes)}.out"
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}
-        command = [ray(), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000", *words]
+        command = [
+            ray(),
+            "start",
+            "--block",
+            "--num-cpus=1",
+            "--object-store-memory=100000000",
+            *words,
+        ]
         with open(output, "wb") as file:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | quiet,
-                start_new_session=True, preexec_fn=die_with_parent(),
-            )  # fmt: skip
-        until(lambda: "Ray runtime started" in output.read_text() or process.poll() is not None, 300, "a node of Ray")
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=os.environ | quiet,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        until(
+            lambda: "Ray runtime started" in output.read_text() or process.poll() is not None,
+            300,
+            "a node of Ray",
+        )
         if process.returncode is not None:
             # Ray gives a raylet 30 s to begin, which a loaded machine may not.
             if tries == 1:
@@ -77,7 +104,13 @@ class RayCluster:
     def command(self, *words: str, check: bool = True) -> str | None:
         """Runs a command of Ray's; returns what it printed, None if it failed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ended = subprocess.run([ray(), *words], env=os.environ | self.variables, capture_output=True, text=True, timeout=180)  # fmt: skip
+            ended = subprocess.run(
+                [ray(), *words],
+                env=os.environ | self.variables,
+                capture_output=True,
+                text=True,
+                timeout=180,
+            )
             assert not check or ended.returncode == 0, ended.stderr
             return ended.stdout + ended.stderr if ended.returncode == 0 else None
         return None

@@ -1,7 +1,8 @@
 """The run that every layout must reproduce: llama, gpt2 and vit on one device, written from the definitions.
 
-Plain jax.numpy and Optax, nothing of meshtrain's model or parallel code: whole matrices, scores masked after the fact, log_softmax
-over the full logits, one batch at once. It takes the canonical parameter tree, so that both runs start from the same numbers.
+Plain jax.numpy and Optax, nothing of meshtrain's model or parallel code: whole matrices, scores masked after the fact,
+log_softmax over the full logits, one batch at once. It takes the canonical parameter tree, so that both runs start from
+the same numbers.
 """
 
 import dataclasses
@@ -60,9 +61,14 @@ class Recipe:
             return self.peak * jnp.where(step < self.warmup, step / self.warmup, falling)
 
         matrices = jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(word in path[-1].key for word in ("scale", "bias", "class_token")), parameters
+            lambda path, _: (
+                not any(word in path[-1].key for word in ("scale", "bias", "class_token"))
+            ),
+            parameters,
         )
-        adamw = optax.adamw(rate, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay, mask=matrices)
+        adamw = optax.adamw(
+            rate, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay, mask=matrices
+        )
         return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
 
 
@@ -80,7 +86,9 @@ def cap(limit: float, x: jax.Array) -> jax.Array:
     return jnp.tanh(x / limit) * limit if limit else x
 
 
-def rotate(model: Model, x: jax.Array, positions: jax.Array, sees_all: jax.Array | bool = True) -> jax.Array:
+def rotate(
+    model: Model, x: jax.Array, positions: jax.Array, sees_all: jax.Array | bool = True
+) -> jax.Array:
     """RoPE on [T, heads, K]: the pair (i, i + K/2) is a complex number, turned by position · theta^(-2i/K)."""
     width = x.shape[-1]
     far, near = (
@@ -93,22 +101,38 @@ def rotate(model: Model, x: jax.Array, positions: jax.Array, sees_all: jax.Array
 
 
 def attention(
-    model: Model, p: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drop: Tree, index: jax.Array
+    model: Model,
+    p: Tree,
+    x: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None,
+    drop: Tree,
+    index: jax.Array,
 ) -> jax.Array:
     sees_all = (index + 1) % model.global_every == 0 if model.global_every else not model.window
-    q, k, v = (jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v"))
+    q, k, v = (
+        jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v")
+    )
     if "q_norm" in p:
         q, k = (norm(model, p[f"{n}_norm"], a) for n, a in (("q", q), ("k", k)))
     if model.family not in ("gpt2", "vit"):
         q, k = (rotate(model, a, positions, sees_all) for a in (q, k))
     length, heads, width = q.shape
-    k, v = (jnp.repeat(a, heads // a.shape[1], axis=1) for a in (k, v))  # grouped queries: heads in a row share one
-    allowed = np.ones((length, length), bool) if model.family == "vit" else np.tril(np.ones((length, length), bool))
+    k, v = (
+        jnp.repeat(a, heads // a.shape[1], axis=1) for a in (k, v)
+    )  # grouped queries: heads in a row share one
+    allowed = (
+        np.ones((length, length), bool)
+        if model.family == "vit"
+        else np.tril(np.ones((length, length), bool))
+    )
     if model.window:
         allowed = allowed & (sees_all | np.triu(np.ones((length, length), bool), 1 - model.window))
     if segments is not None:
         allowed = allowed & (segments[:, None] == segments[None, :])
-    scores = cap(model.score_cap, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(model.query_scalar or width))
+    scores = cap(
+        model.score_cap, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(model.query_scalar or width)
+    )
     weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1) * drop["scores"]
     return jnp.einsum("hqs,shk,hkd->qd", weights, v, p["out"]) + p.get("out_bias", 0.0)
 
@@ -138,34 +162,54 @@ def logits(
 ) -> jax.Array:
     """[T, V] for one sequence [T]; of packed documents with their positions and their segments' numbers.
 
-    `drops` holds what dropout multiplies with, 0 or 1 / (1 - rate): of the embedding, and of each layer's scores, attention and MLP.
+    `drops` holds what dropout multiplies with, 0 or 1 / (1 - rate): of the embedding, and of each layer's scores,
+    attention and MLP.
     """
     positions = jnp.arange(len(tokens)) if positions is None else positions
     if drops is None:
-        drops = {"embedding": 1.0} | dict.fromkeys(DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"])))
+        drops = {"embedding": 1.0} | dict.fromkeys(
+            DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"]))
+        )
     x = parameters["embedding"]["tokens"][tokens]
     x = x * np.sqrt(x.shape[-1]) if model.scaled_embedding else x
     if model.family == "gpt2":
         x = x + parameters["embedding"]["positions"][positions]
     x = blocks(model, parameters, x, positions, segments, drops)
     x = norm(model, parameters["head"]["norm"], x)
-    return cap(model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T))
+    return cap(
+        model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T)
+    )
 
 
-def image_logits(model: Model, parameters: Tree, patches: jax.Array, drops: Tree | None = None) -> jax.Array:
-    """[1, V] for one image [N, P], as Dosovitskiy et al. 2021, equations 1 to 4, or by the mean of its patches where no class token is."""
+def image_logits(
+    model: Model, parameters: Tree, patches: jax.Array, drops: Tree | None = None
+) -> jax.Array:
+    """[1, V] for one image [N, P], as Dosovitskiy et al. 2021, equations 1 to 4, or by the mean of its patches where no
+    class token is.
+    """
     e, head = parameters["embedding"], parameters["head"]
     if drops is None:
-        drops = {"embedding": 1.0} | dict.fromkeys(DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"])))
+        drops = {"embedding": 1.0} | dict.fromkeys(
+            DROPPED, jnp.ones(len(parameters["blocks"]["attention"]["q"]))
+        )
     x = patches @ e["patches"] + e["bias"]
     x = jnp.concatenate([e["class_token"][None], x]) if "class_token" in e else x
-    x = norm(model, head["norm"], blocks(model, parameters, x + e["positions"], jnp.arange(len(x)), None, drops))
+    x = norm(
+        model,
+        head["norm"],
+        blocks(model, parameters, x + e["positions"], jnp.arange(len(x)), None, drops),
+    )
     read = x[:1] if "class_token" in e else x.mean(0, keepdims=True)
     return read @ head["weight"] + head["bias"]
 
 
 def blocks(
-    model: Model, parameters: Tree, x: jax.Array, positions: jax.Array, segments: jax.Array | None, drops: Tree
+    model: Model,
+    parameters: Tree,
+    x: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None,
+    drops: Tree,
 ) -> jax.Array:
     """What the last layer gives of embedded positions."""
     x = x * drops["embedding"]
@@ -173,7 +217,15 @@ def blocks(
 
     def block(x: jax.Array, of_layer: tuple[Tree, Tree, jax.Array]) -> tuple[jax.Array, None]:
         p, drop, index = of_layer
-        a = attention(model, p["attention"], norm(model, p["attention_norm"], x), positions, segments, drop, index)
+        a = attention(
+            model,
+            p["attention"],
+            norm(model, p["attention_norm"], x),
+            positions,
+            segments,
+            drop,
+            index,
+        )
         a = norm(model, p["attention_post_norm"], a) if "attention_post_norm" in p else a
         x = x + a * drop["attention"]
         m = mlp(model, p["mlp"], norm(model, p["mlp_norm"], x))
@@ -185,9 +237,11 @@ def blocks(
 
 
 def loss(model: Model, parameters: Tree, labels: jax.Array, **more: Tree) -> jax.Array:
-    """Mean loss per token of a batch of tokens [B, T]; `more` may hold positions, segments, drops, and the tokens' weights.
+    """Mean loss per token of a batch of tokens [B, T]; `more` may hold positions, segments, drops, and the tokens'
+    weights.
 
-    Or per image of patches [B, N, P] with labels [B, 1]; `more` may hold drops, weights, and of mixed images labels_b and mix.
+    Or per image of patches [B, N, P] with labels [B, 1]; `more` may hold drops, weights, and of mixed images labels_b
+    and mix.
     """
     weights, others, mix = (more.pop(name, None) for name in ("weights", "labels_b", "mix"))
     of_row = image_logits if "patches" in more else logits
@@ -195,7 +249,9 @@ def loss(model: Model, parameters: Tree, labels: jax.Array, **more: Tree) -> jax
     log_p = jax.nn.log_softmax(z)
     target = jax.nn.one_hot(labels, z.shape[-1])
     if mix is not None:
-        target = mix[..., None] * target + (1 - mix[..., None]) * jax.nn.one_hot(others, z.shape[-1])
+        target = mix[..., None] * target + (1 - mix[..., None]) * jax.nn.one_hot(
+            others, z.shape[-1]
+        )
     weights = jnp.ones(labels.shape) if weights is None else weights
     target = (1 - model.label_smoothing) * target + model.label_smoothing / z.shape[-1]
     log_z = jnp.log(jnp.exp(z).sum(-1))
@@ -213,7 +269,9 @@ def train(
     optimizer = recipe.optimizer(parameters)
 
     @jax.jit
-    def step(parameters: Tree, state: Tree, batch: dict[str, Tree]) -> tuple[Tree, Tree, jax.Array, Tree]:
+    def step(
+        parameters: Tree, state: Tree, batch: dict[str, Tree]
+    ) -> tuple[Tree, Tree, jax.Array, Tree]:
         value, gradient = jax.value_and_grad(lambda p: loss(model, p, **batch))(parameters)
         updates, state = optimizer.update(gradient, state, parameters)
         return optax.apply_updates(parameters, updates), state, value, gradient

@@ -1,6 +1,8 @@
-"""A llama with experts in float64, one sequence at a time: each token's experts one after the other, nothing sorted and nothing sent.
+"""A llama with experts in float64, one sequence at a time: each token's experts one after the other, nothing sorted and
+nothing sent.
 
-Written from the definitions, beside `reference`, whose attention and norms it takes. Its losses have the routers' own added.
+Written from the definitions, beside `reference`, whose attention and norms it takes. Its losses have the routers' own
+added.
 """
 
 from typing import Any
@@ -34,7 +36,9 @@ def chosen_by(moe: Tree, scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, axis=-1, kind="stable")[:, : moe["top_k"]]
 
 
-def experts(moe: Tree, p: Tree, x: jax.Array, routed: np.ndarray, chosen: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def experts(
+    moe: Tree, p: Tree, x: jax.Array, routed: np.ndarray, chosen: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
     """The output [T, D] of a row's experts, and the row's loss of its router."""
     z = x @ p["router"]
     scores, probabilities = scores_of(moe, z)
@@ -53,14 +57,20 @@ def experts(moe: Tree, p: Tree, x: jax.Array, routed: np.ndarray, chosen: np.nda
     tokens = max(routed.sum(), 1)
     loss = moe["z_loss"] * (jnp.log(jnp.exp(z).sum(-1)) ** 2 * routed).sum() / tokens
     if moe["balance"] == "sequence":
-        share = np.array([((chosen == e).any(-1) * routed).sum() for e in range(moe["experts"])]) / tokens
+        share = (
+            np.array([((chosen == e).any(-1) * routed).sum() for e in range(moe["experts"])])
+            / tokens
+        )
         mean = (probabilities * routed[:, None]).sum(0) / tokens
         loss = loss + moe["balance_weight"] * moe["experts"] / moe["top_k"] * (share * mean).sum()
     return y, loss
 
 
-def run(model: reference.Model, moe: Tree, parameters: Tree, batch: Tree) -> tuple[float, Tree, np.ndarray]:
-    """The mean loss of the tokens, the gradient of it and of the routers' losses, and the tokens of each layer's experts [L, E].
+def run(
+    model: reference.Model, moe: Tree, parameters: Tree, batch: Tree
+) -> tuple[float, Tree, np.ndarray]:
+    """The mean loss of the tokens, the gradient of it and of the routers' losses, and the tokens of each layer's
+    experts [L, E].
 
     Of a batch of tokens, labels [B, T], and perhaps positions, segments (0: padding) and weights.
     """
@@ -83,7 +93,9 @@ def run(model: reference.Model, moe: Tree, parameters: Tree, batch: Tree) -> tup
             )
             h = reference.norm(model, p["mlp_norm"], x)
             bias = p["experts"]["load"][: moe["experts"]] if moe["balance"] == "bias" else 0.0
-            chosen = chosen_by(moe, jax.lax.stop_gradient(scores_of(moe, h @ p["experts"]["router"])[0] + bias))
+            chosen = chosen_by(
+                moe, jax.lax.stop_gradient(scores_of(moe, h @ p["experts"]["router"])[0] + bias)
+            )
             y, loss = experts(moe, p["experts"], h, routed, chosen)
             if "mlp" in p:  # shared experts
                 y = y + reference.mlp(model, p["mlp"], h)

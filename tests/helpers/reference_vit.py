@@ -12,7 +12,9 @@ Tree = Any
 
 
 def patches(image: np.ndarray, size: int) -> np.ndarray:
-    """An image [H, W, C] as patches from the upper left along the rows, each's numbers in the order row, column, channel."""
+    """An image [H, W, C] as patches from the upper left along the rows, each's numbers in the order row, column,
+    channel.
+    """
     height, width, _ = image.shape
     corners = [(y, x) for y in range(0, height, size) for x in range(0, width, size)]
     return np.stack([image[y : y + size, x : x + size].reshape(-1) for y, x in corners])
@@ -39,8 +41,10 @@ def mlp(p: Tree, x: np.ndarray) -> np.ndarray:
 
 def logits(parameters: Tree, image: np.ndarray, size: int, eps: float) -> np.ndarray:
     """[classes] of one image; the class token is read where there is one, else the mean."""
-    as_float64 = lambda tree: (  # noqa: E731
-        {k: as_float64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
+    as_float64 = lambda tree: (
+        {k: as_float64(v) for k, v in tree.items()}
+        if isinstance(tree, dict)
+        else np.asarray(tree, np.float64)
     )
     p = as_float64(parameters)
     embedding, blocks, head = p["embedding"], p["blocks"], p["head"]
@@ -50,7 +54,7 @@ def logits(parameters: Tree, image: np.ndarray, size: int, eps: float) -> np.nda
         x = np.concatenate([embedding["class_token"][None], x])
     x = x + embedding["positions"]
     for layer in range(len(blocks["mlp"]["up"])):
-        of = lambda tree: {k: of(v) if isinstance(v, dict) else v[layer] for k, v in tree.items()}  # noqa: B023, E731
+        of = lambda tree: {k: of(v) if isinstance(v, dict) else v[layer] for k, v in tree.items()}  # noqa: B023
         block = of(blocks)
         x = x + attention(block["attention"], norm(block["attention_norm"], x, eps))
         x = x + mlp(block["mlp"], norm(block["mlp_norm"], x, eps))

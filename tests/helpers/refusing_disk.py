@@ -1,4 +1,6 @@
-"""A disk that refuses some calls on some files, as the system would: for this process, and what it does through Python."""
+"""A disk that refuses some calls on some files, as the system would: for this process, and what it does through
+Python.
+"""
 
 import io
 import math
@@ -15,7 +17,12 @@ class RefusingDisk:
         self.call, self.name, self.number, self.left, self.refused = call, name, number, times, 0
 
     def ask(self, call, path):
-        if isinstance(path, int) or call != self.call or not os.fspath(path).endswith(self.name) or self.left <= 0:
+        if (
+            isinstance(path, int)
+            or call != self.call
+            or not os.fspath(path).endswith(self.name)
+            or self.left <= 0
+        ):
             return
         self.left -= 1
         self.refused += 1
@@ -48,12 +55,22 @@ class _File:
 def refusing(call, name, number, times=math.inf, pauses=(0.0,) * 3):
     """The disk refuses while entered; the pauses between two tries are as given."""
     disk = RefusingDisk(call, str(name), number, times)
-    real_open, real_stat, real_lstat, real_list, real_scan = io.open, os.stat, os.lstat, os.listdir, os.scandir
+    real_open, real_stat, real_lstat, real_list, real_scan = (
+        io.open,
+        os.stat,
+        os.lstat,
+        os.listdir,
+        os.scandir,
+    )
 
     def opened(path, mode="r", *arguments, **named):
         disk.ask("open", path)
         file = real_open(path, mode, *arguments, **named)
-        return _File(file, disk, path) if disk.call == "read" and "r" in mode and not isinstance(path, int) else file
+        return (
+            _File(file, disk, path)
+            if disk.call == "read" and "r" in mode and not isinstance(path, int)
+            else file
+        )
 
     def asking(call, real):
         def function(path=".", *arguments, **named):

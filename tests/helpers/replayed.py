@@ -32,7 +32,9 @@ class _Buffer:
 
     def see(self, place: int, entry: tuple[int, int]) -> None:
         if not 0 <= place < len(self.places) or self.places[place] != entry:
-            raise IllegalTable(f"place {place} of the {self.name} must hold {entry}; the places are {self.places}")
+            raise IllegalTable(
+                f"place {place} of the {self.name} must hold {entry}; the places are {self.places}"
+            )
 
     def take(self, place: int, entry: tuple[int, int]) -> None:
         self.see(place, entry)
@@ -57,7 +59,10 @@ def replay(table: Table, buffers: Buffers) -> dict[str, list[int]]:
     """
     _check_idle(table, buffers)
     depths = buffers.depths._asdict()
-    stages = [_Stage({n: _Buffer(n, [None] * depth) for n, depth in depths.items()}) for _ in range(table.stages)]
+    stages = [
+        _Stage({n: _Buffer(n, [None] * depth) for n, depth in depths.items()})
+        for _ in range(table.stages)
+    ]
     ops: list[list[Op]] = [[] for _ in range(table.clocks)]
     for op in table.ops():
         ops[op.clock].append(op)
@@ -83,7 +88,9 @@ def replay(table: Table, buffers: Buffers) -> dict[str, list[int]]:
     for stage, state in enumerate(stages):
         for name in depths:
             if state[name].live:
-                raise IllegalTable(f"schedule {table.name}: stage {stage}: the {name} is not empty at the end")
+                raise IllegalTable(
+                    f"schedule {table.name}: stage {stage}: the {name} is not empty at the end"
+                )
     return {name: [state[name].peak for state in stages] for name in depths}
 
 
@@ -114,7 +121,7 @@ def _check_idle(table: Table, buffers: Buffers) -> None:
 
 def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callable[[], None]:
     """Plays an op; returns what the loss head does behind it."""
-    head = lambda: None  # noqa: E731
+    head = lambda: None
     at = (op.clock, op.stage)
     virtual = int(table.virtual(op.stage, op.chunk))
     first, last = virtual == 0, virtual == table.virtual_stages - 1
@@ -138,7 +145,7 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
         if last:
             if buffers.exit[op.clock] != op.microbatch:
                 raise IllegalTable(f"exit is {buffers.exit[op.clock]}")
-            head = lambda: state["b_inbox"].put(buffers.head_out[op.clock], entry)  # noqa: E731
+            head = lambda: state["b_inbox"].put(buffers.head_out[op.clock], entry)
         else:
             state.sent[F] = entry
     elif op.slot == B:
@@ -158,7 +165,9 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
     return head
 
 
-def _replay_arrivals(table: Table, buffers: Buffers, clock: int, stage: int, stages: list[_Stage]) -> None:
+def _replay_arrivals(
+    table: Table, buffers: Buffers, clock: int, stage: int, stages: list[_Stage]
+) -> None:
     for arrival in buffers.arrivals:
         if not arrival.active[clock, stage]:
             continue

@@ -16,11 +16,16 @@ ROOT = Path(__file__).parents[2]
 def serving(
     words: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A process of Python's that says its address in its first line and then, perhaps, that it is ready; it and its address."""
+    """A process of Python's that says its address in its first line and then, perhaps, that it is ready; it and its
+    address.
+    """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
     command = [sys.executable, *words]
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": paths, **(environment or {})}, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     # A server that does not start must not hang its test.
     patience = threading.Timer(100, process.kill)

@@ -1,4 +1,5 @@
-"""Runs of one test process share what is compiled: a program is built once for all configs that differ in nothing it knows.
+"""Runs of one test process share what is compiled: a program is built once for all configs that differ in nothing it
+knows.
 
 run A (model, mesh, train ..., run.directory a) ─┐
                                                  ├─► one Program: traced, lowered and compiled once
@@ -41,12 +42,22 @@ def _built(key: _Key) -> Program:
     program = Program(key.config, mesh, masters=masters)
     # made here, so that all views have the same, and traced once
     program.init = jax.jit(program.init, out_shardings=program.state_shardings)  # type: ignore[method-assign]
-    for lazy in ("_gradients", "train_step", "eval_step", "eval_images", "eval_metrics", "logits", "is_finite"):
+    for lazy in (
+        "_gradients",
+        "train_step",
+        "eval_step",
+        "eval_images",
+        "eval_metrics",
+        "logits",
+        "is_finite",
+    ):
         getattr(program, lazy)
     return program
 
 
-def shared_program(config: Config, mesh: Any = None, *, masters: bool = True, **hooks: Any) -> Program:
+def shared_program(
+    config: Config, mesh: Any = None, *, masters: bool = True, **hooks: Any
+) -> Program:
     """In place of `Program`."""
     if any(hook is not None for hook in hooks.values()):
         return Program(config, mesh, masters=masters, **hooks)

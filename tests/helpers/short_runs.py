@@ -1,4 +1,6 @@
-"""Short runs of a config from given numbers, for tests that compare one placement with another or with the reference."""
+"""Short runs of a config from given numbers, for tests that compare one placement with another or with the
+reference.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +20,18 @@ Tree = Any
 
 
 def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
-    """A canonical parameter tree with no special numbers in it: no zero bias, no unit scale, scores far from uniform."""
+    """A canonical parameter tree with no special numbers in it: no zero bias, no unit scale, scores far from
+    uniform.
+    """
     random = np.random.default_rng(seed)
 
     def draw(leaf: Placed) -> np.ndarray:
         x = random.standard_normal(leaf.shape, np.float32)
         if leaf.name.endswith("scale"):
             return 1 + np.float32(0.2) * x
-        return x * np.float32(0.1 if leaf.name.endswith("bias") else 0.5 / np.sqrt(layout.config.model.d_model) * 2)
+        return x * np.float32(
+            0.1 if leaf.name.endswith("bias") else 0.5 / np.sqrt(layout.config.model.d_model) * 2
+        )
 
     return layout.map(draw)
 
@@ -41,7 +47,9 @@ def place(layout: Layout, canonical: Tree) -> Tree:
                     out[at][tuple(slice(n) for n in x.shape[1:])] = x[layer]
         else:
             out[tuple(slice(n) for n in x.shape)] = x
-        return layout.stored(leaf, jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf))))
+        return layout.stored(
+            leaf, jax.device_put(out, jax.NamedSharding(layout.mesh, shard_spec(leaf)))
+        )
 
     return layout.map(live, canonical)
 
@@ -50,10 +58,14 @@ def merged(config: Config, parameters: Tree) -> Tree:
     """A canonical tree's model without adapters: W + scale A B."""
     blocks = {part: dict(leaves) for part, leaves in parameters["blocks"].items()}
     for part in ("attention", "mlp"):
-        for name in [name.removesuffix("_lora_a") for name in blocks[part] if name.endswith("_lora_a")]:
+        for name in [
+            name.removesuffix("_lora_a") for name in blocks[part] if name.endswith("_lora_a")
+        ]:
             a, b = (blocks[part].pop(f"{name}_lora_{which}") for which in "ab")
             layers, rank = b.shape[:2]
-            product = jnp.einsum("lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1))
+            product = jnp.einsum(
+                "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+            )
             blocks[part][name] = blocks[part][name] + lora_scale(config.lora) * product.reshape(
                 blocks[part][name].shape
             )
@@ -90,13 +102,16 @@ def packed_batch(tokens: np.ndarray, labels: np.ndarray, seed: int = 2) -> dict[
 
 def start(program: Program, canonical: Tree) -> State:
     """The state before the first step with the given parameters; an optimizer state starts at zero (as Adam's does)."""
-    zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes)
+    zeros = jax.tree.map(
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes
+    )
     scale = zeros.scale
     if scale is not None:
         precision = program.config.precision
-        put = lambda value, like: jax.device_put(np.asarray(value, like.dtype), like.sharding)  # noqa: E731
+        put = lambda value, like: jax.device_put(np.asarray(value, like.dtype), like.sharding)
         scale = scale._replace(
-            value=put(precision.loss_scale, scale.value), patience=put(precision.loss_scale_hysteresis, scale.patience)
+            value=put(precision.loss_scale, scale.value),
+            patience=put(precision.loss_scale_hysteresis, scale.patience),
         )
     return zeros._replace(params=place(program.layout, canonical), scale=scale)
 
@@ -104,9 +119,16 @@ def start(program: Program, canonical: Tree) -> State:
 def train(
     config: Config, steps: int, canonical: Tree | None = None, packed: bool = False
 ) -> tuple[list[dict[str, float]], Program, list[State]]:
-    """Metrics of each step of a run on text, on the config's mesh, its program, and the states after the first and the last step."""
-    batches = [dict(zip(("tokens", "labels"), batch, strict=True)) for batch in token_batches(config, steps)]
-    return train_on([packed_batch(**batch) for batch in batches] if packed else batches, config, canonical)
+    """Metrics of each step of a run on text, on the config's mesh, its program, and the states after the first and the
+    last step.
+    """
+    batches = [
+        dict(zip(("tokens", "labels"), batch, strict=True))
+        for batch in token_batches(config, steps)
+    ]
+    return train_on(
+        [packed_batch(**batch) for batch in batches] if packed else batches, config, canonical
+    )
 
 
 def train_on(
@@ -135,6 +157,10 @@ def loss_and_gradients(program: Program) -> tuple[jax.Array, Tree]:
 
 def first_moment(state: State) -> Tree:
     """Adam's first moment, in the live layout."""
-    found = [s.mu for s in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")]
+    found = [
+        s.mu
+        for s in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu"))
+        if hasattr(s, "mu")
+    ]
     assert len(found) == 1
     return found[0]

@@ -1,10 +1,12 @@
-"""A Slurm cluster of Debian's packages on this machine, for tests: a controller, and nodes that are namespaces of their own.
+"""A Slurm cluster of Debian's packages on this machine, for tests: a controller, and nodes that are namespaces of their
+own.
 
     this machine        slurmctld, munged, sbatch        10.91.0.1 ─┐
     n1, n2, n3          slurmd in a set of namespaces:   10.91.0.11 ├─ a bridge
                         host name, network, processes        ...   ─┘
 
-A node has an own name, address and process tree, and shares the files. Its power is cut by killing the first process of its process
+A node has an own name, address and process tree, and shares the files. Its power is cut by killing the first process of
+its process
 namespace: the kernel ends all that runs there. Everything ends with the process that started it.
 """
 
@@ -67,7 +69,9 @@ def missing() -> str:
         return "namespaces of nodes need root"
     links = "ip link add mt0 type bridge && ip link add mt1 type veth peer name mt2"
     tried = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True)
-    return f"no nodes as namespaces here: {tried.stderr.decode().strip()}" if tried.returncode else ""
+    return (
+        f"no nodes as namespaces here: {tried.stderr.decode().strip()}" if tried.returncode else ""
+    )
 
 
 def _program(name: str) -> str | None:
@@ -110,9 +114,17 @@ class SlurmCluster:
         addresses = {"localhost": "127.0.0.1", host: f"{NETWORK}.1"} | {
             name: self._address(name) for name in self.nodes
         }
-        (here / "hosts").write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
+        (here / "hosts").write_text(
+            "".join(f"{address} {name}\n" for name, address in addresses.items())
+        )
         text = SETTINGS.format(
-            host=host, network=NETWORK, directory=here, nodes=count, last=10 + count, cores=CORES, gpus=GPUS
+            host=host,
+            network=NETWORK,
+            directory=here,
+            nodes=count,
+            last=10 + count,
+            cores=CORES,
+            gpus=GPUS,
         )
         (here / "slurm.conf").write_text(text)
         # Slurm counts the GPUs whose device files there are; these are as /dev/null.
@@ -122,7 +134,10 @@ class SlurmCluster:
         (here / "gres.conf").write_text(gpus)
         (here / "munge.key").write_bytes(os.urandom(256))
         (here / "munge.key").chmod(0o400)
-        files = [f"--{name}={here}/munge.{name.partition('-')[0]}" for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")]  # fmt: skip
+        files = [
+            f"--{name}={here}/munge.{name.partition('-')[0]}"
+            for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        ]
         self._launch("munged", ["munged", "--foreground", "--force", *files])
         # A bridge of a cluster that was killed has no ports left.
         if not any(Path("/sys/class/net").glob(f"{BRIDGE}/lower_*")):
@@ -134,7 +149,11 @@ class SlurmCluster:
         self._launch("slurmctld", ["slurmctld", "-D", "-i"])
         for name in self.nodes:
             self.start_node(name)
-        until(lambda: self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(count), 60, "idle nodes")
+        until(
+            lambda: self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(count),
+            60,
+            "idle nodes",
+        )
 
     def _address(self, node: str) -> str:
         return f"{NETWORK}.{10 + int(node[1:])}"
@@ -142,9 +161,14 @@ class SlurmCluster:
     def _launch(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
         with open(self.directory / f"{name}.out", "ab") as output:
             process = subprocess.Popen(
-                [_program(words[0]) or words[0], *words[1:]], env=os.environ | self.variables, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent(),
-            )  # fmt: skip
+                [_program(words[0]) or words[0], *words[1:]],
+                env=os.environ | self.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
         self._processes[name] = process
         return process
 
@@ -161,16 +185,39 @@ class SlurmCluster:
         (self.directory / f"{node}.up").unlink(missing_ok=True)
         (self.directory / f"spool-{node}").mkdir(exist_ok=True)
         words = ["unshare", *NAMESPACES, "--kill-child", "--mount-proc"]
-        process = self._launch(node, [*words, "bash", "-c", NODE, "node", node, str(self.directory)])
+        process = self._launch(
+            node, [*words, "bash", "-c", NODE, "node", node, str(self.directory)]
+        )
         until(lambda: children(process.pid), 20, f"the first process of {node}")
         first, link = self._first(node), f"{BRIDGE[:8]}{node}"
-        until(lambda: os.readlink(f"/proc/{first}/ns/net") != os.readlink("/proc/self/ns/net"), 20, "a network")
+        until(
+            lambda: os.readlink(f"/proc/{first}/ns/net") != os.readlink("/proc/self/ns/net"),
+            20,
+            "a network",
+        )
         subprocess.run(
-            ["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(first)], check=True
+            [
+                "ip",
+                "link",
+                "add",
+                link,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                str(first),
+            ],
+            check=True,
         )
         subprocess.run(["ip", "link", "set", link, "master", BRIDGE, "up"], check=True)
-        network = f"ip link set lo up; ip addr add {self._address(node)}/24 dev eth0; ip link set eth0 up"
-        subprocess.run(["nsenter", "--net", "--target", str(first), "sh", "-c", network], check=True)
+        network = (
+            f"ip link set lo up; ip addr add {self._address(node)}/24 dev eth0; ip link set eth0 up"
+        )
+        subprocess.run(
+            ["nsenter", "--net", "--target", str(first), "sh", "-c", network], check=True
+        )
         (self.directory / f"{node}.up").touch()
         until(lambda: "n" in self.on(node, "hostname"), 20, f"the name of {node}")
         self.start_daemon(node)
@@ -203,7 +250,9 @@ class SlurmCluster:
 
     def command(self, *words: str, check: bool = True) -> str:
         """Runs a command of Slurm's; returns what it printed."""
-        ended = subprocess.run(words, env=os.environ | self.variables, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(
+            words, env=os.environ | self.variables, capture_output=True, text=True, timeout=120
+        )
         assert not check or ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
         return ended.stdout
 
@@ -238,7 +287,9 @@ def tree(pid: int) -> Iterable[int]:
 
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     return ""
 
 

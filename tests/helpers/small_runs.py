@@ -5,23 +5,40 @@ from pathlib import Path
 
 # The quickstart, smaller: what is tried is who starts what again.
 SMALL = (
-    "model.layers=2", "model.d_model=32", "model.d_ff=64", "mesh.data=2", "mesh.tensor=1", "mesh.pipeline=1", "train.global_batch_size=4",
-    "train.sequence_length=32", "parallel.microbatches=1", "parallel.schedule=auto", "eval.every=0", "run.fake_devices=0", "survive.node_timeout=8",
+    "model.layers=2",
+    "model.d_model=32",
+    "model.d_ff=64",
+    "mesh.data=2",
+    "mesh.tensor=1",
+    "mesh.pipeline=1",
+    "train.global_batch_size=4",
+    "train.sequence_length=32",
+    "parallel.microbatches=1",
+    "parallel.schedule=auto",
+    "eval.every=0",
+    "run.fake_devices=0",
+    "survive.node_timeout=8",
     "checkpoint.every=20",
-)  # fmt: skip
+)
 
 
 def overrides(run: Path, steps: int, **settings: object) -> list[str]:
     """Returns words of a command for the run in a directory."""
     own = {"run.directory": run, "train.steps": steps} | settings
-    return [word for each in (*SMALL, *(f"{key}={value}" for key, value in own.items())) for word in ("--set", each)]
+    return [
+        word
+        for each in (*SMALL, *(f"{key}={value}" for key, value in own.items()))
+        for word in ("--set", each)
+    ]
 
 
 def rows(run: Path) -> list[dict]:
     """Returns the rows of training steps."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(True) if path.exists() else []
-    return [row for row in (json.loads(line) for line in lines if line.endswith("\n")) if "loss" in row]
+    return [
+        row for row in (json.loads(line) for line in lines if line.endswith("\n")) if "loss" in row
+    ]
 
 
 def step(run: Path) -> int:

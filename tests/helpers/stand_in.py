@@ -1,10 +1,11 @@
-"""A stand-in for a training process: it beats as one does, without JAX, so that supervisors can be tried in fractions of a second.
+"""A stand-in for a training process: it beats as one does, without JAX, so that supervisors can be tried in fractions
+of a second.
 
-python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in the file `step`), goes on
-from there, and keeps the file `rows` as a run keeps metrics.jsonl: a line a step, none twice.
-What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`, `frozen`, `nap`,
-`exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`; with `always` it does so in every process that comes.
-A process of another generation that is alive still is written down in the file `overlaps`.
+python stand_in.py CONFIG: takes train.steps steps of 20 ms, "saves" every checkpoint.every of them (a number in the
+file `step`), goes on from there, and keeps the file `rows` as a run keeps metrics.jsonl: a line a step, none twice.
+What it is to do besides stands in RUN/do.RANK, read at every step and once before the first (`do.RANK.start`): `kill`,
+`frozen`, `nap`, `exit N KIND`, `deaf` (to SIGTERM), `fork`, `print BYTES`; with `always` it does so in every process
+that comes. A process of another generation that is alive still is written down in the file `overlaps`.
 """
 
 import faulthandler
@@ -27,7 +28,8 @@ rank, number = told["rank"], told["number"]
 files, local, run = Path(told["generation"]), Path(told["local"]), Path(told["survive"]).parent
 faulthandler.register(signal.SIGUSR1, open(files / f"rank-{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
-# From within: if the directory is renamed away, what is written goes with it, and not to the run that has taken its name.
+# From within: if the directory is renamed away, what is written goes with it, and not to the run that has taken its
+# name.
 os.chdir(run)
 run = Path()
 saved, rows = run / "step", run / "rows"
@@ -68,7 +70,9 @@ def live() -> None:
 
 
 def fail(kind: str, sentence: str, code: int) -> None:
-    (files / f"rank-{rank}.fault.json").write_text(json.dumps({"kind": kind, "sentence": sentence, "step": step}))
+    (files / f"rank-{rank}.fault.json").write_text(
+        json.dumps({"kind": kind, "sentence": sentence, "step": step})
+    )
     os._exit(code)
 
 

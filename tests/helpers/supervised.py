@@ -27,19 +27,25 @@ def supervised(directory: Path, rank: int = 0, fence: float = 30.0) -> Supervise
 
 
 def variable(told: Supervised) -> str:
-    return json.dumps({name: str(x) if isinstance(x, Path) else x for name, x in vars(told).items()})
+    return json.dumps(
+        {name: str(x) if isinstance(x, Path) else x for name, x in vars(told).items()}
+    )
 
 
 class Rank:
     """A process that does `work` under a supervisor; its lease is renewed as long as `renewing`."""
 
-    def __init__(self, told: Supervised, work: Callable[..., None], *arguments: Any, **environment: str) -> None:
+    def __init__(
+        self, told: Supervised, work: Callable[..., None], *arguments: Any, **environment: str
+    ) -> None:
         self.told, self.renewing = told, True
         (told.local / "beat").unlink(missing_ok=True)
         environment[VARIABLE] = variable(told)
         self.output = told.own("out")
         self.output.touch()
-        self.process = CONTEXT.Process(target=_work, args=(self.output, environment, work, arguments), daemon=True)
+        self.process = CONTEXT.Process(
+            target=_work, args=(self.output, environment, work, arguments), daemon=True
+        )
         self.process.start()
         threading.Thread(target=self._renew, daemon=True).start()
 
@@ -84,7 +90,9 @@ class Rank:
             time.sleep(0.05)
 
 
-def _work(output: Path, environment: dict[str, str], work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _work(
+    output: Path, environment: dict[str, str], work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     with output.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

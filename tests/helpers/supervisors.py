@@ -1,4 +1,6 @@
-"""Stand-ins for `python -m meshtrain.survive`: an interpreter that starts at once, writes down what it was told, and does as a test says."""
+"""Stand-ins for `python -m meshtrain.survive`: an interpreter that starts at once, writes down what it was told, and
+does as a test says.
+"""
 
 import contextlib
 import json
@@ -50,7 +52,9 @@ class Supervisors:
         directory.mkdir()
         script = directory / "script.py"
         script.write_text(SCRIPT.format(here=str(directory)))
-        self.python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {shlex.quote(str(script))} "$@"\n')
+        self.python.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -S {shlex.quote(str(script))} "$@"\n'
+        )
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
 
     def does(self, node: str, **what: Any) -> None:

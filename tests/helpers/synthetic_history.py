@@ -41,24 +41,53 @@ class Synthetic:
     lost: set[int] = field(default_factory=set)  # indices of stretches
     down: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)  # of faults
-    stopped: dict[int, int | None] = field(default_factory=dict)  # by generation: the step of a stop in good order
+    stopped: dict[int, int | None] = field(
+        default_factory=dict
+    )  # by generation: the step of a stop in good order
 
     def __post_init__(self) -> None:
         self.names = [f"n{i}" for i in range(self.nodes)]
         # The first leader's clock is the history's.
-        self.ahead = {name: self.dice.uniform(-self.skew, self.skew) if name != "n0" else 0.0 for name in self.names}
+        self.ahead = {
+            name: self.dice.uniform(-self.skew, self.skew) if name != "n0" else 0.0
+            for name in self.names
+        }
         self.began = self.now
 
     def event(self, writer: str, what: str, **fields: Any) -> None:
-        self.lines.setdefault(writer, []).append({"wall": self.now + self.ahead[writer], "event": what, **fields})
+        self.lines.setdefault(writer, []).append(
+            {"wall": self.now + self.ahead[writer], "event": what, **fields}
+        )
 
-    def plan(self, generation: int, state: str, kind: str, blamed: list[str], members: list[str], **more: Any) -> None:
+    def plan(
+        self,
+        generation: int,
+        state: str,
+        kind: str,
+        blamed: list[str],
+        members: list[str],
+        **more: Any,
+    ) -> None:
         leader = members[0]
-        self.plans.append({
-            "number": len(self.plans), "generation": generation, "state": state, "leader": leader, "wall": self.now + self.ahead[leader],
-            "members": members, "mesh": {"data": len(members), "tensor": 1, "pipeline": 1}, "microbatches": 2, "kind": kind, "blamed": blamed,
-            "reason": f"{kind} of {', '.join(blamed) or 'nobody'}", "verdict": "form", "code": 0, "quarantined": {}, **more,
-        })  # fmt: skip
+        self.plans.append(
+            {
+                "number": len(self.plans),
+                "generation": generation,
+                "state": state,
+                "leader": leader,
+                "wall": self.now + self.ahead[leader],
+                "members": members,
+                "mesh": {"data": len(members), "tensor": 1, "pipeline": 1},
+                "microbatches": 2,
+                "kind": kind,
+                "blamed": blamed,
+                "reason": f"{kind} of {', '.join(blamed) or 'nobody'}",
+                "verdict": "form",
+                "code": 0,
+                "quarantined": {},
+                **more,
+            }
+        )
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -71,14 +100,18 @@ class Synthetic:
         for leader in self.names:
             for name in self.names:
                 if name != leader and (leader == "n0" or self.dice.random() < 0.5):
-                    self.event(leader, "clock", node=name, ahead=self.ahead[name] - self.ahead[leader])
+                    self.event(
+                        leader, "clock", node=name, ahead=self.ahead[name] - self.ahead[leader]
+                    )
         saved, kind, blamed = [0], "start", []
         for generation in range(1, self.faults + 2):
             members = self.names[:]
             self.dice.shuffle(members)
             self.wait(self.dice.uniform(0.1, 3))
             self.plan(generation, "forming", kind, blamed, members)
-            self.event(members[0], "formed", generation=generation, members=members, kind=kind, reason="")
+            self.event(
+                members[0], "formed", generation=generation, members=members, kind=kind, reason=""
+            )
             self.wait(self.dice.uniform(0.1, 1))
             for rank, name in enumerate(members):
                 self.event(name, "started", generation=generation, rank=rank, pid=7)
@@ -87,13 +120,17 @@ class Synthetic:
         self.event(members[0], "over", verdict="done", code=0, reason="the last step is taken")
         return self
 
-    def live(self, generation: int, members: list[str], saved: list[int], last: bool) -> tuple[str, list[str]]:
+    def live(
+        self, generation: int, members: list[str], saved: list[int], last: bool
+    ) -> tuple[str, list[str]]:
         """One generation, until it is done or a fault ends it: what ended it, and who is blamed."""
         dice, rank0 = self.dice, members[0]
         while len(saved) > 1 and dice.random() < 0.1:  # the newest is damaged
             saved.pop()
         start, save = saved[-1], None
-        spent = dict.fromkeys(("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0)
+        spent = dict.fromkeys(
+            ("init", "restore", "compile", "data", "step", "eval", "checkpoint"), 0.0
+        )
         for before in range(1, generation):
             self.lose(before, start)
 
@@ -121,9 +158,18 @@ class Synthetic:
                 spend("step", dice.uniform(0.5, 2))
                 step += 1
                 if step == start + 1:
-                    self.event(rank0, "going", generation=generation, rank=0, start=start, compile_cached=True)
+                    self.event(
+                        rank0,
+                        "going",
+                        generation=generation,
+                        rank=0,
+                        start=start,
+                        compile_cached=True,
+                    )
                 if step % every == 0:
-                    self.event(rank0, "save", generation=generation, rank=0, step=step, seconds=dict(spent))
+                    self.event(
+                        rank0, "save", generation=generation, rank=0, step=step, seconds=dict(spent)
+                    )
                     save = step
                     spend("checkpoint", dice.uniform(0.2, 2))
                     saved.append(step)
@@ -137,10 +183,27 @@ class Synthetic:
         if kind != "node" or blamed != [rank0]:
             judge = rank0
             self.event(
-                rank0, "ended", generation=generation, rank=0, exit=(0 if last else 75) if good else -9, kind=kind, sentence="",
-                step=step, start=start, seconds=dict(spent), phase_seconds=60.0 if kind == "hang" else 0.0,
-            )  # fmt: skip
-        self.event(judge, "verdict", verdict="form", kind=kind, generation=generation, blamed=blamed, step=step)
+                rank0,
+                "ended",
+                generation=generation,
+                rank=0,
+                exit=(0 if last else 75) if good else -9,
+                kind=kind,
+                sentence="",
+                step=step,
+                start=start,
+                seconds=dict(spent),
+                phase_seconds=60.0 if kind == "hang" else 0.0,
+            )
+        self.event(
+            judge,
+            "verdict",
+            verdict="form",
+            kind=kind,
+            generation=generation,
+            blamed=blamed,
+            step=step,
+        )
         self.stopped[generation] = step if good and step > start else None
         if good and step > saved[-1]:
             saved.append(step)
@@ -154,11 +217,15 @@ class Synthetic:
         (at / "plans").mkdir(parents=True)
         (at / "nodes").mkdir()
         for node, lines in self.lines.items():
-            (at / f"events.{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (at / f"events.{node}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
         for number, plan in enumerate(self.plans):
             (at / "plans" / f"{number:06}.json").write_text(json.dumps(plan))
         for node, record in self.records.items():
-            (at / "nodes" / f"{node}.json").write_text(json.dumps({"name": node} | record).ljust(4096))
+            (at / "nodes" / f"{node}.json").write_text(
+                json.dumps({"name": node} | record).ljust(4096)
+            )
         return run
 
     def lose(self, generation: int, start: int) -> None:
@@ -169,7 +236,11 @@ class Synthetic:
         own = [i for i, s in enumerate(self.stretches) if s.generation == generation]
         kept = [i for i in own if (save := self.stretches[i].save) is not None and save <= start]
         newest = self.stretches[kept[-1]].save if kept else None
-        self.lost |= {i for i in own if i > kept[-1] or self.stretches[i].save == newest} if kept else set(own)
+        self.lost |= (
+            {i for i in own if i > kept[-1] or self.stretches[i].save == newest}
+            if kept
+            else set(own)
+        )
 
     def truth(self) -> Counter[str]:
         """Seconds by kind."""
@@ -187,8 +258,13 @@ def told(
     """The history of what is in the files."""
     least = {"leader": "n0", "kind": "", "reason": ""}
     decided = [decode(RestartPlan, json.dumps(least | plan).encode()) for plan in plans]
-    written = {name: json.dumps({"name": name} | record).encode() for name, record in (records or {}).items()}
-    nodes = {name: node for name, text in written.items() if (node := decode(Node, text)) is not None}
+    written = {
+        name: json.dumps({"name": name} | record).encode()
+        for name, record in (records or {}).items()
+    }
+    nodes = {
+        name: node for name, text in written.items() if (node := decode(Node, text)) is not None
+    }
     return together(lines, [plan for plan in decided if plan is not None], nodes)
 
 
@@ -196,5 +272,17 @@ def spoilt(line: dict[str, Any], dice: random.Random) -> dict[str, Any]:
     """The line of a file; now and then one of its fields is not what it should be."""
     if dice.random() > 0.1:
         return line
-    wrong = [None, -1, 1e300, 9e10, "x", [], [3], {"step": "much", "eval": -5, "wind": 3}, True, 2**70, "\x1b[2J"]
+    wrong = [
+        None,
+        -1,
+        1e300,
+        9e10,
+        "x",
+        [],
+        [3],
+        {"step": "much", "eval": -5, "wind": 3},
+        True,
+        2**70,
+        "\x1b[2J",
+    ]
     return line | {dice.choice(list(line)): dice.choice(wrong)}

@@ -15,7 +15,8 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>", "<|model|>", "<|end|>")
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz.,:?!'"  # as sentencepiece has it, ▁ for a space
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'assistant' %}<|model|>{{ message.content }}<|end|>{% else %}<|user|>{{ message.content }}<|end|>{% endif %}"
+    "{% if message.role == 'assistant' %}<|model|>{{ message.content }}<|end|>{% else %}<|user|>{{ message.content "
+    "}}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}"
 )
 
@@ -24,9 +25,15 @@ def tokenizer() -> Tokenizer:
     """A letter a token; a space before a text as Llama 2 has it, and <s> before it."""
     ids = {token: i for i, token in enumerate((*SPECIAL, *LETTERS))}
     made = Tokenizer(models.BPE(ids, [], unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", ids["<s>"])])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", ids["<s>"])]
+    )
     made.add_special_tokens(list(SPECIAL))
     return made
 
@@ -35,6 +42,8 @@ def hugging_face(directory: Path, family: str = "llama3", chat: bool = True) -> 
     """A golden model with a tokenizer beside it, and with `chat` a template."""
     shutil.copytree(GOLDEN / family, directory)
     tokenizer().save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": TEMPLATE} if chat else {})
+    settings = {"bos_token": "<s>", "eos_token": "</s>"} | (
+        {"chat_template": TEMPLATE} if chat else {}
+    )
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

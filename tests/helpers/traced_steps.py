@@ -15,9 +15,15 @@ STEPS = 2
 
 
 def traced(
-    directory: Path, mesh: Mesh, program: jax.stages.Compiled, step: Callable[[], Any], table: Table | None = None
+    directory: Path,
+    mesh: Mesh,
+    program: jax.stages.Compiled,
+    step: Callable[[], Any],
+    table: Table | None = None,
 ) -> Path:
-    """Where the trace of STEPS calls of `step` is, which give what is to be waited for; the first call is not traced."""
+    """Where the trace of STEPS calls of `step` is, which give what is to be waited for; the first call is not
+    traced.
+    """
     config = load({"telemetry": {"trace_at": [2], "trace_steps": STEPS}})
     tracer = Tracer(config, directory, mesh, table)
     for k in range(1, STEPS + 2):

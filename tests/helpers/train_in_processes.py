@@ -12,7 +12,9 @@ from meshtrain.config import Config, to_yaml
 
 
 def train_in_processes(config: Config, count: int, path: Path) -> None:
-    """Trains a config, written to `path`, in so many processes; AssertionError, with what they said, if one of them fails."""
+    """Trains a config, written to `path`, in so many processes; AssertionError, with what they said, if one of them
+    fails.
+    """
     path.write_text(to_yaml(config))
     environment = os.environ | {
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
@@ -22,7 +24,12 @@ def train_in_processes(config: Config, count: int, path: Path) -> None:
     }
     command = [sys.executable, "-m", "meshtrain.train", "--config", str(path)]
     processes = [
-        subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=environment | {"JAX_PROCESS_ID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(count)
     ]
     try:

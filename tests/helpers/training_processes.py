@@ -1,4 +1,6 @@
-"""Training processes to be killed, stopped and starved: forked from a server that has imported everything, so that they start fast."""
+"""Training processes to be killed, stopped and starved: forked from a server that has imported everything, so that they
+start fast.
+"""
 
 import json
 import multiprocessing
@@ -37,13 +39,20 @@ def settings(directory: Path, steps: int, every: int, **sections: dict) -> Path:
 
 
 class Trainer:
-    """A process that trains as `python -m meshtrain.train --config PATH` does; `log` has what it prints. `before` and `after` run in it."""
+    """A process that trains as `python -m meshtrain.train --config PATH` does; `log` has what it prints.
 
-    def __init__(self, config: Path, before: Callable[[], None] = bool, after: Callable[[], None] = bool) -> None:
+    `before` and `after` run in it.
+    """
+
+    def __init__(
+        self, config: Path, before: Callable[[], None] = bool, after: Callable[[], None] = bool
+    ) -> None:
         self.run = Path(yaml.safe_load(config.read_text())["run"]["directory"])
         self.log = config.with_suffix(".log")
         self.log.write_text("")
-        self.process: ForkServerProcess = CONTEXT.Process(target=_train, args=(config, self.log, before, after))
+        self.process: ForkServerProcess = CONTEXT.Process(
+            target=_train, args=(config, self.log, before, after)
+        )
         self.process.start()
 
     def end(self) -> int:
@@ -70,7 +79,9 @@ class Trainer:
         return lambda: (rows(self.run) or [{"step": 0}])[-1]["step"] >= step
 
     def training(self) -> bool:
-        return "compiled for batches" in self.log.read_text()  # what is said last before the first step
+        return (
+            "compiled for batches" in self.log.read_text()
+        )  # what is said last before the first step
 
     def saving(self) -> bool:
         return any((self.run / "checkpoints").glob("*.writing/*"))

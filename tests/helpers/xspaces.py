@@ -1,4 +1,6 @@
-"""Traces as JAX's profiler writes them, made by hand: XSpace in protobuf's wire format (xplane.proto), and a directory as a run leaves it."""
+"""Traces as JAX's profiler writes them, made by hand: XSpace in protobuf's wire format (xplane.proto), and a directory
+as a run leaves it.
+"""
 
 import dataclasses
 import json
@@ -8,7 +10,9 @@ from pathlib import Path
 from meshtrain.report.trace.attribution import Attribution
 from meshtrain.telemetry.trace import EVENTS, FACTS, MODULE, Facts
 
-Told = tuple[str, float, float, Mapping[str, int | str]]  # name, begin and end in microseconds, stats
+Told = tuple[
+    str, float, float, Mapping[str, int | str]
+]  # name, begin and end in microseconds, stats
 
 
 def space(planes: Mapping[str, Mapping[str, Sequence[Told]]]) -> bytes:
@@ -19,10 +23,13 @@ def space(planes: Mapping[str, Mapping[str, Sequence[Told]]]) -> bytes:
 def _plane(name: str, lines: Mapping[str, Sequence[Told]]) -> bytes:
     events, stats = _Names(), _Names()
     told = b"".join(
-        _message(3, _line(k, line, of_line, events, stats)) for k, (line, of_line) in enumerate(lines.items())
+        _message(3, _line(k, line, of_line, events, stats))
+        for k, (line, of_line) in enumerate(lines.items())
     )
     known = b"".join(
-        _message(field, _number(1, number) + _message(2, _number(1, number) + _message(2, word.encode())))
+        _message(
+            field, _number(1, number) + _message(2, _number(1, number) + _message(2, word.encode()))
+        )
         for field, names in ((4, events), (5, stats))
         for word, number in names.items()
     )
@@ -32,7 +39,11 @@ def _plane(name: str, lines: Mapping[str, Sequence[Told]]) -> bytes:
 def _line(number: int, name: str, told: Sequence[Told], events: "_Names", stats: "_Names") -> bytes:
     content = _number(1, number) + _message(2, name.encode())
     for event, begin, end, values in told:
-        one = _number(1, events.of(event)) + _number(2, round(begin * 1e6)) + _number(3, round((end - begin) * 1e6))
+        one = (
+            _number(1, events.of(event))
+            + _number(2, round(begin * 1e6))
+            + _number(3, round((end - begin) * 1e6))
+        )
         for stat, value in values.items():
             held = _number(4, value) if isinstance(value, int) else _message(5, value.encode())
             one += _message(4, _number(1, stats.of(stat)) + held)
@@ -108,7 +119,10 @@ FACTS_OF_GPUS = Facts(
 
 
 def written(
-    directory: Path, hlo: str, planes: Mapping[str, Mapping[str, Sequence[Told]]], facts: Facts = FACTS_OF_GPUS
+    directory: Path,
+    hlo: str,
+    planes: Mapping[str, Mapping[str, Sequence[Told]]],
+    facts: Facts = FACTS_OF_GPUS,
 ) -> Path:
     """A directory as `telemetry.trace` leaves it."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,9 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_but(dict.fromkeys(NOW + LATER), QUICK.__contains__), ids=str)
+@pytest.mark.parametrize(
+    "case", thorough_but(dict.fromkeys(NOW + LATER), QUICK.__contains__), ids=str
+)
 def test_logits_are_those_of_transformers(case):
     family, mesh = case
     program, files = adopted(GOLDEN / family, mesh)
@@ -83,7 +85,11 @@ def refused(directory: Path) -> str:
         ("model.norm.weight", "../model.safetensors", "is no file of its directory"),
         ("model.norm.weight", "other.safetensors", "other.safetensors, which is not there"),
         ("model.norm.weight", "x" * 5000, "x, which is not there"),
-        ("more", "model-00001-of-00004.safetensors", "model-00001-of-00004.safetensors, but it is not in there"),
+        (
+            "more",
+            "model-00001-of-00004.safetensors",
+            "model-00001-of-00004.safetensors, but it is not in there",
+        ),
     ],
 )
 def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name, file, says):
@@ -100,7 +106,9 @@ def test_a_truncated_file_is_refused(copy):
 def test_a_pickle_is_not_opened(copy, tmp_path):
     for file in copy.glob("*.safetensors*"):
         file.unlink()
-    (copy / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(tmp_path / "ran").encode())
+    (copy / "pytorch_model.bin").write_bytes(
+        b"cos\nsystem\n(S'touch %s'\ntR." % str(tmp_path / "ran").encode()
+    )
     assert "pytorch_model.bin is a pickle" in refused(copy)
     assert not (tmp_path / "ran").exists()
 
@@ -120,7 +128,10 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
     "change, says",
     [
         # whoever changed it as a hint tells would have another model
-        *(({"model_type": kind}, f"'{kind}' is no family of ours; {KINDS}.") for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")),
+        *(
+            ({"model_type": kind}, f"'{kind}' is no family of ours; {KINDS}.")
+            for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not computed here"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
@@ -128,7 +139,10 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
         ),
         ({"hidden_act": "xielu"}, "'xielu' is not computed here"),
         ({"attention_bias": True}, "attention_bias True is not computed here"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope' is not computed here"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope_type 'longrope' is not computed here",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a whole number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 65536"),
@@ -144,19 +158,40 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is not there"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),
         ({"model_type": "mixtral"}, "num_local_experts is None; it must be a whole number above 0"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 is not computed here"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0] is not computed here"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+            "decoder_sparse_step 2 is not computed here",
+        ),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            "mlp_only_layers [0] is not computed here",
+        ),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not computed here"),
-        ({"model_type": "olmoe", "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        (
+            {"model_type": "olmoe", "norm_topk_prob": 1},
+            "norm_topk_prob is 1; it must be true or false",
+        ),
         ({"model_type": "gpt_oss"}, "attention_bias False is not computed here"),
-        ({"model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 5.0}, "swiglu_limit 5.0 is not computed here"),
+        (
+            {"model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 5.0},
+            "swiglu_limit 5.0 is not computed here",
+        ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "'gemma3' has a vision tower, which is not computed here"),
-        ({"model_type": "gemma3_text", "layer_types": [FULL, FULL, SLIDING]}, f"layer_types {[FULL, FULL, SLIDING]} is not computed here"),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not computed here"),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention True is not computed here"),
+        (
+            {"model_type": "gemma3_text", "layer_types": [FULL, FULL, SLIDING]},
+            f"layer_types {[FULL, FULL, SLIDING]} is not computed here",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping 50.0 is not computed here",
+        ),
+        (
+            {"model_type": "gemma2", "use_bidirectional_attention": True},
+            "use_bidirectional_attention True is not computed here",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
     changed(copy / CONFIG, lambda config: config.update(change))
     assert says in refused(copy)
@@ -165,12 +200,17 @@ def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
 def four_bits(code: int) -> float:
     """E2M1 of the Microscaling Formats: a sign, two bits of exponent, one of mantissa."""
     exponent, mantissa = code >> 1 & 3, code & 1
-    return (-1) ** (code >> 3) * ((1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2)
+    return (-1) ** (code >> 3) * (
+        (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    )
 
 
 def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path):
     draw = np.random.default_rng(0)
-    blocks, scales = draw.integers(0, 256, (2, 6, 3, 16), np.uint8), draw.integers(90, 160, (2, 6, 3), np.uint8)
+    blocks, scales = (
+        draw.integers(0, 256, (2, 6, 3, 16), np.uint8),
+        draw.integers(90, 160, (2, 6, 3), np.uint8),
+    )
     plain = np.ones((2, 3), np.float32)
     tensors = {"w_blocks": blocks, "w_scales": scales, "w_bias": plain, "other_blocks": plain}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -178,7 +218,9 @@ def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path):
     for e, row, block, byte in np.ndindex(blocks.shape):
         for half in range(2):
             number = four_bits(int(blocks[e, row, block, byte]) >> 4 * half & 15)
-            right[e, 32 * block + 2 * byte + half, row] = number * 2.0 ** (int(scales[e, row, block]) - 127)
+            right[e, 32 * block + 2 * byte + half, row] = number * 2.0 ** (
+                int(scales[e, row, block]) - 127
+            )
     files = TensorFiles(tmp_path)
     assert sorted(files.names) == ["other_blocks", "w", "w_bias"]
     assert files.shape("w") == right.shape and files.dtype("w") == "BF16"
@@ -195,28 +237,47 @@ def test_of_gpt_oss_mxfp4_is_no_quantization_that_is_refused():
         model_section(given | {"quantization_config": {"quant_method": "fp8"}}, CONFIG)
 
 
-SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 32, "intermediate_size": 8, "vocab_size": 9}
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 8,
+    "vocab_size": 9,
+}
 
 
 @pytest.mark.parametrize(
     "kind, keys, window",
     [
-        *((kind, {"use_sliding_window": True, "sliding_window": 16} | keys, window) for kind in ("qwen2", "qwen3") for keys, window in (
-            # a layer slides from max_window_layers on, which is 28 where it is left out
-            ({}, 0), ({"max_window_layers": 4}, 0), ({"max_window_layers": 5}, 0), ({"max_window_layers": 0}, 16),
-            ({"layer_types": [FULL] * 4}, 0), ({"layer_types": [SLIDING] * 4}, 16), ({"use_sliding_window": False}, 0),
-            ({"max_window_layers": 1}, None), ({"layer_types": [FULL, SLIDING] * 2}, None),
-        )),
+        *(
+            (kind, {"use_sliding_window": True, "sliding_window": 16} | keys, window)
+            for kind in ("qwen2", "qwen3")
+            for keys, window in (
+                # a layer slides from max_window_layers on, which is 28 where it is left out
+                ({}, 0),
+                ({"max_window_layers": 4}, 0),
+                ({"max_window_layers": 5}, 0),
+                ({"max_window_layers": 0}, 16),
+                ({"layer_types": [FULL] * 4}, 0),
+                ({"layer_types": [SLIDING] * 4}, 16),
+                ({"use_sliding_window": False}, 0),
+                ({"max_window_layers": 1}, None),
+                ({"layer_types": [FULL, SLIDING] * 2}, None),
+            )
+        ),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
-        ("mistral", {}, 4096), ("mistral", {"sliding_window": None}, 0), ("mistral", {"layer_types": [FULL] * 4}, None),
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, 0),
+        ("mistral", {"layer_types": [FULL] * 4}, None),
         ("llama", {"sliding_window": 16}, 0),
     ],
-)  # fmt: skip
+)
 def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind, keys, window):
     given = SMALL | {"model_type": kind} | keys
     if window is None:
         with pytest.raises(
-            ConfigError, match=r"of some layers alone \(\w+.*\) is not computed here; all have it, or none\.$"
+            ConfigError,
+            match=r"of some layers alone \(\w+.*\) is not computed here; all have it, or none\.$",
         ):
             model_section(given, CONFIG)
     else:
@@ -227,16 +288,65 @@ def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind,
     "kind, section",
     [
         # as transformers 5.23 has them
-        ("llama", {"kv_heads": 32, "head_dim": None, "rope_theta": 1e4, "norm_eps": 1e-6, "tied_head": False, "activation": "silu"}),
+        (
+            "llama",
+            {
+                "kv_heads": 32,
+                "head_dim": None,
+                "rope_theta": 1e4,
+                "norm_eps": 1e-6,
+                "tied_head": False,
+                "activation": "silu",
+            },
+        ),
         ("mistral", {"kv_heads": 8, "head_dim": None, "rope_theta": 1e4, "tied_head": False}),
         ("qwen2", {"kv_heads": 32, "head_dim": None, "rope_theta": 1e4, "tied_head": False}),
         ("qwen3", {"kv_heads": 32, "head_dim": 128, "rope_theta": 1e4, "tied_head": False}),
-        ("gemma2", {"head_dim": 256, "rope_theta": 1e4, "tied_head": True, "window": 4096, "score_cap": 50.0, "logit_cap": 30.0}),
-        ("gemma3_text", {"head_dim": 256, "rope_theta": 1e6, "rope_theta_local": 1e4, "global_every": 6, "score_cap": 0.0, "query_scalar": 256}),
-        ("gpt2", {"dropout": 0.1, "d_ff": 128, "norm_eps": 1e-5, "tied_head": True, "activation": "gelu"}),
-        ("vit", {"dropout": 0.0, "norm_eps": 1e-12, "image_size": 224, "patch_size": 16, "vocab_size": 2, "activation": "gelu_exact"}),
+        (
+            "gemma2",
+            {
+                "head_dim": 256,
+                "rope_theta": 1e4,
+                "tied_head": True,
+                "window": 4096,
+                "score_cap": 50.0,
+                "logit_cap": 30.0,
+            },
+        ),
+        (
+            "gemma3_text",
+            {
+                "head_dim": 256,
+                "rope_theta": 1e6,
+                "rope_theta_local": 1e4,
+                "global_every": 6,
+                "score_cap": 0.0,
+                "query_scalar": 256,
+            },
+        ),
+        (
+            "gpt2",
+            {
+                "dropout": 0.1,
+                "d_ff": 128,
+                "norm_eps": 1e-5,
+                "tied_head": True,
+                "activation": "gelu",
+            },
+        ),
+        (
+            "vit",
+            {
+                "dropout": 0.0,
+                "norm_eps": 1e-12,
+                "image_size": 224,
+                "patch_size": 16,
+                "vocab_size": 2,
+                "activation": "gelu_exact",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_file_leaves_out_is_as_its_class_has_it(kind, section):
     given = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 8} if kind == "gpt2" else {}
     given |= {"num_key_value_heads": 4} if kind.startswith("gemma") else {}
@@ -247,9 +357,17 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it(kind, section):
 def test_dropout_is_theirs_and_a_config_may_say_otherwise(tmp_path):
     copy = Path(shutil.copytree(GOLDEN / "gpt2", tmp_path / "model"))
     assert config_of(copy).model.dropout == 0.1
-    assert load({"model": {"weights": str(copy), "dropout": 0.0}, "train": {"sequence_length": 16}}).model.dropout == 0
+    assert (
+        load(
+            {"model": {"weights": str(copy), "dropout": 0.0}, "train": {"sequence_length": 16}}
+        ).model.dropout
+        == 0
+    )
     changed(copy / CONFIG, lambda config: config.update(attn_pdrop=0.0))
-    assert "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.0: here all are dropped with one probability" in refused(copy)
+    assert (
+        "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.0: here all are dropped with one probability"
+        in refused(copy)
+    )
 
 
 def test_both_schemas_of_rope_are_read_alike(copy):
@@ -267,8 +385,14 @@ def test_both_schemas_of_rope_are_read_alike(copy):
 
 def test_both_schemas_of_the_two_ropes_of_gemma_3_are_read_alike():
     now = read_json(GOLDEN / "gemma3" / CONFIG)
-    before = {key: value for key, value in now.items() if key not in ("rope_parameters", "layer_types")}
-    before |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    before = {
+        key: value for key, value in now.items() if key not in ("rope_parameters", "layer_types")
+    }
+    before |= {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
     found = model_section(before, CONFIG)
     assert found == model_section(now, CONFIG)
     assert (found["rope_theta"], found["rope_theta_local"], found["global_every"]) == (1e6, 1e4, 2)
@@ -294,14 +418,20 @@ def test_what_is_read_in_pieces_is_the_same(monkeypatch):
 
 def rewritten(directory, name, change):
     """A tensor of the directory as `change` has it, in a file of its own."""
-    array = change(TensorFiles(directory).tensor(name) if name in TensorFiles(directory).names else None)
+    array = change(
+        TensorFiles(directory).tensor(name) if name in TensorFiles(directory).names else None
+    )
     save_file({name: array}, directory / "changed.safetensors")
-    changed(directory / INDEX, lambda index: index["weight_map"].update({name: "changed.safetensors"}))
+    changed(
+        directory / INDEX, lambda index: index["weight_map"].update({name: "changed.safetensors"})
+    )
 
 
 def test_whole_numbers_are_no_weights(copy):
     rewritten(copy, "model.norm.weight", lambda array: array.astype(np.int64))
-    assert "model.norm.weight in" in refused(copy) and "is I64; it must be one of F64, F32, F16, BF16" in refused(copy)
+    assert "model.norm.weight in" in refused(
+        copy
+    ) and "is I64; it must be one of F64, F32, F16, BF16" in refused(copy)
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
@@ -311,7 +441,9 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
     loading.check(config_of(copy).model, TensorFiles(copy))
     embedding[-1, -1] += 1
     rewritten(copy, "lm_head.weight", lambda _: embedding)
-    assert "that is not model.embed_tokens.weight, but its config.json ties the two" in refused(copy)
+    assert "that is not model.embed_tokens.weight, but its config.json ties the two" in refused(
+        copy
+    )
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -322,7 +454,10 @@ def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatc
     assert caplog.text == ""
     monkeypatch.setattr(loading, "LOG_EVERY", -1.0)
     loading.check_finite(TensorFiles(copy))
-    shares = [int(share) for share in re.findall(r"(\d+)% of the weights in .* are looked through", caplog.text)]
+    shares = [
+        int(share)
+        for share in re.findall(r"(\d+)% of the weights in .* are looked through", caplog.text)
+    ]
     assert shares == sorted(shares) and shares[0] < 100 == shares[-1]
 
     def broken(array):
@@ -330,5 +465,7 @@ def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatc
         return array.astype(dtype)
 
     rewritten(copy, "model.layers.1.mlp.up_proj.weight", broken)
-    with pytest.raises(ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .* has NaN or infinity"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .* has NaN or infinity"
+    ):
         loading.check_finite(TensorFiles(copy))

@@ -1,4 +1,6 @@
-"""PEFT's adapters: its own files read with its own logits, written again bit for bit; what is no plain LoRA of the model is refused."""
+"""PEFT's adapters: its own files read with its own logits, written again bit for bit; what is no plain LoRA of the
+model is refused.
+"""
 
 import dataclasses
 import json
@@ -34,9 +36,13 @@ def logits(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name, sizes", [("qwen3", {"tensor": 2, "pipeline": 2}), ("gpt2", {"data": 2})])
+@pytest.mark.parametrize(
+    "name, sizes", [("qwen3", {"tensor": 2, "pipeline": 2}), ("gpt2", {"data": 2})]
+)
 def test_a_base_with_an_adapter_has_pefts_logits_on_a_mesh(name, sizes):
-    model = mt.read_model(GOLDEN / name, mesh=make_mesh(load({"mesh": sizes})), adapter=GOLDEN / f"{name}_lora")
+    model = mt.read_model(
+        GOLDEN / name, mesh=make_mesh(load({"mesh": sizes})), adapter=GOLDEN / f"{name}_lora"
+    )
     np.testing.assert_allclose(model(TOKENS), logits(f"{name}_lora"), atol=1e-4)
 
 
@@ -45,7 +51,13 @@ def imported(tmp_path_factory):
     """The bases with their adapters as checkpoints, by name."""
     root = tmp_path_factory.mktemp("imported")
     for name in ("qwen3", "gpt2"):
-        words = ["import", str(GOLDEN / name), str(root / name), "--adapter", str(GOLDEN / f"{name}_lora")]
+        words = [
+            "import",
+            str(GOLDEN / name),
+            str(root / name),
+            "--adapter",
+            str(GOLDEN / f"{name}_lora"),
+        ]
         assert main([*words, "--set", "mesh.pipeline=3"]) == 0
     return root
 
@@ -61,7 +73,9 @@ def test_an_adapter_goes_out_bit_for_bit_as_it_came(imported, tmp_path):
     both = GOLDEN / "qwen3_lora", tmp_path / "out"
     came, went = (json.loads((at / peft.ADAPTER_CONFIG).read_text()) for at in both)
     differ = {key for key in went if went[key] != came[key]} - {"base_model_name_or_path"}
-    assert differ <= {"target_modules"} and set(went["target_modules"]) == set(came["target_modules"])
+    assert differ <= {"target_modules"} and set(went["target_modules"]) == set(
+        came["target_modules"]
+    )
     assert went["base_model_name_or_path"] == str(GOLDEN / "qwen3")
 
 
@@ -75,7 +89,9 @@ def test_shares_of_a_fused_projection_are_read_again_as_they_were(imported, tmp_
             np.testing.assert_array_equal(once.read(weight, layer), again.read(weight, layer))
     # for PEFT it is one adapter of rank 3 r, of the same scale
     given = json.loads((tmp_path / "out" / peft.ADAPTER_CONFIG).read_text())
-    assert given["rank_pattern"] == {"attn.c_attn": 12} and given["alpha_pattern"] == {"attn.c_attn": 18}
+    assert given["rank_pattern"] == {"attn.c_attn": 12} and given["alpha_pattern"] == {
+        "attn.c_attn": 18
+    }
     written = load_file(tmp_path / "out" / FILE)
     assert written["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"].shape == (48, 12)
 
@@ -91,7 +107,9 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
     numbers, draw = {}, np.random.default_rng(0)
     for weight in adapters(config.model, config.lora):
         numbers[weight.name] = draw.normal(size=weight.shape).astype(np.float32)
-    export_adapter(config, lambda weight, layer: numbers[weight.name][layer], tmp_path / "out", "float32", None)
+    export_adapter(
+        config, lambda weight, layer: numbers[weight.name][layer], tmp_path / "out", "float32", None
+    )
     found = Adapters(tmp_path / "out", config.model)
     assert found.lora == config.lora
     for weight in adapters(config.model, config.lora):
@@ -102,10 +120,17 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"])
 def test_merged_is_unmerged(imported, tmp_path, name):
     assert main(["merge", str(imported / name), str(tmp_path / "of a run")]) == 0
-    words = [str(GOLDEN / name), str(tmp_path / "of files"), "--adapter", str(GOLDEN / f"{name}_lora")]
+    words = [
+        str(GOLDEN / name),
+        str(tmp_path / "of files"),
+        "--adapter",
+        str(GOLDEN / f"{name}_lora"),
+    ]
     assert main(["merge", *words]) == 0
     for merged in ("of a run", "of files"):
-        np.testing.assert_allclose(mt.read_model(tmp_path / merged)(TOKENS), logits(f"{name}_lora"), atol=1e-4)
+        np.testing.assert_allclose(
+            mt.read_model(tmp_path / merged)(TOKENS), logits(f"{name}_lora"), atol=1e-4
+        )
     np.testing.assert_array_equal(
         mt.read_model(imported / name).weights["embedding.tokens"],
         mt.read_model(tmp_path / "of a run").weights["embedding.tokens"],
@@ -129,7 +154,9 @@ def test_a_run_with_the_same_section_goes_on_with_the_adapters(imported, tmp_pat
     checkpointer = mt.Checkpointer(config, program, say=[].append)
     state, _ = checkpointer.restore_or_init()
     checkpointer.close()
-    np.testing.assert_allclose(program.logits(state.params, TOKENS), logits("qwen3_lora"), atol=1e-4)
+    np.testing.assert_allclose(
+        program.logits(state.params, TOKENS), logits("qwen3_lora"), atol=1e-4
+    )
     changed = load(given, ["lora.alpha=7", f"run.directory={tmp_path / 'b'}"])
     other = mt.Checkpointer(changed, mt.Program(changed), say=[].append)
     with pytest.raises(ConfigError, match=r"adapters with lora\.alpha 6\.0"):
@@ -169,10 +196,13 @@ def refused(directory, base="qwen3"):
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern makes ranks of 4 and 8"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern makes alphas of 6 and 8"),
         ({"rank_pattern": {"(a+)+$": 8}}, "only names of modules are read"),
-        ({"target_modules": ["q_proj", "o_proj", "v_proj", "down_proj"]}, "asks for model.layers.0.self_attn.o_proj"),
+        (
+            {"target_modules": ["q_proj", "o_proj", "v_proj", "down_proj"]},
+            "asks for model.layers.0.self_attn.o_proj",
+        ),
         ({"target_modules": "all-linear"}, "asks for model.layers.0.self_attn.k_proj"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plain_lora_is_refused_by_name(copy, change, says):
     given = json.loads((copy / peft.ADAPTER_CONFIG).read_text())
     (copy / peft.ADAPTER_CONFIG).write_text(json.dumps(given | change))
@@ -182,7 +212,9 @@ def test_what_is_no_plain_lora_is_refused_by_name(copy, change, says):
 def test_a_pattern_is_never_run(copy):
     given = json.loads((copy / peft.ADAPTER_CONFIG).read_text())
     # against the name of a module this takes for ever
-    (copy / peft.ADAPTER_CONFIG).write_text(json.dumps(given | {"target_modules": r"(([a-z.0-9_]+)+)+\d$"}))
+    (copy / peft.ADAPTER_CONFIG).write_text(
+        json.dumps(given | {"target_modules": r"(([a-z.0-9_]+)+)+\d$"})
+    )
     assert Adapters(copy, config_of(GOLDEN / "qwen3").model).lora.targets == ("q", "v", "down")
 
 
@@ -193,7 +225,9 @@ def changed(directory, change):
 
 
 def test_the_adapter_of_another_model_is_refused(copy):
-    assert "is [4, 24]" not in refused(copy, "gpt2") and "it is the adapter of another model" in refused(copy, "gpt2")
+    assert "is [4, 24]" not in refused(
+        copy, "gpt2"
+    ) and "it is the adapter of another model" in refused(copy, "gpt2")
     assert "of this model and rank 4 it is [16, 4]" in refused(copy, "mistral")
 
 
@@ -201,8 +235,16 @@ def test_a_tensor_missing_too_many_or_no_number_is_refused(copy):
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"
     changed(copy, lambda held: held.update({name: held[name].astype(np.int32)}))
     assert "is I32; it must be one of" in refused(copy)
-    changed(copy, lambda held: held.update({name.replace("lora_A.weight", "lora_magnitude_vector"): held[name]}))
-    assert "down_proj.lora_magnitude_vector, for which this qwen3 of 3 layers has no place" in refused(copy)
+    changed(
+        copy,
+        lambda held: held.update(
+            {name.replace("lora_A.weight", "lora_magnitude_vector"): held[name]}
+        ),
+    )
+    assert (
+        "down_proj.lora_magnitude_vector, for which this qwen3 of 3 layers has no place"
+        in refused(copy)
+    )
     changed(copy, lambda held: held.pop(name))
     assert f"has no {name}" in refused(copy)
 
@@ -217,18 +259,37 @@ def test_a_pickle_or_a_part_of_a_file_is_not_opened(copy):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["export", "{out}", "{new}"], "merge writes both as one model, export --adapter the adapters alone"),
+        (
+            ["export", "{out}", "{new}"],
+            "merge writes both as one model, export --adapter the adapters alone",
+        ),
         (["merge", str(GOLDEN / "qwen3"), "{new}"], "has no adapters to merge"),
         (["export", str(GOLDEN / "qwen3"), "{new}", "--adapter"], "has no adapters"),
-        (["merge", "{out}", "{new}", "--adapter", str(GOLDEN / "qwen3_lora")], "has adapters of its own"),
-        (["import", str(GOLDEN / "qwen3"), "{new}", "--adapter", str(GOLDEN / "gpt2_lora")], "of another model"),
+        (
+            ["merge", "{out}", "{new}", "--adapter", str(GOLDEN / "qwen3_lora")],
+            "has adapters of its own",
+        ),
+        (
+            ["import", str(GOLDEN / "qwen3"), "{new}", "--adapter", str(GOLDEN / "gpt2_lora")],
+            "of another model",
+        ),
     ],
 )
-def test_a_mistaken_command_gets_one_sentence_and_writes_nothing(imported, tmp_path, capsys, words, says):
+def test_a_mistaken_command_gets_one_sentence_and_writes_nothing(
+    imported, tmp_path, capsys, words, says
+):
     given = [word.format(out=imported / "qwen3", new=tmp_path / "new") for word in words]
     assert says in refusals.refused(main, capsys, *given) and not list(tmp_path.iterdir())
 
 
 def test_a_section_that_adapters_contradict_is_refused(tmp_path, capsys):
-    words = ["import", str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--adapter", str(GOLDEN / "qwen3_lora")]
-    assert "lora.rank is 8, but the adapters in" in refusals.refused(main, capsys, *words, "--set", "lora.rank=8")
+    words = [
+        "import",
+        str(GOLDEN / "qwen3"),
+        str(tmp_path / "out"),
+        "--adapter",
+        str(GOLDEN / "qwen3_lora"),
+    ]
+    assert "lora.rank is 8, but the adapters in" in refusals.refused(
+        main, capsys, *words, "--set", "lora.rank=8"
+    )

@@ -17,7 +17,10 @@ def model(**keys):
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ({"family": "llama", "qkv_bias": True}, "qkv_bias true; train it as model.family qwen2 to export it"),
+        (
+            {"family": "llama", "qkv_bias": True},
+            "qkv_bias true; train it as model.family qwen2 to export it",
+        ),
         ({"family": "llama", "window": 8}, "window 8; train it as model.family mistral"),
         ({"family": "mistral", "qk_norm": True}, "qk_norm true; train it as model.family qwen3"),
         ({"family": "qwen3", "qkv_bias": True}, r"cannot hold model\.qkv_bias true\.$"),
@@ -32,8 +35,14 @@ def model(**keys):
         ({"family": "llama", "post_norms": True}, "post_norms true"),
         ({"family": "qwen3", "query_scalar": 3}, "query_scalar 3"),
         ({"family": "mistral", "window": 8, "global_every": 2}, "global_every 2"),
-        ({"family": "llama", "moe": {"experts": 4}}, r"moe\.experts 4; train it as model\.family mixtral"),
-        ({"family": "mixtral", "moe": {"experts": 0}}, r"moe\.experts 0; train it as model\.family llama"),
+        (
+            {"family": "llama", "moe": {"experts": 4}},
+            r"moe\.experts 4; train it as model\.family mixtral",
+        ),
+        (
+            {"family": "mixtral", "moe": {"experts": 0}},
+            r"moe\.experts 0; train it as model\.family llama",
+        ),
         ({"family": "mixtral", "moe": {"normalize": False}}, r"moe\.normalize False\.$"),
         ({"family": "qwen3_moe", "moe": {"router": "sigmoid"}}, r"moe\.router sigmoid\.$"),
         ({"family": "qwen3_moe", "moe": {"shared_experts": 1}}, r"moe\.shared_experts 1\.$"),
@@ -51,14 +60,25 @@ def test_what_a_class_cannot_hold_is_refused_with_the_way_out(keys, says):
 
 @pytest.mark.parametrize("family", [name for name in HF_FAMILIES if not FAMILIES[name].images])
 @pytest.mark.parametrize(
-    "keys", [{}, {"activation": "relu", "tied_head": True}, {"activation": "gelu_exact", "tied_head": False}]
+    "keys",
+    [
+        {},
+        {"activation": "relu", "tied_head": True},
+        {"activation": "gelu_exact", "tied_head": False},
+    ],
 )
 def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
     # gpt-oss's class has one function, and no field for it
-    keys = {key: value for key, value in keys.items() if key != "activation" or not HF_FAMILIES[family].activation}
+    keys = {
+        key: value
+        for key, value in keys.items()
+        if key != "activation" or not HF_FAMILIES[family].activation
+    }
     width = {"moe": {"d_ff": 24}} if FAMILIES[family].experts else {}
     given = model(family=family, **keys, **width)
-    assert load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model == given
+    assert (
+        load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model == given
+    )
 
 
 def test_gemmas_function_has_the_name_that_other_readers_take():
@@ -77,6 +97,8 @@ def test_a_family_from_outside_is_none_of_theirs():
 
 @pytest.mark.parametrize(("scaling", "original"), [("linear", False), ("yarn", True)])
 def test_positions_that_are_only_stretched_need_no_length_of_before(scaling, original):
-    given = model(rope_scaling=scaling, rope_factor=4.0, **({"rope_original": 32} if original else {}))
+    given = model(
+        rope_scaling=scaling, rope_factor=4.0, **({"rope_original": 32} if original else {})
+    )
     written = config_json(vars(given), 64, "float32")
     assert ("rope_original" in model_section(written, "config.json")) == original

@@ -9,7 +9,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain import hlo
-from meshtrain.hlo import Collective, CompiledCollectives, Module, collectives, live_bytes, short_path
+from meshtrain.hlo import (
+    Collective,
+    CompiledCollectives,
+    Module,
+    collectives,
+    live_bytes,
+    short_path,
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +68,18 @@ def only(text: str, mesh: Mesh) -> Collective:
 )
 def test_groups_become_mesh_axes_in_every_spelling(groups, axis, ranks, mesh):
     found = only(
-        program(f"ROOT %psum.1 = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add"),
+        program(
+            f"ROOT %psum.1 = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add"
+        ),
         mesh,
     )
-    assert (found.kind, found.axis, found.ranks, found.bytes, found.dtype) == ("all-reduce", axis, ranks, 32, "f32")
+    assert (found.kind, found.axis, found.ranks, found.bytes, found.dtype) == (
+        "all-reduce",
+        axis,
+        ranks,
+        32,
+        "f32",
+    )
     assert found.source == "jit(step)/psum"
 
 
@@ -75,28 +90,102 @@ PAIRS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
     ("instruction", "kind", "nbytes", "dtype", "sent"),
     [
         (f"ROOT %a = bf16[4,8]{{1,0}} all-reduce(%p), {PAIRS}", "all-reduce", 64, "bf16", 64),
-        (f"ROOT %a = (f32[8]{{0}}, f32[2,/*index=1*/3]{{1,0}}) all-reduce(%p, %q), {PAIRS}", "all-reduce", 56, "f32", 56),
-        (f"%a = (f32[8]{{0}}, f32[4]{{0}}) all-reduce-start(%p, %q), {PAIRS}", "all-reduce", 48, "f32", 48),
-        (f"%a = ((f32[8]{{0}}), f32[8]{{0}}) all-reduce-start(%p), {PAIRS}", "all-reduce", 32, "f32", 32),
-        (f"ROOT %a = f32[16]{{0:T(256)S(1)}} all-gather(%p), {PAIRS}, dimensions={{0}}", "all-gather", 64, "f32", 32),
-        (f"%a = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%p), {PAIRS}", "all-gather", 64, "f32", 32),
-        (f"%a = ((f32[8]{{0}}, f32[1]{{0}}), (f32[16]{{0}}, f32[2]{{0}})) all-gather-start(%p), {PAIRS}", "all-gather", 72, "f32", 36),
-        (f"ROOT %a = f16[4]{{0}} reduce-scatter(%p), {PAIRS}, dimensions={{0}}", "reduce-scatter", 16, "f16", 8),
-        (f"%a = ((f32[8]{{0}}), f32[4]{{0}}) reduce-scatter-start(%p), {PAIRS}", "reduce-scatter", 32, "f32", 16),
-        (f"ROOT %a = (f32[4]{{0}}, f32[4]{{0}}) all-to-all(%p, %q), {PAIRS}", "all-to-all", 32, "f32", 16),
+        (
+            f"ROOT %a = (f32[8]{{0}}, f32[2,/*index=1*/3]{{1,0}}) all-reduce(%p, %q), {PAIRS}",
+            "all-reduce",
+            56,
+            "f32",
+            56,
+        ),
+        (
+            f"%a = (f32[8]{{0}}, f32[4]{{0}}) all-reduce-start(%p, %q), {PAIRS}",
+            "all-reduce",
+            48,
+            "f32",
+            48,
+        ),
+        (
+            f"%a = ((f32[8]{{0}}), f32[8]{{0}}) all-reduce-start(%p), {PAIRS}",
+            "all-reduce",
+            32,
+            "f32",
+            32,
+        ),
+        (
+            f"ROOT %a = f32[16]{{0:T(256)S(1)}} all-gather(%p), {PAIRS}, dimensions={{0}}",
+            "all-gather",
+            64,
+            "f32",
+            32,
+        ),
+        (
+            f"%a = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%p), {PAIRS}",
+            "all-gather",
+            64,
+            "f32",
+            32,
+        ),
+        (
+            f"%a = ((f32[8]{{0}}, f32[1]{{0}}), (f32[16]{{0}}, f32[2]{{0}})) all-gather-start(%p), {PAIRS}",
+            "all-gather",
+            72,
+            "f32",
+            36,
+        ),
+        (
+            f"ROOT %a = f16[4]{{0}} reduce-scatter(%p), {PAIRS}, dimensions={{0}}",
+            "reduce-scatter",
+            16,
+            "f16",
+            8,
+        ),
+        (
+            f"%a = ((f32[8]{{0}}), f32[4]{{0}}) reduce-scatter-start(%p), {PAIRS}",
+            "reduce-scatter",
+            32,
+            "f32",
+            16,
+        ),
+        (
+            f"ROOT %a = (f32[4]{{0}}, f32[4]{{0}}) all-to-all(%p, %q), {PAIRS}",
+            "all-to-all",
+            32,
+            "f32",
+            16,
+        ),
     ],
-)  # fmt: skip
-def test_bytes_are_those_of_the_full_buffer_and_sent_those_of_a_ring(instruction, kind, nbytes, dtype, sent, mesh):
+)
+def test_bytes_are_those_of_the_full_buffer_and_sent_those_of_a_ring(
+    instruction, kind, nbytes, dtype, sent, mesh
+):
     found = only(program(instruction), mesh)
-    assert (found.kind, found.axis, found.bytes, found.dtype, found.sent) == (kind, "data", nbytes, dtype, sent)
+    assert (found.kind, found.axis, found.bytes, found.dtype, found.sent) == (
+        kind,
+        "data",
+        nbytes,
+        dtype,
+        sent,
+    )
 
 
 @pytest.mark.parametrize(
-    "opcode", ["f32[8]{0} collective-permute(", "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start("]
+    "opcode",
+    [
+        "f32[8]{0} collective-permute(",
+        "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(",
+    ],
 )
 def test_messages_between_stages_are_told_by_their_pairs(opcode, mesh):
-    found = only(program(f"ROOT %m = {opcode}%p), source_target_pairs={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}"), mesh)
-    assert (found.kind, found.axis, found.bytes, found.sent) == ("collective-permute", "pipeline", 32, 32)
+    found = only(
+        program(f"ROOT %m = {opcode}%p), source_target_pairs={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}"),
+        mesh,
+    )
+    assert (found.kind, found.axis, found.bytes, found.sent) == (
+        "collective-permute",
+        "pipeline",
+        32,
+        32,
+    )
 
 
 NESTED = """
@@ -165,14 +254,21 @@ def test_trips_multiply_over_loops_and_conditionals_are_told(mesh):
     found = {c.kind: c for c in collectives(NESTED, mesh)}
     assert len(collectives(NESTED, mesh)) == 3, "what is started and done is one"
     assert (found["all-reduce"].loops, found["all-reduce"].conditionals) == ((11, 5), (1,))
-    assert (found["collective-permute"].loops, found["collective-permute"].conditionals) == ((11,), ())
+    assert (found["collective-permute"].loops, found["collective-permute"].conditionals) == (
+        (11,),
+        (),
+    )
     assert (found["reduce-scatter"].trips, found["reduce-scatter"].axis) == (1, "data")
 
 
 def test_traffic_sums_what_is_sent_by_axis_as_often_as_it_is_executed(mesh):
     found = collectives(NESTED, mesh)
     assert found.traffic == {"tensor": 55 * 32, "pipeline": 11 * 32, "data": 16}
-    assert collectives(NESTED, mesh, busy=0.5).traffic == {"tensor": 55 * 32 / 2, "pipeline": 11 * 32, "data": 16}
+    assert collectives(NESTED, mesh, busy=0.5).traffic == {
+        "tensor": 55 * 32 / 2,
+        "pipeline": 11 * 32,
+        "data": 16,
+    }
 
 
 def test_of_one_loop_those_of_one_turn_are_told(mesh):
@@ -196,7 +292,15 @@ def test_text_that_is_no_program_is_refused(mesh):
 
 
 def test_types_have_the_bytes_of_their_elements():
-    sizes = {"f32[2,3]{1,0}": 24, "pred[5]": 5, "bf16[]": 2, "f8e4m3fn[3]": 3, "c64[2]": 16, "s4[3]": 2, "f32[0,4]": 0}
+    sizes = {
+        "f32[2,3]{1,0}": 24,
+        "pred[5]": 5,
+        "bf16[]": 2,
+        "f8e4m3fn[3]": 3,
+        "c64[2]": 16,
+        "s4[3]": 2,
+        "f32[0,4]": 0,
+    }
     assert {kind: hlo.byte_count(kind) for kind in sizes} == sizes
 
 
@@ -213,7 +317,9 @@ def test_a_compiled_program_tells_axis_bytes_and_trips(mesh):
 
 
 def test_live_bytes_are_those_of_one_device(mesh):
-    split = jax.device_put(np.zeros((8, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(("data", "tensor"))))
+    split = jax.device_put(
+        np.zeros((8, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(("data", "tensor")))
+    )
     everywhere = jax.device_put(np.zeros(3, np.int8), jax.NamedSharding(mesh, PartitionSpec()))
     alone = jax.device_put(np.zeros(100, np.int8), jax.devices()[3])
     assert live_bytes({"a": split, "b": [everywhere]}, jax.devices()[0]) == 32 + 3
@@ -272,7 +378,18 @@ class Sent:
 
 
 def test_collectives_are_counted_in_a_line_the_most_frequent_first():
-    found = [Sent("all-gather", ("data",), (2, 3)), Sent("all-reduce", ("tensor",), (4, 2)), Sent("all-reduce", ("tensor",), ()), Sent("all-reduce", (), (9,))]  # fmt: skip
-    assert CompiledCollectives(found).in_a_line == "9 all-reduce over tensor, 6 all-gather over data"
-    many = CompiledCollectives(Sent(f"kind-{n}", ("data", "tensor", "pipeline"), ()) for n in range(40)).in_a_line
-    assert len(many) <= 410 and re.fullmatch(r"(1 kind-\d+ over data\+tensor\+pipeline, )+\.\.\.", many)
+    found = [
+        Sent("all-gather", ("data",), (2, 3)),
+        Sent("all-reduce", ("tensor",), (4, 2)),
+        Sent("all-reduce", ("tensor",), ()),
+        Sent("all-reduce", (), (9,)),
+    ]
+    assert (
+        CompiledCollectives(found).in_a_line == "9 all-reduce over tensor, 6 all-gather over data"
+    )
+    many = CompiledCollectives(
+        Sent(f"kind-{n}", ("data", "tensor", "pipeline"), ()) for n in range(40)
+    ).in_a_line
+    assert len(many) <= 410 and re.fullmatch(
+        r"(1 kind-\d+ over data\+tensor\+pipeline, )+\.\.\.", many
+    )

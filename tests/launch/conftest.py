@@ -42,11 +42,15 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def engine_environment() -> Iterator[None]:
     """In jobs of an engine `python` is this one, with one device a process; what they compile is kept."""
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+    )
     own = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": flags,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "XLA_FLAGS": flags,
         "JAX_COMPILATION_CACHE_DIR": f"{os.environ['XDG_CACHE_HOME']}/meshtrain/compiled-tests",
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)

@@ -1,4 +1,7 @@
-"""Presets of flags: which, for what, and that the installed compiler takes each. An unknown flag ends a process, so each trial has its own."""
+"""Presets of flags: which, for what, and that the installed compiler takes each.
+
+An unknown flag ends a process, so each trial has its own.
+"""
 
 import dataclasses
 import importlib.util
@@ -30,7 +33,9 @@ def chosen(config=LARGE, cluster=H100S, versions=THERE, given=None):
 
 def narrow(**changes):
     spine = dataclasses.replace(H100S.links.spine, oversubscription=7.0)
-    return dataclasses.replace(H100S, links=dataclasses.replace(H100S.links, spine=spine), **changes)
+    return dataclasses.replace(
+        H100S, links=dataclasses.replace(H100S.links, spine=spine), **changes
+    )
 
 
 def test_stages_on_several_nodes_have_their_messages_in_communicators_of_their_own():
@@ -64,7 +69,9 @@ def test_rings_keep_to_their_rail_where_the_way_between_rails_is_narrow():
     assert chosen(cluster=narrow(between_rails="spine"))["NCCL_PXN_DISABLE"].value == "1"
 
 
-@pytest.mark.parametrize("version", ["", "0.9.2", "0.10.1", "0.10.2", "0.11.0", "0.12.0.1", "0.13.0", "1.0"])
+@pytest.mark.parametrize(
+    "version", ["", "0.9.2", "0.10.1", "0.10.2", "0.11.0", "0.12.0.1", "0.13.0", "1.0"]
+)
 def test_a_flag_is_left_alone_with_versions_that_were_not_seen_to_take_it(version):
     found = chosen(versions={flags.JAXLIB: version} if version else {})
     takes = version in ("0.10.2", "0.11.0", "0.12.0.1")
@@ -73,14 +80,18 @@ def test_a_flag_is_left_alone_with_versions_that_were_not_seen_to_take_it(versio
 
 
 def test_what_the_user_set_wins_and_stays():
-    given = {"XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=false --{TERMINATE}=60", "NCCL_DEBUG": "INFO"}
+    given = {
+        "XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=false --{TERMINATE}=60",
+        "NCCL_DEBUG": "INFO",
+    }
     found = chosen(given=given)
     assert {one.left for one in found.values()} == {"set by the user"}
     assert flags.environment(list(found.values()), given) == {}
     other = {"XLA_FLAGS": "--xla_dump_to=/x"}
     assert flags.environment(list(chosen(given=other).values()), other) == {
-        "XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=true --{TERMINATE}=3600", "NCCL_DEBUG": "WARN",
-    }  # fmt: skip
+        "XLA_FLAGS": f"--xla_dump_to=/x --{PERMUTE}=true --{TERMINATE}=3600",
+        "NCCL_DEBUG": "WARN",
+    }
 
 
 def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, capsys):
@@ -89,29 +100,44 @@ def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, caps
     arguments = ["--config", str(file), "--cluster", "h100", "--flags"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert f"{PERMUTE}=true" in said and "issue 40505" in said and "jaxlib 0.10.2 and later, before 0.13" in said
+    assert (
+        f"{PERMUTE}=true" in said
+        and "issue 40505" in said
+        and "jaxlib 0.10.2 and later, before 0.13" in said
+    )
     assert f"xla_gpu_memory_limit_slop_factor={slop_factor()}" in said and "overlap_limit=4" in said
     assert "train.gc_every=100" in said
     assert all(setting in said and why in said for setting, why in flags.ADVICE.items())
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["value"]) for one in found["by_the_run"]] == [("train.gc_every", "100")]
-    assert [one["name"] for one in found["set"]] == [PERMUTE, TERMINATE, "NCCL_DEBUG"] and len(found["left"]) == len(
-        flags.ADVICE
-    )
+    assert [(one["name"], one["value"]) for one in found["by_the_run"]] == [
+        ("train.gc_every", "100")
+    ]
+    assert [one["name"] for one in found["set"]] == [PERMUTE, TERMINATE, "NCCL_DEBUG"] and len(
+        found["left"]
+    ) == len(flags.ADVICE)
 
 
 def run(code, *xla):
     """Under these flags and no others."""
-    environment = {**os.environ, "XLA_FLAGS": " ".join(f"--{flag}" for flag in xla), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": " ".join(f"--{flag}" for flag in xla),
+        "JAX_PLATFORMS": "cpu",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
 
 
 START = "import jax; jax.devices(); print('started')"
 EVERY = chosen(cluster=narrow(between_rails="spine"))
 SET = [*EVERY.values(), *flags.by_the_step(LARGE, H100S)]
 ALL = [f"{one.name}={one.value}" for one in SET if one.name.startswith("xla_")]
-GONE = [f"xla_gpu_enable_{what}=true" for what in ("async_collectives", "async_all_gather", "triton_softmax_fusion")]
+GONE = [
+    f"xla_gpu_enable_{what}=true"
+    for what in ("async_collectives", "async_all_gather", "triton_softmax_fusion")
+]
 
 
 def test_the_compiler_that_is_installed_takes_every_flag():
@@ -150,6 +176,7 @@ def test_a_file_of_the_presets_cluster_is_enough(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(
         "nodes: 64\ndevices_per_node: 8\ntopology: rail_optimised\naccelerator: {name: h100}\n"
-        "links: {node: {devices: 8, bandwidth: 450}, rail: {devices: 64, bandwidth: 50}, spine: {devices: 512, bandwidth: 50, oversubscription: 2}}\n"
+        "links: {node: {devices: 8, bandwidth: 450}, rail: {devices: 64, bandwidth: 50}, spine: {devices: 512, "
+        "bandwidth: 50, oversubscription: 2}}\n"
     )
     assert "NCCL_CROSS_NIC" in chosen(cluster=load_cluster(file))

@@ -11,7 +11,9 @@ from meshtrain.launch import job
 def _job(tmp_path, nodes, overrides=(), cluster=None, no_flags=False, **sections) -> job.LaunchJob:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"mesh": {"data": 4, "tensor": 2}, **sections}))
-    options = argparse.Namespace(config=str(path), set=list(overrides), cluster=cluster, no_flags=no_flags)
+    options = argparse.Namespace(
+        config=str(path), set=list(overrides), cluster=cluster, no_flags=no_flags
+    )
     return job.make(job.load(str(path), overrides), options, nodes, "python")
 
 
@@ -53,19 +55,32 @@ def test_nodes_that_would_need_more_devices_than_they_have_are_refused_with_the_
 ):
     sizes = {"data": mesh, "tensor": 1}
     batch = {"train": {"global_batch_size": mesh}}
-    with pytest.raises(job.ConfigError, match=f"has [0-9]+; give at least {fewest} nodes, or the --cluster"):
+    with pytest.raises(
+        job.ConfigError, match=f"has [0-9]+; give at least {fewest} nodes, or the --cluster"
+    ):
         _job(tmp_path, nodes, cluster=cluster, mesh=sizes, **batch)
     assert _job(tmp_path, fewest, cluster=cluster, mesh=sizes, **batch).devices == mesh // fewest
     # Who says nothing of the nodes' kind, and wants none of its flags, may have others.
     assert _job(tmp_path, nodes, no_flags=True, mesh=sizes, **batch).devices == mesh // nodes
-    assert _job(tmp_path, nodes, mesh=sizes, run={"fake_devices": mesh}, **batch).devices == mesh // nodes
+    assert (
+        _job(tmp_path, nodes, mesh=sizes, run={"fake_devices": mesh}, **batch).devices
+        == mesh // nodes
+    )
 
 
-NAMES = {"runs/quickstart": "quickstart", "/a/8B run_é!": "b-run", "runs/123": "meshtrain", "r" * 99: "r" * 40, "a" * 39 + "--b": "a" * 39}  # fmt: skip
+NAMES = {
+    "runs/quickstart": "quickstart",
+    "/a/8B run_é!": "b-run",
+    "runs/123": "meshtrain",
+    "r" * 99: "r" * 40,
+    "a" * 39 + "--b": "a" * 39,
+}
 
 
 def test_the_name_is_the_run_directorys(tmp_path):
-    assert {directory: _job(tmp_path, 1, run={"directory": directory}).name for directory in NAMES} == NAMES
+    assert {
+        directory: _job(tmp_path, 1, run={"directory": directory}).name for directory in NAMES
+    } == NAMES
 
 
 def test_times():

@@ -44,7 +44,9 @@ MISTAKES = [
 @pytest.mark.parametrize("way", NEEDED)
 @pytest.mark.parametrize("more, sentence", MISTAKES)
 def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
-    assert sentence in refused(main, capsys, way, "--config", str(config), *NEEDED[way], *more.split())
+    assert sentence in refused(
+        main, capsys, way, "--config", str(config), *NEEDED[way], *more.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,10 +58,22 @@ def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
         (["local", "two", "--config", "x"], "argument N: 'two' is not a whole number"),
         (["local", "2", "--config", "missing.yaml"], "missing.yaml"),
         (["ssh", "--config", "x"], "one of the arguments --hosts --hostfile is required"),
-        (["jobset", "--config", "x", "--image", "i"], "the following arguments are required: --volume"),
-        (["slurm", "--config", "x", "--partition", "a b"], "argument --partition: 'a b' is no name"),
-        (["slurm", "--config", "x", "--time", "10"], "argument --time: '10' is no time; write H:MM:SS"),
-        (["ray", "--config", "x", "--directory", "runs"], "argument --directory: 'runs' is no absolute path"),
+        (
+            ["jobset", "--config", "x", "--image", "i"],
+            "the following arguments are required: --volume",
+        ),
+        (
+            ["slurm", "--config", "x", "--partition", "a b"],
+            "argument --partition: 'a b' is no name",
+        ),
+        (
+            ["slurm", "--config", "x", "--time", "10"],
+            "argument --time: '10' is no time; write H:MM:SS",
+        ),
+        (
+            ["ray", "--config", "x", "--directory", "runs"],
+            "argument --directory: 'runs' is no absolute path",
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence(words, sentence, capsys):
@@ -73,7 +87,10 @@ def test_the_help_has_every_way(capsys):
 
 
 def test_no_jax_is_loaded():
-    code = "import sys, meshtrain.launch.__main__, meshtrain.launch.on_ray, meshtrain.survive.agreed; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, meshtrain.launch.__main__, meshtrain.launch.on_ray, meshtrain.survive.agreed; sys.exit('jax' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

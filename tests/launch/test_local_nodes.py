@@ -22,7 +22,9 @@ def launch(launched, supervisors, config):
     def start(nodes: int, *words: str) -> subprocess.Popen[str]:
         started = [sys.executable, "-c", MAIN, str(supervisors.python)]
         command = [*started, "local", str(nodes), "--config", str(config), *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        )
         launched.append(process)
         return process
 
@@ -33,9 +35,24 @@ def test_each_node_is_told_its_name_its_address_and_its_share(launch, supervisor
     for node in range(4):
         supervisors.does(f"n{node}", exit=0)
     assert launch(4, "--set", "train.steps=3").wait(PATIENCE) == 0
-    shared = ["-m", "meshtrain.survive", "--config", str(config), "--set", "train.steps=3", "--set", "survive.wanted=4"]
+    shared = [
+        "-m",
+        "meshtrain.survive",
+        "--config",
+        str(config),
+        "--set",
+        "train.steps=3",
+        "--set",
+        "survive.wanted=4",
+    ]
     for node in range(4):
-        assert supervisors.words(f"n{node}") == [*shared, "--node", f"n{node}", "--address", "127.0.0.1"]
+        assert supervisors.words(f"n{node}") == [
+            *shared,
+            "--node",
+            f"n{node}",
+            "--address",
+            "127.0.0.1",
+        ]
 
 
 @pytest.mark.thorough
@@ -44,7 +61,11 @@ def test_output_is_passed_on_by_whole_lines_under_the_nodes_name(launch, supervi
     supervisors.does("n1", out="x" * 200_000 + "\n", exit=75)
     out, err = (launcher := launch(2)).communicate(timeout=PATIENCE)
     assert launcher.returncode == 3, "the run's"  # more of them: `outcome`
-    assert [line for line in out.splitlines() if line.startswith("n0")] == ["n0: one", "n0: two", "n0: last"]
+    assert [line for line in out.splitlines() if line.startswith("n0")] == [
+        "n0: one",
+        "n0: two",
+        "n0: last",
+    ]
     assert sum(line.count("x") for line in out.splitlines()) == 200_000
     assert "n0: careful\n" in err
 
@@ -68,7 +89,9 @@ def test_one_nodes_output_is_left_as_it_is(launch, supervisors):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_killed_supervisor_is_said_and_a_signal_is_passed_on_once_to_the_others(launch, supervisors, number):
+def test_a_killed_supervisor_is_said_and_a_signal_is_passed_on_once_to_the_others(
+    launch, supervisors, number
+):
     supervisors.does("n1", kill=signal.SIGKILL)
     launcher = launch(4)
     for node in ("n0", "n2", "n3"):

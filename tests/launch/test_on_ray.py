@@ -16,7 +16,22 @@ RAY = '#!{python}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ
 
 
 def test_the_script_submits_the_supervisors_command(config, tmp_path, capsys):
-    assert main(["ray", "--config", str(config), "--nodes", "4", "--directory", "/shared", "--requeues", "5"]) == 0
+    assert (
+        main(
+            [
+                "ray",
+                "--config",
+                str(config),
+                "--nodes",
+                "4",
+                "--directory",
+                "/shared",
+                "--requeues",
+                "5",
+            ]
+        )
+        == 0
+    )
     script, told = capsys.readouterr().out, tmp_path / "told"
     (tmp_path / "ray").write_text(RAY.replace("{python}", sys.executable))
     (tmp_path / "ray").chmod(0o755)
@@ -27,9 +42,19 @@ def test_the_script_submits_the_supervisors_command(config, tmp_path, capsys):
     assert words[6:] == ["--", "python", "-m", "meshtrain.launch.on_ray"]
     variables = json.loads(words[5])["env_vars"]
     assert variables[on_ray.STOP_TIME] == "120"
-    supervisor = ["python", "-m", "meshtrain.survive", "--config", str(config), "--set", "survive.wanted=4"]
+    supervisor = [
+        "python",
+        "-m",
+        "meshtrain.survive",
+        "--config",
+        str(config),
+        "--set",
+        "survive.wanted=4",
+    ]
     told_of = {"supervisor": supervisor, "directory": "/shared", "nodes": 4, "again": 5}
-    assert json.loads(variables[on_ray.VARIABLE]) == told_of | {"share": {"num_gpus": 2, "num_cpus": 1}}
+    assert json.loads(variables[on_ray.VARIABLE]) == told_of | {
+        "share": {"num_gpus": 2, "num_cpus": 1}
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,14 +92,22 @@ def test_each_node_until_the_run_is_over(monkeypatch, ends, again, started, whol
 
 def test_a_job_that_is_stopped_starts_nothing_again():
     ends = [(0, 75), (1, 75)]
-    assert on_ray.drive(lambda node: (0, node), lambda *_: ((0, ends[0][0]), ends.pop(0)[1]), 2, 9, lambda: True) == 75
+    assert (
+        on_ray.drive(
+            lambda node: (0, node), lambda *_: ((0, ends[0][0]), ends.pop(0)[1]), 2, 9, lambda: True
+        )
+        == 75
+    )
 
 
 @pytest.fixture
 def worker(supervisors, tmp_path):
     """A worker of Ray's that runs a supervisor, which has started; and how the supervisor started."""
     words = [str(supervisors.python), "-m", "meshtrain.survive"]
-    code = f"import sys; from meshtrain.launch.on_ray import supervise; sys.exit(supervise({words!r}, {str(tmp_path)!r}, 'n0', 'h'))"
+    code = (
+        f"import sys; from meshtrain.launch.on_ray import supervise; sys.exit(supervise({words!r}, "
+        f"{str(tmp_path)!r}, 'n0', 'h'))"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     yield process, supervisors.started("n0")
     process.kill()

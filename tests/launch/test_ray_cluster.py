@@ -16,7 +16,10 @@ from small_runs import losses, overrides, step
 from meshtrain.launch.__main__ import main
 from meshtrain.launch.job import GRACE
 
-pytestmark = [pytest.mark.engines, pytest.mark.skipif(bool(missing()), reason=missing() or "it can be")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it can be"),
+]
 LONG = 200  # steps
 
 
@@ -29,14 +32,29 @@ def cluster(engine_environment):
 class Job:
     """A run's job: submitted by the printed script, its output followed."""
 
-    def __init__(self, cluster: RayCluster, directory: Path, capsys, steps: int, **settings: object) -> None:
+    def __init__(
+        self, cluster: RayCluster, directory: Path, capsys, steps: int, **settings: object
+    ) -> None:
         self.cluster, self.run = cluster, directory / "run"
-        words = ["ray", "--config", "configs/quickstart.yaml", "--nodes", "2", "--gpus-per-node", "0"]
-        assert main([*words, "--directory", os.getcwd(), *overrides(self.run, steps, **settings)]) == 0
+        words = [
+            "ray",
+            "--config",
+            "configs/quickstart.yaml",
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "0",
+        ]
+        assert (
+            main([*words, "--directory", os.getcwd(), *overrides(self.run, steps, **settings)]) == 0
+        )
         self.process = subprocess.Popen(
-            ["bash", "-c", capsys.readouterr().out], env=os.environ | cluster.variables, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["bash", "-c", capsys.readouterr().out],
+            env=os.environ | cluster.variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self.text = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -87,7 +105,11 @@ def _pid(run: Path, words: str) -> int:
     """Returns the first process of a run whose command has some words."""
     for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         command = slurm_cluster.command_of(int(entry.name))
-        if words in command and (str(run) in command or "ray::" in words) and "launch.on_ray" not in command:
+        if (
+            words in command
+            and (str(run) in command or "ray::" in words)
+            and "launch.on_ray" not in command
+        ):
             return int(entry.name)
     raise AssertionError(f"no {words} runs")
 
@@ -99,7 +121,9 @@ def test_a_job_is_stopped_with_a_checkpoint_and_goes_on(submitted, cluster, scen
     cluster.command("job", "stop", job.name)
     job.ended(GRACE + 60)
     stopped = step(job.run)
-    checkpoints = [int(path.name) for path in (job.run / "checkpoints").iterdir() if path.name.isdecimal()]
+    checkpoints = [
+        int(path.name) for path in (job.run / "checkpoints").iterdir() if path.name.isdecimal()
+    ]
     assert max(checkpoints) == stopped, job.text
     scenario("ray job stop", began, f"stopped with a checkpoint of step {stopped}")
     began = time.monotonic()

@@ -16,8 +16,21 @@ from meshtrain.launch.__main__ import main
 @pytest.fixture
 def task(config: Path, supervisors: Supervisors, tmp_path: Path, capsys):
     def printed(*more: str) -> dict:
-        words = ["sky", "--config", str(config), "--nodes", "2", "--volume", "runs", "--accelerator", "H100"]
-        assert main([*words, "--mount", str(tmp_path), "--python", str(supervisors.python), *more]) == 0
+        words = [
+            "sky",
+            "--config",
+            str(config),
+            "--nodes",
+            "2",
+            "--volume",
+            "runs",
+            "--accelerator",
+            "H100",
+        ]
+        assert (
+            main([*words, "--mount", str(tmp_path), "--python", str(supervisors.python), *more])
+            == 0
+        )
         return yaml.safe_load(capsys.readouterr().out)
 
     return printed
@@ -25,7 +38,13 @@ def task(config: Path, supervisors: Supervisors, tmp_path: Path, capsys):
 
 def _run(task: dict, rank: int) -> subprocess.CompletedProcess[str]:
     given = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n"}
-    return subprocess.run(["bash", "-ec", task["run"]], env=os.environ | given, timeout=PATIENCE, capture_output=True, text=True)  # fmt: skip
+    return subprocess.run(
+        ["bash", "-ec", task["run"]],
+        env=os.environ | given,
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
@@ -37,7 +56,9 @@ def test_a_node_ends_with_its_supervisors_code(task, supervisors, config, tmp_pa
     assert supervisors.started("n1")["cwd"] == str(tmp_path)
 
 
-def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(task, supervisors, monkeypatch):
+def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(
+    task, supervisors, monkeypatch
+):
     monkeypatch.setattr(job, "PAUSE", 0)
     supervisors.does("n0", kill=9)
     ended = _run(task("--set", "survive.restarts=2"), 0)
@@ -48,7 +69,12 @@ def test_the_fields(task):
     printed = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     assert printed["num_nodes"] == 2 and list(printed["volumes"].values()) == ["runs"]
     recovery = {"job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}}
-    asked = {"accelerators": "H100:4", "cpus": "8+", "image_id": "docker:registry/meshtrain:1", "use_spot": True}
+    asked = {
+        "accelerators": "H100:4",
+        "cpus": "8+",
+        "image_id": "docker:registry/meshtrain:1",
+        "use_spot": True,
+    }
     assert printed["resources"] == asked | recovery
     assert "setup" not in printed and "workdir" not in printed
     bare = task("--gpus-per-node", "0")
@@ -86,12 +112,18 @@ for document in yaml.safe_load_all(sys.stdin):
 @pytest.mark.engines
 def test_skypilots_own_loader_reads_it(task):
     """SkyPilot pins libraries that others need newer, so it has a Python of its own."""
-    python = os.environ.get("SKYPILOT_PYTHON") or pytest.skip("SKYPILOT_PYTHON names no Python that has SkyPilot")
+    python = os.environ.get("SKYPILOT_PYTHON") or pytest.skip(
+        "SKYPILOT_PYTHON names no Python that has SkyPilot"
+    )
     spot = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     documents = [task(), spot, task("--gpus-per-node", "0"), task() | {"volume": {}}]
-    ended = subprocess.run([python, "-c", READ], input=yaml.safe_dump_all(documents), capture_output=True, text=True)
+    ended = subprocess.run(
+        [python, "-c", READ], input=yaml.safe_dump_all(documents), capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     *read, misspelt = [json.loads(line) for line in ended.stdout.splitlines()]
     volumes = documents[0]["volumes"]
-    assert read == [[2, {"H100": 4}, spot, volumes, []] for spot in (False, True)] + [[2, None, False, volumes, []]]
+    assert read == [[2, {"H100": 4}, spot, volumes, []] for spot in (False, True)] + [
+        [2, None, False, volumes, []]
+    ]
     assert "volume" in misspelt

@@ -25,13 +25,27 @@ PROGRAMS = {
 
 
 def _plan(number: int, state: str, code: int) -> bytes:
-    return encode(RestartPlan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code))
+    return encode(
+        RestartPlan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code)
+    )
 
 
 @pytest.fixture
 def script(config: Path, tmp_path: Path, capsys) -> Path:
-    words = ["slurm", "--config", str(config), "--nodes", "4", "--set", "data.source=my 'text'/", "--requeues", "3"]
-    assert main([*words, "--time", "1-00:00:00", "--partition", "gpu", "--cpus-per-node", "32"]) == 0
+    words = [
+        "slurm",
+        "--config",
+        str(config),
+        "--nodes",
+        "4",
+        "--set",
+        "data.source=my 'text'/",
+        "--requeues",
+        "3",
+    ]
+    assert (
+        main([*words, "--time", "1-00:00:00", "--partition", "gpu", "--cpus-per-node", "32"]) == 0
+    )
     path = tmp_path / "job.sh"
     path.write_text(capsys.readouterr().out)
     return path
@@ -48,7 +62,12 @@ def sbatch(script: Path, tmp_path: Path):
         (programs / name).chmod(0o755)
     # An earlier start was stopped.
     (run / "survive" / "plans" / "000007.json").write_bytes(_plan(7, "over", 75))
-    given = {"PATH": f"{programs}:{os.environ['PATH']}", "TOLD": str(told), "RUN": str(run), "SLURM_JOB_ID": "42"}
+    given = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "TOLD": str(told),
+        "RUN": str(run),
+        "SLURM_JOB_ID": "42",
+    }
 
     def submit(code: int, plan: bytes = b"", **variables: str) -> tuple[int, list[str], str]:
         environment = os.environ | given | variables | {"CODE": str(code), "PLAN": plan.decode()}
@@ -60,7 +79,9 @@ def sbatch(script: Path, tmp_path: Path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("code, requeued", [(0, ""), (1, ""), (2, ""), (3, ""), (75, "requeue 42\n")])
+@pytest.mark.parametrize(
+    "code, requeued", [(0, ""), (1, ""), (2, ""), (3, ""), (75, "requeue 42\n")]
+)
 def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, code, requeued):
     words = "--label --kill-on-bad-exit=0 --no-kill --export=ALL --cpus-per-task=32 bash -c node"
     assert sbatch(code) == (code, words.split(), requeued)
@@ -76,7 +97,9 @@ def test_only_a_stopped_run_goes_back_into_the_queue(sbatch, code, requeued):
         (143, None, 1),  # they have agreed on nothing
     ],
 )
-def test_what_the_supervisors_agreed_on_counts_more_than_the_highest_code(sbatch, highest, agreed, ended):
+def test_what_the_supervisors_agreed_on_counts_more_than_the_highest_code(
+    sbatch, highest, agreed, ended
+):
     plan = _plan(8, "running", 0) if agreed is None else _plan(8, "over", agreed)
     code, _, told = sbatch(highest, plan)
     assert (code, bool(told)) == (ended, ended == 75)
@@ -92,9 +115,19 @@ def test_the_settings_of_the_job(script):
     lines = script.read_text().splitlines()
     settings = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
     assert settings == {
-        "job-name=the-run-s", "nodes=4", "ntasks-per-node=1", "gpus-per-node=2", "cpus-per-task=32", "time=1-00:00:00", "partition=gpu",
-        "output=the-run-s-%j.out", "open-mode=append", "signal=TERM@120", "requeue", "no-kill",
-    }  # fmt: skip
+        "job-name=the-run-s",
+        "nodes=4",
+        "ntasks-per-node=1",
+        "gpus-per-node=2",
+        "cpus-per-task=32",
+        "time=1-00:00:00",
+        "partition=gpu",
+        "output=the-run-s-%j.out",
+        "open-mode=append",
+        "signal=TERM@120",
+        "requeue",
+        "no-kill",
+    }
     # sbatch reads no setting behind the first command.
     assert all(line.startswith("#") for line in lines[: 1 + len(settings)])
 
@@ -118,15 +151,30 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
     (tmp_path / "site.sh").write_text(SITE)
     words = ["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]
     words += ["--partition", "ours", "--qos", "high"]
-    more = ["--account", "a1", "--constraint", "h100&ib", "--mail-user", "a@b.org", "--directory", "/shared/my project"]
+    more = [
+        "--account",
+        "a1",
+        "--constraint",
+        "h100&ib",
+        "--mail-user",
+        "a@b.org",
+        "--directory",
+        "/shared/my project",
+    ]
     assert main([*words, *more]) == 0
     text = capsys.readouterr().out
     head, _, rest = text.partition("# One supervisor a node")
     assert "ours" not in head and "the-run-s-%j.out" not in head
     for line in (
-        "-p gpu-of-the-site", '--output=logs/%j.out --comment="my run"', "--qos=high", "--account=a1", "--constraint='h100&ib'",
-        "--mail-user=a@b.org", "--mail-type=END,FAIL,REQUEUE", "--chdir='/shared/my project'",
-    ):  # fmt: skip
+        "-p gpu-of-the-site",
+        '--output=logs/%j.out --comment="my run"',
+        "--qos=high",
+        "--account=a1",
+        "--constraint='h100&ib'",
+        "--mail-user=a@b.org",
+        "--mail-type=END,FAIL,REQUEUE",
+        "--chdir='/shared/my project'",
+    ):
         assert head.count(f"#SBATCH {line}\n") == 1
     assert text.count("#!/bin/bash") == 1
     assert "module load cuda/12.4\nsource ~/venv/bin/activate\n" in rest.partition("srun")[0]
@@ -136,12 +184,17 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
     "line, sentence",
     [
         ("#SBATCH --ntasks-per-node=8", "line 2: --ntasks-per-node is meshtrain's own"),
-        ("#SBATCH -p gpu -N 4", "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command."),
+        (
+            "#SBATCH -p gpu -N 4",
+            "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command.",
+        ),
         ("#SBATCH -c8", "give --cpus-per-node"),
         (None, "site.sh cannot be read: "),
     ],
-)  # fmt: skip
-def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(config, tmp_path, capsys, line, sentence):
+)
+def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(
+    config, tmp_path, capsys, line, sentence
+):
     if line:
         (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
     assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]) == 2
@@ -168,8 +221,12 @@ def node(supervisors: Supervisors, tmp_path, config, capsys, monkeypatch):
         srun = {"SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURM_SRUN_COMM_PORT": str(port)}
         with open(tmp_path / "errors", "w") as errors:
             ended = subprocess.run(
-                ["bash", "-c", f"{functions}\nnode"], env=given | srun | {"SLURM_NODEID": str(number)}, cwd=tmp_path, stderr=errors, timeout=60
-            )  # fmt: skip
+                ["bash", "-c", f"{functions}\nnode"],
+                env=given | srun | {"SLURM_NODEID": str(number)},
+                cwd=tmp_path,
+                stderr=errors,
+                timeout=60,
+            )
         return ended.returncode, told.read_text() if told.exists() else ""
 
     return run
@@ -181,7 +238,13 @@ def test_a_killed_supervisor_is_started_again_on_its_node(node, supervisors, tmp
     assert (tmp_path / "errors").read_text().count("it is started again") == 2
 
 
-ENDINGS = [(0, "scancel 42\n"), (3, "scancel 42\n"), (75, "scontrol requeue 42\n"), (1, ""), (2, "")]
+ENDINGS = [
+    (0, "scancel 42\n"),
+    (3, "scancel 42\n"),
+    (75, "scontrol requeue 42\n"),
+    (1, ""),
+    (2, ""),
+]
 
 
 @pytest.mark.parametrize("code, told", ENDINGS)
@@ -201,6 +264,11 @@ def test_while_srun_is_there_it_ends_the_job(node, supervisors, tmp_path):
 
 def test_shellcheck_finds_nothing(script):
     checker = Path(sys.executable).with_name("shellcheck")
-    # SC2016: a file's name holds a dollar sign here, and is not to be expanded. SC2329, SC2317: a function is run by name, by srun.
-    words = [str(checker) if checker.exists() else "shellcheck", "--exclude=SC2016,SC2317,SC2329", str(script)]
+    # SC2016: a file's name holds a dollar sign here, and is not to be expanded. SC2329, SC2317: a function is run by
+    # name, by srun.
+    words = [
+        str(checker) if checker.exists() else "shellcheck",
+        "--exclude=SC2016,SC2317,SC2329",
+        str(script),
+    ]
     subprocess.run(words, check=True)

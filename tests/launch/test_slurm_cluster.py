@@ -14,7 +14,10 @@ from small_runs import losses, overrides, step
 
 from meshtrain.launch.__main__ import main
 
-pytestmark = [pytest.mark.engines, pytest.mark.skipif(bool(missing()), reason=missing() or "it can be")]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it can be"),
+]
 SHORT, LONG = 12, 400  # steps
 
 
@@ -29,7 +32,13 @@ class Run:
     """A run's job: its script, submitted, and what it has written."""
 
     def __init__(
-        self, cluster: SlurmCluster, directory: Path, capsys, steps: int, *words: str, **settings: object
+        self,
+        cluster: SlurmCluster,
+        directory: Path,
+        capsys,
+        steps: int,
+        *words: str,
+        **settings: object,
     ) -> None:
         self.cluster, self.run, self.began = cluster, directory / "run", time.monotonic()
         words = ("slurm", "--config", "configs/quickstart.yaml", "--nodes", "2", *words)
@@ -75,12 +84,16 @@ def test_the_guides_walk_ends_with_a_trained_model(cluster, tmp_path, scenario):
     installs, *lines = walk.splitlines()
     assert installs.endswith("pip install -e '.[cuda12]'")
     began = time.monotonic()
-    typed = "\n".join(lines).replace("--nodes 2", f"--nodes 2 {shlex.join(overrides(Path('runs/quickstart'), SHORT))}")
+    typed = "\n".join(lines).replace(
+        "--nodes 2", f"--nodes 2 {shlex.join(overrides(Path('runs/quickstart'), SHORT))}"
+    )
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").write_text("echo activated")
     before = f"cd {tmp_path}\nset -e\n"
-    output = cluster.command("bash", "-c", before + re.sub("meshtrain (monitor|survive status|report)", "echo", typed))
+    output = cluster.command(
+        "bash", "-c", before + re.sub("meshtrain (monitor|survive status|report)", "echo", typed)
+    )
     job = cluster.ended(re.search(r"Submitted batch job (\d+)", output)[1])
     (written,) = tmp_path.glob("quickstart-*.out")
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), written.read_text()
@@ -94,14 +107,22 @@ def test_a_cancelled_job_stops_with_a_checkpoint_and_stays_away(submitted, clust
     run.reached(5)
     began = time.monotonic()
     cluster.command("scancel", run.number)
-    until(lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "", 60, "an empty queue")
+    until(
+        lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "",
+        60,
+        "an empty queue",
+    )
     scenario("scancel", began, "CANCELLED, nodes free")
     assert cluster.job(run.number)["JobState"] == "CANCELLED"
-    saved = [int(path.name) for path in (run.run / "checkpoints").iterdir() if path.name.isdecimal()]
+    saved = [
+        int(path.name) for path in (run.run / "checkpoints").iterdir() if path.name.isdecimal()
+    ]
     assert max(saved) == step(run.run), run.text()
 
 
-def test_a_stopped_run_goes_back_into_the_queue_and_on_with_the_same_losses(submitted, cluster, scenario):
+def test_a_stopped_run_goes_back_into_the_queue_and_on_with_the_same_losses(
+    submitted, cluster, scenario
+):
     # So many that the run is not over before the signal comes, on a machine that is fast, or slow to look.
     alone = submitted(LONG)
     whole = alone.ended() and losses(alone.run)
@@ -120,7 +141,11 @@ def test_a_stopped_run_goes_back_into_the_queue_and_on_with_the_same_losses(subm
 def test_a_rank_a_supervisor_and_slurmd_are_killed(submitted, cluster, scenario):
     run = submitted(LONG)
     at = 10
-    for what, words in (("a rank", "meshtrain.train"), ("a supervisor", "-m meshtrain.survive"), ("slurmd", "")):
+    for what, words in (
+        ("a rank", "meshtrain.train"),
+        ("a supervisor", "-m meshtrain.survive"),
+        ("slurmd", ""),
+    ):
         run.reached(at)
         began = time.monotonic()
         if words:
@@ -134,7 +159,9 @@ def test_a_rank_a_supervisor_and_slurmd_are_killed(submitted, cluster, scenario)
         scenario(f"{what} killed", began, "went on")
         at = step(run.run) + 5
     job = run.ended()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), run.text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), (
+        run.text()
+    )
     assert len(losses(run.run)) == LONG
 
 
@@ -156,20 +183,32 @@ def test_the_node_of_the_script_is_lost_and_the_others_end_the_job(submitted, cl
         job = run.ended()
         scenario("the node of the batch script lost", began, f"{LONG} steps, {job['JobState']}")
         assert len(losses(run.run)) == LONG and job["JobState"] == "CANCELLED"
-        until(lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "", 60, "free nodes")
+        until(
+            lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "",
+            60,
+            "free nodes",
+        )
     finally:
         cluster.start_node(host)
-        until(lambda: cluster.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3", 120, "idle nodes")
+        until(
+            lambda: cluster.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3",
+            120,
+            "idle nodes",
+        )
 
 
-@pytest.mark.parametrize("code, settings", [(2, {"data.source": "/none/of/it"}), (3, {"survive.restarts": 0})])
+@pytest.mark.parametrize(
+    "code, settings", [(2, {"data.source": "/none/of/it"}), (3, {"survive.restarts": 0})]
+)
 def test_what_never_works_is_not_queued_again(submitted, cluster, code, settings):
     run = submitted(LONG, **settings)
     if code == 3:
         run.reached(5)
         os.kill(cluster.processes("n2", "meshtrain.train")[0], signal.SIGKILL)
     job = run.ended()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", f"{code}:0", "0"), run.text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", f"{code}:0", "0"), (
+        run.text()
+    )
 
 
 @pytest.mark.slow
@@ -204,4 +243,8 @@ def test_srun_of_the_same_command_on_every_node(cluster, tmp_path, start):
         assert job["JobState"] == "COMPLETED", output
         assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= SHORT
     else:
-        assert job["ExitCode"] == "2:0" and "start it with srun" in output and "Traceback" not in output, output
+        assert (
+            job["ExitCode"] == "2:0"
+            and "start it with srun" in output
+            and "Traceback" not in output
+        ), output

@@ -1,4 +1,6 @@
-"""A node on each of some hosts, with an ssh that reaches only this machine: what it is told, what reaches the far side, and who is refused."""
+"""A node on each of some hosts, with an ssh that reaches only this machine: what it is told, what reaches the far side,
+and who is refused.
+"""
 
 import os
 import shlex
@@ -35,14 +37,18 @@ def launch(launched, supervisors: Supervisors, config: Path, tmp_path: Path):
         words += ["--python", str(supervisors.python)]
         command = [sys.executable, "-m", "meshtrain.launch", "ssh", *words]
         path = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
-        process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         launched.append(process)
         return process
 
     return start
 
 
-def test_each_host_runs_its_node_in_the_directory_and_says_its_code(launch, supervisors, config, tmp_path):
+def test_each_host_runs_its_node_in_the_directory_and_says_its_code(
+    launch, supervisors, config, tmp_path
+):
     supervisors.does("h1", out="hello\n", exit=3)
     supervisors.does("10.0.0.2", exit=75)
     out, _ = (launcher := launch("h1,me@10.0.0.2")).communicate(timeout=PATIENCE)
@@ -88,14 +94,17 @@ def test_printed_are_the_commands_with_host_keys_checked(config, capsys):
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     for words, host, name in zip(commands, ("h1", "u@h2"), ("h1", "h2"), strict=True):
         options, far = words[: words.index("--")], words[words.index("--") + 1 :]
-        assert options == [*ssh.SSH] and {"StrictHostKeyChecking=yes", "BatchMode=yes"} < set(options)
+        assert options == [*ssh.SSH] and {"StrictHostKeyChecking=yes", "BatchMode=yes"} < set(
+            options
+        )
         assert far[0] == host and shlex.split(far[1])[-2:] == ["--address", name]
 
 
 ODD = [
     *((host, f"{host!r} is no host") for host in ("-oProxyCommand=x", "a;b", "../x", "a b")),
-    ("a,b@a", "a stands there twice"), (",", "--hosts names no host"),
-]  # fmt: skip
+    ("a,b@a", "a stands there twice"),
+    (",", "--hosts names no host"),
+]
 
 
 @pytest.mark.parametrize("hosts, sentence", ODD)
@@ -106,7 +115,8 @@ def test_odd_hosts_are_refused(config, capsys, hosts, sentence):
 
 @pytest.mark.parametrize("whose", ["config", "hostfile"])
 @pytest.mark.parametrize(
-    "how, sentence", [("writable", "can be written by everyone"), ("owned", "belongs to another user")]
+    "how, sentence",
+    [("writable", "can be written by everyone"), ("owned", "belongs to another user")],
 )
 def test_a_file_that_others_may_write_is_refused(config, tmp_path, capsys, whose, how, sentence):
     hostfile = tmp_path / "hosts"

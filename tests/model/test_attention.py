@@ -28,9 +28,15 @@ def attend(q: jax.Array, *others: Any, **named: Any) -> jax.Array:
 
 
 def full(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: np.ndarray | None, window: int = 0, scale: float = 0.0, cap: float = 0.0,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: np.ndarray | None,
+    window: int = 0,
+    scale: float = 0.0,
+    cap: float = 0.0,
     causal: bool = True,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Softmax over the whole [T, T] square of each head."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
@@ -86,16 +92,27 @@ FEW_SQUARES = {(*SQUARES[i], i % 2 == 0) for i in (3, 7, 11)}
 
 @pytest.mark.parametrize(
     "case",
-    thorough_but([(*s, p) for s in SQUARES for p in (False, True)], NOW_SQUARES.__contains__, FEW_SQUARES),
+    thorough_but(
+        [(*s, p) for s in SQUARES for p in (False, True)], NOW_SQUARES.__contains__, FEW_SQUARES
+    ),
     ids=str,
 )
 def test_output_and_gradients_are_those_of_the_full_square(case):
     length, heads, groups, window, packed = case
     q, k, v, cotangent = numbers(length, heads, groups)
-    segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, length)), axis=1) if packed else None
+    segments = (
+        np.sort(np.random.default_rng(0).integers(0, 3, (2, length)), axis=1) if packed else None
+    )
 
     def blockwise(q, k, v):
-        return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), window=window)
+        return attend(
+            q,
+            k,
+            v,
+            None if segments is None else jnp.asarray(segments),
+            Collectives(),
+            window=window,
+        )
 
     assert_same(blockwise, lambda q, k, v: full(q, k, v, segments, window), cotangent, q, k, v)
 
@@ -105,7 +122,9 @@ def test_output_and_gradients_are_those_of_the_full_square(case):
     [
         pytest.param(1, False, {}, marks=pytest.mark.thorough),
         pytest.param(17, False, {}, marks=pytest.mark.slow),
-        pytest.param(BLOCK + 69, False, {}, marks=pytest.mark.thorough),  # a class token and 14 x 14 patches
+        pytest.param(
+            BLOCK + 69, False, {}, marks=pytest.mark.thorough
+        ),  # a class token and 14 x 14 patches
         (2 * BLOCK + 5, True, {"scale": 0.7, "cap": 1.5}),
     ],
 )
@@ -114,9 +133,19 @@ def test_both_ways_every_query_sees_every_key(length, packed, how):
     segments = np.random.default_rng(0).integers(0, 3, (2, length)) if packed else None
 
     def blockwise(q, k, v):
-        return attend(q, k, v, None if segments is None else jnp.asarray(segments), Collectives(), causal=False, **how)
+        return attend(
+            q,
+            k,
+            v,
+            None if segments is None else jnp.asarray(segments),
+            Collectives(),
+            causal=False,
+            **how,
+        )
 
-    assert_same(blockwise, lambda q, k, v: full(q, k, v, segments, causal=False, **how), cotangent, q, k, v)
+    assert_same(
+        blockwise, lambda q, k, v: full(q, k, v, segments, causal=False, **how), cotangent, q, k, v
+    )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -150,7 +179,9 @@ def test_no_query_sees_a_later_key():
 
 def test_no_query_sees_further_back_than_the_window():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
-    gradient = jax.jit(jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum()))
+    gradient = jax.jit(
+        jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum())
+    )
     for at in (0, 19, 20, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
         assert seen.tolist() == [at - 20 < s <= at for s in range(BLOCK + 9)]
@@ -159,7 +190,10 @@ def test_no_query_sees_further_back_than_the_window():
 @pytest.mark.thorough
 def test_keys_before_the_window_of_a_block_are_never_multiplied():
     q, k, v, _ = numbers(8 * BLOCK, 1, 1)
-    runs = [partial(attend, segments_BT=None, collectives=Collectives(), window=window) for window in (0, BLOCK)]
+    runs = [
+        partial(attend, segments_BT=None, collectives=Collectives(), window=window)
+        for window in (0, BLOCK)
+    ]
     whole, near = (jax.jit(run).lower(q, k, v).compile().cost_analysis()["flops"] for run in runs)
     # a block of queries meets its own keys and, but for the first, those before: 15 blocks of 36
     assert near / whole == pytest.approx(15 / 36, rel=0.1)
@@ -169,29 +203,42 @@ def test_scores_beyond_the_block_of_a_query_are_never_computed():
     """n blocks compute (n+1)/2n of the square's multiplications."""
     blocks = 8
     q, k, v, _ = numbers(blocks * BLOCK, 1, 1)
-    cost = jax.jit(lambda q, k, v: attend(q, k, v, None, Collectives())).lower(q, k, v).compile().cost_analysis()
+    cost = (
+        jax.jit(lambda q, k, v: attend(q, k, v, None, Collectives()))
+        .lower(q, k, v)
+        .compile()
+        .cost_analysis()
+    )
     square = jax.jit(lambda q, k, v: full(q, k, v, None)).lower(q, k, v).compile().cost_analysis()
     assert cost["flops"] / square["flops"] == pytest.approx((blocks + 1) / (2 * blocks), rel=0.1)
 
 
 def test_probabilities_are_kept_for_the_backward_pass_under_no_remat_policy():
     q, k, v, _ = numbers(BLOCK, 2, 1)
-    run = lambda q, k, v: attend(q, k, v, None, Collectives())  # noqa: E731
+    run = lambda q, k, v: attend(q, k, v, None, Collectives())
     for layer in (run, jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable)):
-        kept = jax.tree.leaves(jax.eval_shape(lambda *given, layer=layer: jax.vjp(layer, *given)[1], q, k, v))
+        kept = jax.tree.leaves(
+            jax.eval_shape(lambda *given, layer=layer: jax.vjp(layer, *given)[1], q, k, v)
+        )
         assert kept and not any(a.shape[-2:] == (BLOCK, BLOCK) for a in kept)
 
 
 def test_bfloat16_keeps_its_dtype_and_softmax_its_precision():
     q, k, v, _ = numbers(BLOCK + 3, 4, 2)
-    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(*(a.astype(jnp.bfloat16) for a in (q, k, v)))
+    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(
+        *(a.astype(jnp.bfloat16) for a in (q, k, v))
+    )
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), jax.jit(partial(full, segments=None))(q, k, v), atol=0.1)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), jax.jit(partial(full, segments=None))(q, k, v), atol=0.1
+    )
 
 
 def test_scores_of_float16_do_not_overflow():
     q, k, v, _ = (100 * a for a in numbers(16, 2, 2))
-    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(*(a.astype(jnp.float16) for a in (q, k, v)))
+    out = jax.jit(lambda *given: attend(*given, None, Collectives()))(
+        *(a.astype(jnp.float16) for a in (q, k, v))
+    )
     assert jnp.isfinite(out).all()
 
 
@@ -199,7 +246,9 @@ def test_scores_of_float16_do_not_overflow():
 def test_dropped_probabilities_still_sum_to_one_on_average():
     q, k, v, _ = numbers(32, 2, 2)
     dropout = Dropout(0.3, jax.random.key(0), jnp.arange(2))
-    sums = jnp.stack([attend(q, k, jnp.ones_like(v), None, Collectives(), dropout.at(i)) for i in range(20)])
+    sums = jnp.stack(
+        [attend(q, k, jnp.ones_like(v), None, Collectives(), dropout.at(i)) for i in range(20)]
+    )
     assert float(sums.std()) > 0.1
     np.testing.assert_allclose(sums.mean(), 1, atol=0.02)
 
@@ -244,7 +293,9 @@ class On(Collectives):
 def interpreted(monkeypatch):
     """Pallas kernels as plain JAX, on any device."""
     call = pallas.pallas_call
-    monkeypatch.setattr(pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True}))
+    monkeypatch.setattr(
+        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+    )
 
 
 def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
@@ -252,14 +303,16 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
 
     def local(q, k, v, cotangent, segments, rows):
         dropout = Dropout(dropout_rate, jax.random.key(3), rows)
-        run = lambda q, k, v: attend(q, k, v, segments, On(platform), dropout, **how)  # noqa: E731
+        run = lambda q, k, v: attend(q, k, v, segments, On(platform), dropout, **how)
         out, vjp = jax.vjp(run, q, k, v)
         return out, *vjp(cotangent)
 
     heads, rows = P("data", None, "tensor"), jnp.arange(2)
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     of_rows = (None if segments is None else P("data"), P("data"))
-    mapped = partial(jax.shard_map, local, mesh=mesh, in_specs=(heads,) * 4 + of_rows, out_specs=heads)
+    mapped = partial(
+        jax.shard_map, local, mesh=mesh, in_specs=(heads,) * 4 + of_rows, out_specs=heads
+    )
     given = (q, k, v, cotangent, segments, rows)
     jax.eval_shape(mapped(check_vma=True), *given)
     # Pallas' interpreter has no types of mesh axes for what a kernel computes its places from.
@@ -276,8 +329,28 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
         pytest.param("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
         pytest.param("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.slow),
-        ("gpu", 100, 2, 2, 16, "float32", 0, 0.0, {"window": 40, "cap": 1.5, "scale": 0.7, "local": True}),
-        ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"window": 130, "cap": 1.5, "scale": 0.2, "local": False}),
+        (
+            "gpu",
+            100,
+            2,
+            2,
+            16,
+            "float32",
+            0,
+            0.0,
+            {"window": 40, "cap": 1.5, "scale": 0.7, "local": True},
+        ),
+        (
+            "tpu",
+            256,
+            2,
+            2,
+            64,
+            "float32",
+            3,
+            0.0,
+            {"window": 130, "cap": 1.5, "scale": 0.2, "local": False},
+        ),
         ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
     ],
@@ -291,18 +364,25 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
     if documents:  # ids in no order, of which one returns
         ids = np.random.default_rng(1).permutation(documents)
         lengths = np.sort(np.random.default_rng(2).integers(0, documents, (2, length)), axis=1)
-        segments = jnp.asarray(np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32)
+        segments = jnp.asarray(
+            np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32
+        )
     how = window if isinstance(window, dict) else {"window": window}
     how = {key: jnp.asarray(value) if key == "local" else value for key, value in how.items()}
-    for found, right in zip(*(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")), strict=True):
+    for found, right in zip(
+        *(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")), strict=True
+    ):
         assert found.dtype == right.dtype
         np.testing.assert_allclose(
-            *(np.asarray(a, np.float32) for a in (found, right)), atol=1e-5 if dtype == "float32" else 0.06
+            *(np.asarray(a, np.float32) for a in (found, right)),
+            atol=1e-5 if dtype == "float32" else 0.06,
         )
 
 
 def on_accelerator(platform, drops, **how):
-    """A layer's attention and the product after it, of heads [1, 256, 4, 64] and two groups, packed where it does not drop."""
+    """A layer's attention and the product after it, of heads [1, 256, 4, 64] and two groups, packed where it does not
+    drop.
+    """
     q, k, v, _ = (a[:1].astype(jnp.bfloat16) for a in numbers(256, 4, 2, 64))
     segments = None if drops or platform == "gpu" else jnp.zeros((1, 256), jnp.int32)
     dropout = Dropout(0.1, jax.random.key(0), jnp.arange(1)) if drops else Dropout(0.0, None, None)
@@ -336,7 +416,8 @@ def test_output_is_kept_once(described, platform, drops):
     run, given = on_accelerator(platform, drops)
     kept: list[jax.Array] = []
     jax.eval_shape(lambda *given: kept.extend(residuals(jax.vjp(run, *given)[1])), *given)
-    # besides what it is given: the output as the next product keeps it, and a log of sums (and what dropout is drawn from)
+    # besides what it is given: the output as the next product keeps it, and a log of sums (and what dropout is drawn
+    # from)
     assert [a.shape for a in kept if a.size >= given[0].size] == [(256, 256)]
     assert [a.shape for a in kept if a.dtype == jnp.float32] == [(1, 4, 256)]
 
@@ -348,8 +429,9 @@ BY_TURNS = [(*kernel, cap) for kernel in KERNELS for cap in (0.0, 30.0)]
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", ALONE + BY_TURNS, ids=str)
 def test_who_keeps_the_output_runs_no_forward_again(described, case):
-    """In the program as it is lowered for the platform, where nothing is of the size of the scores either; with a window that counts or
-    does not, of two ways to compute each."""
+    """In the program as it is lowered for the platform, where nothing is of the size of the scores either; with a
+    window that counts or does not, of two ways to compute each.
+    """
     platform, drops, cap = case
 
     def lowered(*names):
@@ -361,10 +443,16 @@ def test_who_keeps_the_output_runs_no_forward_again(described, case):
             out, vjp = jax.vjp(jax.checkpoint(run, policy=policy), *given)
             return out, *vjp(cotangent)
 
-        to, (_, given) = ("cuda" if platform == "gpu" else platform,), on_accelerator(platform, drops)
+        to, (_, given) = (
+            ("cuda" if platform == "gpu" else platform,),
+            on_accelerator(platform, drops),
+        )
         return jax.jit(step).trace(True, given[3], *given).lower(lowering_platforms=to).as_text()
 
-    calls = [len(re.findall(r"custom_call @(?!Sharding)", lowered(*names))) for names in ((), ("attention",))]
+    calls = [
+        len(re.findall(r"custom_call @(?!Sharding)", lowered(*names)))
+        for names in ((), ("attention",))
+    ]
     assert calls[0] - calls[1] == (1 if cap is None else 2)
     assert "256x256xf32" not in lowered()
 
@@ -373,7 +461,12 @@ def test_who_keeps_the_output_runs_no_forward_again(described, case):
 def test_cudnn_is_asked_for_one_way_or_both(described, causal, mask):
     run, given = on_accelerator("gpu", False, causal=causal)
 
-    text = jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(partial(graded, run))
+        .trace(given[3], *given)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     # forward and backward
     assert re.findall(r"mask_type\W+([A-Z_]+)", text.replace("\\22", "")) == [mask] * 2
 
@@ -383,8 +476,12 @@ def test_cudnn_is_asked_for_one_way_or_both(described, causal, mask):
 def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform, drops):
     run, given = on_accelerator(platform, drops, causal=False)
     to = ("cuda" if platform == "gpu" else platform,)
-    text = jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=to).as_text()
-    assert len(re.findall(r"custom_call @(?!Sharding)", text)) == (2 if (platform, drops) == ("gpu", False) else 3)
+    text = (
+        jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=to).as_text()
+    )
+    assert len(re.findall(r"custom_call @(?!Sharding)", text)) == (
+        2 if (platform, drops) == ("gpu", False) else 3
+    )
     assert "256x256xf32" not in text
 
 
@@ -394,7 +491,12 @@ def test_a_block_reads_only_what_may_hold_its_documents():
     masks = fused._masks(4, 22, attention.MaskArrays(segments, None, None), of_keys=False)
     assert masks.first.tolist() == [[0, 0, 1, 0, 4, 4]]
     assert masks.last.tolist() == [[3, 3, 2, 3, 5, 5]]
-    earlier = attention.MaskArrays(segments, None, None, key_segments=jnp.asarray([[0] * 4 + [1] * 18]))
+    earlier = attention.MaskArrays(
+        segments, None, None, key_segments=jnp.asarray([[0] * 4 + [1] * 18])
+    )
     of_queries, of_keys = (fused._masks(4, 22, earlier, of_keys) for of_keys in (False, True))
-    assert of_queries.first.tolist()[0][:3] == [1, 1, 0] and of_queries.last.tolist()[0][:2] == [5, 5]
+    assert of_queries.first.tolist()[0][:3] == [1, 1, 0] and of_queries.last.tolist()[0][:2] == [
+        5,
+        5,
+    ]
     assert of_keys.first.tolist()[0][1:] == [0] * 5 and of_keys.last.tolist()[0][1:] == [3] * 5

@@ -1,4 +1,6 @@
-"""A loss by chunks is the whole one, and its gradients: against the formula in float64, on meshes, in the planner's bytes."""
+"""A loss by chunks is the whole one, and its gradients: against the formula in float64, on meshes, in the planner's
+bytes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,11 @@ WEIGHTS = np.random.default_rng(3).uniform(-1, 2, (ROWS, LENGTH)) * (np.arange(L
 def example():
     random = np.random.default_rng(0)
     x, w = random.standard_normal((ROWS, LENGTH, WIDTH)), random.standard_normal((WIDTH, SIZE))
-    return x.astype(np.float32), w.astype(np.float32), random.integers(0, SIZE, (ROWS, LENGTH)).astype(np.int32)
+    return (
+        x.astype(np.float32),
+        w.astype(np.float32),
+        random.integers(0, SIZE, (ROWS, LENGTH)).astype(np.int32),
+    )
 
 
 def formula(smoothing: float, z_loss: float):
@@ -57,7 +63,9 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
 
     @jax.jit
     def run_summed(w, x):
-        of = lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32) / 3, chunk)  # noqa: E731
+        of = lambda w, x: summed_by_chunks(
+            loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32) / 3, chunk
+        )
         _, vjp, losses = jax.vjp(of, w, x, has_aux=True)
         return losses, *vjp(jnp.float32(3))
 
@@ -66,9 +74,9 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
         near(losses, right)
         near(gx, right_x)
         near(gw, right_w)
-    total, _ = jax.jit(lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk))(
-        w, x
-    )
+    total, _ = jax.jit(
+        lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk)
+    )(w, x)
     near(total, (WEIGHTS * right).sum())
 
 
@@ -81,10 +89,10 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
     inner = head(Vocabulary(SIZE, VocabularyShards(("ranks",), 2)), 0.1, 0.1)
 
     def rank(share, x):
-        gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)  # noqa: E731
-        loss = lambda w, x, labels: inner(w, gathered(x), labels)  # noqa: E731
+        gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)
+        loss = lambda w, x, labels: inner(w, gathered(x), labels)
         losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, 4), share, x)
-        summed = lambda w, x: summed_by_chunks(loss, w, x, labels, cotangents, 4)  # noqa: E731
+        summed = lambda w, x: summed_by_chunks(loss, w, x, labels, cotangents, 4)
         _, vjp_summed, losses_summed = jax.vjp(summed, share, x, has_aux=True)
         return (losses, *vjp(cotangents)), (losses_summed, *vjp_summed(jnp.ones(())))
 
@@ -105,8 +113,12 @@ def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
     of_x = str(jax.make_jaxpr(jax.grad(lambda x: by_chunks(loss, w, x, labels, 5).sum()))(x))
     both = str(jax.make_jaxpr(jax.grad(lambda w: by_chunks(loss, w, x, labels, 5).sum()))(w))
     ones = jnp.ones(labels.shape)
-    summed_x = str(jax.make_jaxpr(jax.grad(lambda x: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(x))
-    summed = str(jax.make_jaxpr(jax.grad(lambda w: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(w))
+    summed_x = str(
+        jax.make_jaxpr(jax.grad(lambda x: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(x)
+    )
+    summed = str(
+        jax.make_jaxpr(jax.grad(lambda w: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(w)
+    )
     # forward, forward again, and a product for each gradient; where it is known what losses count, forward once
     assert (of_x.count("dot_general["), both.count("dot_general[")) == (3, 4)
     assert (summed_x.count("dot_general["), summed.count("dot_general[")) == (2, 3)
@@ -118,15 +130,23 @@ def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
 def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():
     """Four hundred times 1: in bfloat16 the sum would stand still at 256."""
     x, labels = jnp.ones((1, 400, 1), jnp.bfloat16), jnp.zeros((1, 400), jnp.int32)
-    loss = lambda w, x, labels: (x @ w)[..., 0].astype(jnp.float32)  # noqa: E731
-    gradient = jax.grad(lambda w: by_chunks(loss, w, x, labels, 1).sum())(jnp.ones((1, 1), jnp.bfloat16))
+    loss = lambda w, x, labels: (x @ w)[..., 0].astype(jnp.float32)
+    gradient = jax.grad(lambda w: by_chunks(loss, w, x, labels, 1).sum())(
+        jnp.ones((1, 1), jnp.bfloat16)
+    )
     assert gradient == 400
 
 
 @pytest.mark.parametrize(
     ("chunk", "tokens", "rows", "taken"),
-    [("auto", 8192, 128256, None), ("auto", 131072, 16032, CHUNK), ("auto", 1024, 2**21, None), (64, 65, 8, 64), (64, 64, 8, None)],
-)  # fmt: skip
+    [
+        ("auto", 8192, 128256, None),
+        ("auto", 131072, 16032, CHUNK),
+        ("auto", 1024, 2**21, None),
+        (64, 65, 8, 64),
+        (64, 64, 8, None),
+    ],
+)
 def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(chunk, tokens, rows, taken):
     assert loss_chunk(load({"train": {"loss_chunk": chunk}}), tokens, rows) == taken
 
@@ -134,7 +154,10 @@ def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(chunk, tokens, 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("aut", r"train.loss_chunk is 'aut'; it must be auto or a whole number, at least 1 .*; did you mean auto\?"),
+        (
+            "aut",
+            r"train.loss_chunk is 'aut'; it must be auto or a whole number, at least 1 .*; did you mean auto\?",
+        ),
         ("0", "train.loss_chunk is 0; it must be at least 1"),
         ("null", "train.loss_chunk has no value; it must be auto or a whole number"),
     ],
@@ -148,11 +171,16 @@ def test_a_step_by_chunks_has_the_loss_and_the_gradient_of_the_whole_one():
     """The seed of the gradient, one over the tokens that count, is in what each loss counts."""
     model = {"layers": 1, "d_model": 16, "heads": 2, "vocab_size": 11}
     random, found = np.random.default_rng(1), []
-    tokens, weights = random.integers(0, 11, (2, 10), np.int32), random.uniform(0, 2, (2, 9)).astype(np.float32)
+    tokens, weights = (
+        random.integers(0, 11, (2, 10), np.int32),
+        random.uniform(0, 2, (2, 9)).astype(np.float32),
+    )
     for chunk in (10**6, 7):
         train = {"global_batch_size": 2, "sequence_length": 9, "loss_chunk": chunk}
         program = Program(load({"model": model, "train": train}))
-        batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights})
+        batch = program.place(
+            {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
+        )
         _, metrics = program.train_step(program.init(), batch)
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert found[1] == pytest.approx(found[0], rel=1e-6)

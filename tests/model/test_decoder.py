@@ -1,4 +1,6 @@
-"""The decoder computes the reference's logits; its numbers and its dropout follow from what a value is, not from where it lies; images come in patches."""
+"""The decoder computes the reference's logits; its numbers and its dropout follow from what a value is, not from where
+it lies; images come in patches.
+"""
 
 from functools import partial
 from itertools import product
@@ -23,7 +25,9 @@ from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.step import Program
 
 
-def configuration(family: str = "llama", mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict) -> Config:
+def configuration(
+    family: str = "llama", mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict
+) -> Config:
     model = {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 36, "vocab_size": 61}
     return load(
         {
@@ -50,7 +54,9 @@ def test_logits_on_one_device_are_the_references(family, tied):
     decoder = Decoder(config.model, nnx.Rngs(0))
     nnx.update(decoder, parameters)
     tokens, _ = token_batches(config, 1)[0]
-    right = jax.jit(jax.vmap(lambda t: reference.logits(reference.Model(family), parameters, t)))(tokens)
+    right = jax.jit(jax.vmap(lambda t: reference.logits(reference.Model(family), parameters, t)))(
+        tokens
+    )
     np.testing.assert_allclose(jax.jit(decoder)(tokens), right, atol=2e-5)
 
 
@@ -60,7 +66,9 @@ def test_gradient_of_the_embedding_in_bfloat16_counts_every_token():
     tokens = jnp.full((4, 1000), 7)
 
     def total(weights: nnx.State) -> jax.Array:
-        return jnp.sum(nnx.merge(graph, weights)(tokens, jnp.arange(1000), Collectives()).astype(jnp.float32))
+        return jnp.sum(
+            nnx.merge(graph, weights)(tokens, jnp.arange(1000), Collectives()).astype(jnp.float32)
+        )
 
     gradient = jax.jit(jax.grad(total))(weights)["tokens"][...]
     assert gradient.dtype == jnp.bfloat16
@@ -80,7 +88,11 @@ PLACES = {
 
 def begun(config: Config) -> dict:
     """A decoder's own initial numbers."""
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, nnx.Rngs(params=jax.random.key(0))))))()
+    return jax.jit(
+        lambda: nnx.to_pure_dict(
+            nnx.state(Decoder(config.model, nnx.Rngs(params=jax.random.key(0))))
+        )
+    )()
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +119,16 @@ def test_initial_numbers_have_the_deviations_of_gpt2(initial):
         "attention out": initial["blocks"]["attention"]["out"],
     }
     measured = {name: x.std() / 0.02 for name, x in deviations.items()}
-    residual = (2 * 3) ** -0.5  # GPT-2: 1/sqrt of the layers' number on what is added to the residual stream
-    assert measured == pytest.approx({"embedding": 1, "in": 1, "out": residual, "attention out": residual}, rel=0.06)
-    assert not initial["blocks"]["mlp"]["up_bias"].any() and (initial["head"]["norm"]["scale"] == 1).all()
+    residual = (
+        2 * 3
+    ) ** -0.5  # GPT-2: 1/sqrt of the layers' number on what is added to the residual stream
+    assert measured == pytest.approx(
+        {"embedding": 1, "in": 1, "out": residual, "attention out": residual}, rel=0.06
+    )
+    assert (
+        not initial["blocks"]["mlp"]["up_bias"].any()
+        and (initial["head"]["norm"]["scale"] == 1).all()
+    )
 
 
 @pytest.mark.thorough
@@ -129,10 +148,15 @@ def dropped() -> tuple[list[float], Program, list]:
 
 @pytest.mark.thorough
 def test_dropout_changes_the_loss(dropped):
-    """Of the second step, beside an evaluation, which drops nothing, of the weights and the batch that it began with."""
+    """Of the second step, beside an evaluation, which drops nothing, of the weights and the batch that it began
+    with.
+    """
     losses, program, (after_one, _) = dropped
     tokens, labels = token_batches(program.config, 3)[1]
-    assert abs(program.eval_step(after_one.params, {"tokens": tokens, "labels": labels}) - losses[1]) > 1e-3
+    assert (
+        abs(program.eval_step(after_one.params, {"tokens": tokens, "labels": labels}) - losses[1])
+        > 1e-3
+    )
 
 
 @pytest.mark.thorough
@@ -155,12 +179,16 @@ FEW_EVALUATED = [("tensor gpt2", True), ("all llama", False), ("data llama", Tru
 def test_evaluation_computes_the_references_loss(case):
     (where, family), packed = case[0].split(), case[1]
     mesh, parallel = PLACES[where]
-    config = configuration(family, mesh, parallel=parallel, model={"dropout": 0.5})  # which evaluation leaves out
+    config = configuration(
+        family, mesh, parallel=parallel, model={"dropout": 0.5}
+    )  # which evaluation leaves out
     program = Program(config, make_mesh(config))
     parameters = canonical_numbers(program.layout)
     batch = packed_batch(*token_batches(config, 1)[0])
     batch = batch if packed else {name: batch[name] for name in ("tokens", "labels")}
-    loss = program.eval_step(place(program.layout, parameters), jax.device_put(batch, program.batch_sharding))
+    loss = program.eval_step(
+        place(program.layout, parameters), jax.device_put(batch, program.batch_sharding)
+    )
     right = jax.jit(lambda p, b: reference.loss(reference.Model(family), p, **b))(parameters, batch)
     np.testing.assert_allclose(loss, right, rtol=1e-5)
 
@@ -171,19 +199,26 @@ def test_gradient_of_packed_documents_is_the_references(family):
     mesh, parallel = PLACES["all"]
     config = configuration(family, mesh, parallel=parallel)
     program = Program(config, make_mesh(config))
-    parameters, batch = canonical_numbers(program.layout), packed_batch(*token_batches(config, 1)[0])
+    parameters, batch = (
+        canonical_numbers(program.layout),
+        packed_batch(*token_batches(config, 1)[0]),
+    )
     placed = jax.device_put(batch, program.batch_sharding)
     step, scale = jnp.zeros((), jnp.int32), jnp.ones(())
     _, gradient = jax.jit(program.gradients)(place(program.layout, parameters), placed, step, scale)
-    right = jax.jit(jax.grad(lambda p: reference.loss(reference.Model(family), p, **batch)))(parameters)
-    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)  # noqa: E731
+    right = jax.jit(jax.grad(lambda p: reference.loss(reference.Model(family), p, **batch)))(
+        parameters
+    )
+    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)
     jax.tree.map(close, program.layout.canonical(jax.tree.map(np.asarray, gradient)), right)
 
 
 SIZE, PATCH, CHANNELS = 15, 5, 3  # 9 patches of 75 numbers, which 2 and 4 do not divide
 
 
-def image_configuration(mesh: tuple[int, int, int] = (1, 1, 1), parallel: dict | None = None, **model) -> Config:
+def image_configuration(
+    mesh: tuple[int, int, int] = (1, 1, 1), parallel: dict | None = None, **model
+) -> Config:
     given = {
         "family": "vit", "layers": 3, "d_model": 20, "heads": 4, "d_ff": 36, "vocab_size": 7, "image_size": SIZE,
         "patch_size": PATCH, "channels": CHANNELS,
@@ -238,9 +273,14 @@ def test_the_embedding_is_a_convolution_whose_stride_is_its_width(where):
     parts = canonical["embedding"]
     kernel = parts["patches"].reshape(PATCH, PATCH, CHANNELS, -1)
     layouts = ("NHWC", "HWIO", "NHWC")
-    convolved = jax.lax.conv_general_dilated(images(), kernel, (PATCH, PATCH), "VALID", dimension_numbers=layouts)
+    convolved = jax.lax.conv_general_dilated(
+        images(), kernel, (PATCH, PATCH), "VALID", dimension_numbers=layouts
+    )
     right = convolved.reshape(4, 9, -1) + parts["bias"]
-    right = jnp.concatenate([jnp.broadcast_to(parts["class_token"], (4, 1, 20)), right], axis=1) + parts["positions"]
+    right = (
+        jnp.concatenate([jnp.broadcast_to(parts["class_token"], (4, 1, 20)), right], axis=1)
+        + parts["positions"]
+    )
     np.testing.assert_allclose(found, right, atol=2e-5)
 
 
@@ -253,10 +293,14 @@ def test_logits_are_those_of_a_vit_written_in_numpy(case):
     where, pool = case
     shape, parallel = MESHES[where]
     # the mean's positions are 9, which 2 do not divide
-    config = image_configuration(shape, parallel if pool == "class" else {"microbatches": 2}, pool=pool, norm_eps=1e-6)
+    config = image_configuration(
+        shape, parallel if pool == "class" else {"microbatches": 2}, pool=pool, norm_eps=1e-6
+    )
     program = Program(config, make_mesh(config))
     canonical = canonical_numbers(program.layout)
-    found = program.logits(place(program.layout, canonical), jax.device_put(cut(images()), program.batch_sharding))
+    found = program.logits(
+        place(program.layout, canonical), jax.device_put(cut(images()), program.batch_sharding)
+    )
     right = [reference_vit.logits(canonical, image, PATCH, 1e-6) for image in images()]
     np.testing.assert_allclose(found[:, 0], right, atol=1e-5)
 
@@ -274,8 +318,14 @@ def test_the_decoder_gives_the_same_logits_on_its_own():
 def test_the_mean_is_of_the_patches_of_all_ranks():
     config = image_configuration((1, 2, 1), {"sequence_parallel": True}, pool="mean", image_size=20)
     program = Program(config, make_mesh(config))
-    canonical, given = canonical_numbers(program.layout), np.random.default_rng(4).standard_normal((4, 20, 20, 3))
-    found = program.logits(place(program.layout, canonical), jax.device_put(cut(given).astype(np.float32), program.batch_sharding))  # fmt: skip
+    canonical, given = (
+        canonical_numbers(program.layout),
+        np.random.default_rng(4).standard_normal((4, 20, 20, 3)),
+    )
+    found = program.logits(
+        place(program.layout, canonical),
+        jax.device_put(cut(given).astype(np.float32), program.batch_sharding),
+    )
     right = [reference_vit.logits(canonical, image, PATCH, 1e-5) for image in given]
     np.testing.assert_allclose(found[:, 0], right, atol=1e-5)
 
@@ -283,7 +333,10 @@ def test_the_mean_is_of_the_patches_of_all_ranks():
 @pytest.mark.thorough
 def test_patches_are_read_in_float32_and_embedded_in_the_dtype_of_the_weights():
     graph, weights = nnx.split(PatchEmbedding(image_configuration().model, nnx.Rngs(0)))
-    run = partial(nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)), collectives=Collectives())
+    run = partial(
+        nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)),
+        collectives=Collectives(),
+    )
     assert run(jnp.asarray(cut(images())), jnp.arange(10)).dtype == jnp.bfloat16
 
 

@@ -1,4 +1,6 @@
-"""Products in float8 beside a quantiser written in NumPy, which looks the nearest number up in a table of all that there are."""
+"""Products in float8 beside a quantiser written in NumPy, which looks the nearest number up in a table of all that
+there are.
+"""
 
 from types import SimpleNamespace
 
@@ -11,7 +13,10 @@ from meshtrain.model.collectives import Collectives
 from meshtrain.model.float8 import E4M3, E5M2, Float8Products, Float8Recipe, rounded, widened
 from meshtrain.model.products import linear, project, rows_of
 
-RECIPES = ("rowwise", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")])
+RECIPES = (
+    "rowwise",
+    *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")],
+)
 # (bits of the fraction, least exponent, largest number)
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
 
@@ -85,16 +90,22 @@ def test_a_product_and_its_gradients_are_those_of_operands_rounded_in_numpy(reci
     x[:, 7] *= 300  # an outlier channel
     skip = None if kind == "float8" else jnp.array(False)
     for mine, theirs in zip(
-        products(Float8Recipe(recipe, wgrad), x, w, g, skip), expected(recipe, wgrad, x, w, g), strict=True
+        products(Float8Recipe(recipe, wgrad), x, w, g, skip),
+        expected(recipe, wgrad, x, w, g),
+        strict=True,
     ):
         np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_that_is_skipped_has_the_products_of_the_compute_dtype(recipe):
-    x, w, g = (jnp.asarray(numbers(i, *shape)) for i, shape in enumerate(((16, 32), (32, 48), (16, 48))))
+    x, w, g = (
+        jnp.asarray(numbers(i, *shape)) for i, shape in enumerate(((16, 32), (32, 48), (16, 48)))
+    )
     y, vjp = jax.vjp(linear, x, w)
-    for mine, plain in zip(products(Float8Recipe(recipe, True), x, w, g, jnp.array(True)), (y, *vjp(g)), strict=True):
+    for mine, plain in zip(
+        products(Float8Recipe(recipe, True), x, w, g, jnp.array(True)), (y, *vjp(g)), strict=True
+    ):
         np.testing.assert_array_equal(mine, plain)
 
 
@@ -116,8 +127,12 @@ def test_a_zero_row_an_inf_and_an_outlier_end_as_in_the_compute_dtype():
         assert not np.any(y[1])
         np.testing.assert_allclose(y[4], (x @ w)[4], rtol=0.1)
         assert np.isfinite(dx).all()
-        assert not np.isfinite(dw).all(axis=1).any()  # a row that is NaN reaches every weight, as its scale is NaN
-    assert not np.isfinite(products(Float8Recipe("tensorwise", False), x, w, np.ones((6, 16), np.float32))[0]).any()
+        assert (
+            not np.isfinite(dw).all(axis=1).any()
+        )  # a row that is NaN reaches every weight, as its scale is NaN
+    assert not np.isfinite(
+        products(Float8Recipe("tensorwise", False), x, w, np.ones((6, 16), np.float32))[0]
+    ).any()
 
 
 def test_of_a_frozen_weight_nothing_is_kept_and_of_another_one_byte_a_number():
@@ -150,7 +165,9 @@ def test_an_array_that_has_not_entered_is_rounded_all_the_same():
 
 @pytest.mark.parametrize("kind", ["float8", "either", "compute"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rounded_in_numpy(recipe, kind):
+def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rounded_in_numpy(
+    recipe, kind
+):
     x, w, g = numbers(0, 48, 128), 0.05 * numbers(1, 128, 2, 64), 1e-3 * numbers(2, 48, 128)
     a, b = 0.1 * numbers(3, 128, 4), 0.1 * numbers(4, 4, 2, 64)
     blocks = {"rowwise": (0, 1, 1), "tensorwise": (0, 0, 0), "blockwise": (128, 2, 64)}[recipe]
@@ -170,9 +187,11 @@ def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rou
 
     out, vjp = jax.vjp(y, *map(jnp.asarray, (x, a, b)))
     x, w, g, a, b = (array.astype(np.float64) for array in (x, w, g, a, b))
-    along, of_weight = {"rowwise": ((1, 0), (0, 1)), "tensorwise": ((0, 0),) * 2, "blockwise": ((1, 128), (128, 128))}[
-        recipe
-    ]
+    along, of_weight = {
+        "rowwise": ((1, 0), (0, 1)),
+        "tensorwise": ((0, 0),) * 2,
+        "blockwise": ((1, 128), (128, 128)),
+    }[recipe]
     cotangents = E4M3 if recipe == "blockwise" else E5M2
     wide = quantised(w.reshape(128, 128), of_weight, E4M3)
     rows, turned, seen = (
@@ -204,13 +223,20 @@ def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(recipe
     groups = {"rowwise": (1, 0, 1), "tensorwise": (1, 0, 0), "blockwise": (1, 128, 128)}[recipe]
     weights = {"up": rounded(jnp.asarray(w), groups).packed()} if held else {}
     float8 = Float8Products(Float8Recipe(recipe, wgrad), None, weights, True)
-    y, vjp = jax.vjp(lambda x, w: float8.grouped("up", float8.round(x), w, "cpu", blocks), *map(jnp.asarray, (x, w)))
+    y, vjp = jax.vjp(
+        lambda x, w: float8.grouped("up", float8.round(x), w, "cpu", blocks),
+        *map(jnp.asarray, (x, w)),
+    )
     dx, dw = vjp(jnp.asarray(g))
     cotangents = E4M3 if recipe == "blockwise" else E5M2
     along = {"rowwise": (1, 0), "tensorwise": (0, 0), "blockwise": (1, 128)}[recipe]
     of_weight = groups[1:]
     rows, seen = quantised(x, along, E4M3), quantised(g, along, cotangents)
-    tokens, over = (quantised(rows, along[::-1], E4M3), quantised(g, along[::-1], cotangents)) if wgrad else (rows, g)
+    tokens, over = (
+        (quantised(rows, along[::-1], E4M3), quantised(g, along[::-1], cotangents))
+        if wgrad
+        else (rows, g)
+    )
     mine = [np.zeros_like(y), np.zeros_like(dx), np.zeros_like(dw)]
     for at, expert in ((slice(0, 32), 0), (slice(32, 48), 2)):
         b = quantised(w[expert], of_weight, E4M3)

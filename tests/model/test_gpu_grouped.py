@@ -1,4 +1,6 @@
-"""The programs that XLA's CUDA compiler makes of grouped products for described GPUs: kernels alone, with no room for experts x rows."""
+"""The programs that XLA's CUDA compiler makes of grouped products for described GPUs: kernels alone, with no room for
+experts x rows.
+"""
 
 import json
 from functools import cache
@@ -58,9 +60,12 @@ def programs() -> dict[str, dict]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "what, kernel", [("forward", "product_kernel"), ("rows", "product_kernel"), ("weight", "weight_kernel")]
+    "what, kernel",
+    [("forward", "product_kernel"), ("rows", "product_kernel"), ("weight", "weight_kernel")],
 )
-def test_a_grouped_product_is_one_kernel_without_temporaries_and_spilled_registers(what, kernel, dtype):
+def test_a_grouped_product_is_one_kernel_without_temporaries_and_spilled_registers(
+    what, kernel, dtype
+):
     """Of the weight's gradient the first rows of the experts are one."""
     program = programs()[f"grouped {what} {dtype}"]
     assert program["kernels"] == [kernel]

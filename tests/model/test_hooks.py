@@ -1,4 +1,6 @@
-"""A block, attention and a loss given from outside are what every layout computes, forward, backward and in evaluation."""
+"""A block, attention and a loss given from outside are what every layout computes, forward, backward and in
+evaluation.
+"""
 
 import re
 import textwrap
@@ -47,7 +49,9 @@ def windowed_attention(q, k, v, segments, collectives, dropout):
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
     scores = jnp.where(seen, jnp.einsum("bqhk,bshk->bhqs", q, k) * width**-0.5, -1e30)
-    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(batch * length, heads * width)
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(
+        batch * length, heads * width
+    )
 
 
 def capped_loss(logits, labels, vocabulary):
@@ -60,38 +64,54 @@ def capped_loss(logits, labels, vocabulary):
     return log_z - target + Z_LOSS * log_z**2
 
 
-HOOKS: dict[str, Any] = {"block": parallel_block, "attention": windowed_attention, "loss": capped_loss}
+HOOKS: dict[str, Any] = {
+    "block": parallel_block,
+    "attention": windowed_attention,
+    "loss": capped_loss,
+}
 
 # --- and what they come to on one device, from the definitions
 
 
-def reference_attention(p: Any, x: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+def reference_attention(
+    p: Any, x: jax.Array, positions: jax.Array, segments: jax.Array
+) -> jax.Array:
     model = reference.Model("llama")
     q, k, v = (jnp.einsum("td,dhk->thk", x, p[n]) for n in ("q", "k", "v"))
     q, k = reference.rotate(model, q, positions), reference.rotate(model, k, positions)
     k, v = (jnp.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
     length = len(x)
-    allowed = np.tril(np.ones((length, length), bool)) & ~np.tril(np.ones((length, length), bool), -WINDOW)
+    allowed = np.tril(np.ones((length, length), bool)) & ~np.tril(
+        np.ones((length, length), bool), -WINDOW
+    )
     allowed = allowed & (segments[:, None] == segments[None, :])
     scores = jnp.where(allowed, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(q.shape[-1]), -jnp.inf)
     return jnp.einsum("hqs,shk,hkd->qd", jax.nn.softmax(scores), v, p["out"])
 
 
-def reference_logits(parameters: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+def reference_logits(
+    parameters: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array
+) -> jax.Array:
     model = reference.Model("llama")
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         h = reference.norm(model, p["attention_norm"], x)
-        return x + reference_attention(p["attention"], h, positions, segments) + reference.mlp(model, p["mlp"], h), None
+        return x + reference_attention(p["attention"], h, positions, segments) + reference.mlp(
+            model, p["mlp"], h
+        ), None
 
     x = jax.lax.scan(block, parameters["embedding"]["tokens"][tokens], parameters["blocks"])[0]
     return reference.norm(model, parameters["head"]["norm"], x) @ parameters["head"]["weight"]
 
 
 def reference_loss(parameters: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    z = jax.vmap(partial(reference_logits, parameters))(batch["tokens"], batch["positions"], batch["segments"])
+    z = jax.vmap(partial(reference_logits, parameters))(
+        batch["tokens"], batch["positions"], batch["segments"]
+    )
     z = CAP * jnp.tanh(z / CAP)
-    target = (1 - SMOOTHING) * jax.nn.one_hot(batch["labels"], z.shape[-1]) + SMOOTHING / z.shape[-1]
+    target = (1 - SMOOTHING) * jax.nn.one_hot(batch["labels"], z.shape[-1]) + SMOOTHING / z.shape[
+        -1
+    ]
     losses = -(target * jax.nn.log_softmax(z)).sum(-1) + Z_LOSS * jax.nn.logsumexp(z, axis=-1) ** 2
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
@@ -105,13 +125,20 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     ),
     "interleaved, remat, ZeRO-2": (
         (2, 1, 2),
-        {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "remat": "full", "zero_stage": 2, "zero_hold": False},
+        {
+            "microbatches": 2,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "remat": "full",
+            "zero_stage": 2,
+            "zero_hold": False,
+        },
     ),
     "tensor, remat of names, vocabulary on the edges": (
         (1, 2, 2),
         {"microbatches": 2, "remat": "names", "remat_keep": ["qkv"], "vocab": "edge"},
     ),
-}  # fmt: skip
+}
 
 
 def configuration(mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict[str, Any]) -> Config:
@@ -151,10 +178,13 @@ def test_every_layout_computes_the_replaced_block_attention_and_loss(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, batch, loss, gradient = expected()
     program = mt.Program(configuration(mesh, parallel=parallel), **HOOKS)
-    params, placed = place(program.layout, parameters), jax.device_put(batch, program.batch_sharding)
+    params, placed = (
+        place(program.layout, parameters),
+        jax.device_put(batch, program.batch_sharding),
+    )
     seen, found = jax.jit(program.gradients)(params, placed, jnp.zeros((), jnp.int32), jnp.ones(()))
     np.testing.assert_allclose(seen, loss, rtol=1e-5)
-    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)  # noqa: E731
+    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)
     jax.tree.map(close, program.layout.canonical(jax.tree.map(np.asarray, found)), gradient)
     assert not np.any(found["blocks"]["mlp_norm"]["scale"]), "this block has no use for it"
     np.testing.assert_allclose(program.eval_step(params, placed), loss, rtol=1e-5)
@@ -164,13 +194,25 @@ def test_every_layout_computes_the_replaced_block_attention_and_loss(layout):
 def test_the_train_step_and_the_logits_use_them_too():
     parameters, batch, *_ = expected()
     program = mt.Program(configuration((2, 2, 2), parallel={"microbatches": 2}), **HOOKS)
-    whole = {**batch, "segments": np.ones_like(batch["segments"]), "weights": np.ones_like(batch["weights"])}
+    whole = {
+        **batch,
+        "segments": np.ones_like(batch["segments"]),
+        "weights": np.ones_like(batch["weights"]),
+    }
     whole["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32), whole["tokens"].shape)
-    right = jax.jit(jax.vmap(reference_logits, (None, 0, 0, 0)))(parameters, *(whole[n] for n in ("tokens", "positions", "segments")))  # fmt: skip
-    np.testing.assert_allclose(program.logits(place(program.layout, parameters), batch["tokens"]), right, atol=2e-5)
+    right = jax.jit(jax.vmap(reference_logits, (None, 0, 0, 0)))(
+        parameters, *(whole[n] for n in ("tokens", "positions", "segments"))
+    )
+    np.testing.assert_allclose(
+        program.logits(place(program.layout, parameters), batch["tokens"]), right, atol=2e-5
+    )
     plain = {name: whole[name] for name in ("tokens", "labels")}
-    _, metrics = program.train_step(start(program, parameters), jax.device_put(plain, program.batch_sharding))
-    np.testing.assert_allclose(metrics["loss"], jax.jit(reference_loss)(parameters, whole), rtol=1e-5)
+    _, metrics = program.train_step(
+        start(program, parameters), jax.device_put(plain, program.batch_sharding)
+    )
+    np.testing.assert_allclose(
+        metrics["loss"], jax.jit(reference_loss)(parameters, whole), rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -179,10 +221,18 @@ def test_a_replaced_block_drops_the_same_values_on_every_mesh():
     losses = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         program = mt.Program(
-            configuration(shape, model={**MODEL, "dropout": 0.2}), block=parallel_block, loss=capped_loss
+            configuration(shape, model={**MODEL, "dropout": 0.2}),
+            block=parallel_block,
+            loss=capped_loss,
         )
-        given = place(program.layout, parameters), jax.device_put(batch, program.batch_sharding), jnp.int32(3)
-        losses.append(float(jax.jit(lambda *given, p=program: p.gradients(*given, jnp.ones(()))[0])(*given)))
+        given = (
+            place(program.layout, parameters),
+            jax.device_put(batch, program.batch_sharding),
+            jnp.int32(3),
+        )
+        losses.append(
+            float(jax.jit(lambda *given, p=program: p.gradients(*given, jnp.ones(()))[0])(*given))
+        )
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
     assert abs(losses[0] - program.eval_step(*given[:2])) > 1e-3, "evaluation drops nothing"
 
@@ -196,7 +246,9 @@ def test_the_built_in_ones_go_the_same_way():
 
 def test_the_examples_of_the_docstring_run():
     assert hooks.__doc__ is not None
-    code = textwrap.dedent("\n".join(line for line in hooks.__doc__.splitlines() if line.startswith("    ")))
+    code = textwrap.dedent(
+        "\n".join(line for line in hooks.__doc__.splitlines() if line.startswith("    "))
+    )
     found: dict[str, Any] = {"jnp": jnp, "mt": mt, "config": configuration()}
     exec(code, found)
     assert found["program"].hooks.names == {"block": "parallel_block", "loss": "capped_loss"}
@@ -211,19 +263,34 @@ def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
     for shape in ((1, 1, 1), (1, 2, 1)):
         program = mt.Program(configuration(shape), block=bare)
         parameters, batch, *_ = expected()
-        params, placed = place(program.layout, parameters), jax.device_put(batch, program.batch_sharding)
-        _, found = jax.jit(program.gradients)(params, placed, jnp.zeros((), jnp.int32), jnp.ones(()))
+        params, placed = (
+            place(program.layout, parameters),
+            jax.device_put(batch, program.batch_sharding),
+        )
+        _, found = jax.jit(program.gradients)(
+            params, placed, jnp.zeros((), jnp.int32), jnp.ones(())
+        )
         gradients.append(program.layout.canonical(jax.tree.map(np.asarray, found)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-7), *gradients[::-1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-7),
+        *gradients[::-1],
+    )
 
 
 def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
     random, config = np.random.default_rng(0), configuration()
     logits = jnp.asarray(random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32)
-    labels, other = (jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2))
+    labels, other = (
+        jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2)
+    )
     mixed = Mixed(other, jnp.asarray(random.random((3, 2)), jnp.float32))
-    own, built_in = (ModelParts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks()))
-    found, right = (jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).losses.sum())(logits) for loss in (own, built_in))  # fmt: skip
+    own, built_in = (
+        ModelParts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks())
+    )
+    found, right = (
+        jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).losses.sum())(logits)
+        for loss in (own, built_in)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
     assert not np.allclose(own(logits, labels, mixed).losses, own(logits, labels).losses)
 
@@ -237,16 +304,55 @@ def without_leave(block, x, sequence, collectives, dropout):
 
 
 WRONG: dict[str, tuple[str, Callable | int, str]] = {
-    "another shape": ("block", lambda block, x, *_: x[:, :-1], "the block hook <lambda> gave float32[8, 15, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D]."),
-    "another dtype": ("block", lambda block, x, *_: x.astype("bfloat16"), "gave bfloat16[8, 16, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D]."),
-    "nothing": ("block", lambda block, x, *_: None, "the block hook <lambda> gave a NoneType on a device, and"),
-    "partial sums": ("block", without_leave, "the block hook without_leave gave a value that differs over tensor, where devices must agree; pass each branch through collectives.leave."),
-    "attention in heads": ("attention", lambda q, *_: q, "the attention hook <lambda> gave float32[8, 16, 6, 4] on a device, and float32[128, 24] is wanted, [B*T, H*K]."),
-    "one loss for all tokens": ("loss", lambda z, labels, v: v.log_sum_exp(z).mean(), "the loss hook <lambda> gave float32[] on a device, and float32[8, 16] is wanted, [B, T]."),
-    "a loss of this share alone": ("loss", lambda z, labels, v: jax.nn.logsumexp(z, axis=-1), "the loss hook <lambda> gave a value that differs over pipeline and tensor, where devices must agree; sum it over the vocabulary with vocabulary.sum."),
-    "too few arguments": ("loss", lambda logits, labels: labels, "the loss hook <lambda> takes (logits, labels), but it is called with (logits_BTV, labels_BT, vocabulary)."),
-    "no function": ("block", 3, "the block hook is 3; it must be a function, and it is called with (block, x_BTD, sequence, collectives, dropout)."),
-}  # fmt: skip
+    "another shape": (
+        "block",
+        lambda block, x, *_: x[:, :-1],
+        "the block hook <lambda> gave float32[8, 15, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D].",
+    ),
+    "another dtype": (
+        "block",
+        lambda block, x, *_: x.astype("bfloat16"),
+        "gave bfloat16[8, 16, 24] on a device, and float32[8, 16, 24] is wanted, [B, T, D].",
+    ),
+    "nothing": (
+        "block",
+        lambda block, x, *_: None,
+        "the block hook <lambda> gave a NoneType on a device, and",
+    ),
+    "partial sums": (
+        "block",
+        without_leave,
+        "the block hook without_leave gave a value that differs over tensor, where devices must agree; pass each "
+        "branch through collectives.leave.",
+    ),
+    "attention in heads": (
+        "attention",
+        lambda q, *_: q,
+        "the attention hook <lambda> gave float32[8, 16, 6, 4] on a device, and float32[128, 24] is wanted, [B*T, H*K].",
+    ),
+    "one loss for all tokens": (
+        "loss",
+        lambda z, labels, v: v.log_sum_exp(z).mean(),
+        "the loss hook <lambda> gave float32[] on a device, and float32[8, 16] is wanted, [B, T].",
+    ),
+    "a loss of this share alone": (
+        "loss",
+        lambda z, labels, v: jax.nn.logsumexp(z, axis=-1),
+        "the loss hook <lambda> gave a value that differs over pipeline and tensor, where devices must agree; sum it "
+        "over the vocabulary with vocabulary.sum.",
+    ),
+    "too few arguments": (
+        "loss",
+        lambda logits, labels: labels,
+        "the loss hook <lambda> takes (logits, labels), but it is called with (logits_BTV, labels_BT, vocabulary).",
+    ),
+    "no function": (
+        "block",
+        3,
+        "the block hook is 3; it must be a function, and it is called with (block, x_BTD, sequence, collectives, "
+        "dropout).",
+    ),
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -262,7 +368,9 @@ def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
 
 
 def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.z_loss is 0\.1, but the loss is replaced by capped_loss"):
+    with pytest.raises(
+        ConfigError, match=r"train\.z_loss is 0\.1, but the loss is replaced by capped_loss"
+    ):
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
 
 
@@ -271,7 +379,9 @@ def test_what_the_replaced_attention_would_not_keep_is_refused(key, value):
     def own(q, k, v, segments, collectives, dropout, /):
         return q.reshape(-1, q.shape[2] * q.shape[3])
 
-    with pytest.raises(ConfigError, match=rf"model\.{key} is {value}, but the attention is replaced by own"):
+    with pytest.raises(
+        ConfigError, match=rf"model\.{key} is {value}, but the attention is replaced by own"
+    ):
         mt.Program(configuration(model={key: value}), attention=own)
 
 
@@ -299,12 +409,16 @@ def in_bfloat16(logits, labels, vocabulary):
 
 def with_lax(logits, labels, vocabulary):
     here, axes = vocabulary.ids(logits) == labels[..., None], ("pipeline", "tensor")
-    total = jax.lax.psum(jnp.sum(jnp.where(vocabulary.ids(logits) < 259, jnp.exp(logits), 0), axis=-1), axes)
+    total = jax.lax.psum(
+        jnp.sum(jnp.where(vocabulary.ids(logits) < 259, jnp.exp(logits), 0), axis=-1), axes
+    )
     return jnp.log(total) - jax.lax.psum(jnp.sum(jnp.where(here, logits, 0), axis=-1), axes)
 
 
 def made_for_its_share(logits, labels, vocabulary):
-    table = jnp.arange(260.0).reshape(-1, logits.shape[-1])[jax.lax.axis_index(("pipeline", "tensor"))]
+    table = jnp.arange(260.0).reshape(-1, logits.shape[-1])[
+        jax.lax.axis_index(("pipeline", "tensor"))
+    ]
     return nll(logits + 1e-3 * table, labels, vocabulary)
 
 
@@ -316,7 +430,17 @@ def random(logits, labels, vocabulary):
     return nll(logits, labels, vocabulary) * np.random.random()
 
 
-RIGHT = (nll, with_z_loss, capped_loss, focal, in_bfloat16, with_lax, made_for_its_share, made_for_its_batch, random)
+RIGHT = (
+    nll,
+    with_z_loss,
+    capped_loss,
+    focal,
+    in_bfloat16,
+    with_lax,
+    made_for_its_share,
+    made_for_its_batch,
+    random,
+)
 
 
 @pytest.mark.parametrize("vocab", ["spread", "edge"])
@@ -331,7 +455,9 @@ def softmax_of_the_share(logits, labels, vocabulary):
 
 
 def one_hot_of_the_share(logits, labels, vocabulary):
-    return vocabulary.log_sum_exp(logits) - vocabulary.sum((jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1))
+    return vocabulary.log_sum_exp(logits) - vocabulary.sum(
+        (jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1)
+    )
 
 
 def mean_of_the_share(logits, labels, vocabulary):
@@ -353,9 +479,11 @@ ONE_SHARE = (softmax_of_the_share, one_hot_of_the_share, mean_of_the_share)
 def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(loss, mesh, size):
     shares = mesh[1] * mesh[2]
     says = (
-        rf"^the loss hook {loss.__name__} gives \S+ where the vocabulary is cut into {shares} shares, and \S+ of the same logits where "
+        rf"^the loss hook {loss.__name__} gives \S+ where the vocabulary is cut into {shares} shares, and \S+ of the "
+        r"same logits where "
         r"it is whole; softmax, mean and one_hot over the last axis see one share only: "
-        rf"use vocabulary\.sum, max, log_sum_exp and of_label{', and leave out the ids from 259 on, which are padding' * (size == 259)}\.$"
+        r"use vocabulary\.sum, max, log_sum_exp and "
+        rf"of_label{', and leave out the ids from 259 on, which are padding' * (size == 259)}\.$"
     )
     with pytest.raises(ConfigError, match=says):
         mt.Program(configuration(mesh, model={**MODEL, "vocab_size": size}), loss=loss)
@@ -363,12 +491,14 @@ def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(
 
 def test_a_loss_that_counts_the_padding_of_the_vocabulary_in_is_refused_where_there_is_any():
     with pytest.raises(ConfigError, match=r"padding_counted_in .* leave out the ids from 259 on"):
-        mt.Program(configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in)
+        mt.Program(
+            configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in
+        )
     config = configuration((1, 2, 1), model={**MODEL, "vocab_size": 256})
     hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in))
 
 
 def test_a_loss_is_not_tried_on_a_mesh_that_does_not_split_the_vocabulary():
     config = configuration((2, 1, 2), parallel={"vocab": "edge"})
-    loss = lambda logits, labels, vocabulary: pytest.fail("it was called")  # noqa: E731
+    loss = lambda logits, labels, vocabulary: pytest.fail("it was called")
     hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))

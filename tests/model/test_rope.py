@@ -20,7 +20,7 @@ def plain(width: int, theta: float = 10000.0) -> Rope:
 
 def test_rotated_queries_and_keys_meet_by_their_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 8))
-    at = lambda x, p: rotate(x[None, None], *angles(jnp.array([p]), plain(8, 100.0)))[0, 0]  # noqa: E731
+    at = lambda x, p: rotate(x[None, None], *angles(jnp.array([p]), plain(8, 100.0)))[0, 0]
     near = (at(q, 3) * at(k, 1)).sum()
     np.testing.assert_allclose((at(q, 45) * at(k, 43)).sum(), near, rtol=1e-4)
     assert abs((at(q, 3) * at(k, 2)).sum() - near) > 1e-3
@@ -45,32 +45,76 @@ def test_positions_may_differ_between_sequences():
 TRANSFORMERS = [
     (
         made(16, 500000.0, rope_scaling="llama3", rope_factor=8.0, rope_original=64),
-        [1.0, 0.079403013, 0.0047007538, 0.00091158313, 0.00017677668, 3.4281024e-05, 6.6478697e-06, 1.2891732e-06],
+        [
+            1.0,
+            0.079403013,
+            0.0047007538,
+            0.00091158313,
+            0.00017677668,
+            3.4281024e-05,
+            6.6478697e-06,
+            1.2891732e-06,
+        ],
         1.0,
     ),
     (
         made(16, rope_scaling="yarn", rope_factor=4.0, rope_original=64),
-        [1.0, 0.23717082, 0.049999997, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
+        [
+            1.0,
+            0.23717082,
+            0.049999997,
+            0.0079056947,
+            0.0024999999,
+            0.00079056947,
+            0.00025000001,
+            7.9056947e-05,
+        ],
         1.138629436111989,
     ),
     (
         made(
-            16, rope_scaling="yarn", rope_factor=4.0, rope_original=4096, rope_fast=20.0, rope_slow=2.0, rope_truncate=False,
+            16,
+            rope_scaling="yarn",
+            rope_factor=4.0,
+            rope_original=4096,
+            rope_fast=20.0,
+            rope_slow=2.0,
+            rope_truncate=False,
             rope_amplitude=1.5,
         ),
-        [1.0, 0.31622776, 0.1, 0.031622779, 0.0063486258, 0.00082175765, 0.00025000001, 7.9056947e-05],
+        [
+            1.0,
+            0.31622776,
+            0.1,
+            0.031622779,
+            0.0063486258,
+            0.00082175765,
+            0.00025000001,
+            7.9056947e-05,
+        ],
         1.5,
     ),
     (
         made(16, rope_scaling="linear", rope_factor=4.0),
-        [0.25, 0.079056941, 0.025, 0.0079056947, 0.0024999999, 0.00079056947, 0.00025000001, 7.9056947e-05],
+        [
+            0.25,
+            0.079056941,
+            0.025,
+            0.0079056947,
+            0.0024999999,
+            0.00079056947,
+            0.00025000001,
+            7.9056947e-05,
+        ],
         1.0,
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
-    "found, frequency, amplitude", TRANSFORMERS, ids=["llama3", "yarn", "yarn with all keys", "linear"]
+    "found, frequency, amplitude",
+    TRANSFORMERS,
+    ids=["llama3", "yarn", "yarn with all keys", "linear"],
 )
 def test_stretched_frequencies_are_those_of_transformers(found, frequency, amplitude):
     np.testing.assert_allclose(found.frequency, frequency, rtol=1e-6)

@@ -18,7 +18,9 @@ def plain(q, k, v, sinks, local):
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     visible = (back >= 0) & ((back < WINDOW) | ~local)
     column = jnp.broadcast_to(sinks[:, None, None], (B, H, T, 1))
-    p = jax.nn.softmax(jnp.concatenate([jnp.where(visible, scores, -jnp.inf), column], -1))[..., :-1]
+    p = jax.nn.softmax(jnp.concatenate([jnp.where(visible, scores, -jnp.inf), column], -1))[
+        ..., :-1
+    ]
     return jnp.einsum("bhts,bshk->bthk", p, v, precision="highest").reshape(B * T, H * K)
 
 
@@ -26,14 +28,20 @@ def plain(q, k, v, sinks, local):
 def test_outputs_and_gradients_are_those_of_one_more_score(local):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (B, T, H, K), (B, T, G, K), (B, T, G, K), (H,), (B * T, H * K)
-    *given, cotangent = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    *given, cotangent = (
+        jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)
+    )
 
     @jax.jit
     def both(q, k, v, sinks, cotangent, local):
-        ours = lambda *x: attend(*x[:3], None, Collectives(), window=WINDOW, local=local, sinks=x[3])  # noqa: E731
+        ours = lambda *x: attend(
+            *x[:3], None, Collectives(), window=WINDOW, local=local, sinks=x[3]
+        )
         return [
             (out, *back(cotangent))
-            for out, back in (jax.vjp(f, q, k, v, sinks) for f in (ours, lambda *x: plain(*x, local)))
+            for out, back in (
+                jax.vjp(f, q, k, v, sinks) for f in (ours, lambda *x: plain(*x, local))
+            )
         ]
 
     for mine, right in zip(*both(*given, cotangent, jnp.array(local)), strict=True):

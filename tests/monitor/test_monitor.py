@@ -30,7 +30,13 @@ from meshtrain.survive.reliability import failures
 from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.telemetry.endpoint import Board
 
-ROW = {"loss": 2.5, "tokens": 64, "tokens_per_second": 128.0, "step_seconds": 0.5, "data_wait_seconds": 0.01}
+ROW = {
+    "loss": 2.5,
+    "tokens": 64,
+    "tokens_per_second": 128.0,
+    "step_seconds": 0.5,
+    "data_wait_seconds": 0.01,
+}
 
 
 @pytest.fixture
@@ -46,7 +52,10 @@ def test_a_directory_of_runs_shows_each_of_them(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text("")
     assert main([str(tmp_path), "--json"]) == 0
-    assert {look["run"] for look in json.loads(capsys.readouterr().out)} == {str(run), str(tmp_path / "other")}
+    assert {look["run"] for look in json.loads(capsys.readouterr().out)} == {
+        str(run),
+        str(tmp_path / "other"),
+    }
     for named in (run, tmp_path / "empty", tmp_path / "nowhere"):
         assert main([str(named), "--json"]) == 0
         assert [look["run"] for look in json.loads(capsys.readouterr().out)] == [str(named)]
@@ -61,7 +70,10 @@ def sample(run, rank, time, **phases):
     (run / "resources").mkdir(exist_ok=True)
     with (run / "resources" / f"{rank}.jsonl").open("a") as file:
         file.write(
-            json.dumps({"time": time, "rank": rank, "host": f"n{rank}", "step": 3, "phase_seconds": phases}) + "\n"
+            json.dumps(
+                {"time": time, "rank": rank, "host": f"n{rank}", "step": 3, "phase_seconds": phases}
+            )
+            + "\n"
         )
 
 
@@ -87,7 +99,9 @@ def test_only_new_rows_are_read_and_steps_taken_again_stand_once(run):
     assert watched.look().columns.known("step").tolist() == list(range(1, 8))
     write(run, 5, 6, loss=9.0)
     columns = watched.look().columns
-    assert columns.known("step").tolist() == [1, 2, 3, 4, 5, 6] and columns.known("loss").tolist()[-2:] == [9.0, 9.0]
+    assert columns.known("step").tolist() == [1, 2, 3, 4, 5, 6] and columns.known("loss").tolist()[
+        -2:
+    ] == [9.0, 9.0]
 
 
 def test_the_state_of_a_run_is_told(run):
@@ -129,7 +143,13 @@ def test_a_run_from_before_telemetry_has_all_but_what_it_does_not_say(run):
 def test_alerts_that_fire_are_told_until_they_clear(run):
     write(run, 1, 2)
     watched = WatchedRun(run)
-    alert = {"rule": "spike", "state": "firing", "sentence": "the loss jumped", "step": 2, "time": 1.0}
+    alert = {
+        "rule": "spike",
+        "state": "firing",
+        "sentence": "the loss jumped",
+        "step": 2,
+        "time": 1.0,
+    }
     with (run / "alerts.jsonl").open("a") as file:
         file.write(json.dumps(alert) + "\n")
     assert "! spike: the loss jumped" in shown([watched.look()])
@@ -148,7 +168,10 @@ def test_phases_and_processes_that_lag_are_told(run):
     lock = RunLock(run)
     told = shown([WatchedRun(run).look()], 120)
     lock.release()
-    assert "phases: wait 97%" in told and "rank 2 on n2 is slow: 45% of its steps' time it waits for no other" in told
+    assert (
+        "phases: wait 97%" in told
+        and "rank 2 on n2 is slow: 45% of its steps' time it waits for no other" in told
+    )
     assert "rank 1" not in told
 
 
@@ -162,7 +185,9 @@ def test_who_lags_or_is_silent_is_told_and_nobody_else():
     even[3] = samples(0, 10, data=4.0, wait=6.0)
     assert len(lagging(even)) == 1
     assert lagging({0: samples(0, 10, data=5.0)}) == [] and lagging({}) == []
-    assert lagging({0: samples(90, 100), 1: samples(40, 50, host="n7")}) == ["rank 1 on n7 has said nothing for 50 s"]
+    assert lagging({0: samples(90, 100), 1: samples(40, 50, host="n7")}) == [
+        "rank 1 on n7 has said nothing for 50 s"
+    ]
     odd = [{"time": "x", "phase_seconds": 3}, {"phase_seconds": {"data": "y"}}]
     assert lagging({0: odd, 1: odd, 2: samples(0, 10, data=None)}) == []
 
@@ -170,7 +195,9 @@ def test_who_lags_or_is_silent_is_told_and_nobody_else():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal(run, width):
     write(run, *range(1, 100), eval_loss=2.0, memory_in_use_bytes=1e9, mfu=0.5)
-    (run / "alerts.jsonl").write_text(json.dumps({"rule": "r", "state": "firing", "sentence": "x" * 300}) + "\n")
+    (run / "alerts.jsonl").write_text(
+        json.dumps({"rule": "r", "state": "firing", "sentence": "x" * 300}) + "\n"
+    )
     told = shown([WatchedRun(run).look()] * 2, width)
     assert max(map(len, told.splitlines())) <= width and "mine" in told
 
@@ -195,26 +222,42 @@ def test_faults_are_told_with_who_and_when_and_the_last_sign_of_life(tmp_path):
     watched_run = WatchedRun(where)
     look = watched_run.look()
     wanted = failures(read(where))
-    assert [(f.generation, f.kind, f.blamed) for f in look.faults] == [(f.generation, f.kind, f.blamed) for f in wanted]
+    assert [(f.generation, f.kind, f.blamed) for f in look.faults] == [
+        (f.generation, f.kind, f.blamed) for f in wanted
+    ]
     told = shown([look])
     newest = look.faults[-1]
     who = ", ".join(newest.blamed)
-    assert f"{date(newest.time):%m-%d %H:%M:%S}  generation {newest.generation}  {newest.kind} of {who}" in told
+    assert (
+        f"{date(newest.time):%m-%d %H:%M:%S}  generation {newest.generation}  {newest.kind} of {who}"
+        in told
+    )
     assert told.count("  fault ") == 4 and f"and {len(wanted) - 4} before these" in told
     assert "over in generation" in told
     for plan in sorted((where / "survive" / "plans").iterdir())[-1:]:
         plan.unlink()
-    (where / "survive" / "nodes" / "n1.json").write_bytes(encode(Node("n1", wall=time.time() - 43, state="running")))
-    (where / "survive" / "nodes" / "n0.json").write_bytes(encode(Node("n0", wall=time.time(), state="running")))
+    (where / "survive" / "nodes" / "n1.json").write_bytes(
+        encode(Node("n1", wall=time.time() - 43, state="running"))
+    )
+    (where / "survive" / "nodes" / "n0.json").write_bytes(
+        encode(Node("n0", wall=time.time(), state="running"))
+    )
     told = shown([watched_run.look()], 120)
-    assert "; last sign of life of n1 43 s ago" in told and f"generation {newest.generation + 1} on " in told
+    assert (
+        "; last sign of life of n1 43 s ago" in told
+        and f"generation {newest.generation + 1} on " in told
+    )
 
 
 def test_a_program_gets_one_look_at_each_run(run, tmp_path, capsys):
     write(run, *range(1, 31), mfu=0.4)
     assert main([str(run), str(tmp_path / "later"), "--json"]) == 0
     look, later = json.loads(capsys.readouterr().out)
-    assert (look["run"], look["summary"]["step"], look["summary"]["speed"]["mfu"]) == (str(run), 30, 0.4)
+    assert (look["run"], look["summary"]["step"], look["summary"]["speed"]["mfu"]) == (
+        str(run),
+        30,
+        0.4,
+    )
     assert look["faults"] == [] and later["summary"] is None
 
 
@@ -231,17 +274,24 @@ def test_a_run_has_one_mfu(run):
     summary = summarise(gather(run))
     assert summary.speed.mfu == pytest.approx(wanted) == WatchedRun(run).look().summary.speed.mfu
     assert f"MFU {wanted:.1%} over the last 50 rows" in render(gather(run), summary)
-    assert f"MFU {wanted:.1%}" in shown([WatchedRun(run).look()]) and summary.figures["MFU"] == f"{wanted:.1%}"
+    assert (
+        f"MFU {wanted:.1%}" in shown([WatchedRun(run).look()])
+        and summary.figures["MFU"] == f"{wanted:.1%}"
+    )
     (run / "metrics.jsonl").unlink()
     write(run, *range(1, 31))
     board = Board(0, "", "", {"tokens": 0.0}, 10)
     board(rows[0] | {"mfu": math.nan}, "step")
     assert samples_of(board, "meshtrain_mfu") == []
-    assert "MFU" not in shown([WatchedRun(run).look()]) and "MFU" not in summarise(gather(run)).figures
+    assert (
+        "MFU" not in shown([WatchedRun(run).look()]) and "MFU" not in summarise(gather(run)).figures
+    )
 
 
 def samples_of(board, name):
-    return [value for family in board.families() if family.name == name for _, value in family.samples]
+    return [
+        value for family in board.families() if family.name == name for _, value in family.samples
+    ]
 
 
 @pytest.mark.parametrize("key, ends", [("q", True), ("x", False)])
@@ -251,7 +301,9 @@ def test_q_ends_it_and_the_terminal_is_as_before(run, key, ends):
     before = termios.tcgetattr(terminal)
     command = [sys.executable, "-m", "meshtrain.monitor", "--every", "60", str(run)]
     told, environment = b"", os.environ | {"TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    ) as process:
         while b"step 2 of 100" not in told:
             told += os.read(main_end, 4096)
         os.write(main_end, key.encode())
@@ -269,11 +321,17 @@ def test_q_ends_it_and_the_terminal_is_as_before(run, key, ends):
 def test_many_runs_have_a_line_each(run):
     write(run, 1, 2)
     told = shown([WatchedRun(run).look()] * 12, 100, height=10).splitlines()
-    assert len(told) == 10 and told[0].startswith("mine: stopped  step 2/100") and told[-1] == "and 3 more"
+    assert (
+        len(told) == 10
+        and told[0].startswith("mine: stopped  step 2/100")
+        and told[-1] == "and 3 more"
+    )
 
 
 def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_down(run):
-    (run / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 9999}\neval: {every: 1, patience: 4}\n")
+    (run / "config.yaml").write_text(
+        "run: {fake_devices: 8}\ntrain: {steps: 9999}\neval: {every: 1, patience: 4}\n"
+    )
     lock = RunLock(run)
     try:
         write(run, 1, eval_loss=1.5)
@@ -282,7 +340,10 @@ def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_d
         write(run, 2000, eval_loss=2.0)
         watched = WatchedRun(run)
         told = shown([watched.look()])
-        assert "eval 2.0000  lowest 1.5000, step 1\n" in told and "ends after 3 more without a lower eval loss" in told
+        assert (
+            "eval 2.0000  lowest 1.5000, step 1\n" in told
+            and "ends after 3 more without a lower eval loss" in told
+        )
         write(run, 2001, eval_loss=1.75)
         assert "ends after 2 more" in shown([watched.look()])
         write(run, 2001, 2002, eval_loss=1.25)
@@ -308,7 +369,9 @@ def test_once_shows_and_ends_and_so_does_the_last_step(run, capsys):
     words = capsys.readouterr().out
     assert "step 2 of 100" in words and "there is no run here yet" in words
     write(run, *range(3, 101))
-    assert main([str(run)]) == 0 and capsys.readouterr().out.count("\n") == 1, "a line, and the last step ends it"
+    assert main([str(run)]) == 0 and capsys.readouterr().out.count("\n") == 1, (
+        "a line, and the last step ends it"
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--every", "0"], ["x", "--evry", "1"]])
@@ -321,7 +384,9 @@ def test_wrong_usage_is_a_sentence_and_exit_code_2(arguments, capsys):
 def test_ctrl_c_ends_it_well(run):
     write(run, 1, 2)
     command = [sys.executable, "-m", "meshtrain.monitor", "--every", "1", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert "step 2/100" in process.stdout.readline()
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)

@@ -1,6 +1,8 @@
-"""Gradients that are closed on the way are those of plain differentiation, and take the same bytes over data in more pieces.
+"""Gradients that are closed on the way are those of plain differentiation, and take the same bytes over data in more
+pieces.
 
-As on accelerators, where collectives travel beside compute; on CPU, where they would be waited for, they are closed at the end.
+As on accelerators, where collectives travel beside compute; on CPU, where they would be waited for, they are closed at
+the end.
 """
 
 from collections import Counter
@@ -22,11 +24,22 @@ from meshtrain.step import Program
 
 SIZES = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
 CELLS: dict[str, dict[str, Any]] = {
-    "one microbatch, tied": {"model": {"family": "gpt2", "dropout": 0.2}, "mesh": {"data": 4, "tensor": 2}},
+    "one microbatch, tied": {
+        "model": {"family": "gpt2", "dropout": 0.2},
+        "mesh": {"data": 4, "tensor": 2},
+    },
     "three microbatches": {"mesh": {"data": 4}, "parallel": {"microbatches": 3, "remat": "full"}},
-    "ZeRO-3, held": {"mesh": {"data": 2, "tensor": 2}, "parallel": {"microbatches": 2, "zero_stage": 3, "zero_hold": True, "sequence_parallel": True}},
+    "ZeRO-3, held": {
+        "mesh": {"data": 2, "tensor": 2},
+        "parallel": {
+            "microbatches": 2,
+            "zero_stage": 3,
+            "zero_hold": True,
+            "sequence_parallel": True,
+        },
+    },
     "adapters": {"mesh": {"data": 4}, "lora": {"rank": 3}, "parallel": {"microbatches": 2}},
-}  # fmt: skip
+}
 
 
 def config_of(cell: str) -> Config:
@@ -47,19 +60,29 @@ def program_of(config: Config, overlaps: bool) -> Program:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cell", slow_but(CELLS, ["one microbatch, tied", "ZeRO-3, held", "three microbatches"]))
+@pytest.mark.parametrize(
+    "cell", slow_but(CELLS, ["one microbatch, tied", "ZeRO-3, held", "three microbatches"])
+)
 def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
     config = config_of(cell)
-    (loss, right), (same, seen) = (loss_and_gradients(program_of(config, overlaps)) for overlaps in (False, True))
+    (loss, right), (same, seen) = (
+        loss_and_gradients(program_of(config, overlaps)) for overlaps in (False, True)
+    )
     assert float(same) == pytest.approx(float(loss), rel=1e-6)
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(right))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "pipeline"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_bfloat16_sums_are_the_gradients_to_bfloat16(stage, pipeline):
     parallel = {"microbatches": 4, "zero_stage": stage, "schedule": "1f1b"}
@@ -86,7 +109,10 @@ def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix(
         sent.append(found.traffic)
     assert sent[0] == pytest.approx(sent[1])
     matrices, vectors = 9, 3
-    assert pieces == [matrices + vectors, (matrices - 2) * len(buckets(SIZES["layers"])) + 2 + vectors]
+    assert pieces == [
+        matrices + vectors,
+        (matrices - 2) * len(buckets(SIZES["layers"])) + 2 + vectors,
+    ]
 
 
 def test_a_compression_with_a_memory_has_one_reduction_a_step():

@@ -1,4 +1,6 @@
-"""experiments/bench_layouts.py --by-hand: our layouts beside plain JAX that is sharded by hand, whose first step has our loss."""
+"""experiments/bench_layouts.py --by-hand: our layouts beside plain JAX that is sharded by hand, whose first step has
+our loss.
+"""
 
 import re
 import subprocess
@@ -31,4 +33,6 @@ def test_two_layouts_have_the_loss_of_those_sharded_by_hand_and_a_speed_beside_t
 def test_what_is_not_written_by_hand_is_refused():
     printed = bench("2,2,2 sequence_parallel=true")
     assert printed.returncode == 1
-    assert printed.stderr.splitlines()[-1].startswith("by hand there are data, tensor, pipeline and ZeRO")
+    assert printed.stderr.splitlines()[-1].startswith(
+        "by hand there are data, tensor, pipeline and ZeRO"
+    )

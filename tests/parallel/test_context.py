@@ -38,7 +38,9 @@ class OnContext(Collectives):
 
 
 def plain(q, k, v, segments, window: int, cap: float, keep):
-    """Causal attention from its definition, in float64, of the whole row; `keep` [B, H, T, T] is what dropout multiplies weights with."""
+    """Causal attention from its definition, in float64, of the whole row; `keep` [B, H, T, T] is what dropout
+    multiplies weights with.
+    """
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1])
     scores = cap * jnp.tanh(scores / cap) if cap else scores
@@ -55,7 +57,14 @@ CASES = {
     "ring-documents-dropout": (2, "ring", 6, 1, 20, {"documents": 5, "rate": 0.3}),
     "ring-of-8-capped": (8, "ring", 2, 2, 48, {"cap": 2.0}),
     "gather-window": (4, "all_gather", 4, 4, 24, {"window": 7}),
-    "gather-window-documents-dropout": (2, "all_gather", 6, 3, 36, {"window": 11, "documents": 3, "rate": 0.3}),
+    "gather-window-documents-dropout": (
+        2,
+        "all_gather",
+        6,
+        3,
+        36,
+        {"window": 11, "documents": 3, "rate": 0.3},
+    ),
     "heads": (2, "ulysses", 6, 2, 18, {"window": 5, "documents": 4, "rate": 0.3}),
     "heads-that-share-keys": (4, "ulysses", 8, 2, 12, {}),
 }
@@ -66,10 +75,15 @@ def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     ranks, strategy, heads, groups, length, more = CASES[case]
     window, cap, rate = more.get("window", 0), more.get("cap", 0.0), more.get("rate", 0.0)
     draw = np.random.default_rng(0)
-    q, k, v, g = (draw.standard_normal((ROWS, length, n, WIDTH), np.float32) for n in (heads, groups, groups, heads))
+    q, k, v, g = (
+        draw.standard_normal((ROWS, length, n, WIDTH), np.float32)
+        for n in (heads, groups, groups, heads)
+    )
     segments = None
     if "documents" in more:
-        segments = np.sort(draw.integers(0, more["documents"], (ROWS, length)), axis=1).astype(np.int32)
+        segments = np.sort(draw.integers(0, more["documents"], (ROWS, length)), axis=1).astype(
+            np.int32
+        )
     dropout = Dropout(rate, jax.random.key(3), jnp.arange(ROWS)) if rate else NO_DROPOUT
     keep = np.asarray(dropout.attention(jnp.ones((ROWS, heads, length, length)), 0))
     with jax.enable_x64(True):
@@ -82,13 +96,22 @@ def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     split = PartitionSpec(None, CONTEXT)
     mesh = Mesh(np.array(jax.devices()[:ranks]), (CONTEXT,))
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(split,) * 4 + (None if segments is None else split,), out_specs=split)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(split,) * 4 + (None if segments is None else split,),
+        out_specs=split,
+    )
     def run(q, k, v, g, segments):
         collectives = OnContext(ranks, strategy)
         out, vjp = jax.vjp(
-            lambda q, k, v: attend(q, k, v, segments, collectives, dropout, window=window, cap=cap).reshape(q.shape),
-            q, k, v,
-        )  # fmt: skip
+            lambda q, k, v: attend(
+                q, k, v, segments, collectives, dropout, window=window, cap=cap
+            ).reshape(q.shape),
+            q,
+            k,
+            v,
+        )
         return out, *vjp(g)
 
     cut = [None if x is None else x[:, order] for x in (q, k, v, g, segments)]
@@ -104,7 +127,15 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_chunk_and_all_the_same_work(
     assert np.array_equal(column_order(24, 3, by_heads=True), np.arange(24))
 
 
-MODEL = {"family": "llama", "layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 16, "vocab_size": 31}
+MODEL = {
+    "family": "llama",
+    "layers": 2,
+    "d_model": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 16,
+    "vocab_size": 31,
+}
 
 
 def config(mesh, length=32, model=None, data=None, **parallel):
@@ -116,15 +147,41 @@ def config(mesh, length=32, model=None, data=None, **parallel):
 @pytest.mark.parametrize(
     ("given", "parallel", "sentence"),
     [
-        (({"context": 4}, 20), {"context_strategy": "ring"}, r"a row of a multiple of 8 tokens, but it has 20"),
-        (({"context": 3}, 21), {"context_strategy": "ulysses"}, r"legal are 1, 2, 4, or the strategies all_gather and ring"),
-        (({"context": 2}, 32, {"window": 8}), {"context_strategy": "ring"}, r"legal are all_gather and ulysses"),
-        (({"context": 2, "tensor": 4}, 20, {"kv_heads": 4}), {"sequence_parallel": True}, r"the 10 tokens"),
-        (({"context": 2}, None, {"family": "vit"}, {"source": "synthetic"}), {}, r"reads images, whose patches are few; leave it out"),
-        (({"context": 4}, 32, {}, {"batching": "grouped", "length_multiple": 12}), {"context_strategy": "ring"}, r"grouped makes rows of any multiple of .*: mesh.context 4.*, but it has 12"),
+        (
+            ({"context": 4}, 20),
+            {"context_strategy": "ring"},
+            r"a row of a multiple of 8 tokens, but it has 20",
+        ),
+        (
+            ({"context": 3}, 21),
+            {"context_strategy": "ulysses"},
+            r"legal are 1, 2, 4, or the strategies all_gather and ring",
+        ),
+        (
+            ({"context": 2}, 32, {"window": 8}),
+            {"context_strategy": "ring"},
+            r"legal are all_gather and ulysses",
+        ),
+        (
+            ({"context": 2, "tensor": 4}, 20, {"kv_heads": 4}),
+            {"sequence_parallel": True},
+            r"the 10 tokens",
+        ),
+        (
+            ({"context": 2}, None, {"family": "vit"}, {"source": "synthetic"}),
+            {},
+            r"reads images, whose patches are few; leave it out",
+        ),
+        (
+            ({"context": 4}, 32, {}, {"batching": "grouped", "length_multiple": 12}),
+            {"context_strategy": "ring"},
+            r"grouped makes rows of any multiple of .*: mesh.context 4.*, but it has 12",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given, parallel, sentence):
+)
+def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(
+    given, parallel, sentence
+):
     with pytest.raises(ConfigError, match=sentence):
         config(*given, **parallel)
 
@@ -134,9 +191,15 @@ def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(given
     ("mesh", "parallel"),
     [
         ({"context": 8}, {"context_strategy": "ring"}),
-        ({"context": 4, "data": 2}, {"context_strategy": "all_gather", "zero_stage": 2, "microbatches": 2}),
+        (
+            {"context": 4, "data": 2},
+            {"context_strategy": "all_gather", "zero_stage": 2, "microbatches": 2},
+        ),
         ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses", "sequence_parallel": True}),
-        ({"context": 2, "data": 2, "pipeline": 2}, {"context_strategy": "ring", "zero_stage": 3, "remat": "full"}),
+        (
+            {"context": 2, "data": 2, "pipeline": 2},
+            {"context_strategy": "ring", "zero_stage": 3, "remat": "full"},
+        ),
     ],
 )
 def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, parallel):
@@ -144,7 +207,9 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, p
     found = []
     for program in (Program(config({}, 48)), Program(config(mesh, 48, **parallel))):
         batch = program.place({"tokens": tokens, "labels": labels})
-        loss, gradient = jax.jit(program.gradients)(program.init().params, batch, jnp.int32(0), jnp.float32(1))
+        loss, gradient = jax.jit(program.gradients)(
+            program.init().params, batch, jnp.int32(0), jnp.float32(1)
+        )
         found.append((float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))))
     (loss, gradient), (seen_loss, seen) = found
     assert seen_loss == pytest.approx(loss, rel=1e-6)
@@ -158,7 +223,8 @@ def test_logits_come_in_the_order_of_the_tokens_whose_positions_scaled_rotations
     tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
     model = {"rope_scaling": scaling, "rope_factor": 4.0, "rope_original": 16}
     one, split = (
-        Program(config(mesh, model=model, context_strategy="ring")) for mesh in ({"data": 1}, {"data": 2, "context": 4})
+        Program(config(mesh, model=model, context_strategy="ring"))
+        for mesh in ({"data": 1}, {"data": 2, "context": 4})
     )
     seen = [np.asarray(program.logits(program.init().params, tokens)) for program in (one, split)]
     np.testing.assert_allclose(seen[1], seen[0], atol=2e-5)
@@ -185,7 +251,9 @@ atexit.register(lambda: out and pathlib.Path(f"{out}-{os.environ['JAX_PROCESS_ID
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_does(strategy, tmp_path, monkeypatch):
+def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_does(
+    strategy, tmp_path, monkeypatch
+):
     (tmp_path / "count_reads.py").write_text(COUNT_READS)
     (tmp_path / "text.txt").write_text("".join(map(str, range(9999))))
     rows, read = {}, {}
@@ -194,17 +262,25 @@ def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_
         training = replaced(
             config(mesh, 64, {"vocab_size": 257}, context_strategy=strategy),
             run={"directory": str(tmp_path / name), "imports": (str(tmp_path / "count_reads.py"),)},
-            data={"source": str(tmp_path / "text.txt"), "validation_source": str(tmp_path / "text.txt")},
+            data={
+                "source": str(tmp_path / "text.txt"),
+                "validation_source": str(tmp_path / "text.txt"),
+            },
             train={"steps": 3},
             eval={"every": 3, "batches": 2},
         )
         monkeypatch.setenv("COUNT_READS", str(tmp_path / name))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         train_in_processes(training, processes, tmp_path / f"{name}.yaml")
-        rows[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows[name] = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         read[name] = [int((tmp_path / f"{name}-{rank}").read_text()) for rank in range(processes)]
     for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([row[key] for row in rows["two"]], [row[key] for row in rows["one"]], rtol=1e-5)
+        np.testing.assert_allclose(
+            [row[key] for row in rows["two"]], [row[key] for row in rows["one"]], rtol=1e-5
+        )
     assert rows["two"][-1]["eval_loss"] == pytest.approx(rows["one"][-1]["eval_loss"], rel=1e-5)
     # A token before each of the chunks that follow one another, of 16 tokens, is read with them.
     assert all(0.5 < each / read["one"][0] < 0.55 for each in read["two"]), read

@@ -24,17 +24,46 @@ WITHIN = 1e-6
 # The gradients of q and k are differences, which float32 rounds by so much on one device too.
 OF_DIFFERENCES = 2e-6
 ROUTERS: dict[str, dict[str, Any]] = {
-    "losses": {"experts": 8, "d_ff": 24, "z_loss": 0.01, "balance": "sequence", "balance_weight": 0.1},
-    "bias": {"experts": 8, "top_k": 3, "d_ff": 20, "router": "sigmoid", "balance": "bias", "groups": [4, 2], "route_scale": 2.5, "shared_experts": 1},
-    "chosen": {"experts": 4, "top_k": 1, "d_ff": 25, "router": "softmax_top_k", "balance": "sequence", "balance_weight": 0.05},
+    "losses": {
+        "experts": 8,
+        "d_ff": 24,
+        "z_loss": 0.01,
+        "balance": "sequence",
+        "balance_weight": 0.1,
+    },
+    "bias": {
+        "experts": 8,
+        "top_k": 3,
+        "d_ff": 20,
+        "router": "sigmoid",
+        "balance": "bias",
+        "groups": [4, 2],
+        "route_scale": 2.5,
+        "shared_experts": 1,
+    },
+    "chosen": {
+        "experts": 4,
+        "top_k": 1,
+        "d_ff": 25,
+        "router": "softmax_top_k",
+        "balance": "sequence",
+        "balance_weight": 0.05,
+    },
     "plain": {"experts": 12, "top_k": 4, "d_ff": 16, "normalize": False},
-}  # fmt: skip
+}
 
 
 def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -> Config:
     return load(
         {
-            "model": {"layers": 2, "d_model": 24, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": ROUTERS[router]},
+            "model": {
+                "layers": 2,
+                "d_model": 24,
+                "heads": 4,
+                "kv_heads": 2,
+                "vocab_size": 61,
+                "moe": ROUTERS[router],
+            },
             "train": {"global_batch_size": 8, "sequence_length": 24, "steps": 4},
             "parallel": parallel,
             "mesh": mesh,
@@ -45,7 +74,9 @@ def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -
 def crowded(config: Config, packed: bool) -> dict[str, np.ndarray]:
     """A batch in which half of the tokens are one word, so that most choose the same experts."""
     tokens, labels = token_batches(config, 1)[0]
-    tokens = np.where(np.random.default_rng(5).random(tokens.shape) < 0.5, 7, tokens).astype(np.int32)
+    tokens = np.where(np.random.default_rng(5).random(tokens.shape) < 0.5, 7, tokens).astype(
+        np.int32
+    )
     if not packed:
         return {"tokens": tokens, "labels": labels}
     batch = packed_batch(tokens, labels)
@@ -60,11 +91,16 @@ def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     """Canonical numbers, and what the reference makes of them: loss, gradients, counts."""
     config = configuration(router, {}, {})
     layout = Program(
-        config, jax.make_mesh((1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        config,
+        jax.make_mesh(
+            (1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+        ),
     ).layout
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
-    return numbers, *reference_experts.run(reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed))  # fmt: skip
+    return numbers, *reference_experts.run(
+        reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed)
+    )
 
 
 def dropped(counts: np.ndarray, config: Config, room: float) -> int:
@@ -83,9 +119,14 @@ def test_rows_beyond_the_capacity_are_dropped_and_counted_exactly(dispatch):
     # Both ranks have the same rows, and so send as much to each.
     batch = {name: np.concatenate([x[: len(x) // 2]] * 2) for name, x in batch.items()}
     numbers = place(program.layout, one_device("plain", False)[0])
-    _, shards = jax.jit(program.gradients)(numbers, program.place(batch), jnp.int32(0), jnp.float32(1))
+    _, shards = jax.jit(program.gradients)(
+        numbers, program.place(batch), jnp.int32(0), jnp.float32(1)
+    )
     load = np.asarray(program.layout.canonical(shards)["blocks"]["experts"]["load"])
-    counts, pairs = load[:, : config.model.moe.experts], batch["tokens"].size * config.model.moe.top_k
+    counts, pairs = (
+        load[:, : config.model.moe.experts],
+        batch["tokens"].size * config.model.moe.top_k,
+    )
     if dispatch == "all_gather":
         want = dropped(counts, config, math.ceil(1.1 * pairs / 2))
     else:
@@ -107,7 +148,9 @@ def test_what_is_routed_nowhere_takes_no_slot_and_no_block():
 
 @pytest.mark.thorough
 def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch):
-    """Where a ring goes round they compute too, as on accelerators: zeros, which tie, and would all be rows of the first experts."""
+    """Where a ring goes round they compute too, as on accelerators: zeros, which tie, and would all be rows of the
+    first experts.
+    """
     config = configuration(*CELLS["idle and padded"][:3])
     routed: list[int] = []
 
@@ -118,7 +161,12 @@ def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch
     monkeypatch.setattr("meshtrain.model.experts.slots_of", slots)
     program = Program(config)
     batch, moe = crowded(config, packed=False), config.model.moe
-    arguments = place(program.layout, one_device("bias", False)[0]), program.place(batch), jnp.int32(0), jnp.float32(1)
+    arguments = (
+        place(program.layout, one_device("bias", False)[0]),
+        program.place(batch),
+        jnp.int32(0),
+        jnp.float32(1),
+    )
     jax.block_until_ready(jax.jit(program.gradients)(*arguments))
     jax.effects_barrier()
     assert 0 in routed, "no stage is idle"
@@ -132,16 +180,22 @@ def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
     def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
         model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
         return {
-            "run": {"directory": str(tmp_path / name)}, "model": model, "mesh": mesh, "data": {"source": "synthetic"},
+            "run": {"directory": str(tmp_path / name)},
+            "model": model,
+            "mesh": mesh,
+            "data": {"source": "synthetic"},
             "train": {"steps": steps, "global_batch_size": 8, "sequence_length": 24},
             "optimizer": {"schedule": "constant"},
-        }  # fmt: skip
+        }
 
     mt.train(load(sections("moved", {"data": 4, "expert": 4}, 4)))
     mt.train(load(sections("moved", {}, 6)))
     mt.train(load(sections("alone", {}, 6)))
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in ("moved", "alone")
     ]
     assert len(losses[0]) == 6 and np.allclose(*losses, rtol=2e-5)
@@ -150,38 +204,142 @@ def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
 GATHER, SWAP = {"dispatch": "all_gather"}, {"dispatch": "all_to_all"}
 CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
     "one device": ("losses", {}, {}, False),
-    "2 ranks share": ("losses", {"data": 4, "expert": 2}, {"zero_stage": 2, "microbatches": 2, "experts": GATHER}, False),
+    "2 ranks share": (
+        "losses",
+        {"data": 4, "expert": 2},
+        {"zero_stage": 2, "microbatches": 2, "experts": GATHER},
+        False,
+    ),
     "swapped": ("bias", {"data": 4, "expert": 4}, {"zero_stage": 3, "experts": SWAP}, False),
     "all of data": ("bias", {"data": 8, "expert": 8}, {"zero_stage": 1, "experts": GATHER}, False),
-    "swapped by 8": ("losses", {"data": 8, "expert": 8}, {"zero_stage": 2, "experts": SWAP, "remat": "full"}, False),
-    "tensor": ("bias", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "experts": SWAP}, False),
-    "sequences split": ("losses", {"data": 2, "expert": 2, "tensor": 4}, {"zero_stage": 3, "sequence_parallel": True}, False),
-    "parts swapped": ("losses", {"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 3, "sequence_parallel": True, "experts": SWAP}, False),
-    "parts swapped, packed": ("losses", {"data": 4, "expert": 2, "tensor": 2}, {"zero_stage": 1, "remat": "full", "sequence_parallel": True, "experts": SWAP}, True),
+    "swapped by 8": (
+        "losses",
+        {"data": 8, "expert": 8},
+        {"zero_stage": 2, "experts": SWAP, "remat": "full"},
+        False,
+    ),
+    "tensor": (
+        "bias",
+        {"data": 2, "expert": 2, "tensor": 2},
+        {"zero_stage": 2, "experts": SWAP},
+        False,
+    ),
+    "sequences split": (
+        "losses",
+        {"data": 2, "expert": 2, "tensor": 4},
+        {"zero_stage": 3, "sequence_parallel": True},
+        False,
+    ),
+    "parts swapped": (
+        "losses",
+        {"data": 2, "expert": 2, "tensor": 2},
+        {"zero_stage": 3, "sequence_parallel": True, "experts": SWAP},
+        False,
+    ),
+    "parts swapped, packed": (
+        "losses",
+        {"data": 4, "expert": 2, "tensor": 2},
+        {"zero_stage": 1, "remat": "full", "sequence_parallel": True, "experts": SWAP},
+        True,
+    ),
     "parts swapped, shared experts, zero bubble": (
-        "bias", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
-        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2, "sequence_parallel": True, "experts": SWAP}, False,
+        "bias",
+        {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+        {
+            "microbatches": 4,
+            "schedule": "zb_h1",
+            "zero_stage": 2,
+            "sequence_parallel": True,
+            "experts": SWAP,
+        },
+        False,
     ),
-    "parts of parts swapped": ("losses", {"data": 2, "expert": 2, "tensor": 2, "context": 2}, {"sequence_parallel": True, "experts": SWAP}, False),
-    "parts that do not divide experts": ("chosen", {"data": 2, "expert": 2, "tensor": 4}, {"sequence_parallel": True, "experts": SWAP}, False),
-    "stages": ("chosen", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "experts": SWAP}, False),
-    "zero bubble": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2}, False),
+    "parts of parts swapped": (
+        "losses",
+        {"data": 2, "expert": 2, "tensor": 2, "context": 2},
+        {"sequence_parallel": True, "experts": SWAP},
+        False,
+    ),
+    "parts that do not divide experts": (
+        "chosen",
+        {"data": 2, "expert": 2, "tensor": 4},
+        {"sequence_parallel": True, "experts": SWAP},
+        False,
+    ),
+    "stages": (
+        "chosen",
+        {"data": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "experts": SWAP},
+        False,
+    ),
+    "zero bubble": (
+        "bias",
+        {"data": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2},
+        False,
+    ),
     "zero bubble, all split": (
-        "losses", {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
-        {"microbatches": 4, "schedule": "zb_h1", "remat": "selective", "sequence_parallel": True, "zero_stage": 3}, False,
+        "losses",
+        {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
+        {
+            "microbatches": 4,
+            "schedule": "zb_h1",
+            "remat": "selective",
+            "sequence_parallel": True,
+            "zero_stage": 3,
+        },
+        False,
     ),
-    "interleaved": ("plain", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 0, 1]}, False),
-    "rows split": ("losses", {"data": 2, "expert": 2, "context": 2}, {"experts": SWAP, "zero_stage": 3}, False),
-    "rows split over a ring": ("bias", {"data": 2, "expert": 2, "context": 2, "tensor": 2}, {"context_strategy": "ring", "sequence_parallel": True}, False),
+    "interleaved": (
+        "plain",
+        {"data": 2, "expert": 2, "pipeline": 2},
+        {
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "layer_split": [1, 0, 0, 1],
+        },
+        False,
+    ),
+    "rows split": (
+        "losses",
+        {"data": 2, "expert": 2, "context": 2},
+        {"experts": SWAP, "zero_stage": 3},
+        False,
+    ),
+    "rows split over a ring": (
+        "bias",
+        {"data": 2, "expert": 2, "context": 2, "tensor": 2},
+        {"context_strategy": "ring", "sequence_parallel": True},
+        False,
+    ),
     # where a ring goes round idle stages and places without a layer compute too, as on accelerators
     "idle and padded": (
-        "bias", {"data": 2, "expert": 2, "context": 2, "pipeline": 2},
-        {"context_strategy": "ring", "microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "layer_split": [1, 0, 0, 1]}, False,
+        "bias",
+        {"data": 2, "expert": 2, "context": 2, "pipeline": 2},
+        {
+            "context_strategy": "ring",
+            "microbatches": 2,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "layer_split": [1, 0, 0, 1],
+        },
+        False,
     ),
     "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
-    "packed": ("losses", {"data": 4, "expert": 2, "tensor": 2}, {"zero_stage": 1, "experts": SWAP}, True),
-    "packed in stages": ("bias", {"data": 2, "expert": 2, "pipeline": 2}, {"microbatches": 2, "remat": "dots"}, True),
-}  # fmt: skip
+    "packed": (
+        "losses",
+        {"data": 4, "expert": 2, "tensor": 2},
+        {"zero_stage": 1, "experts": SWAP},
+        True,
+    ),
+    "packed in stages": (
+        "bias",
+        {"data": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 2, "remat": "dots"},
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("cell", thorough_but(CELLS, ("swapped",).__contains__))
@@ -191,7 +349,9 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     numbers, loss, gradients, counts = one_device(router, packed)
     program = Program(config)
     batch = program.place(crowded(config, packed))
-    ours, shards = jax.jit(program.gradients)(place(program.layout, numbers), batch, jnp.int32(0), jnp.float32(1))
+    ours, shards = jax.jit(program.gradients)(
+        place(program.layout, numbers), batch, jnp.int32(0), jnp.float32(1)
+    )
     ours_of = jax.tree.map(np.asarray, program.layout.canonical(shards))
     assert abs(float(ours) / loss - 1) < WITHIN
     load = ours_of["blocks"]["experts"].pop("load")
@@ -204,7 +364,10 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     def apart(got: np.ndarray, want: np.ndarray) -> float:
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-    gradients = {**gradients, "blocks": {**gradients["blocks"], "experts": dict(gradients["blocks"]["experts"])}}
+    gradients = {
+        **gradients,
+        "blocks": {**gradients["blocks"], "experts": dict(gradients["blocks"]["experts"])},
+    }
     del gradients["blocks"]["experts"]["load"]
     errors = jax.tree.map(apart, ours_of, gradients)
     assert max(errors["blocks"]["attention"].pop(name) for name in "qk") < OF_DIFFERENCES

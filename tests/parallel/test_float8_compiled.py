@@ -1,4 +1,6 @@
-"""The program that XLA's CUDA compiler makes for described H100s, Triton's products off: float8 where the recipe says so, halved bytes."""
+"""The program that XLA's CUDA compiler makes for described H100s, Triton's products off: float8 where the recipe says
+so, halved bytes.
+"""
 
 import json
 
@@ -32,7 +34,9 @@ FLOAT8 = {"matmul": "float8"}
 
 
 def compiled(precision, mesh=None, layers=4, **parallel):
-    """(calls of float8 products, of others; bytes of temporaries; numbers of the largest gather as bytes, in bfloat16)."""
+    """(calls of float8 products, of others; bytes of temporaries; numbers of the largest gather as bytes, in
+    bfloat16).
+    """
     given = {
         "model": SIZE | {"layers": layers},
         "mesh": mesh or {},
@@ -55,14 +59,17 @@ def compiled(precision, mesh=None, layers=4, **parallel):
 @pytest.mark.parametrize(
     ("precision", "float8", "others"),
     [
-        # a loop's body has the 7 products of a layer forward, 14 backward; first and last layer are loops of their own; 3 of the head
+        # a loop's body has the 7 products of a layer forward, 14 backward; first and last layer are loops of their own;
+        # 3 of the head
         ({}, 14, 7 + 2 * 21 + 3),
         ({"float8_wgrad": "float8"}, 21, 2 * 21 + 3),
         ({"float8_wgrad": "float8", "float8_skip": [0, 0], "float8_recipe": "tensorwise"}, 21, 3),
         ({"float8_recipe": "blockwise", "float8_skip": [0, 0]}, 0, 21 + 3),
     ],
 )
-def test_products_are_in_float8_as_the_recipe_says_and_no_others_left_but_those_named(precision, float8, others):
+def test_products_are_in_float8_as_the_recipe_says_and_no_others_left_but_those_named(
+    precision, float8, others
+):
     assert compiled(FLOAT8 | precision)[:2] == (float8, others)
 
 
@@ -81,5 +88,8 @@ def test_zero_3_and_sequence_parallelism_gather_bytes_and_nothing_else_of_what_i
     assert compiled({}, {"data": 8}, zero_stage=3)[3:] == (0, weight)
     embedding = SIZE["vocab_size"] * WIDTH
     assert compiled(every, {"data": 8}, zero_stage=3)[3:] == (weight, embedding)
-    assert compiled(every | {"float8_recipe": "blockwise"}, {"data": 8}, zero_stage=3)[3:] == (weight, embedding)
+    assert compiled(every | {"float8_recipe": "blockwise"}, {"data": 8}, zero_stage=3)[3:] == (
+        weight,
+        embedding,
+    )
     assert compiled(every | {"float8_gather": False}, {"data": 8}, zero_stage=3)[3:] == (0, weight)

@@ -1,4 +1,6 @@
-"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients, and weights in a pipeline, travel over data under matrix products."""
+"""The program that XLA's CUDA compiler makes for 8 described GPUs: gradients, and weights in a pipeline, travel over
+data under matrix products.
+"""
 
 import json
 import re
@@ -20,7 +22,9 @@ pytestmark = [pytest.mark.thorough, needs_compiler]
 def sent_over_data(given):
     """(config, what is sent over data by kind) of this program."""
     config, cluster = load(given), named("h100", 8)
-    found = timed(Module(compiled_step(given)), make_mesh(config, jax.devices()[:8]), config, cluster)
+    found = timed(
+        Module(compiled_step(given)), make_mesh(config, jax.devices()[:8]), config, cluster
+    )
     return config, {kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"}
 
 
@@ -59,32 +63,48 @@ def test_what_zero_3_sends_at_the_layers_travels_under_matrix_products_but_for_w
     # bytes: projections into attention, in the backward the largest weight
     first = 2 * 16 * (3 * 4096 * 4096 + 4096 * 8192)
     assert gathered.under >= gathered.bytes - 2 * outer - first
-    assert scattered.under >= scattered.bytes - 4 * (outer + (size - outer) / 16)  # nothing hides the last layer
+    assert scattered.under >= scattered.bytes - 4 * (
+        outer + (size - outer) / 16
+    )  # nothing hides the last layer
 
 
 def planned_and_timed(given, path):
-    """The plan of a config on 8 H100s, with the program that XLA makes of it, its bytes and what it sends (see `experiments.plan.timed`)."""
+    """The plan of a config on 8 H100s, with the program that XLA makes of it, its bytes and what it sends (see
+    `experiments.plan.timed`).
+    """
     path.write_text(json.dumps(given))
     return json.loads(printed("-m", "experiments.plan.timed", str(path), "h100x8").splitlines()[-1])
 
 
 def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
-    """Over tensor a pair hides all but its first message. Of nine microbatches on one stage eight are in pairs, which auto takes here."""
+    """Over tensor a pair hides all but its first message.
+
+    Of nine microbatches on one stage eight are in pairs, which auto takes here.
+    """
     shares, seconds = {}, {}
     for schedule in ("1f1b", "auto"):
         given = {
             "model": MODEL | {"layers": 2},
             "mesh": {"data": 2, "tensor": 4},
-            "parallel": {"remat": "none", "sequence_parallel": True, "microbatches": 9, "schedule": schedule},
+            "parallel": {
+                "remat": "none",
+                "sequence_parallel": True,
+                "microbatches": 9,
+                "schedule": schedule,
+            },
             "precision": {"compute": "bfloat16"},
             "train": {"global_batch_size": 18, "sequence_length": 4096},
         }
         found = planned_and_timed(given, tmp_path / f"{schedule}.yaml")
-        sent = [spent for name, spent in found["program_sent"].items() if name.endswith("over tensor")]
+        sent = [
+            spent for name, spent in found["program_sent"].items() if name.endswith("over tensor")
+        ]
         shares[schedule] = sum(s["under"] for s in sent) / sum(s["bytes"] for s in sent)
         seconds[schedule] = found["program_seconds"]
         if schedule == "auto":
-            assert found["per_device_bytes"]["total"] == pytest.approx(found["compiled"]["total_bytes"], rel=0.05)
+            assert found["per_device_bytes"]["total"] == pytest.approx(
+                found["compiled"]["total_bytes"], rel=0.05
+            )
     # In the order as traced it is 0.78: see `pipeline.paired`.
     assert shares["1f1b"] < 0.4 and shares["auto"] > 0.795
     assert seconds["auto"] < 0.93 * seconds["1f1b"]
@@ -94,7 +114,12 @@ def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_
     given = {
         "model": {**MODEL, "kv_heads": 8},
         "mesh": {"data": 2, "pipeline": 4},
-        "parallel": {"remat": "selective", "schedule": "interleaved", "virtual_stages": 4, "microbatches": 4},
+        "parallel": {
+            "remat": "selective",
+            "schedule": "interleaved",
+            "virtual_stages": 4,
+            "microbatches": 4,
+        },
         "precision": {"compute": "bfloat16"},
         "train": {"global_batch_size": 8, "sequence_length": 4096},
     }
@@ -108,12 +133,21 @@ def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_
         assert sent[kind].waited < 0.3 * sent[kind].seconds
 
 
-MESSAGE = re.compile(r"%(\S+) = .*? (collective-permute-start|collective-permute-done)\((?:.*%(\S+?)\))?")
+MESSAGE = re.compile(
+    r"%(\S+) = .*? (collective-permute-start|collective-permute-done)\((?:.*%(\S+?)\))?"
+)
 
 
 def test_each_message_of_a_ring_travels_behind_attention_and_no_rank_is_asked_for():
     given = {
-        "model": {"layers": 2, "d_model": 1024, "heads": 8, "kv_heads": 2, "d_ff": 2048, "vocab_size": 1024},
+        "model": {
+            "layers": 2,
+            "d_model": 1024,
+            "heads": 8,
+            "kv_heads": 2,
+            "d_ff": 2048,
+            "vocab_size": 1024,
+        },
         "mesh": {"data": 2, "context": 4},
         "parallel": {"context_strategy": "ring"},
         "precision": {"compute": "bfloat16"},

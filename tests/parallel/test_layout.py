@@ -15,7 +15,9 @@ from meshtrain.parallel.layout import Layout, shard_spec
 from meshtrain.parallel.placement import Placed, notes
 
 
-def configuration(mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict) -> Config:
+def configuration(
+    mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict
+) -> Config:
     model = {"layers": 5, "d_model": 42, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
     return load(
         {
@@ -38,8 +40,16 @@ def leaves(layout: Layout) -> dict[str, Placed]:
 
 
 MESHES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
-SCHEDULES = [{"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "v_1f1b"}, {"layer_split": [0, 2, 3, 0]}]
-PLACES = [(mesh, {}) for mesh in MESHES] + [((1, 1, 2), s) for s in SCHEDULES[:2]] + [((2, 1, 4), SCHEDULES[2])]
+SCHEDULES = [
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "v_1f1b"},
+    {"layer_split": [0, 2, 3, 0]},
+]
+PLACES = (
+    [(mesh, {}) for mesh in MESHES]
+    + [((1, 1, 2), s) for s in SCHEDULES[:2]]
+    + [((2, 1, 4), SCHEDULES[2])]
+)
 
 
 @pytest.mark.parametrize(("mesh", "parallel"), PLACES)
@@ -49,7 +59,9 @@ def test_canonical_numbers_come_back_from_every_mesh_and_schedule(mesh, parallel
     live = there.live(numbers)
     jax.tree.map(np.testing.assert_array_equal, there.canonical(live), numbers)
     assert jax.tree.map(lambda x: x.shape, live) == there.map(lambda leaf: leaf.padded)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), live, place(there, numbers))  # laid out by hand
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b), live, place(there, numbers)
+    )  # laid out by hand
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,9 @@ def test_more_layers_than_stages_divide_go_to_the_first_stages():
 def test_every_leaf_divides_over_its_axes(mesh):
     there = layout(mesh)
     for leaf in leaves(there).values():
-        shard = jax.NamedSharding(there.mesh, shard_spec(leaf)).shard_shape(leaf.padded)  # raises where it does not
+        shard = jax.NamedSharding(there.mesh, shard_spec(leaf)).shard_shape(
+            leaf.padded
+        )  # raises where it does not
         used = mesh[0] if leaf.zero_dim is not None else 1
         used *= math.prod(there.mesh.shape[axis] for over in leaf.over for axis in over)
         assert math.prod(shard) * used == math.prod(leaf.padded)
@@ -87,8 +101,15 @@ def test_nothing_is_silently_replicated_over_data(mesh, zero):
     there = layout(mesh, zero=zero)
     told = " ".join(notes(there.config))
     for leaf in leaves(there).values():
-        assert mesh[0] == 1 or leaf.zero_dim is not None or f"{leaf.name} {leaf.shape} cannot be sharded" in told
-        assert leaf.padded == leaf.whole or f"{leaf.name} {leaf.shape} is padded to {leaf.padded}" in told
+        assert (
+            mesh[0] == 1
+            or leaf.zero_dim is not None
+            or f"{leaf.name} {leaf.shape} cannot be sharded" in told
+        )
+        assert (
+            leaf.padded == leaf.whole
+            or f"{leaf.name} {leaf.shape} is padded to {leaf.padded}" in told
+        )
 
 
 def test_zero_splits_the_longest_dimension_that_data_divides():
@@ -98,9 +119,15 @@ def test_zero_splits_the_longest_dimension_that_data_divides():
 
 
 def test_a_weight_that_is_split_along_the_axis_of_tokens_is_neither_summed_nor_sharded_over_it():
-    up = next(weight for weight in weights(configuration((4, 2, 1)).model) if weight.name == "blocks.mlp.up")
+    up = next(
+        weight
+        for weight in weights(configuration((4, 2, 1)).model)
+        if weight.name == "blocks.mlp.up"
+    )
     mesh = configuration((4, 2, 1)).mesh
-    along, over = (placement.place(up, {"mlp": (axis,)}, mesh, 5, zero=True) for axis in ("tensor", "data"))
+    along, over = (
+        placement.place(up, {"mlp": (axis,)}, mesh, 5, zero=True) for axis in ("tensor", "data")
+    )
     assert (along.zero_axes, along.zero_dim, along.shard_over[2]) == (("data",), 1, ("tensor",))
     assert (over.zero_axes, over.zero_dim, over.shard_over[2]) == ((), None, ("data",))
     assert over.on_rank() == over.on_device()
@@ -111,7 +138,10 @@ def test_leaf_that_data_does_not_divide_is_padded_where_it_costs_least():
     embedding = leaves(there)["embedding.tokens"]
     assert (embedding.zero_dim, embedding.padded) == (0, (260, 42))
     (note,) = [note for note in notes(there.config) if note.startswith("embedding.tokens")]
-    assert note == "embedding.tokens (257, 42) is padded to (260, 42) so that data 4 divides it: 1.2% more."
+    assert (
+        note
+        == "embedding.tokens (257, 42) is padded to (260, 42) so that data 4 divides it: 1.2% more."
+    )
 
 
 def test_leaf_that_cannot_be_sharded_is_told_with_its_bytes():
@@ -152,9 +182,11 @@ def test_decay_is_for_matrices_alone():
 
 
 def test_parameters_are_counted_without_padding():
-    assert layout((2, 1, 4)).parameters == layout((1, 1, 1)).parameters == sum(
-        x.size for x in jax.tree.leaves(canonical_numbers(layout((1, 1, 1))))
-    )  # fmt: skip
+    assert (
+        layout((2, 1, 4)).parameters
+        == layout((1, 1, 1)).parameters
+        == sum(x.size for x in jax.tree.leaves(canonical_numbers(layout((1, 1, 1)))))
+    )
 
 
 @pytest.mark.thorough
@@ -162,6 +194,8 @@ def test_padding_is_still_zero_after_training():
     config = configuration((2, 2, 2), zero=3)
     _, program, (_, last) = train(config, 3)
     full = place(program.layout, program.layout.map(lambda leaf: np.ones(leaf.shape, np.float32)))
-    padding = jax.tree.map(lambda used, x: np.abs(x[np.asarray(used) == 0]).sum(), full, last.params)
+    padding = jax.tree.map(
+        lambda used, x: np.abs(x[np.asarray(used) == 0]).sum(), full, last.params
+    )
     assert sum(jax.tree.leaves(padding)) == 0
     assert sum(int((np.asarray(used) == 0).sum()) for used in jax.tree.leaves(full)) > 9000

@@ -1,4 +1,6 @@
-"""The bias that evens experts' loads out moves by whole numbers: not at the mean, whatever the number of experts and of tokens."""
+"""The bias that evens experts' loads out moves by whole numbers: not at the mean, whatever the number of experts and of
+tokens.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -14,8 +14,16 @@ from meshtrain.step import Program
 
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
     "data, ZeRO-3": ((4, 2, 1), {"zero_stage": 3}, "gpt2"),
-    "interleaved": ((2, 2, 2), {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2}, "llama"),
-    "vocabulary on the edges": ((1, 2, 2), {"vocab": "edge", "sequence_parallel": True, "remat": "full"}, "gpt2"),
+    "interleaved": (
+        (2, 2, 2),
+        {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2},
+        "llama",
+    ),
+    "vocabulary on the edges": (
+        (1, 2, 2),
+        {"vocab": "edge", "sequence_parallel": True, "remat": "full"},
+        "gpt2",
+    ),
     "V, as on an accelerator": ((1, 1, 2), {"microbatches": 2, "schedule": "v_1f1b"}, "llama"),
 }
 
@@ -26,12 +34,20 @@ def test_logits_are_the_references_on_every_layout(name):
     mesh, parallel, family = LAYOUTS[name]
     config = load(
         {
-            "model": {"family": family, "layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257},
+            "model": {
+                "family": family,
+                "layers": 5,
+                "d_model": 24,
+                "heads": 6,
+                "kv_heads": 2,
+                "d_ff": 50,
+                "vocab_size": 257,
+            },
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "parallel": parallel,
             "train": {"global_batch_size": 8, "sequence_length": 16},
         }
-    )  # fmt: skip
+    )
     program = Program(config)
     if "accelerator" in name:
         program.local = LocalStep(program.layout, "accelerator", program.hooks)

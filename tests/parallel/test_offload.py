@@ -17,7 +17,15 @@ MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
 def configuration(precision: dict[str, object] | None = None, **parallel: object) -> Config:
     train = {"global_batch_size": 4, "sequence_length": 16}
     mesh = {"data": 2, "tensor": 2}
-    return load({"model": MODEL, "mesh": mesh, "parallel": parallel, "precision": precision or {}, "train": train})
+    return load(
+        {
+            "model": MODEL,
+            "mesh": mesh,
+            "parallel": parallel,
+            "precision": precision or {},
+            "train": train,
+        }
+    )
 
 
 def step(config: Config) -> tuple:
@@ -30,14 +38,20 @@ def step(config: Config) -> tuple:
 def on_host(state: State) -> bool:
     """Just the optimizer state is; its scalars cost nothing and stay."""
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer) if x.ndim}
-    return kinds == {offload.HOST} and {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+    return kinds == {offload.HOST} and {
+        x.sharding.memory_kind for x in jax.tree.leaves(state.params)
+    } == {"device"}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("compute", slow_but(["float32", "bfloat16", "float16"], ["float32", "float16"]))
+@pytest.mark.parametrize(
+    "compute", slow_but(["float32", "bfloat16", "float16"], ["float32", "float16"])
+)
 def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same(compute):
     _, _, (plain, metrics) = step(configuration({"compute": compute}))
-    program, _, (state, offloaded) = step(configuration({"compute": compute}, offload_optimizer=True))
+    program, _, (state, offloaded) = step(
+        configuration({"compute": compute}, offload_optimizer=True)
+    )
     assert on_host(program.init()) and on_host(state)
     assert metrics == offloaded and float(metrics.get("skipped", 0)) == 0
     jax.tree.map(np.testing.assert_array_equal, plain, state)
@@ -50,13 +64,19 @@ def test_a_skipped_step_leaves_an_offloaded_optimizer_state_bit_for_bit_and_on_t
     )
     assert float(metrics["skipped"]) == 1 and on_host(state)
     before = program.init()
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.optimizer), (before.params, before.optimizer))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (state.params, state.optimizer),
+        (before.params, before.optimizer),
+    )
     assert int(state.step) == 1
 
 
 @pytest.mark.thorough
 def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
-    program, batch, _ = step(configuration(remat="names", remat_keep=["qkv"], remat_offload=["mlp_hidden"]))
+    program, batch, _ = step(
+        configuration(remat="names", remat_keep=["qkv"], remat_offload=["mlp_hidden"])
+    )
     assert 0 <= program.check_offload(program.init(), batch) < offload.TOLERANCE
 
 
@@ -71,10 +91,14 @@ def test_the_check_notices_a_gradient_that_differs():
     b = {"w": np.ones(100, np.float32) * np.float32(1.001)}
     difference = float(offload.relative_difference(a, b))
     assert difference == pytest.approx(1e-3, rel=0.01)
-    assert offload.judged(difference, "bfloat16") == "offloaded activations checked: gradients differ by 1.0e-03"
+    assert (
+        offload.judged(difference, "bfloat16")
+        == "offloaded activations checked: gradients differ by 1.0e-03"
+    )
     for wrong in (difference, float("nan")):
         with pytest.raises(
-            FloatingPointError, match=r"with parallel.remat_offload the gradients differ by .*, so leave it out\.$"
+            FloatingPointError,
+            match=r"with parallel.remat_offload the gradients differ by .*, so leave it out\.$",
         ):
             offload.judged(wrong, "float32")
 
@@ -91,6 +115,7 @@ def test_devices_without_host_memory_are_refused_in_one_sentence():
         devices = np.array([Device()])
 
     with pytest.raises(
-        ConfigError, match="offload_optimizer needs pinned_host memory, but these devices have only device"
+        ConfigError,
+        match="offload_optimizer needs pinned_host memory, but these devices have only device",
     ):
         offload.check_memory(configuration(offload_optimizer=True), Mesh())

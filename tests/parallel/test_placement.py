@@ -20,15 +20,25 @@ def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
     config = load(sections)
     table = splits(config.model, config.mesh, config.parallel.vocab)
     assert {name: table[name] for name in expected} == expected
-    assert (table["layers"], table["heads"], table["mlp"]) == (("pipeline",), ("tensor",), ("tensor",))
+    assert (table["layers"], table["heads"], table["mlp"]) == (
+        ("pipeline",),
+        ("tensor",),
+        ("tensor",),
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"mesh": {"tensor": 2}, "model": {"kv_heads": 3}}, ["kv_heads 3", "mesh.tensor 2", "every tensor rank"]),
+        (
+            {"mesh": {"tensor": 2}, "model": {"kv_heads": 3}},
+            ["kv_heads 3", "mesh.tensor 2", "every tensor rank"],
+        ),
         ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
-        ({"mesh": {"tensor": 2}, "model": {"vocab_size": 301}}, ["vocab_size 301", "padded to 302", "0.3%"]),
+        (
+            {"mesh": {"tensor": 2}, "model": {"vocab_size": 301}},
+            ["vocab_size 301", "padded to 302", "0.3%"],
+        ),
         (
             {"mesh": {"pipeline": 4}, "parallel": {"microbatches": 4}, "model": {"layers": 5}},
             ["layers 5", "4 stages", "the longest has 2", "38%"],
@@ -45,7 +55,11 @@ def test_what_a_mesh_pads_is_noted_with_its_price(sections, says):
 def test_experts_lie_over_tensor_too_where_parts_of_sequences_are_sent_to_them():
     def over(*overrides):
         config = load(
-            {"model": {"moe": {"experts": 8, "d_ff": 32}}, "mesh": {"data": 4, "expert": 2, "tensor": 2}}, overrides
+            {
+                "model": {"moe": {"experts": 8, "d_ff": 32}},
+                "mesh": {"data": 4, "expert": 2, "tensor": 2},
+            },
+            overrides,
         )
         gate = next(weight for weight in all_placed(config) if weight.name == "blocks.experts.gate")
         return gate.over, math.prod(gate.shape) // gate.on_device()

@@ -23,14 +23,23 @@ def scores_kept(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
-    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(-1, q.shape[2] * q.shape[3])
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v).reshape(
+        -1, q.shape[2] * q.shape[3]
+    )
 
 
 def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[int, ...]]:
     """Shapes of what a layer's vjp keeps on a device of 2 tensor ranks, besides its own arguments."""
     config = load(
         {
-            "model": {"layers": 2, "d_model": WIDTH, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 37},
+            "model": {
+                "layers": 2,
+                "d_model": WIDTH,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 24,
+                "vocab_size": 37,
+            },
             "mesh": {"data": 1, "tensor": TENSOR, "pipeline": 2},
             "parallel": {"remat": remat, "microbatches": 2, "schedule": "1f1b", **parallel},
             "train": {"global_batch_size": 2, "sequence_length": LENGTH},
@@ -41,10 +50,14 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
+        stage = Stage(
+            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
+        )
         zero = jnp.int32(0)
         vjp = stage._trace(
-            stage._layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0]), zero, stage.zeros()
+            stage._layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0]),
+            zero,
+            stage.zeros(),
         ).vjp
         shapes.extend(r.shape for r in residuals(vjp))
         return jnp.zeros(())
@@ -72,7 +85,9 @@ def test_selective_keeps_what_takes_a_product_and_nothing_else():
     hidden = (LENGTH, 24 // TENSOR)
     # up and gate, and with everything kept the product of the two
     assert (
-        [shape for shape in found if shape == hidden] == [hidden] * 2 != [shape for shape in whole if shape == hidden]
+        [shape for shape in found if shape == hidden]
+        == [hidden] * 2
+        != [shape for shape in whole if shape == hidden]
     )
     streams = [shape for shape in found if np.prod(shape) == LENGTH * WIDTH]
     assert len(streams) < len([shape for shape in whole if np.prod(shape) == LENGTH * WIDTH])
@@ -102,11 +117,24 @@ def test_selective_gives_the_same_gradients_of_packed_sequences_with_dropout():
     tokens, labels = random.integers(0, 37, (2, 2, LENGTH)).astype(np.int32)
     places = np.tile(np.r_[:5, : LENGTH - 5].astype(np.int32), (2, 1))
     segments = np.tile(np.repeat([0, 1], [5, LENGTH - 5]).astype(np.int32), (2, 1))
-    arrays = {"tokens": tokens, "labels": labels, "positions": places, "segments": segments, "weights": np.ones((2, LENGTH), np.float32)}  # fmt: skip
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": places,
+        "segments": segments,
+        "weights": np.ones((2, LENGTH), np.float32),
+    }
     for remat in ("none", "selective"):
         config = load(
             {
-                "model": {"layers": 2, "d_model": WIDTH, "heads": 4, "d_ff": 24, "vocab_size": 37, "dropout": 0.1},
+                "model": {
+                    "layers": 2,
+                    "d_model": WIDTH,
+                    "heads": 4,
+                    "d_ff": 24,
+                    "vocab_size": 37,
+                    "dropout": 0.1,
+                },
                 "data": {"batching": "packed"},
                 "parallel": {"remat": remat},
                 "train": {"global_batch_size": 2, "sequence_length": LENGTH},
@@ -114,5 +142,7 @@ def test_selective_gives_the_same_gradients_of_packed_sequences_with_dropout():
         )
         program = Program(config, make_mesh(config))
         batch = jax.device_put(arrays, program.batch_sharding)
-        found.append(jax.jit(program.gradients)(program.init().params, batch, jnp.int32(0), jnp.float32(1)))
+        found.append(
+            jax.jit(program.gradients)(program.init().params, batch, jnp.int32(0), jnp.float32(1))
+        )
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -21,7 +21,9 @@ MODEL = ("tensor", "pipeline")
 WIDTH, HIDDEN, LENGTH = 12, 32, 8
 
 
-def on_mesh(tensor: int, pipeline: int = 1, **parallel: object) -> tuple[Config, Mesh, MeshCollectives]:
+def on_mesh(
+    tensor: int, pipeline: int = 1, **parallel: object
+) -> tuple[Config, Mesh, MeshCollectives]:
     config = load(
         {
             "model": {"layers": 4, "d_model": 64, "heads": 8},
@@ -45,13 +47,17 @@ def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(sequ
     _, mesh, hooks = on_mesh(4, sequence_parallel=sequence_parallel)
     x, scale, up, down, cotangent = (
         numbers(*shape, seed=i)
-        for i, shape in enumerate([(2, LENGTH, WIDTH), (WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (2, LENGTH, WIDTH)])
+        for i, shape in enumerate(
+            [(2, LENGTH, WIDTH), (WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (2, LENGTH, WIDTH)]
+        )
     )
     spec = stream_spec(hooks)
     in_specs = (spec, P(), P(None, "tensor"), P("tensor"))
 
     def local(x, scale, up, down):
-        scale = vary(scale, ("tensor",))  # as weights do: its partial gradients are summed at the end of the step
+        scale = vary(
+            scale, ("tensor",)
+        )  # as weights do: its partial gradients are summed at the end of the step
         return hooks.leave(jnp.tanh(hooks.enter(x * scale) @ up) @ down)
 
     def local_gradient(x, scale, up, down, cotangent):
@@ -61,9 +67,13 @@ def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(sequ
     def dense(x, scale, up, down):
         return jnp.tanh((x * scale) @ up) @ down
 
-    y = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec))(x, scale, up, down)
+    y = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec))(
+        x, scale, up, down
+    )
     np.testing.assert_allclose(y, dense(x, scale, up, down), rtol=1e-4, atol=1e-5)
-    backward = jax.shard_map(local_gradient, mesh=mesh, in_specs=(*in_specs, spec), out_specs=in_specs)
+    backward = jax.shard_map(
+        local_gradient, mesh=mesh, in_specs=(*in_specs, spec), out_specs=in_specs
+    )
     found = jax.jit(backward)(x, scale, up, down, cotangent)
     right = jax.vjp(dense, x, scale, up, down)[1](cotangent)
     for g, r in zip(found, right, strict=True):
@@ -71,21 +81,28 @@ def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(sequ
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "expected"), [(False, {"all-reduce": 2}), (True, {"all-gather": 2, "reduce-scatter": 2})]
+    ("sequence_parallel", "expected"),
+    [(False, {"all-reduce": 2}), (True, {"all-gather": 2, "reduce-scatter": 2})],
 )
-def test_half_a_block_costs_the_papers_collectives_forward_and_backward(sequence_parallel, expected):
+def test_half_a_block_costs_the_papers_collectives_forward_and_backward(
+    sequence_parallel, expected
+):
     _, mesh, hooks = on_mesh(4, sequence_parallel=sequence_parallel)
     spec = stream_spec(hooks)
 
     def local(x, up, down, cotangent):
-        run = lambda x, up, down: hooks.leave(jnp.tanh(hooks.enter(x * vary(jnp.ones(WIDTH), ("tensor",))) @ up) @ down)  # noqa: E731
+        run = lambda x, up, down: hooks.leave(
+            jnp.tanh(hooks.enter(x * vary(jnp.ones(WIDTH), ("tensor",))) @ up) @ down
+        )
         y, vjp = jax.vjp(run, x, up, down)
         return y, vjp(vary(cotangent, varying(y)))
 
     in_specs = (spec, P(None, "tensor"), P("tensor"), spec)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(spec, in_specs[:3]))
     shapes = [(2, LENGTH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (2, LENGTH, WIDTH)]
-    compiled = jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).compile()
+    compiled = (
+        jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).compile()
+    )
     found: Counter[str] = Counter()
     bsh = 4 * 2 * LENGTH * WIDTH
     for c in collectives(compiled, mesh):
@@ -99,8 +116,14 @@ def test_embedding_sums_leave_as_the_stream_of_every_rank(vocab, sequence_parall
     _, mesh, hooks = on_mesh(2, 4, vocab=vocab, sequence_parallel=sequence_parallel)
     x = numbers(8, 2, LENGTH, WIDTH)  # what each of 8 devices looked up, tensor rank major
     per_device = P(MODEL)
-    out = jax.jit(jax.shard_map(lambda x: vary(hooks.leave_embedding(x[0]), MODEL)[None], mesh=mesh, in_specs=per_device,
-                                out_specs=per_device))(x)  # fmt: skip
+    out = jax.jit(
+        jax.shard_map(
+            lambda x: vary(hooks.leave_embedding(x[0]), MODEL)[None],
+            mesh=mesh,
+            in_specs=per_device,
+            out_specs=per_device,
+        )
+    )(x)
     x = np.asarray(x).reshape(2, 4, 2, LENGTH, WIDTH)
     right = x.sum((0, 1)) if vocab == "spread" else x.sum(0)
     length = LENGTH // 2 if sequence_parallel else LENGTH
@@ -125,25 +148,34 @@ def test_ranks_know_their_first_head_token_and_position():
 
 def test_without_sequence_parallelism_every_rank_has_the_sequence_from_its_start():
     assert on_mesh(2)[2].first_position(5) == 0
-    assert not on_mesh(1, sequence_parallel=True)[2].sequence_parallel, "one rank has nothing to split"
+    assert not on_mesh(1, sequence_parallel=True)[2].sequence_parallel, (
+        "one rank has nothing to split"
+    )
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "vocab"), [(8, 1, "spread"), (2, 4, "spread"), (4, 2, "edge")])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "vocab"), [(8, 1, "spread"), (2, 4, "spread"), (4, 2, "edge")]
+)
 def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipeline, vocab):
     size, ranks = 11, tensor * (pipeline if vocab == "spread" else 1)
     rows = -(-size // ranks)
     _, mesh, hooks = on_mesh(tensor, pipeline, vocab=vocab)
-    logits, labels = 3 * numbers(2, 5, size), jnp.asarray(np.random.default_rng(1).integers(0, size, (2, 5)))
+    logits, labels = (
+        3 * numbers(2, 5, size),
+        jnp.asarray(np.random.default_rng(1).integers(0, size, (2, 5))),
+    )
     padded = jnp.pad(logits, ((0, 0), (0, 0), (0, rows * ranks - size)), constant_values=9.0)
 
     def sharded(z, labels):
-        value, vjp = jax.vjp(lambda z: cross_entropy(z, labels, Vocabulary(size, hooks), 0.1, 0.01).sum(), z)
+        value, vjp = jax.vjp(
+            lambda z: cross_entropy(z, labels, Vocabulary(size, hooks), 0.1, 0.01).sum(), z
+        )
         return value, vjp(jnp.ones_like(value))[0]
 
     spec = P(None, None, hooks.vocabulary)
-    value, gradient = jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=(spec, P()), out_specs=(P(), spec)))(
-        padded, labels
-    )
+    value, gradient = jax.jit(
+        jax.shard_map(sharded, mesh=mesh, in_specs=(spec, P()), out_specs=(P(), spec))
+    )(padded, labels)
     whole = partial(definition, labels=labels)
     np.testing.assert_allclose(value, whole(logits), rtol=1e-5)
     np.testing.assert_allclose(gradient[..., :size], jax.grad(whole)(logits), atol=2e-6)
@@ -152,7 +184,9 @@ def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipelin
 
 def definition(logits: jax.Array, labels: jax.Array) -> jax.Array:
     target = 0.9 * jax.nn.one_hot(labels, 11) + 0.1 / 11
-    return (-(target * jax.nn.log_softmax(logits)).sum(-1) + 0.01 * jax.nn.logsumexp(logits, -1) ** 2).sum()
+    return (
+        -(target * jax.nn.log_softmax(logits)).sum(-1) + 0.01 * jax.nn.logsumexp(logits, -1) ** 2
+    ).sum()
 
 
 def test_last_stages_value_reaches_all_and_all_gradients_reach_it():
@@ -162,11 +196,13 @@ def test_last_stages_value_reaches_all_and_all_gradients_reach_it():
 
     def local(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         stage = jax.lax.axis_index("pipeline")
-        run = lambda y: (stage + 1.0) * hooks.from_last_stage(y, stage == 2)  # noqa: E731
+        run = lambda y: (stage + 1.0) * hooks.from_last_stage(y, stage == 2)
         out, vjp = jax.vjp(run, y)
         return out, vjp(jnp.ones_like(out))[0]
 
-    out, gradient = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=stages, out_specs=(stages, stages)))(values)
+    out, gradient = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=stages, out_specs=(stages, stages))
+    )(values)
     np.testing.assert_allclose(out, np.arange(1, 5)[:, None] * values[2][None], rtol=1e-6)
     np.testing.assert_array_equal(gradient, [[0] * 3, [0] * 3, [10] * 3, [0] * 3])
 

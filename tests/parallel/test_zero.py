@@ -1,7 +1,7 @@
 """Each ZeRO stage holds what the paper's formulas say, on live arrays, and what it gathers and scatters is whole.
 
-Of Ψ parameters in bfloat16, with Adam in float32, on each of N data ranks (Rajbhandari et al. 2020, figure 1; their gradients are in
-half precision, ours are accumulated in float32; masters and both moments are their K = 12):
+Of Ψ parameters in bfloat16, with Adam in float32, on each of N data ranks (Rajbhandari et al. 2020, figure 1; their
+gradients are in half precision, ours are accumulated in float32; masters and both moments are their K = 12):
 
     stage    weights    gradients    masters and moments
     0        2Ψ         4Ψ           12Ψ
@@ -36,11 +36,22 @@ STACKED = PartitionSpec(AXES)  # what each device holds for itself, one entry a 
 
 
 def configuration(
-    mesh: tuple[int, int, int], stage: int, compute: str = "bfloat16", layers: int = 4, **parallel: Any
+    mesh: tuple[int, int, int],
+    stage: int,
+    compute: str = "bfloat16",
+    layers: int = 4,
+    **parallel: Any,
 ) -> Config:
     return load(
         {
-            "model": {"layers": layers, "d_model": 64, "heads": 8, "kv_heads": 4, "d_ff": 200, "vocab_size": 257},
+            "model": {
+                "layers": layers,
+                "d_model": 64,
+                "heads": 8,
+                "kv_heads": 4,
+                "d_ff": 200,
+                "vocab_size": 257,
+            },
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "parallel": {"zero_stage": stage, **parallel},
             "precision": {"compute": compute},
@@ -58,14 +69,22 @@ def held_in_step(program: Program) -> dict[str, int]:
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
         opened = program.local.zero.gather_params(masters)
         batches, tokens = program.local.microbatches(batch)
-        _, gradients = accumulate.accumulate(program.local.forward, opened, batches, None, 1 / tokens + zeros)
+        _, gradients = accumulate.accumulate(
+            program.local.forward, opened, batches, None, 1 / tokens + zeros
+        )
         read = opened.constant if jax.tree.leaves(opened.constant) else opened.differentiated
         return jax.tree.map(lambda x: x[None], (read, gradients))
 
-    mapped = jax.shard_map(pieces, mesh=program.mesh, in_specs=(program.layout.shards, rows), out_specs=STACKED)
-    masters = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.layout.masters)
+    mapped = jax.shard_map(
+        pieces, mesh=program.mesh, in_specs=(program.layout.shards, rows), out_specs=STACKED
+    )
+    masters = jax.tree.map(
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.layout.masters
+    )
     shape = (config.train.global_batch_size, config.train.sequence_length)
-    batch = jax.device_put({n: np.zeros(shape, np.int32) for n in ("tokens", "labels")}, program.batch_sharding)
+    batch = jax.device_put(
+        {n: np.zeros(shape, np.int32) for n in ("tokens", "labels")}, program.batch_sharding
+    )
     weights, gradients = jax.jit(mapped)(masters, batch)
     return {"weights": live_bytes(weights), "gradients": live_bytes(gradients)}
 
@@ -83,12 +102,17 @@ def test_each_stage_holds_what_the_paper_says(stage, ranks):
         "masters and moments": 12 * psi / (n if stage >= 1 else 1),
     }
     state = state_of_zeros(program)
-    found = {"masters and moments": live_bytes((state.params, state.optimizer)), **held_in_step(program)}
+    found = {
+        "masters and moments": live_bytes((state.params, state.optimizer)),
+        **held_in_step(program),
+    }
     assert found == pytest.approx(expected, rel=WITHIN)
 
 
 def state_of_zeros(program: Program) -> Any:
-    return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes)
+    return jax.tree.map(
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes
+    )
 
 
 @pytest.mark.thorough
@@ -96,7 +120,11 @@ def test_initial_state_is_held_as_its_shapes_say():
     config = configuration((4, 2, 1), 1)
     program = Program(config, make_mesh(config))
     state = program.init()
-    jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s.sharding, x.ndim)), state, program.state_shapes)  # fmt: skip
+    jax.tree.map(
+        lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s.sharding, x.ndim)),
+        state,
+        program.state_shapes,
+    )
     assert live_bytes(state) == live_bytes(state_of_zeros(program))
     psi = program.layout.parameters
     assert live_bytes((state.params, state.optimizer)) == pytest.approx(12 * psi / 8, rel=WITHIN)
@@ -121,22 +149,29 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     config = configuration((8, 1, 1), 1)
     mesh = make_mesh(config)
     weight = Weight("x", tuple(zip(("vocab", "embed"), shape, strict=True)), std=1.0)
-    leaf = placement.place(weight, splits(config.model, config.mesh, "spread"), config.mesh, places=1, zero=True)
+    leaf = placement.place(
+        weight, splits(config.model, config.mesh, "spread"), config.mesh, places=1, zero=True
+    )
     assert leaf.zero_dim is not None
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     padded = np.zeros(leaf.padded, np.float32)
     padded[tuple(slice(n) for n in shape)] = x
 
     whole = jax.shard_map(
-        lambda s: zero.gather(leaf, s)[None], mesh=mesh, in_specs=shard_spec(leaf), out_specs=STACKED
-    )(padded)  # fmt: skip
+        lambda s: zero.gather(leaf, s)[None],
+        mesh=mesh,
+        in_specs=shard_spec(leaf),
+        out_specs=STACKED,
+    )(padded)
     np.testing.assert_array_equal(whole, np.broadcast_to(x, (8, *shape)))
     parts = np.random.default_rng(1).standard_normal((8, *shape)).astype(np.float32)
     scatter = Reduction(config).reduce_scatter
     summed = jax.shard_map(
         lambda g: scatter(leaf, g[0]).shard, mesh=mesh, in_specs=STACKED, out_specs=shard_spec(leaf)
-    )(parts)  # fmt: skip
-    np.testing.assert_allclose(summed[tuple(slice(n) for n in shape)], parts.sum(0), rtol=1e-5, atol=1e-6)
+    )(parts)
+    np.testing.assert_allclose(
+        summed[tuple(slice(n) for n in shape)], parts.sum(0), rtol=1e-5, atol=1e-6
+    )
     assert summed.sum() == pytest.approx(parts.sum(), rel=1e-4), "nothing lands in the padding"
 
 
@@ -152,7 +187,9 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
         (3, True, 4, 1, False, False),
     ],
 )
-def test_what_is_held_over_the_step_by_default_and_by_choice(stage, hold, microbatches, pipeline, gathers, scatters):
+def test_what_is_held_over_the_step_by_default_and_by_choice(
+    stage, hold, microbatches, pipeline, gathers, scatters
+):
     config = configuration((2, 1, pipeline), stage, zero_hold=hold, microbatches=microbatches)
     found = zero.Zero(Layout(config, make_mesh(config)))
     assert (found.gathers_at_use, found.scatters_at_use) == (gathers, scatters)
@@ -187,11 +224,21 @@ def test_gradients_of_all_stages_are_equal_shard_by_shard():
         shape = (config.train.global_batch_size, config.train.sequence_length)
         text = np.random.default_rng(0).integers(0, 257, shape, np.int32)
         params = place(program.layout, program.layout.map(partial(draw, np.random.default_rng(1))))
-        batch = jax.device_put({"tokens": text, "labels": text[:, ::-1].copy()}, program.batch_sharding)
-        _, shards[stage] = jax.jit(program.gradients)(params, batch, jnp.zeros((), jnp.int32), jnp.ones(()))
+        batch = jax.device_put(
+            {"tokens": text, "labels": text[:, ::-1].copy()}, program.batch_sharding
+        )
+        _, shards[stage] = jax.jit(program.gradients)(
+            params, batch, jnp.zeros((), jnp.int32), jnp.ones(())
+        )
     for stage in (2, 3):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), shards[1], shards[stage])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            shards[1],
+            shards[stage],
+        )
 
 
 def draw(random: np.random.Generator, leaf: Placed) -> np.ndarray:
-    return 0.1 * random.standard_normal(leaf.shape).astype(np.float32) + (leaf.name.endswith("scale"))
+    return 0.1 * random.standard_normal(leaf.shape).astype(np.float32) + (
+        leaf.name.endswith("scale")
+    )

@@ -1,4 +1,6 @@
-"""What is drawn is what is: every part of an array on the devices that hold it, every op of a table, every byte of a step."""
+"""What is drawn is what is: every part of an array on the devices that hold it, every op of a table, every byte of a
+step.
+"""
 
 import re
 import subprocess
@@ -45,23 +47,32 @@ def islands() -> mt.Program:
 def drawings(html: str) -> list[ElementTree.Element]:
     """The images in a picture, each of which is an SVG."""
     sources = [e.get("src") or "" for e in ElementTree.fromstring(f"<div>{html}</div>").iter("img")]
-    return [ElementTree.fromstring(unquote(re.fullmatch(r"data:image/svg\+xml,(.*)", s)[1])) for s in sources]
+    return [
+        ElementTree.fromstring(unquote(re.fullmatch(r"data:image/svg\+xml,(.*)", s)[1]))
+        for s in sources
+    ]
 
 
 def shown(thing) -> Picture:
-    """The picture of a thing, after what must be true of each: whole HTML that fetches and runs nothing, and says no address."""
+    """The picture of a thing, after what must be true of each: whole HTML that fetches and runs nothing, and says no
+    address.
+    """
     picture = thing if isinstance(thing, Picture) else mt.show(thing)
     assert thing._repr_html_() == picture.html and repr(thing) == picture.text
     # no SVG but as an image: notebooks that were not run yet show no other
     whole = [ElementTree.tostring(e, "unicode") for e in drawings(picture.html)]
     assert not re.search(r"<script|<style|<svg|href=|url\(http|@import", picture.html)
-    assert not re.search(r"<script|<style|<image|href=|url\(http|@import|currentColor", "".join(whole))
+    assert not re.search(
+        r"<script|<style|<image|href=|url\(http|@import|currentColor", "".join(whole)
+    )
     assert not re.search(r"0x[0-9a-f]{6}", picture.html + picture.text)
     return picture
 
 
 def same(images: list[ElementTree.Element], wanted: list[str]) -> None:
-    assert [*map(ElementTree.tostring, images)] == [ElementTree.tostring(ElementTree.fromstring(s)) for s in wanted]
+    assert [*map(ElementTree.tostring, images)] == [
+        ElementTree.tostring(ElementTree.fromstring(s)) for s in wanted
+    ]
 
 
 def elements(html: str, kind: str) -> list[ElementTree.Element]:
@@ -80,11 +91,24 @@ def test_a_mesh_shows_each_device_once_where_it_is(program):
     )
     assert "= 8 devices (" in mesh.text and "= 1 device (" in one.text
     row = mesh.text.splitlines()[2].split()
-    assert row == ["data", "0", *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1))]
+    assert row == [
+        "data",
+        "0",
+        *(str(program.mesh.devices[0, t, p].id) for p in (0, 1) for t in (0, 1)),
+    ]
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 2, 2, 1), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (4, 1, 2, 1), (4, 1, 2, 2), (8, 1, 1, 4)]
+    "sizes",
+    [
+        (2, 2, 2, 1),
+        (8, 1, 1, 1),
+        (1, 8, 1, 1),
+        (1, 1, 8, 1),
+        (4, 1, 2, 1),
+        (4, 1, 2, 2),
+        (8, 1, 1, 4),
+    ],
 )
 def test_every_device_of_a_mesh_has_a_colour_of_its_own(sizes):
     mesh = dict(zip(("data", "tensor", "pipeline", "islands"), sizes, strict=True))
@@ -103,16 +127,29 @@ def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
     )
     _, _, *rows = (line.split() for line in picture.text.splitlines())
     wanted = [[str(devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)]
-    named = [["island", "0", "data", "0"], ["data", "1"], ["island", "1", "data", "0"], ["data", "1"]]
+    named = [
+        ["island", "0", "data", "0"],
+        ["data", "1"],
+        ["island", "1", "data", "0"],
+        ["data", "1"],
+    ]
     assert rows == [name + numbers for name, numbers in zip(named, wanted, strict=True)]
-    assert len({e.get("y") for e in elements(picture.html, "rect")}) == 4, "a row a data rank, none upon another"
+    assert len({e.get("y") for e in elements(picture.html, "rect")}) == 4, (
+        "a row a data rank, none upon another"
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "chunks"),
-    [("ring", [": chunks 0, 3", ": chunks 1, 2"]), ("ulysses", [": chunk 0", ": chunk 1"]), (None, ["", ""])],
+    [
+        ("ring", [": chunks 0, 3", ": chunks 1, 2"]),
+        ("ulysses", [": chunk 0", ": chunk 1"]),
+        (None, ["", ""]),
+    ],
 )
-def test_the_mesh_of_a_program_with_context_says_which_chunks_of_a_row_each_of_its_ranks_has(strategy, chunks):
+def test_the_mesh_of_a_program_with_context_says_which_chunks_of_a_row_each_of_its_ranks_has(
+    strategy, chunks
+):
     model = {"layers": 1, "d_model": 8, "heads": 4, "d_ff": 8, "vocab_size": 8}
     given = {
         "model": model,
@@ -154,7 +191,9 @@ SPECS = [
 
 
 @pytest.mark.parametrize(("shape", "spec"), SPECS)
-def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cover_it(shape, spec, program):
+def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cover_it(
+    shape, spec, program
+):
     array = jax.device_put(jnp.zeros(shape), NamedSharding(program.mesh, spec))
     html = shown(mt.show(array)).html
     drawn, held = {}, {}
@@ -162,7 +201,9 @@ def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cove
         bounds, devices = re.fullmatch(r"\[(.*)\] on devices? (.*)", title).groups()
         drawn[bounds] = {int(device) for device in devices.split(", ")}
     for shard in array.addressable_shards:
-        bounds = ", ".join("{}:{}".format(*part.indices(n)[:2]) for part, n in zip(shard.index, shape, strict=True))
+        bounds = ", ".join(
+            "{}:{}".format(*part.indices(n)[:2]) for part, n in zip(shard.index, shape, strict=True)
+        )
         held.setdefault(bounds, set()).add(shard.device.id)
     assert drawn == held
     # the outlines, drawn without fill, together fill the panels
@@ -178,7 +219,9 @@ def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cove
 def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_words_alone():
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(2, 2, 2, 1), ("a", "b", "c", "d"))
-    wide = jax.device_put(jnp.zeros((2, 2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c", "d")))
+    wide = jax.device_put(
+        jnp.zeros((2, 2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c", "d"))
+    )
     assert drawing(wide), "three of the four are cut"
     mesh = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
     cube = jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c")))
@@ -195,7 +238,9 @@ def test_a_layout_tells_of_each_weight_what_the_live_arrays_hold(program):
         assert f" {part}, " in lines[weight.name]
     q = lines["blocks.attention.q"]
     assert "layers 3/pipeline" in q and "heads 4/tensor" in q and "embed 16/data" in q
-    assert titles(layout.html) == [title for one in (program.mesh, *params) for title in titles(mt.show(one).html)]
+    assert titles(layout.html) == [
+        title for one in (program.mesh, *params) for title in titles(mt.show(one).html)
+    ]
 
 
 @pytest.mark.thorough
@@ -216,7 +261,10 @@ def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
         return vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
 
     text = shown(program).text
-    assert "data 2 x tensor 2 x pipeline 2 = 8 devices" in text and "1f1b: 2 stages, 2 microbatches" in text
+    assert (
+        "data 2 x tensor 2 x pipeline 2 = 8 devices" in text
+        and "1f1b: 2 stages, 2 microbatches" in text
+    )
     assert "the loss is my_loss" in shown(mt.Program(program.config, loss=my_loss)).text
 
 
@@ -230,14 +278,18 @@ def test_a_table_shows_every_op_once_in_its_clock_and_stage(name, chunks):
         word for row in cells for cell in row for word in cell.split()
     )
     _, clocks, *rows, verdict = picture.text.splitlines()
-    assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith("legal")
+    assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith(
+        "legal"
+    )
     starts = [match.start() for match in re.finditer(r"\S+", clocks)][1:]
     ends = [*starts[1:], None]
     assert [[row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows] == cells
 
 
 def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
-    wrong = mt.schedule.parse_csv("# schedule=w stages=2 microbatches=1\nstage 0,stage 1\nF0 B0,\n,F0\n,B0\n")
+    wrong = mt.schedule.parse_csv(
+        "# schedule=w stages=2 microbatches=1\nstage 0,stage 1\nF0 B0,\n,F0\n,B0\n"
+    )
     with pytest.raises(mt.schedule.IllegalTable) as raised:
         mt.schedule.validate(wrong)
     assert shown(wrong).text.splitlines()[-1] == f"it cannot be run: {raised.value}"
@@ -267,12 +319,23 @@ def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again():
 
 
 def test_a_config_shows_the_sections_of_a_section_once_each_below_it():
-    reduce, sync = {"block": 64, "compression": "int8"}, {"outer_momentum": 0.5, "outer_learning_rate": 0.25}
-    config = mt.load({"mesh": {"data": 4, "islands": 2}, "parallel": {"zero_stage": 2, "reduce": reduce, "sync": sync}})
+    reduce, sync = (
+        {"block": 64, "compression": "int8"},
+        {"outer_momentum": 0.5, "outer_learning_rate": 0.25},
+    )
+    config = mt.load(
+        {
+            "mesh": {"data": 4, "islands": 2},
+            "parallel": {"zero_stage": 2, "reduce": reduce, "sync": sync},
+        }
+    )
     text = shown(config).text
     assert mt.load(yaml.safe_load(text)) == config
     assert text.count("parallel:") == text.count("  reduce:") == text.count("  sync:") == 1
-    assert "\n  reduce:\n    compression: int8\n    block: 64\n  sync:\n    outer_learning_rate: 0.25" in text
+    assert (
+        "\n  reduce:\n    compression: int8\n    block: 64\n  sync:\n    outer_learning_rate: 0.25"
+        in text
+    )
 
 
 def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
@@ -284,8 +347,31 @@ def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
     alone = Collective("all-reduce", (), bytes=8, **(one | {"ranks": 1}))
     picture = shown(CompiledCollectives([reduce, alone, reduce, gather]))
     _, first, second, end = picture.text.splitlines()
-    assert first.split() == ["tensor", "all-gather,", "backward", "f32", "4", "KiB", "3", "6", "KiB", "p/a.py:5", "F.f"]
-    assert second.split() == ["data", "all-reduce", "f32", "2", "KiB", "2", "4", "KiB", "p/a.py:5", "F.f"]
+    assert first.split() == [
+        "tensor",
+        "all-gather,",
+        "backward",
+        "f32",
+        "4",
+        "KiB",
+        "3",
+        "6",
+        "KiB",
+        "p/a.py:5",
+        "F.f",
+    ]
+    assert second.split() == [
+        "data",
+        "all-reduce",
+        "f32",
+        "2",
+        "KiB",
+        "2",
+        "4",
+        "KiB",
+        "p/a.py:5",
+        "F.f",
+    ]
     assert end == "a device sends in a step: tensor 6 KiB, data 4 KiB"
     assert shown(CompiledCollectives([])).text.endswith("a device sends in a step: nothing")
 
@@ -304,7 +390,9 @@ def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_
 
 @pytest.mark.parametrize("thing", [3, "text", {"a": 1}, [], np.zeros(3)])
 def test_what_has_no_picture_is_refused_in_a_sentence(thing):
-    with pytest.raises(mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, JAX arrays"):
+    with pytest.raises(
+        mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, JAX arrays"
+    ):
         mt.show(thing)
 
 
@@ -319,5 +407,7 @@ def test_words_in_a_picture_are_escaped():
 
 def test_a_schedule_is_drawn_without_loading_jax():
     script = "import sys, meshtrain as mt; print(mt.schedule.make_table('1f1b', 2, 2)); print('jax' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
     assert ended.stdout.splitlines()[-1] == "False"

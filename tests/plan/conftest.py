@@ -2,7 +2,14 @@ import pytest
 
 from meshtrain.config import Config, load
 
-LLAMA_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LLAMA_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 
 
 @pytest.fixture

@@ -10,7 +10,14 @@ from meshtrain.config.follow import put
 from meshtrain.config.schema import SELECTIVE
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations, named, plan
-from meshtrain.plan.choices import contexts, ends_empty, near_cuts, remats, schedules, with_empty_ends
+from meshtrain.plan.choices import (
+    contexts,
+    ends_empty,
+    near_cuts,
+    remats,
+    schedules,
+    with_empty_ends,
+)
 from meshtrain.plan.memory import MARGIN
 from meshtrain.plan.search import candidates, search
 from meshtrain.plan.seconds import layer_cost
@@ -42,32 +49,63 @@ def test_no_way_to_recompute_is_beaten_in_both_bytes_and_seconds(family, mesh):
     costs = []
     for way in ways:
         layer = layer_cost(way, cluster)
-        seconds = layer.backward.total + layer.backward_sends + layer.forward_copies + layer.backward_copies
+        seconds = (
+            layer.backward.total
+            + layer.backward_sends
+            + layer.forward_copies
+            + layer.backward_copies
+        )
         costs.append((activations.kept(way, way.parallel.remat), seconds))
     # from what keeps most, and takes least time, on
     assert costs == sorted(costs, key=lambda cost: -cost[0])
     assert found[-1] == {"remat": "full"} and {way["remat"] for way in found} > {"full"}
     held = [nbytes for nbytes, _ in costs]
-    assert all(less < 0.9 * more or i < 2 for i, (more, less) in enumerate(itertools.pairwise(held))), held
+    assert all(
+        less < 0.9 * more or i < 2 for i, (more, less) in enumerate(itertools.pairwise(held))
+    ), held
 
 
 def test_selective_is_by_far_the_cheapest_third():
-    """Nearly a third less to keep for an eighth of what a whole forward takes: so it stands among the choices, where no name is kept that costs as little."""
-    config, cluster = model(mesh={"tensor": 4}, parallel={"sequence_parallel": True}), named("h100", 8)
-    none, selective, full = (put(config, parallel={"remat": remat}) for remat in ("none", "selective", "full"))
+    """Nearly a third less to keep for an eighth of what a whole forward takes: so it stands among the choices, where no
+    name is kept that costs as little.
+    """
+    config, cluster = (
+        model(mesh={"tensor": 4}, parallel={"sequence_parallel": True}),
+        named("h100", 8),
+    )
+    none, selective, full = (
+        put(config, parallel={"remat": remat}) for remat in ("none", "selective", "full")
+    )
     kept = [activations.kept(c, c.parallel.remat) for c in (none, selective, full)]
-    again = [layer_cost(c, cluster).recompute.total / layer_cost(c, cluster).forward.total for c in (selective, full)]
+    again = [
+        layer_cost(c, cluster).recompute.total / layer_cost(c, cluster).forward.total
+        for c in (selective, full)
+    ]
     assert kept[1] < 0.72 * kept[0] and again[0] < 0.15 * again[1]
-    assert any(set(SELECTIVE) <= set(put(config, parallel=way).parallel.names_kept) for way in remats(config, cluster))
+    assert any(
+        set(SELECTIVE) <= set(put(config, parallel=way).parallel.names_kept)
+        for way in remats(config, cluster)
+    )
 
 
-@pytest.mark.parametrize(("layers", "virtual", "split"), [
-    (6, 6, None), (6, 4, None), (7, 8, (1, 1, 1, 1, 1, 1, 1, 0)), (6, 8, (0, 1, 1, 1, 1, 1, 1, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "virtual", "split"),
+    [
+        (6, 6, None),
+        (6, 4, None),
+        (7, 8, (1, 1, 1, 1, 1, 1, 1, 0)),
+        (6, 8, (0, 1, 1, 1, 1, 1, 1, 0)),
+    ],
+)
 def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(layers, virtual, split):
     assert ends_empty(layers, virtual) == split
     if split:
-        keys = {"schedule": "interleaved", "virtual_stages": virtual // 2, "layer_split": split, "microbatches": 4}
+        keys = {
+            "schedule": "interleaved",
+            "virtual_stages": virtual // 2,
+            "layer_split": split,
+            "microbatches": 4,
+        }
         config = model(layers=layers, mesh={"pipeline": 2}, parallel=keys)
         check(config)
         assert stages_of(config).longest == 1
@@ -76,11 +114,15 @@ def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(laye
 def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
     """14 layers on 2 stages: 8 chunks would be 16 virtual stages."""
     two = MeshConfig(pipeline=2)
-    assert ("interleaved", 8) in with_empty_ends(14, two) and ("interleaved", 8) not in schedules(14, two)
+    assert ("interleaved", 8) in with_empty_ends(14, two) and ("interleaved", 8) not in schedules(
+        14, two
+    )
     config, cluster = model(), named("h100", 2)
     of_two = [c.config for c in candidates(config, cluster, 2) if c.config.mesh.pipeline == 2]
     split = [c for c in of_two if c.parallel.layer_split is not None]
-    assert split and all(c.parallel.layer_split[-1] == 0 and max(c.parallel.layer_split) == 1 for c in split)
+    assert split and all(
+        c.parallel.layer_split[-1] == 0 and max(c.parallel.layer_split) == 1 for c in split
+    )
     for config in split[::97]:
         check(config)
 
@@ -91,7 +133,10 @@ def test_pairs_are_looked_at_where_layers_send_messages_that_they_could_hide():
         (MeshConfig(tensor=2), [("paired", 1)]),
         (MeshConfig(data=4, expert=4), [("paired", 1)]),
         (MeshConfig(pipeline=2), []),
-        (MeshConfig(tensor=2, pipeline=2), [(name, v) for name in ("paired", "zb_paired") for v in (1, 2)]),
+        (
+            MeshConfig(tensor=2, pipeline=2),
+            [(name, v) for name in ("paired", "zb_paired") for v in (1, 2)],
+        ),
     ):
         assert [found for found in schedules(4, mesh) if "paired" in found[0]] == looked_at, mesh
 
@@ -100,7 +145,9 @@ def test_pairs_are_looked_at_where_layers_send_messages_that_they_could_hide():
 def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
     config, cluster = model(), named("h100", 2)
     assert not any(p.config.parallel.offload_optimizer for p in search(config, cluster, 2).plans)
-    small = dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=6.0, reserved=0.5))
+    small = dataclasses.replace(
+        cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=6.0, reserved=0.5)
+    )
     found = search(config, small, 2)
     assert found.plans and all(p.config.parallel.offload_optimizer for p in found.plans)
     assert all(p.time.host > 0 for p in found.plans), "the way from the host and back has its price"
@@ -111,9 +158,16 @@ def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
 @pytest.mark.thorough
 def test_a_search_leaves_a_margin_free():
     config, cluster = model(), named("h100", 2)
-    most = max(c.nbytes for c in candidates(config, cluster, 2) if c.nbytes < cluster.accelerator.usable_bytes)
+    most = max(
+        c.nbytes
+        for c in candidates(config, cluster, 2)
+        if c.nbytes < cluster.accelerator.usable_bytes
+    )
     tight = dataclasses.replace(
-        cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=most * 1.01 / 2**30, reserved=0.0)
+        cluster,
+        accelerator=dataclasses.replace(
+            cluster.accelerator, memory=most * 1.01 / 2**30, reserved=0.0
+        ),
     )
     assert all(p.bytes <= (1 - MARGIN) * most * 1.01 for p in search(config, tight, 2).plans)
 
@@ -136,7 +190,8 @@ def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
     for near in found.plans:
         check(near.config)
     without = max(
-        c.mesh.context == 1 for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
+        c.mesh.context == 1
+        for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
     )
     assert without
 

@@ -34,8 +34,19 @@ def planned(config, target, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(config))
     environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    command = [sys.executable, "-m", "meshtrain.plan", "--config", str(path), "--json", "--compile", target]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.plan",
+        "--config",
+        str(path),
+        "--json",
+        "--compile",
+        target,
+    ]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.mark.thorough
@@ -48,10 +59,14 @@ def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, t
     )
 
 
-@pytest.mark.skipif(not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU")
+@pytest.mark.skipif(
+    not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU"
+)
 def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
     """8B parameters on 16 H100 that nobody has."""
-    found = json.loads(planned(llama_8b(remat="full", sequence_parallel=True), "h100x16", tmp_path).stdout)
+    found = json.loads(
+        planned(llama_8b(remat="full", sequence_parallel=True), "h100x16", tmp_path).stdout
+    )
     compiled = found["compiled"]
     assert found["per_device_bytes"]["total"] == pytest.approx(compiled["total_bytes"], rel=0.08)
     for axis in ("data", "tensor", "pipeline"):

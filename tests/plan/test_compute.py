@@ -13,7 +13,14 @@ RATE = H100.bandwidth * 1e9 * H100.efficiency.memory
 
 
 def config(microbatches=4, family="llama", **parallel):
-    sizes = {"family": family, "layers": 4, "d_model": 512, "heads": 8, "d_ff": 2048, "vocab_size": 1024}
+    sizes = {
+        "family": family,
+        "layers": 4,
+        "d_model": 512,
+        "heads": 8,
+        "d_ff": 2048,
+        "vocab_size": 1024,
+    }
     return load(
         {
             "model": sizes,
@@ -41,7 +48,9 @@ def test_gradients_of_several_microbatches_are_added_up():
 def test_what_is_gathered_is_copied_where_the_framework_does_so():
     sharded = config(4, zero_stage=3, zero_hold=False)
     assert moved(sharded) == moved(config(4))
-    assert moved(sharded, FrameworkProfile(copy_bytes=14)) - moved(sharded) == pytest.approx(14 * BLOCK)
+    assert moved(sharded, FrameworkProfile(copy_bytes=14)) - moved(sharded) == pytest.approx(
+        14 * BLOCK
+    )
     assert moved(config(4), FrameworkProfile(copy_bytes=14)) == moved(config(4))
 
 
@@ -51,15 +60,23 @@ def layer(family, profile):
 
 @pytest.mark.parametrize(
     ("practice", "part", "more"),
-    [({"norm_bytes": 36.0}, "norms", 9), ({"fused_gate": False}, "mlp_hidden", 5 / 3), ({"fused_rotation": False}, "qkv", 11 / 2)],
-)  # fmt: skip
-def test_a_llama_s_norms_rotations_and_gates_are_each_many_kernels_without_a_compiler_and_gpt_2_s_one(practice, part, more):  # fmt: skip
+    [
+        ({"norm_bytes": 36.0}, "norms", 9),
+        ({"fused_gate": False}, "mlp_hidden", 5 / 3),
+        ({"fused_rotation": False}, "qkv", 11 / 2),
+    ],
+)
+def test_a_llama_s_norms_rotations_and_gates_are_each_many_kernels_without_a_compiler_and_gpt_2_s_one(
+    practice, part, more
+):
     eager = dataclasses.replace(DEFAULT_PROFILE, **practice)
     for family, ratio in (("llama", more), ("gpt2", 1)):
         fused, unfused = layer(family, DEFAULT_PROFILE), layer(family, eager)
         assert getattr(fused, part).memory > 0
         assert getattr(unfused, part).memory == pytest.approx(ratio * getattr(fused, part).memory)
-        others = {name: value for name, value in vars(unfused).items() if name not in (part, "forward")}
+        others = {
+            name: value for name, value in vars(unfused).items() if name not in (part, "forward")
+        }
         assert others == {name: getattr(fused, name) for name in others}
 
 
@@ -84,4 +101,6 @@ def test_passes_over_the_logits_are_counted():
 
     assert (head(13) - head(3)) * RATE == pytest.approx(10 * 4 * 512 * 1024 / 4)
     # A tensor rank that takes the loss of the whole vocabulary passes over all of it.
-    assert (head(3, whole_logits=True) - head(3)) * RATE == pytest.approx(3 * 4 * 512 * 1024 * 3 / 4)
+    assert (head(3, whole_logits=True) - head(3)) * RATE == pytest.approx(
+        3 * 4 * 512 * 1024 * 3 / 4
+    )

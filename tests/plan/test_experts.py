@@ -19,7 +19,10 @@ from meshtrain.plan.experts import expert_seconds, reached, with_experts
 from meshtrain.plan.search import candidates
 from meshtrain.plan.seconds import layer_cost
 
-PUBLISHED = {"configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9), "configs/mixtral_8x7b.yaml": (46.7e9, 12.9e9)}
+PUBLISHED = {
+    "configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9),
+    "configs/mixtral_8x7b.yaml": (46.7e9, 12.9e9),
+}
 
 
 @pytest.mark.parametrize("config", PUBLISHED)
@@ -33,12 +36,26 @@ def test_parameters_and_active_ones_are_as_published(config):
 def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
     return load(
         {
-            "model": {"family": family, "layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "vocab_size": 128, "moe": {"experts": 8, "d_ff": 48}},
+            "model": {
+                "family": family,
+                "layers": 2,
+                "d_model": 64,
+                "heads": 4,
+                "kv_heads": 2,
+                "vocab_size": 128,
+                "moe": {"experts": 8, "d_ff": 48},
+            },
             "mesh": {"data": 4, "expert": 4} | mesh,
-            "parallel": {"experts": {"dispatch": dispatch, "capacity": capacity}, "zero_stage": 2, "remat": remat, "microbatches": 2, "sequence_parallel": mesh.get("tensor", 1) > 1},
+            "parallel": {
+                "experts": {"dispatch": dispatch, "capacity": capacity},
+                "zero_stage": 2,
+                "remat": remat,
+                "microbatches": 2,
+                "sequence_parallel": mesh.get("tensor", 1) > 1,
+            },
             "train": {"global_batch_size": 16, "sequence_length": 32},
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.thorough
@@ -62,10 +79,14 @@ def test_the_program_sends_over_expert_what_is_planned(dispatch, more):
     clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
     sent = replace(compiled, collectives=clocks).sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
-    over = ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)
+    over = (
+        ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)
+    )
     assert expert_axes(config) == over
     assert "+".join(over) in sent
-    assert planned["expert"] == pytest.approx(sent.get("expert", 0) + sent.get("expert+tensor", 0), rel=0.01)
+    assert planned["expert"] == pytest.approx(
+        sent.get("expert", 0) + sent.get("expert+tensor", 0), rel=0.01
+    )
     assert planned["tensor"] == pytest.approx(sent.get("tensor", 0), rel=0.01)
 
 
@@ -89,19 +110,26 @@ def test_as_many_tokens_reach_neighbouring_experts_as_choices_say(groups, count)
         pools = [[group * size + n for group in some for n in range(size)] for some in chosen]
     every = [choice for pool in pools for choice in itertools.combinations(pool, top_k)]
     share = sum(min(choice) < count for choice in every) / len(every)
-    assert reached(MoeConfig(experts=experts, top_k=top_k, groups=groups), count) == pytest.approx(share)
+    assert reached(MoeConfig(experts=experts, top_k=top_k, groups=groups), count) == pytest.approx(
+        share
+    )
 
 
 def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
     config = load(
-        "configs/qwen3_30b_a3b.yaml", ["mesh.expert=16", "parallel.microbatches=64", "parallel.experts.capacity=1.25"]
+        "configs/qwen3_30b_a3b.yaml",
+        ["mesh.expert=16", "parallel.microbatches=64", "parallel.experts.capacity=1.25"],
     )
     cluster = named("h100", 16)
     row, tokens = 2048 * 2, 4096
     once = replace(DEFAULT_PROFILE, token_per_node=True)
     node, rail = cluster.axis("expert", config.mesh).hops
-    # of 8 experts among 128: one or more on the other node, and on each of the 7 other devices of a node, whose tokens are both nodes'
-    across, within = 1 - math.comb(64, 8) / math.comb(128, 8), 7 * (1 - math.comb(120, 8) / math.comb(128, 8))
+    # of 8 experts among 128: one or more on the other node, and on each of the 7 other devices of a node, whose tokens
+    # are both nodes'
+    across, within = (
+        1 - math.comb(64, 8) / math.comb(128, 8),
+        7 * (1 - math.comb(120, 8) / math.comb(128, 8)),
+    )
     one = tokens * (row * across / rail.bytes_per_second + row * 2 * within / node.bytes_per_second)
     forward, _ = expert_seconds(config, cluster, once)
     # there and back; choices and weights are eight bytes an expert beside
@@ -124,7 +152,9 @@ def test_rows_that_are_sent_to_their_experts_are_copied_once_more_and_those_that
 
 def test_biases_of_experts_cost_what_the_framework_moves_for_them():
     slow = replace(DEFAULT_PROFILE, bias_bytes=(4.0, 30.0))
-    assert memory_seconds(configuration("all_gather", 1.0), slow) == memory_seconds(configuration("all_gather", 1.0))
+    assert memory_seconds(configuration("all_gather", 1.0), slow) == memory_seconds(
+        configuration("all_gather", 1.0)
+    )
     biased = configuration("all_gather", 1.0, family="gpt_oss")
     assert memory_seconds(biased, slow) > memory_seconds(biased)
 
@@ -155,15 +185,21 @@ def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_lo
         idle = Layer(*[Seconds()] * len(fields(Layer)))
         return with_experts(config, idle, named(name, 4), profile).mlp_hidden.memory
 
-    assert activation(None, "h100") == pytest.approx(4 * activation(1.0, "h100"), rel=0.02)  # blocks are filled up
+    assert activation(None, "h100") == pytest.approx(
+        4 * activation(1.0, "h100"), rel=0.02
+    )  # blocks are filled up
     other = replace(DEFAULT_PROFILE, compiled=False)
-    assert activation(None, "h100") == pytest.approx(4 / 1.1 * activation(None, "h100", other), rel=0.02)
+    assert activation(None, "h100") == pytest.approx(
+        4 / 1.1 * activation(None, "h100", other), rel=0.02
+    )
     assert activation(None, "tpu-v5p") == pytest.approx(activation(None, "tpu-v5p", other))
 
 
 def test_a_pair_hides_three_tenths_of_the_experts_messages_where_there_is_work_for_as_long():
     wide = {"d_model": 4096, "moe": {"experts": 8, "d_ff": 14336}}
-    config = replaced(configuration("all_to_all", 1.25), model=wide, train={"sequence_length": 4096})
+    config = replaced(
+        configuration("all_to_all", 1.25), model=wide, train={"sequence_length": 4096}
+    )
     cost = layer_cost(config, named("h100", 4))
     assert cost.forward.total > cost.expert_sends
     assert cost.forward_hidden + cost.backward_hidden == pytest.approx(0.3 * cost.expert_sends)

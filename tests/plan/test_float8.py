@@ -12,12 +12,34 @@ from meshtrain.plan.estimate import estimate
 from meshtrain.plan.report import layout
 from meshtrain.plan.search import search
 
-LLAMA_8B = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LLAMA_8B = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 # widths of Qwen3-30B's experts
-NARROW = {"layers": 48, "d_model": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "d_ff": 768, "vocab_size": 151936}
+NARROW = {
+    "layers": 48,
+    "d_model": 2048,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "d_ff": 768,
+    "vocab_size": 151936,
+}
 QWEN3_30B = NARROW | {"family": "qwen3_moe", "moe": {"experts": 128, "top_k": 8, "d_ff": 768}}
 del QWEN3_30B["d_ff"]
-GPT_26 = {"family": "gpt2", "layers": 26, "d_model": 1664, "heads": 13, "d_ff": 6656, "vocab_size": 65536}
+GPT_26 = {
+    "family": "gpt2",
+    "layers": 26,
+    "d_model": 1664,
+    "heads": 13,
+    "d_ff": 6656,
+    "vocab_size": 65536,
+}
 GPT_12 = GPT_26 | {"layers": 12, "d_model": 768, "heads": 6, "d_ff": 3072}
 ALL = {"matmul": "float8", "float8_wgrad": "float8", "float8_skip": [0, 0]}
 
@@ -46,24 +68,33 @@ def test_published_runs_in_bfloat16_and_float8_are_predicted_within_15_percent()
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "measured"), [(GPT_26, "tensorwise", 630 / 740), (GPT_26, "rowwise", 630 / 564)]
+    ("model", "recipe", "measured"),
+    [(GPT_26, "tensorwise", 630 / 740), (GPT_26, "rowwise", 630 / 564)],
 )
 def test_nanochats_gain_and_loss_are_predicted_within_15_percent(model, recipe, measured):
-    assert takes(model, {**ALL, "float8_recipe": recipe}, batch=256, length=2048) == pytest.approx(measured, rel=0.15)
+    assert takes(model, {**ALL, "float8_recipe": recipe}, batch=256, length=2048) == pytest.approx(
+        measured, rel=0.15
+    )
 
 
 def test_a_plan_says_whether_float8_pays():
     (wide,) = [note for note in advice.notes(planned(LLAMA_8B, ALL)) if "float8" in note]
-    (narrow,) = [note for note in advice.notes(planned(NARROW, {"matmul": "float8"})) if "float8" in note]
+    (narrow,) = [
+        note for note in advice.notes(planned(NARROW, {"matmul": "float8"})) if "float8" in note
+    ]
     (blocks,) = [
         note
-        for note in advice.notes(planned(LLAMA_8B, {"matmul": "float8", "float8_recipe": "blockwise"}))
+        for note in advice.notes(
+            planned(LLAMA_8B, {"matmul": "float8", "float8_recipe": "blockwise"})
+        )
         if "float8" in note
     ]
     assert "precision.matmul float8 pays for this model here" in wide
     (sparse,) = [
         note
-        for note in advice.notes(planned(QWEN3_30B, ALL, mesh={"data": 8, "expert": 8}, remat="full"))
+        for note in advice.notes(
+            planned(QWEN3_30B, ALL, mesh={"data": 8, "expert": 8}, remat="full")
+        )
         if "float8" in note
     ]
     assert "does not pay" in sparse and "experts gain nothing" in sparse
@@ -89,16 +120,25 @@ def test_inputs_that_are_kept_and_weights_that_are_gathered_are_bytes():
         for plan in (held, held_bytes)
     ]
     tokens = 2 * 4096
-    assert kept[0] - kept[1] == 32 * tokens * (2 * 4096 + 14336)  # attention keeps what its output projection takes
-    split = [planned(model, p, mesh={"data": 4, "tensor": 2}, sequence_parallel=True) for p in ({}, rows)]
+    assert kept[0] - kept[1] == 32 * tokens * (
+        2 * 4096 + 14336
+    )  # attention keeps what its output projection takes
+    split = [
+        planned(model, p, mesh={"data": 4, "tensor": 2}, sequence_parallel=True) for p in ({}, rows)
+    ]
     assert sent(split[1], "layer inputs gathered") == pytest.approx(
         sent(split[0], "layer inputs gathered") / 2, rel=0.002
     )
-    assert float8_share(split[1].config) == 1 and float8_share(planned(model, {"matmul": "float8"}).config) == 30 / 32
+    assert (
+        float8_share(split[1].config) == 1
+        and float8_share(planned(model, {"matmul": "float8"}).config) == 30 / 32
+    )
 
 
 def test_chunks_that_leave_no_product_in_float8_are_told():
-    thin = planned(LLAMA_8B, {"matmul": "float8"}, mesh={"data": 2, "pipeline": 4}, microbatches=4).config
+    thin = planned(
+        LLAMA_8B, {"matmul": "float8"}, mesh={"data": 2, "pipeline": 4}, microbatches=4
+    ).config
     assert float8_share(thin) == 0
     assert [note for note in notes(thin) if "leaves no product in float8" in note]
     every = planned(LLAMA_8B, ALL, mesh={"data": 2, "pipeline": 4}, microbatches=4).config

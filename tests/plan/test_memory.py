@@ -24,7 +24,9 @@ from meshtrain.step import Program
 
 
 @pytest.mark.parametrize(
-    "data, expected", [(4, {1: 52.5, 2: 41.3, 3: 30.0}), (64, {1: 31.4, 2: 16.6, 3: 1.88})], ids=["4 ranks", "64 ranks"]
+    "data, expected",
+    [(4, {1: 52.5, 2: 41.3, 3: 30.0}), (64, {1: 31.4, 2: 16.6, 3: 1.88})],
+    ids=["4 ranks", "64 ranks"],
 )
 def test_the_zero_papers_table_comes_out(data, expected):
     for stage, gigabytes in expected.items():
@@ -37,17 +39,25 @@ def odd(family, mesh, **parallel):
     return load(
         {
             "model": {
-                "family": family, "layers": 5, "d_model": 84, "heads": 6, "kv_heads": 3, "d_ff": 190, "vocab_size": 257,
+                "family": family,
+                "layers": 5,
+                "d_model": 84,
+                "heads": 6,
+                "kv_heads": 3,
+                "d_ff": 190,
+                "vocab_size": 257,
             },
             "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
             "parallel": parallel,
             "train": {"global_batch_size": 4, "sequence_length": 40},
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1), (2, 2, 2), (1, 3, 2), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1), (2, 2, 2), (1, 3, 2), (4, 1, 2)], ids=str
+)
 def test_elements_on_a_device_are_those_of_the_layout(family, mesh):
     for stage, vocab in ((0, "edge"), (1, "spread"), (3, "edge"), (3, "spread")):
         config = odd(family, mesh, zero_stage=stage, vocab=vocab)
@@ -87,15 +97,24 @@ def test_optimizer_state_on_a_device_is_that_of_the_program(cell):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     "tuned",
-    [{"lora": {"rank": 3}}, {"lora": {"rank": 2, "targets": ("q", "up")}}, {"train": {"trainable": ("head.*",)}}],
+    [
+        {"lora": {"rank": 3}},
+        {"lora": {"rank": 2, "targets": ("q", "up")}},
+        {"train": {"trainable": ("head.*",)}},
+    ],
     ids=str,
 )
 def test_what_lies_on_a_device_between_steps_of_a_tuned_model_is_that_of_the_program(tuned, stage):
-    config = replaced(odd("llama", (2, 2, 2), zero_stage=stage), precision={"compute": "bfloat16"}, **tuned)
+    config = replaced(
+        odd("llama", (2, 2, 2), zero_stage=stage), precision={"compute": "bfloat16"}, **tuned
+    )
     shapes_ = Program(config, make_mesh(config)).state_shapes
 
     def held(tree):
-        return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+        return sum(
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+            for x in jax.tree.leaves(tree)
+        )
 
     masters, moments, frozen = (item.nbytes for item in memory.between_steps(config))
     assert masters + frozen == held(shapes_.params)
@@ -106,7 +125,9 @@ STASHED = list(itertools.product(stash.CASES, ("none", "selective", "dots", "ful
 NOW_STASHED = [STASHED[5 * i % len(STASHED)] for i in range(4)] + [("norms alone", "none")]
 
 
-@pytest.mark.parametrize("cell", thorough_but(STASHED, NOW_STASHED.__contains__, STASHED[2::4]), ids=str)
+@pytest.mark.parametrize(
+    "cell", thorough_but(STASHED, NOW_STASHED.__contains__, STASHED[2::4]), ids=str
+)
 def test_a_tuned_layer_keeps_what_the_pipelines_stash_has_of_it(cell):
     case, remat = cell
     config = stash.config(stash.CASES[case], remat)
@@ -130,7 +151,10 @@ def traced_residuals(config) -> float:
         batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
         key = jax.random.key(0) if config.model.dropout else None
         x = program.local.forward.embed(weights, batch, None)
-        layer, layer_at = program.local.forward.layer(batch, key), jnp.asarray(program.layout.layer_at[0, 0])
+        layer, layer_at = (
+            program.local.forward.layer(batch, key),
+            jnp.asarray(program.layout.layer_at[0, 0]),
+        )
 
         def stack(blocks, x):
             def step(x, of_layer):
@@ -142,7 +166,9 @@ def traced_residuals(config) -> float:
         y, vjp = jax.vjp(stack, weights.part("blocks"), x)
         layers = config.model.layers
         found.extend(
-            r.size * r.dtype.itemsize for r in residuals(vjp) if r.shape[:1] == (layers,) and DATA in varying(r)
+            r.size * r.dtype.itemsize
+            for r in residuals(vjp)
+            if r.shape[:1] == (layers,) and DATA in varying(r)
         )
         return vary(jnp.sum(y.astype(jnp.float32)), AXES)[None]
 
@@ -158,8 +184,17 @@ KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 
 
 def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, **parallel):
-    """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one array."""
-    sizes = {"layers": layers, "d_model": 96, "heads": 8, "kv_heads": kv_heads, "d_ff": 320, "vocab_size": 64}
+    """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one
+    array.
+    """
+    sizes = {
+        "layers": layers,
+        "d_model": 96,
+        "heads": 8,
+        "kv_heads": kv_heads,
+        "d_ff": 320,
+        "vocab_size": 64,
+    }
     return load(
         {
             "model": {"family": family, "dropout": dropout} | sizes,
@@ -174,7 +209,10 @@ def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, **paral
 # Of each layer: family, what is kept, sequence parallelism, dropout.
 LAYERS = list(
     itertools.product(
-        ("llama", "gpt2", "gemma3"), ("none", "selective", "dots", "full", *KEPT), (False, True), (0.0, 0.1)
+        ("llama", "gpt2", "gemma3"),
+        ("none", "selective", "dots", "full", *KEPT),
+        (False, True),
+        (0.0, 0.1),
     )
 )
 
@@ -195,7 +233,9 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
 
 
 def traced_stage(config) -> tuple[float, float]:
-    """Bytes that one layer of one microbatch has in a stage's stash, and that the input gradient leaves of it, from the traced halves."""
+    """Bytes that one layer of one microbatch has in a stage's stash, and that the input gradient leaves of it, from the
+    traced halves.
+    """
     program = Program(config, make_mesh(config))
     found: list[float] = []
 
@@ -203,15 +243,25 @@ def traced_stage(config) -> tuple[float, float]:
         rows = jnp.arange(math.prod(tokens.shape[:2])).reshape(tokens.shape[:2])
         batch = {"tokens": tokens, "labels": tokens, "rows": rows}
         key = jax.random.key(0) if config.model.dropout else None
-        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batch, key)
+        stage = Stage(
+            program.local.forward, 1, program.local.zero.gather_params(masters), batch, key
+        )
         found.extend(
-            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in stage.stash_shapes(split=True)
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for tree in stage.stash_shapes(split=True)
         )
         return vary(jnp.zeros(1), AXES)
 
-    shape = (config.parallel.microbatches, shapes.microbatch_rows(config), config.train.sequence_length)
+    shape = (
+        config.parallel.microbatches,
+        shapes.microbatch_rows(config),
+        config.train.sequence_length,
+    )
     mapped = jax.shard_map(
-        local, mesh=program.mesh, in_specs=(program.layout.shards, PartitionSpec()), out_specs=PartitionSpec(AXES)
+        local,
+        mesh=program.mesh,
+        in_specs=(program.layout.shards, PartitionSpec()),
+        out_specs=PartitionSpec(AXES),
     )
     jax.eval_shape(mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32))
     return found[0], found[1]
@@ -221,13 +271,24 @@ def traced_stage(config) -> tuple[float, float]:
 STAGES = list(
     itertools.product(
         ("llama", "gpt2", "gemma3"),
-        ("none", "selective", "dots", "full", (), ("attention",), ("qkv", "mlp_in"), ("mlp_hidden",)),
+        (
+            "none",
+            "selective",
+            "dots",
+            "full",
+            (),
+            ("attention",),
+            ("qkv", "mlp_in"),
+            ("mlp_hidden",),
+        ),
         (False, True),
     )
 )
 
 
-NOW_STAGES = covering([cell for cell in STAGES if cell[1] in ("none", "selective", "full", ("qkv", "mlp_in"))])
+NOW_STAGES = covering(
+    [cell for cell in STAGES if cell[1] in ("none", "selective", "full", ("qkv", "mlp_in"))]
+)
 
 
 @pytest.mark.parametrize("cell", beside(NOW_STAGES, STAGES), ids=str)
@@ -236,24 +297,43 @@ def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
     keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
     pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
     config = layer(family, stages=2, layers=8, **pipeline, **keys)
-    planned = activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(config)
+    planned = (
+        activations.kept(config, config.parallel.remat),
+        activations.weight_grad_residuals(config),
+    )
     assert planned == pytest.approx(traced_stage(config), rel=0.03)
 
 
 # Of each stage: family, key and value heads that tensor does not divide, tensor, remat.
-WHOLE = [("llama", 2, 4, "none"), ("llama", 2, 4, "full"), ("llama", 1, 2, "dots"), ("gemma3", 1, 2, "selective")]
+WHOLE = [
+    ("llama", 2, 4, "none"),
+    ("llama", 2, 4, "full"),
+    ("llama", 1, 2, "dots"),
+    ("gemma3", 1, 2, "selective"),
+]
 
 
 @pytest.mark.parametrize("family, kv_heads, tensor, remat", WHOLE)
-def test_a_stage_keeps_and_leaves_key_and_value_heads_that_are_whole_on_every_rank(family, kv_heads, tensor, remat):
+def test_a_stage_keeps_and_leaves_key_and_value_heads_that_are_whole_on_every_rank(
+    family, kv_heads, tensor, remat
+):
     pipeline = {"schedule": "zb_h1", "microbatches": 2}
-    config = layer(family, tensor=tensor, stages=2, layers=8, kv_heads=kv_heads, remat=remat, **pipeline)
+    config = layer(
+        family, tensor=tensor, stages=2, layers=8, kv_heads=kv_heads, remat=remat, **pipeline
+    )
     planned = activations.kept(config, remat), activations.weight_grad_residuals(config)
     assert planned == pytest.approx(traced_stage(config), rel=0.006)
 
 
 SMALL = {
-    "model": {"layers": 8, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 512},
+    "model": {
+        "layers": 8,
+        "d_model": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "d_ff": 704,
+        "vocab_size": 512,
+    },
     "train": {"global_batch_size": 16, "sequence_length": 256},
 }
 ON_CPU: list[Any] = [
@@ -271,7 +351,11 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
     mesh, parallel = cell
     config = load(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
-    held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    held = (
+        compiled.argument_size_in_bytes
+        + compiled.output_size_in_bytes
+        - compiled.alias_size_in_bytes
+    )
     planned = memory.total(memory.items(config, pipeline.facts(config), platform="cpu"))
     assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < 1.08
 
@@ -279,7 +363,9 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
 def test_every_byte_has_a_name_and_a_kind(llama_8b):
     found = plan(llama_8b(), named("h100", 16))
     assert sum(memory.by_kind(found.memory).values()) == pytest.approx(found.bytes)
-    assert not [name for name, count in Counter(item.name for item in found.memory).items() if count > 1]
+    assert not [
+        name for name, count in Counter(item.name for item in found.memory).items() if count > 1
+    ]
 
 
 def test_memory_falls_with_zero_stage_recomputation_and_sequence_parallelism(llama_8b):
@@ -301,7 +387,9 @@ def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
     def kept(schedule, microbatches):
         train = {"global_batch_size": 2 * microbatches}
         config = llama_8b(None, train, schedule=schedule, microbatches=microbatches)
-        return next(i.nbytes for i in plan(config, cluster).memory if i.name.startswith("activations kept"))
+        return next(
+            i.nbytes for i in plan(config, cluster).memory if i.name.startswith("activations kept")
+        )
 
     assert kept("1f1b", 64) == kept("1f1b", 8)
     # one place more is where idle stages write
@@ -311,9 +399,14 @@ def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
 def test_the_fullest_moment_is_what_counts(llama_8b):
     config = llama_8b({"data": 16}, zero_stage=3, microbatches=1, remat="full")
     name, held = memory.fullest(config, ONE_STAGE)
-    passing = {moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()}
+    passing = {
+        moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()
+    }
     assert passing[name] == max(passing.values())
-    assert memory.total(held) == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)]) + passing[name]
+    assert (
+        memory.total(held)
+        == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)]) + passing[name]
+    )
 
 
 def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
@@ -326,7 +419,9 @@ def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
         assert kinds[8][kind] == pytest.approx(kinds[2][kind] / 4, rel=0.05)
 
 
-def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_neither_in_a_ring_nor_by_heads(llama_8b):
+def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_neither_in_a_ring_nor_by_heads(
+    llama_8b,
+):
     work = {}
     for strategy in ("ring", "all_gather", "ulysses"):
         train = {"global_batch_size": 1, "sequence_length": 2**20}
@@ -341,14 +436,18 @@ def test_what_a_stage_holds_for_a_moment_is_what_one_counts_by_hand():
     model = {"layers": 8, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 128}
     config = load(
         {
-            "model": model, "mesh": {"pipeline": 2}, "parallel": {"microbatches": 4}, "precision": {"compute": "bfloat16"},
+            "model": model,
+            "mesh": {"pipeline": 2},
+            "parallel": {"microbatches": 4},
+            "precision": {"compute": "bfloat16"},
             "train": {"global_batch_size": 8, "sequence_length": 32},
         }
-    )  # fmt: skip
+    )
     moments = memory.passing(config, pipeline.facts(config))
     items = {item.name: item.nbytes for moment in moments.values() for item in moment}
     assert items["hidden states at the head"] == 2 * 2 * 32 * 64
-    # gate and up with cotangents, the stream four times as products take it and three times besides, queries three times
+    # gate and up with cotangents, the stream four times as products take it and three times besides, queries three
+    # times
     mlp = 2 * (2 * 2 * 96 + 4 * 64 + 3 * 64 + 3 * 64)
     assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") >= 2 * 32 * mlp
     assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") <= 2 * 32 * (

@@ -12,7 +12,12 @@ from meshtrain.plan.estimate import PART_NAMES
 def page(llama_8b):
     config = llama_8b()
     cluster = named("h100", 16)
-    return html.page(plan(config, cluster), scaling.strong(config, cluster), scaling.weak(config, cluster), ["a < b"])
+    return html.page(
+        plan(config, cluster),
+        scaling.strong(config, cluster),
+        scaling.weak(config, cluster),
+        ["a < b"],
+    )
 
 
 def test_the_page_is_well_formed_and_fetches_nothing(page):
@@ -23,7 +28,11 @@ def test_the_page_is_well_formed_and_fetches_nothing(page):
 @pytest.mark.thorough
 def test_the_page_has_its_pictures_and_fits_a_phone(page):
     labels = re.findall(r'aria-label="([^"]+)"', page)
-    assert {"memory of one device by item", "time of a step by part", "efficiency by number of devices"} <= set(labels)
+    assert {
+        "memory of one device by item",
+        "time of a step by part",
+        "efficiency by number of devices",
+    } <= set(labels)
     assert 'name="viewport"' in page and "stage 3" in page
     for box in re.findall(r'<svg viewBox="0 0 (\d+)', page):
         assert int(box) <= 400

@@ -18,7 +18,14 @@ from meshtrain.train import main as train
 
 CONFIG = {
     "run": {"fake_devices": 8},
-    "model": {"layers": 4, "d_model": 128, "heads": 4, "kv_heads": 2, "d_ff": 352, "vocab_size": 260},
+    "model": {
+        "layers": 4,
+        "d_model": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 352,
+        "vocab_size": 260,
+    },
     "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
     "parallel": {"microbatches": 4, "sequence_parallel": True, "schedule": "1f1b"},
     "train": {"global_batch_size": 16, "sequence_length": 128},
@@ -51,18 +58,37 @@ def test_json_has_the_promised_fields(config, capsys):
     assert set(found["pipeline"]) == {"bubble_fraction", "peak_in_flight", "ticks"}
     assert found["pipeline"]["ticks"] == 6 and found["pipeline"]["peak_in_flight"] == 3
     assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
-    assert sum(transfer["times"] for transfer in found["traffic"] if transfer["kind"] == "permute") > 0
-    assert {"checkpoint_copy_seconds", "checkpoint_write_seconds", "seconds_lost_by_a_failure"} <= set(found["faults"])
+    assert (
+        sum(transfer["times"] for transfer in found["traffic"] if transfer["kind"] == "permute") > 0
+    )
+    assert {
+        "checkpoint_copy_seconds",
+        "checkpoint_write_seconds",
+        "seconds_lost_by_a_failure",
+    } <= set(found["faults"])
 
 
 def test_the_way_that_a_collective_is_run_is_named(config, capsys):
     """An accelerator's few bytes by LL, its many by Simple; a machine of fake devices has none of NCCL's names."""
-    keys = ["--set", "model.d_model=4096", "--set", "train.sequence_length=4096", "--cluster", "h100"]
-    ways = {transfer["algorithm"] for transfer in planned(capsys, "--config", config, "--json", *keys)["traffic"]}
+    keys = [
+        "--set",
+        "model.d_model=4096",
+        "--set",
+        "train.sequence_length=4096",
+        "--cluster",
+        "h100",
+    ]
+    ways = {
+        transfer["algorithm"]
+        for transfer in planned(capsys, "--config", config, "--json", *keys)["traffic"]
+    }
     assert {"ring LL", "ring Simple", "direct"} <= ways
     assert main(["--config", str(config), *keys]) == 0
     assert "ring LL" in capsys.readouterr().out
-    faked = {transfer["algorithm"] for transfer in planned(capsys, "--config", config, "--json")["traffic"]}
+    faked = {
+        transfer["algorithm"]
+        for transfer in planned(capsys, "--config", config, "--json")["traffic"]
+    }
     assert faked and not any("LL" in way for way in faked)
 
 
@@ -75,14 +101,21 @@ def test_borrowed_efficiencies_are_said(config, capsys):
         assert ("a guess, borrowed from" in said) == (lender is not None)
         assert ("fitted on published runs" in said) == (cluster in ("h100", "tpu-v5p"))
         share = planned(capsys, *arguments, "--json")["share_of_peak"]
-        assert f"products reach up to {share['products']:.3g} of" in said and share["evidence"] in said
+        assert (
+            f"products reach up to {share['products']:.3g} of" in said and share["evidence"] in said
+        )
 
 
-def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(config, tmp_path, capsys):
+def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(
+    config, tmp_path, capsys
+):
     keys = "mesh.data=1", "mesh.tensor=8", "mesh.pipeline=1", "model.heads=2", "model.kv_heads=2"
     sets = [word for key in keys for word in ("--set", key)]
     illegal = ["--config", config, *sets]
-    assert main([str(a) for a in illegal]) == 2 and "mesh.tensor 8 does not divide" in capsys.readouterr().err
+    assert (
+        main([str(a) for a in illegal]) == 2
+        and "mesh.tensor 8 does not divide" in capsys.readouterr().err
+    )
     found = planned(capsys, *illegal, "--search", "--write", tmp_path / "best.yaml", "--json")
     assert found["devices"] == 8 and found["best"]
     assert all(best["settings"]["mesh.tensor"] <= 2 for best in found["best"])
@@ -92,18 +125,37 @@ def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not
 
 def test_set_and_cluster_change_the_plan(config, capsys):
     on_cpu = planned(capsys, "--config", config, "--json")
-    on_gpu = planned(capsys, "--config", config, "--json", "--cluster", "h100", "--set", "mesh.pipeline=1")
+    on_gpu = planned(
+        capsys, "--config", config, "--json", "--cluster", "h100", "--set", "mesh.pipeline=1"
+    )
     assert on_gpu["devices"] == 4 and on_gpu["step_seconds"] < on_cpu["step_seconds"]
 
 
 def test_the_table_says_whether_it_fits_and_what_bounds_it(config, capsys):
     assert main(["--config", str(config)]) == 0
     out = capsys.readouterr().out
-    assert "fits" in out and "bound" in out and "each device holds" in out and "each device sends" in out
+    assert (
+        "fits" in out
+        and "bound" in out
+        and "each device holds" in out
+        and "each device sends" in out
+    )
 
 
 def test_the_longest_stage_is_named(config, capsys):
-    assert main(["--config", str(config), "--set", "model.layers=5", "--set", "parallel.layer_split=[2,3]"]) == 0
+    assert (
+        main(
+            [
+                "--config",
+                str(config),
+                "--set",
+                "model.layers=5",
+                "--set",
+                "parallel.layer_split=[2,3]",
+            ]
+        )
+        == 0
+    )
     assert "room for 3 layers: stage 1 is the longest with 3" in capsys.readouterr().out
 
 
@@ -115,25 +167,50 @@ BAD = {
     ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
-    ("--gantt", "/nowhere/at/all.svg"): "/nowhere/at/all.svg cannot be written: there is no directory /nowhere/at.",
+    (
+        "--gantt",
+        "/nowhere/at/all.svg",
+    ): "/nowhere/at/all.svg cannot be written: there is no directory /nowhere/at.",
     (
         "--gantt",
         "mine.png",
     ): "--gantt mine.png: the picture is SVG, so that its name must end in .svg; did you mean mine.svg?",
-    ("--gantt", "all.svg", "--html", "/nowhere/at/all.html"): "/nowhere/at/all.html cannot be written: there is no",
-    ("--set", "mesh.pipeline=1", "--csv", "x.csv"): "--csv writes a pipeline's schedule, but mesh.pipeline is 1",
-    ("--csv", "mine.txt"): "--csv mine.txt: parallel.schedule takes a name that ends in .csv; did you mean mine.csv?",
-    ("--csv", "/nowhere/at/all.csv"): "/nowhere/at/all.csv cannot be written: there is no directory /nowhere/at.",
+    (
+        "--gantt",
+        "all.svg",
+        "--html",
+        "/nowhere/at/all.html",
+    ): "/nowhere/at/all.html cannot be written: there is no",
+    (
+        "--set",
+        "mesh.pipeline=1",
+        "--csv",
+        "x.csv",
+    ): "--csv writes a pipeline's schedule, but mesh.pipeline is 1",
+    (
+        "--csv",
+        "mine.txt",
+    ): "--csv mine.txt: parallel.schedule takes a name that ends in .csv; did you mean mine.csv?",
+    (
+        "--csv",
+        "/nowhere/at/all.csv",
+    ): "/nowhere/at/all.csv cannot be written: there is no directory /nowhere/at.",
     ("--html", "."): ". cannot be written: is a directory",
     ("--html", "/dev/null/all.html"): "/dev/null/all.html cannot be written: not a directory",
-    ("--search", "--write", "/nowhere/at/all.yaml"): "/nowhere/at/all.yaml cannot be written: there is no directory",
+    (
+        "--search",
+        "--write",
+        "/nowhere/at/all.yaml",
+    ): "/nowhere/at/all.yaml cannot be written: there is no directory",
     ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 
 
 @pytest.mark.parametrize("arguments", BAD, ids=" ".join)
-def test_bad_input_is_one_sentence_and_code_2_before_anything_is_done(config, tmp_path, monkeypatch, capsys, arguments):
+def test_bad_input_is_one_sentence_and_code_2_before_anything_is_done(
+    config, tmp_path, monkeypatch, capsys, arguments
+):
     monkeypatch.chdir(tmp_path)
     assert main(["--config", str(config), *arguments]) == 2
     assert list(tmp_path.iterdir()) == [config]
@@ -154,7 +231,10 @@ B2,
 """
 
 
-TITLE, NAMES = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop", "stage 0,stage 1"
+TITLE, NAMES = (
+    "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop",
+    "stage 0,stage 1",
+)
 # What is wrong with a table: its text, and what the sentence says.
 WRONG = {
     "nothing": ("", "must begin with '#'"),
@@ -179,13 +259,17 @@ WRONG = {
 def test_every_table_that_is_wrong_is_one_sentence_and_code_2(config, tmp_path, capsys, wrong):
     text, said = WRONG[wrong]
     (tmp_path / "mine.csv").write_text(text)
-    assert main(["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]) == 2
+    assert (
+        main(["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]) == 2
+    )
     caught = capsys.readouterr()
     assert caught.out == "" and said in caught.err and caught.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]], ids=str
+    "more",
+    [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]],
+    ids=str,
 )
 def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypatch, capsys, more):
     monkeypatch.chdir(tmp_path)
@@ -194,7 +278,10 @@ def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypat
     caught = capsys.readouterr()
     assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
     assert "parallel.schedule cannot run: mine.csv: " in caught.err
-    assert "clock 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err and caught.err.endswith(".\n")
+    assert (
+        "clock 1 (CSV row 4), stage 0, cell 'F1 B0': B0 is too early" in caught.err
+        and caught.err.endswith(".\n")
+    )
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, "one that cannot run"])
@@ -204,7 +291,11 @@ def test_a_table_that_a_plan_refuses_is_refused_with_the_same_sentence_by_what_p
     (tmp_path / "mine.csv").write_text(WRONG[wrong][0] if wrong in WRONG else ILLEGAL)
     words = ["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]
     said = []
-    for command in (lambda: main(words), lambda: train([*words, "--print-config"]), lambda: train(words)):
+    for command in (
+        lambda: main(words),
+        lambda: train([*words, "--print-config"]),
+        lambda: train(words),
+    ):
         assert command() == 2
         caught = capsys.readouterr()
         assert caught.out == ""
@@ -212,8 +303,13 @@ def test_a_table_that_a_plan_refuses_is_refused_with_the_same_sentence_by_what_p
     assert said[0] and said == said[:1] * 3
 
 
-def test_a_registered_schedule_whose_table_cannot_run_is_refused_by_what_prints_the_config_too(config, capsys):
-    late = Schedule("too_early", lambda stages, microbatches, chunks: (np.zeros((stages, microbatches), int),) * 2)
+def test_a_registered_schedule_whose_table_cannot_run_is_refused_by_what_prints_the_config_too(
+    config, capsys
+):
+    late = Schedule(
+        "too_early",
+        lambda stages, microbatches, chunks: (np.zeros((stages, microbatches), int),) * 2,
+    )
     SCHEDULES.register(late)
     try:
         words = ["--config", str(config), "--set", "parallel.schedule=too_early"]
@@ -237,7 +333,12 @@ def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
 @pytest.mark.thorough
 def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp_path, capsys):
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
-    keys = ["--set", f"parallel.schedule={tmp_path / 'mine.csv'}", "--set", "train.global_batch_size=24"]
+    keys = [
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "--set",
+        "train.global_batch_size=24",
+    ]
     assert main(["--config", str(config), *keys, "--html", str(tmp_path / "page.html")]) == 0
     assert "</html>" in (tmp_path / "page.html").read_text()
 
@@ -246,7 +347,9 @@ def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp
 def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
     """Advice that asks for other microbatches than the table's is no advice."""
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
-    keys = sets(f"parallel.schedule={tmp_path / 'mine.csv'}", "model.d_model=8192", "model.layers=80")
+    keys = sets(
+        f"parallel.schedule={tmp_path / 'mine.csv'}", "model.d_model=8192", "model.layers=80"
+    )
     assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 0
     assert "more than" in capsys.readouterr().err
 
@@ -254,7 +357,9 @@ def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, t
 def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
     cluster = tmp_path / "tiny.yaml"
     links = {"node": {"devices": 2, "bandwidth": 450}}
-    cluster.write_text(yaml.safe_dump({"devices_per_node": 2, "accelerator": {"name": "h100"}, "links": links}))
+    cluster.write_text(
+        yaml.safe_dump({"devices_per_node": 2, "accelerator": {"name": "h100"}, "links": links})
+    )
     assert main(["--config", str(config), "--cluster", str(cluster)]) == 2
     assert "needs 8 devices, but cluster tiny has 2" in capsys.readouterr().err
 
@@ -272,7 +377,11 @@ def test_a_layout_that_does_not_fit_ends_with_1(config, form, fits, code, capsys
 @pytest.mark.thorough
 def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
     large = ("d_model=8192", "heads=64", "d_ff=28672", "layers=24", "kv_heads=8")
-    big = sets(*(f"model.{key}" for key in large), "train.sequence_length=4096", "precision.compute=bfloat16")
+    big = sets(
+        *(f"model.{key}" for key in large),
+        "train.sequence_length=4096",
+        "precision.compute=bfloat16",
+    )
     big += ["--cluster", "h100"]
     assert main(["--config", str(config), *big, "--json"]) == 1
     caught = capsys.readouterr()
@@ -288,7 +397,9 @@ def test_what_does_not_fit_says_by_how_much_and_three_ways_out(config, capsys):
 @pytest.mark.parametrize("more", [[], ["--gantt", "-"], ["--json"]], ids=str)
 def test_a_reader_that_has_had_enough_gets_no_traceback(config, more):
     command = [sys.executable, "-m", "meshtrain.plan", "--config", str(config), *more]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -321,9 +432,12 @@ def test_pictures_are_written(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "target, name", [("--html", "plan.html"), ("--gantt", "g.svg"), ("--csv", "t.csv"), ("--write", "best.yaml")]
+    "target, name",
+    [("--html", "plan.html"), ("--gantt", "g.svg"), ("--csv", "t.csv"), ("--write", "best.yaml")],
 )
-def test_where_only_a_file_is_asked_for_only_its_name_is_printed(target, name, config, tmp_path, capsys):
+def test_where_only_a_file_is_asked_for_only_its_name_is_printed(
+    target, name, config, tmp_path, capsys
+):
     assert main(["--config", str(config), "--cluster", "h100", target, str(tmp_path / name)]) == 0
     caught = capsys.readouterr()
     assert caught.out == "" and caught.err == f"meshtrain: wrote {tmp_path / name}\n"
@@ -331,7 +445,12 @@ def test_where_only_a_file_is_asked_for_only_its_name_is_printed(target, name, c
     if target == "--gantt":
         drawn = (tmp_path / name).read_text()
         check_drawing(drawn)
-        assert "<title>" in drawn and "prefers-color-scheme:dark" in drawn and "makespan" in drawn and "ms" in drawn
+        assert (
+            "<title>" in drawn
+            and "prefers-color-scheme:dark" in drawn
+            and "makespan" in drawn
+            and "ms" in drawn
+        )
 
 
 def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monkeypatch):
@@ -345,25 +464,50 @@ def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monk
     # A transfer is a line: what is sent, how often, how much, in all.
     first = lines.index("each device sends in a step") + 2
     sent = lines[first : lines.index("", first)]
-    assert len(sent) > 10 and all(re.search(r"(^\S+: )|(\d+ +\S+ \w+ +\S+ \w+$)", line) for line in sent), sent
+    assert len(sent) > 10 and all(
+        re.search(r"(^\S+: )|(\d+ +\S+ \w+ +\S+ \w+$)", line) for line in sent
+    ), sent
 
 
-def test_in_80_columns_a_ranking_has_a_line_of_figures_and_its_layout_indented(config, tmp_path, capsys, monkeypatch):
+def test_in_80_columns_a_ranking_has_a_line_of_figures_and_its_layout_indented(
+    config, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--config", str(config), "--cluster", "h100", "--search", "--write", str(tmp_path / "b.yaml")]) == 0
+    assert (
+        main(
+            [
+                "--config",
+                str(config),
+                "--cluster",
+                "h100",
+                "--search",
+                "--write",
+                str(tmp_path / "b.yaml"),
+            ]
+        )
+        == 0
+    )
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
     first = next(i for i, line in enumerate(lines) if re.match(r" 1  .* MFU [\d.]+%$", line))
     last = next(i for i, line in enumerate(lines) if line.startswith("the fastest step"))
     ranked = lines[first:last]
-    assert len(ranked) > 20 and all(re.match(r"[ \d]\d  .* MFU [\d.]+%$|    \S", line) for line in ranked), ranked
+    assert len(ranked) > 20 and all(
+        re.match(r"[ \d]\d  .* MFU [\d.]+%$|    \S", line) for line in ranked
+    ), ranked
 
 
 @pytest.mark.thorough
 def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
     found = planned(capsys, "--config", config, "--json", "--compile", "cpux8")
     compiled = found["compiled"]
-    assert {"argument_bytes", "temp_bytes", "output_bytes", "compile_seconds", "collectives"} <= set(compiled)
+    assert {
+        "argument_bytes",
+        "temp_bytes",
+        "output_bytes",
+        "compile_seconds",
+        "collectives",
+    } <= set(compiled)
     state = found["memory_items"]["float32 masters"] + found["memory_items"]["adamw state"]
     assert compiled["argument_bytes"] == pytest.approx(state, rel=0.02)
     assert {c["axis"] for c in compiled["collectives"]} >= {"data", "tensor", "pipeline"}
@@ -372,9 +516,14 @@ def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
 @pytest.mark.thorough
 def test_measure_describes_this_machine_as_a_cluster(tmp_path):
     """In a process of its own, with two fake devices."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, "-m", "meshtrain.plan", "--measure"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     path = tmp_path / "mine.yaml"
     path.write_text(found.stdout)
     from meshtrain.plan import load_cluster
@@ -389,7 +538,17 @@ def test_help_names_every_flag(capsys):
         main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for name in ("--config", "--set", "--cluster", "--json", "--search", "--compile", "--gantt", "--html", "--measure"):
+    for name in (
+        "--config",
+        "--set",
+        "--cluster",
+        "--json",
+        "--search",
+        "--compile",
+        "--gantt",
+        "--html",
+        "--measure",
+    ):
         assert name in out
 
 
@@ -397,7 +556,10 @@ def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, cap
     keys = sets("mesh.data=7", "run.fake_devices=28", "train.global_batch_size=28")
     assert main(["--config", str(config), *keys]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more." in said
+    assert (
+        "note: embedding.tokens (260, 128) is padded to (260, 133) so that data 7 divides it: 3.9% more."
+        in said
+    )
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb_interleaved", 2), ("v_1f1b", 2)])
@@ -417,7 +579,9 @@ def test_the_table_is_written_as_a_start_for_ones_own(schedule, chunks, config, 
 
 def test_an_open_schedule_is_said(config, capsys):
     assert main(["--config", str(config), "--set", "parallel.schedule=auto"]) == 0
-    assert "note: schedule: auto -> interleaved, 2 virtual stages" in " ".join(capsys.readouterr().out.split())
+    assert "note: schedule: auto -> interleaved, 2 virtual stages" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_what_training_would_refuse_here_is_noted(capsys):

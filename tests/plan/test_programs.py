@@ -39,19 +39,26 @@ def test_a_program_takes_its_steps_and_the_bytes_of_the_busiest_device(name, n, 
 def test_few_steps_win_where_arrays_are_small_and_few_bytes_where_they_are_large():
     group = one_level(64)
     small, large = (
-        {name: entry.seconds(group, n) for name, entry in ALGORITHMS.items() if entry.seconds} for n in (64, 2**32)
+        {name: entry.seconds(group, n) for name, entry in ALGORITHMS.items() if entry.seconds}
+        for n in (64, 2**32)
     )
-    assert min(small, key=small.__getitem__) == "halving_doubling" and small["ring"] > 4 * small["double_tree"]
+    assert (
+        min(small, key=small.__getitem__) == "halving_doubling"
+        and small["ring"] > 4 * small["double_tree"]
+    )
     assert large["ring"] < 1.01 * min(large.values()) and large["double_tree"] < 1.4 * large["ring"]
 
 
 def test_one_ring_leaves_a_machine_by_one_card_and_the_hierarchical_program_by_all_eight():
     cluster, mesh = named("h100", 512), MeshConfig(data=512, islands=64)
     flat, both = (
-        programs.seconds(name, ALL_REDUCE, mesh.data_axes, mesh, cluster, 2**33) for name in ("ring", "hierarchical")
+        programs.seconds(name, ALL_REDUCE, mesh.data_axes, mesh, cluster, 2**33)
+        for name in ("ring", "hierarchical")
     )
     # 2 S over a card of 50 GB/s; or 7/8 of 2 S over NVLink's 450, and an eighth of 2 S over the card
-    assert flat / both == pytest.approx((2 / 50) / (2 * 7 / 8 / 450 + 2 / 8 * 63 / 64 / 50), rel=0.02)
+    assert flat / both == pytest.approx(
+        (2 / 50) / (2 * 7 / 8 / 450 + 2 / 8 * 63 / 64 / 50), rel=0.02
+    )
     # NCCL lays a ring through each card.
     assert programs.seconds("psum", ALL_REDUCE, mesh.data_axes, mesh, cluster, 2**33) < 1.2 * both
 
@@ -63,15 +70,25 @@ def test_the_plan_of_a_run_has_the_seconds_of_its_program(name, zero):
         return
     cluster = named("h100", 16)
     config, other = (
-        load({"mesh": {"data": 16, "islands": 2}, "train": {"global_batch_size": 16}, "parallel": {"zero_stage": zero, "reduce": {"algorithm": a}}})
+        load(
+            {
+                "mesh": {"data": 16, "islands": 2},
+                "train": {"global_batch_size": 16},
+                "parallel": {"zero_stage": zero, "reduce": {"algorithm": a}},
+            }
+        )
         for a in (name, "psum")
-    )  # fmt: skip
+    )
     same = math.isclose(data_seconds(config, cluster), data_seconds(other, cluster))
     assert same == (name == "psum")
     group = cluster.axis("data", config.mesh)
-    assert programs.seconds("psum", ALL_REDUCE, ("data",), config.mesh, cluster, 1e6) == best(ALL_REDUCE, group, 1e6).seconds  # fmt: skip
+    assert (
+        programs.seconds("psum", ALL_REDUCE, ("data",), config.mesh, cluster, 1e6)
+        == best(ALL_REDUCE, group, 1e6).seconds
+    )
     if not ALGORITHMS[name].by_levels:
         passes = [
-            programs.seconds(name, kind, ("data",), config.mesh, cluster, 1e6) for kind in (ALL_REDUCE, REDUCE_SCATTER)
+            programs.seconds(name, kind, ("data",), config.mesh, cluster, 1e6)
+            for kind in (ALL_REDUCE, REDUCE_SCATTER)
         ]
         assert name == "psum" or passes[0] == 2 * passes[1]

@@ -56,7 +56,11 @@ def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
 def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
     chosen = {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 2, "vocab": "edge"}
     config = replaced(small, mesh={"pipeline": 2}, parallel=chosen)
-    cluster, of_all, found = named("h100", 8), set(), list(candidates(config, named("h100", 8), 8, near=True))
+    cluster, of_all, found = (
+        named("h100", 8),
+        set(),
+        list(candidates(config, named("h100", 8), 8, near=True)),
+    )
     for candidate in candidates(config, cluster, 8):
         of_all.add((candidate.config.mesh, candidate.config.parallel))
     assert 10 < len(found) < len(of_all) / 10
@@ -93,13 +97,22 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
     cluster, errors = named("h100", 8), []
     for candidate in itertools.islice(candidates(small, cluster, 8), 0, None, 37):
         planned = plan(candidate.config, cluster)
-        even = small.model.layers % (candidate.config.mesh.pipeline * candidate.config.parallel.virtual_stages) == 0
+        even = (
+            small.model.layers
+            % (candidate.config.mesh.pipeline * candidate.config.parallel.virtual_stages)
+            == 0
+        )
         if even:
             errors.append(abs(candidate.seconds / planned.seconds - 1))
         assert candidate.nbytes == pytest.approx(planned.bytes, rel=0.1)
         assert candidate.nbytes >= 0.999 * planned.bytes
     # far off are tables with one or two microbatches of so small a model that messages take a tenth of a slot
-    assert len(errors) > 100 and np.median(errors) < 0.01 and np.quantile(errors, 0.9) < 0.03 and max(errors) < 0.08
+    assert (
+        len(errors) > 100
+        and np.median(errors) < 0.01
+        and np.quantile(errors, 0.9) < 0.03
+        and max(errors) < 0.08
+    )
 
 
 def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_layout_alone(small):
@@ -121,11 +134,19 @@ def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_
 
 
 def test_no_more_hides_over_data_than_is_sent(small):
-    asked = {"zero_stage": 3, "microbatches": 2, "reduce": {"compression": "int4", "feedback": False}}
+    asked = {
+        "zero_stage": 3,
+        "microbatches": 2,
+        "reduce": {"compression": "int4", "feedback": False},
+    }
     for parallel, matmul in (({"zero_stage": 3, "microbatches": 2}, "float8"), (asked, "compute")):
         precision = {"matmul": matmul, "float8_gather": matmul == "float8", "float8_skip": [0, 0]}
         config = replaced(
-            small, mesh={"data": 2}, parallel=parallel, precision=precision, train={"sequence_length": 8192}
+            small,
+            mesh={"data": 2},
+            parallel=parallel,
+            precision=precision,
+            train={"sequence_length": 8192},
         )
         assert plan(config, named("h100", 8)).time.data >= 0
 
@@ -144,22 +165,41 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
 
 def test_a_config_with_the_settings_of_a_layout_is_that_layout():
     asked = {
-        "model": {"layers": 5, "d_model": 64, "heads": 4, "vocab_size": 96, "moe": {"experts": 4, "d_ff": 48}},
+        "model": {
+            "layers": 5,
+            "d_model": 64,
+            "heads": 4,
+            "vocab_size": 96,
+            "moe": {"experts": 4, "d_ff": 48},
+        },
         "mesh": {"data": 4, "expert": 2, "islands": 2},
         "parallel": {"experts": {"capacity": 1.5}},
         "train": {"global_batch_size": 8, "sequence_length": 64},
     }
-    layouts = [c.config for c in itertools.islice(candidates(load(asked), named("h100", 8), 8), 0, None, 397)]
+    layouts = [
+        c.config
+        for c in itertools.islice(candidates(load(asked), named("h100", 8), 8), 0, None, 397)
+    ]
     for config in layouts:
-        assert load(asked, [f"{key}={as_text(value)}" for key, value in settings(config).items()]) == config
-    for key in "parallel.layer_split", "parallel.remat_keep", "parallel.zero_hold", "parallel.experts.dispatch":
+        assert (
+            load(asked, [f"{key}={as_text(value)}" for key, value in settings(config).items()])
+            == config
+        )
+    for key in (
+        "parallel.layer_split",
+        "parallel.remat_keep",
+        "parallel.zero_hold",
+        "parallel.experts.dispatch",
+    ):
         assert len({settings(config)[key] for config in layouts}) > 1, key
 
 
 @pytest.mark.thorough
 def test_nothing_that_does_not_fit_is_proposed(small):
     cluster = named("h100", 8)
-    tiny = dataclasses.replace(cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0))
+    tiny = dataclasses.replace(
+        cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0)
+    )
     found = search(small, tiny, 8)
     assert found.fitting < found.legal
     assert all(p.bytes <= tiny.accelerator.usable_bytes for p in found.plans)

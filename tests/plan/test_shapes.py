@@ -14,7 +14,9 @@ def test_keys_that_a_query_sees_are_a_mean_over_layers_that_see_the_window_and_a
     near = 2 * (sum(range(1, 10)) + 31 * 10) / 40
     for every, whole in ((0, 0), (1, 7), (2, 3), (6, 1)):
         model = load({"model": sizes | {"global_every": every}}).model
-        assert shapes.seen(model, 40) == pytest.approx((whole * 40 + (7 - whole) * near) / 7, rel=0.02)
+        assert shapes.seen(model, 40) == pytest.approx(
+            (whole * 40 + (7 - whole) * near) / 7, rel=0.02
+        )
 
 
 def test_the_mfu_of_a_planned_step_is_the_planners():

@@ -27,7 +27,11 @@ def small(mesh, family="llama", sections=None, **parallel):
             "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
             "parallel": parallel,
             **(sections or {}),
-            "train": {"global_batch_size": 16, "sequence_length": 32, **(sections or {}).get("train", {})},
+            "train": {
+                "global_batch_size": 16,
+                "sequence_length": 32,
+                **(sections or {}).get("train", {}),
+            },
         }
     )
 
@@ -35,7 +39,9 @@ def small(mesh, family="llama", sections=None, **parallel):
 QUICK = {
     "zero 1": small((4, 1, 1), zero_stage=1, microbatches=2),
     "zero 3": small((4, 1, 1), zero_stage=3),
-    "sequence parallel, recomputed": small((2, 2, 1), sections=CHUNKS, sequence_parallel=True, remat="full"),
+    "sequence parallel, recomputed": small(
+        (2, 2, 1), sections=CHUNKS, sequence_parallel=True, remat="full"
+    ),
     "1f1b, all axes": small((2, 2, 2), sections=CHUNKS, microbatches=4),
 }
 MORE = {
@@ -46,12 +52,16 @@ MORE = {
     "tensor, recomputed": small((1, 2, 1), remat="full"),
     "sequence parallel": small((2, 2, 1), sequence_parallel=True, microbatches=2),
     "1f1b": small((2, 1, 2), microbatches=4),
-    "1f1b, all axes, sequence parallel": small((2, 2, 2), microbatches=4, sequence_parallel=True, remat="full"),
+    "1f1b, all axes, sequence parallel": small(
+        (2, 2, 2), microbatches=4, sequence_parallel=True, remat="full"
+    ),
     "norms behind": small((1, 2, 1), "gemma3", microbatches=2),
     "norms behind, recomputed": small((2, 2, 2), "gemma3", microbatches=4, remat="selective"),
     "1f1b, vocabulary on the edge": small((1, 2, 2), microbatches=4, vocab="edge"),
     # without stages: of conditionals in a forward alone nobody knows how often they are taken
-    "preferences, sequence parallel": small((1, 4, 1), sections=PREFERENCES, microbatches=2, sequence_parallel=True),
+    "preferences, sequence parallel": small(
+        (1, 4, 1), sections=PREFERENCES, microbatches=2, sequence_parallel=True
+    ),
 }
 CASES = QUICK | MORE
 slow = [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in MORE.items()]
@@ -69,12 +79,21 @@ def test_traffic_is_that_of_the_compiled_step(config):
     for axis, nbytes in traffic.by_axis(planned.transfers).items():
         if nbytes > 4096:
             assert nbytes == pytest.approx(sent[axis], rel=0.01), axis
-    assert sum(sent.values()) == pytest.approx(sum(traffic.by_axis(planned.transfers).values()), rel=0.01)
+    assert sum(sent.values()) == pytest.approx(
+        sum(traffic.by_axis(planned.transfers).values()), rel=0.01
+    )
 
 
 def in_context(data, context, tensor, strategy, model=None, sections=None, **parallel):
     """Rows of 84 tokens, of six query heads on two of keys and values unless the `model` says otherwise."""
-    heads = {"layers": 2, "d_model": 48, "heads": 6, "kv_heads": 2, "d_ff": 72, "vocab_size": 96} | (model or {})
+    heads = {
+        "layers": 2,
+        "d_model": 48,
+        "heads": 6,
+        "kv_heads": 2,
+        "d_ff": 72,
+        "vocab_size": 96,
+    } | (model or {})
     return load(
         {
             "model": heads,
@@ -95,19 +114,27 @@ ON_CONTEXT = {
     "ring, packed": in_context(1, 4, 1, "ring", sections=PACKED, remat="selective"),
     "gathered": in_context(2, 4, 1, "all_gather"),
     "gathered, recomputed": in_context(1, 4, 1, "all_gather", remat="full"),
-    "gathered, packed": in_context(2, 2, 2, "all_gather", sections=PACKED, remat="dots", sequence_parallel=True),
+    "gathered, packed": in_context(
+        2, 2, 2, "all_gather", sections=PACKED, remat="dots", sequence_parallel=True
+    ),
     "heads": in_context(2, 3, 1, "ulysses", {"kv_heads": 3}),
     "heads, fewer keys": in_context(1, 4, 1, "ulysses", EIGHT),
     "heads, recomputed": in_context(2, 4, 1, "ulysses", EIGHT, remat="full"),
-    "heads, packed": in_context(1, 2, 2, "ulysses", EIGHT, sections=PACKED, remat="selective", sequence_parallel=True),
+    "heads, packed": in_context(
+        1, 2, 2, "ulysses", EIGHT, sections=PACKED, remat="selective", sequence_parallel=True
+    ),
 }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in ON_CONTEXT.items()])
+@pytest.mark.parametrize(
+    "config", [pytest.param(config, id=name) for name, config in ON_CONTEXT.items()]
+)
 def test_what_goes_over_context_is_that_of_the_compiled_step(config):
     sent = compile_step(config, "cpu").sent()
-    for axis, nbytes in traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers).items():
+    for axis, nbytes in traffic.by_axis(
+        plan(config, named("cpu", config.mesh.devices)).transfers
+    ).items():
         if nbytes > 4096:
             assert nbytes == pytest.approx(sent[axis], rel=0.01), axis
 
@@ -115,7 +142,11 @@ def test_what_goes_over_context_is_that_of_the_compiled_step(config):
 def on_context(strategy, ranks=4, **parallel):
     config = in_context(1, ranks, 1, strategy, **parallel)
     transfers = plan(config, named("h100", config.mesh.devices)).transfers
-    return {t.what: t.sent for t in transfers if t.axis == "context" and ("keys" in t.what or "swapped" in t.what)}
+    return {
+        t.what: t.sent
+        for t in transfers
+        if t.axis == "context" and ("keys" in t.what or "swapped" in t.what)
+    }
 
 
 def test_attention_sends_over_context_what_the_papers_say():
@@ -142,14 +173,16 @@ def test_zero_costs_what_the_paper_says():
     """Section 7: 2 Psi for stages 0 to 2, 3 Psi for 3, in elements of one dtype."""
     base = traffic.by_axis(plan(CASES["zero 0"], named("h100", 4)).transfers)["data"]
     for name, factor in (("zero 1", 1.0), ("zero 3 held", 1.0)):
-        assert traffic.by_axis(plan(CASES[name], named("h100", 4)).transfers)["data"] == pytest.approx(
-            factor * base, rel=0.01
-        )
+        assert traffic.by_axis(plan(CASES[name], named("h100", 4)).transfers)[
+            "data"
+        ] == pytest.approx(factor * base, rel=0.01)
     once = small((4, 1, 1), zero_stage=3, microbatches=1)
     vocabulary = 2 * 128 * 64  # gathered once: its backward needs no second gather
     parameters = plan(once, named("h100", 4)).parameters
     expected = (3 * parameters - vocabulary) / (2 * parameters) * base
-    assert traffic.by_axis(plan(once, named("h100", 4)).transfers)["data"] == pytest.approx(expected, rel=0.01)
+    assert traffic.by_axis(plan(once, named("h100", 4)).transfers)["data"] == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 def test_idle_ticks_send_too_on_accelerators_and_do_not_on_cpus():

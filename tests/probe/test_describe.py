@@ -26,7 +26,9 @@ def test_what_is_written_the_planner_reads_with_a_level_for_each_kind_of_link(tm
     node, rail = (dict(cluster.levels())[name] for name in ("node", "rail"))
     assert (node.devices, node.latency, node.bandwidth) == (8, 4e-6, 300)
     # data and pipeline cross the same network
-    assert (rail.devices, rail.latency, rail.bandwidth) == pytest.approx((64, 1.1e-5, 42.4), rel=0.01)
+    assert (rail.devices, rail.latency, rail.bandwidth) == pytest.approx(
+        (64, 1.1e-5, 42.4), rel=0.01
+    )
     assert cluster.axis("tensor", measured.mesh).bytes_per_second == pytest.approx(3e11)
     assert cluster.accelerator.flops("bfloat16") == pytest.approx(4e14)
 
@@ -35,9 +37,15 @@ def test_a_device_that_the_planner_knows_keeps_its_data_sheet_and_what_was_fitte
     measured = replace(probe(devices=devices(8)), kind="h100")
     device, sheet = loaded(measured, tmp_path / "mine.yaml").accelerator, ACCELERATORS["h100"]
     fitted = ("attention", "exposed", "half_size")
-    assert [getattr(device.efficiency, n) for n in fitted] == [getattr(sheet.efficiency, n) for n in fitted]
-    assert device.flops("bfloat16") == sheet.flops("bfloat16") and device.memory_rate == pytest.approx(2.5e12, rel=0.01)
-    assert judge.device_scores(load_cluster(tmp_path / "mine.yaml"), measured)["bfloat16"] == pytest.approx(1, rel=0.01)
+    assert [getattr(device.efficiency, n) for n in fitted] == [
+        getattr(sheet.efficiency, n) for n in fitted
+    ]
+    assert device.flops("bfloat16") == sheet.flops(
+        "bfloat16"
+    ) and device.memory_rate == pytest.approx(2.5e12, rel=0.01)
+    assert judge.device_scores(load_cluster(tmp_path / "mine.yaml"), measured)[
+        "bfloat16"
+    ] == pytest.approx(1, rel=0.01)
     assert device.usable_bytes == pytest.approx(80 * 2**30, rel=0.01)
 
 
@@ -61,20 +69,27 @@ def test_fake_devices_share_one_machine_whose_figures_are_divided_again(tmp_path
     cluster = named(str(tmp_path / "mine.yaml"), 8)
     assert [(name, link.devices) for name, link in cluster.levels()] == [("node", 8)]
     assert cluster.accelerator.flops("bfloat16") == pytest.approx(4e14)
-    assert named(str(tmp_path / "mine.yaml"), 4).accelerator.flops("bfloat16") == pytest.approx(8e14)
+    assert named(str(tmp_path / "mine.yaml"), 4).accelerator.flops("bfloat16") == pytest.approx(
+        8e14
+    )
 
 
 def test_fake_machines_keep_their_two_kinds_of_link(tmp_path):
     links = {"tensor": (1e-4, 2e9), "data": (1e-3, 2e8)}
     mesh = MeshConfig(data=2, tensor=4)
-    loaded(probe(mesh, links, per_machine=4, platform="cpu", devices=devices(8)), tmp_path / "mine.yaml")
+    loaded(
+        probe(mesh, links, per_machine=4, platform="cpu", devices=devices(8)),
+        tmp_path / "mine.yaml",
+    )
     cluster = named(str(tmp_path / "mine.yaml"), 8)
     assert [(name, link.devices) for name, link in cluster.levels()] == [("node", 4), ("rail", 8)]
     assert cluster.axis("data", mesh).bytes_per_second == pytest.approx(2e8)
 
 
 def test_figures_beyond_what_the_planner_takes_are_its_bounds(tmp_path):
-    cluster = loaded(probe(links={"tensor": (0.5, 1e5)}, devices=devices(8)), tmp_path / "mine.yaml")
+    cluster = loaded(
+        probe(links={"tensor": (0.5, 1e5)}, devices=devices(8)), tmp_path / "mine.yaml"
+    )
     assert (cluster.links.node.latency, cluster.links.node.bandwidth) == (0.01, 0.01)
 
 
@@ -96,20 +111,28 @@ def test_machines_of_different_sizes_are_refused():
 
 
 def of_two_nodes(place, noise=0.2, names=()):
-    """Pairs of 16 devices of which `place` says where they stand in two machines of 8; collectives over axes that mix both levels."""
+    """Pairs of 16 devices of which `place` says where they stand in two machines of 8; collectives over axes that mix
+    both levels.
+    """
     links, mesh = {"tensor": (8e-6, 5e10), "data": (8e-6, 5e10)}, MeshConfig(data=2, tensor=8)
     seconds = pairs(16, *INSIDE).seconds
     apart = place[:, None] // 8 != place // 8
     seconds[:, apart] = pairs(16, *BETWEEN).seconds[:, apart]
     seconds *= 1 + noise * np.random.default_rng(0).uniform(-1, 1, seconds.shape)
     found = probe(mesh, links, devices=devices(16), pairs=Pairs(PAIR_SIZES, seconds, 0.05))
-    return replace(found, machines=tuple((place // 8).tolist()), names=tuple(f"host{p // 8}/{p % 8}" for p in place))
+    return replace(
+        found,
+        machines=tuple((place // 8).tolist()),
+        names=tuple(f"host{p // 8}/{p % 8}" for p in place),
+    )
 
 
 INSIDE, BETWEEN = (3e-6, 4.5e11), (8e-6, 5e10)
 
 
-def test_devices_that_do_not_stand_by_their_links_are_told_their_order_and_the_levels_of_the_pairs(tmp_path):
+def test_devices_that_do_not_stand_by_their_links_are_told_their_order_and_the_levels_of_the_pairs(
+    tmp_path,
+):
     shuffled = np.random.default_rng(1).permutation(16)
     cluster = loaded(of_two_nodes(shuffled), tmp_path / "mine.yaml")
     assert [(name, link.devices) for name, link in cluster.levels()] == [("node", 8), ("rail", 16)]
@@ -123,7 +146,9 @@ def test_devices_that_stand_by_their_links_keep_the_figures_of_all_sending_at_on
     cluster = loaded(of_two_nodes(np.arange(16)), tmp_path / "mine.yaml")
     assert cluster.device_order == tuple(f"host{i // 8}/{i % 8}" for i in range(16))
     assert cluster.levels()[-1][1].bandwidth == pytest.approx(50)
-    assert "device_order" not in yaml.safe_load(describe.to_yaml(probe(pairs=pairs(8), devices=devices(8))))
+    assert "device_order" not in yaml.safe_load(
+        describe.to_yaml(probe(pairs=pairs(8), devices=devices(8)))
+    )
 
 
 def test_islands_are_a_level_of_their_own(tmp_path):
@@ -140,5 +165,7 @@ def test_some_pairs_alone_confirm_an_order_and_tell_of_no_other():
         assert describe.by_pairs(measured) is not None
         one_less = measured.pairs.seconds.copy()
         one_less[:, 0, 9] = np.nan
-        found = describe.by_pairs(replace(measured, pairs=replace(measured.pairs, seconds=one_less)))
+        found = describe.by_pairs(
+            replace(measured, pairs=replace(measured.pairs, seconds=one_less))
+        )
         assert (found is not None) == told

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, PERMUTE, REDUCE_SCATTER
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    KINDS,
+    PERMUTE,
+    REDUCE_SCATTER,
+)
 from meshtrain.probe.figures import MeasuredCollective, bus_factor, left_out, line
 
 SIZES = [2**k for k in range(12, 28, 3)]
@@ -22,11 +29,15 @@ def test_an_exact_line_is_found_again():
 
 
 # 20% of noise; and one time in six that chance made five times as long, where plain least squares are twice as far off.
-@pytest.mark.parametrize(("noise", "longer", "quantile", "most"), [(0.2, 1, 0.95, 0.3), (0.1, 5, 0.9, 0.13)])
+@pytest.mark.parametrize(
+    ("noise", "longer", "quantile", "most"), [(0.2, 1, 0.95, 0.3), (0.1, 5, 0.9, 0.13)]
+)
 def test_noise_bends_the_line_little(noise, longer, quantile, most):
     random, off = np.random.default_rng(7), []
     for _ in range(200):
-        seconds = np.array([exact(n) for n in SIZES]) * random.uniform(1 - noise, 1 + noise, len(SIZES))
+        seconds = np.array([exact(n) for n in SIZES]) * random.uniform(
+            1 - noise, 1 + noise, len(SIZES)
+        )
         seconds[random.integers(len(SIZES))] *= longer
         found = line(SIZES, seconds.tolist())
         off.append((found.latency / ALPHA - 1, found.bandwidth / RATE - 1))
@@ -51,7 +62,13 @@ def test_a_size_left_out_is_predicted_with_its_own_error_and_from_the_others_alo
 
 
 # NVIDIA/nccl-tests, doc/PERFORMANCE.md, section "Bus bandwidth"
-FACTORS = {ALL_REDUCE: 2 * 7 / 8, ALL_GATHER: 7 / 8, REDUCE_SCATTER: 7 / 8, ALL_TO_ALL: 7 / 8, PERMUTE: 1.0}
+FACTORS = {
+    ALL_REDUCE: 2 * 7 / 8,
+    ALL_GATHER: 7 / 8,
+    REDUCE_SCATTER: 7 / 8,
+    ALL_TO_ALL: 7 / 8,
+    PERMUTE: 1.0,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,10 @@ def test_the_one_slow_device_is_named_with_its_score(slow):
     found = devices(8, noise=NOISE, seed=slow)
     found.flops[slow] *= 0.6
     (finding,) = judge.findings(probe(devices=found))
-    assert (finding.what, finding.devices) == ("device", (slow,)) and finding.score == pytest.approx(0.6, abs=0.1)
+    assert (finding.what, finding.devices) == (
+        "device",
+        (slow,),
+    ) and finding.score == pytest.approx(0.6, abs=0.1)
     assert f"device {slow} (tensor {slow}) computes at 0." in report.to_text(probe(devices=found))
 
     found = devices(8)
@@ -42,7 +45,10 @@ def test_the_one_slow_link_is_named_both_ways_or_one_way(a, b):
     measured = probe(pairs=pairs(8, noise=NOISE))
     measured.pairs.seconds[:, a, b] *= 2
     assert named_slow(measured) == [("pair", (a, b))]
-    assert f"slow: the link from device {a} (tensor {a}) to device {b} (tensor {b})" in report.to_text(measured)
+    assert (
+        f"slow: the link from device {a} (tensor {a}) to device {b} (tensor {b})"
+        in report.to_text(measured)
+    )
     measured.pairs.seconds[:, b, a] *= 2
     assert named_slow(measured) == [("pair", (min(a, b), max(a, b)))]
     assert "slow: the link between device" in report.to_text(measured)
@@ -67,7 +73,11 @@ def test_times_that_vary_are_a_verdict_on_the_machine_and_on_nothing_else():
 
 @pytest.mark.parametrize(
     ("mesh", "per_machine", "block"),
-    [(MeshConfig(tensor=8), 6, 6), (MeshConfig(data=2, tensor=4), 4, 4), (MeshConfig(data=8, islands=2), 8, 4)],
+    [
+        (MeshConfig(tensor=8), 6, 6),
+        (MeshConfig(data=2, tensor=4), 4, 4),
+        (MeshConfig(data=8, islands=2), 8, 4),
+    ],
 )
 def test_links_of_one_kind_are_held_against_each_other_alone(mesh, per_machine, block):
     """In a machine or between two of them; in an island or between two."""
@@ -78,20 +88,26 @@ def test_links_of_one_kind_are_held_against_each_other_alone(mesh, per_machine, 
     measured.pairs.seconds[:, 1, 6] *= 2
     assert named_slow(measured) == [("pair", (1, 6))]
     if mesh.islands > 1:
-        assert "from device 1 (island 0, data 1) to device 6 (island 1, data 2)" in report.to_text(measured)
+        assert "from device 1 (island 0, data 1) to device 6 (island 1, data 2)" in report.to_text(
+            measured
+        )
 
 
 def at_half_speed(axis, kind, seconds, algorithm=XLA):
     """A collective over an axis that takes twice as long as `seconds` of so many bytes."""
     found = collective(axis, kind, 16, 1e-5, 1e9)
-    return replace(found, seconds=tuple(2 * seconds(nbytes) for nbytes in found.sizes), algorithm=algorithm)
+    return replace(
+        found, seconds=tuple(2 * seconds(nbytes) for nbytes in found.sizes), algorithm=algorithm
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_half_the_described_speed_scores_a_half(kind, axis):
     cluster, mesh = named("h100", 16), MeshConfig(data=2, tensor=8)
-    half = at_half_speed(axis, kind, lambda nbytes: best(kind, cluster.axis(axis, mesh), nbytes).seconds)
+    half = at_half_speed(
+        axis, kind, lambda nbytes: best(kind, cluster.axis(axis, mesh), nbytes).seconds
+    )
     assert judge.score(cluster, probe(mesh, {}), half) == pytest.approx(0.5)
 
 
@@ -106,8 +122,12 @@ def test_an_axis_far_below_its_description_is_named():
 def test_rates_of_devices_are_held_against_what_the_planner_believes():
     cluster = named("h100", 8)
     measured = devices(8)
-    measured.matmul["bfloat16"] = 0.5 * 2 * 8192**3 / product(cluster.accelerator, "bfloat16", 8192, 8192, 8192)
-    scores = judge.device_scores(cluster, probe(devices=replace(measured, memory_rate=cluster.accelerator.memory_rate)))
+    measured.matmul["bfloat16"] = (
+        0.5 * 2 * 8192**3 / product(cluster.accelerator, "bfloat16", 8192, 8192, 8192)
+    )
+    scores = judge.device_scores(
+        cluster, probe(devices=replace(measured, memory_rate=cluster.accelerator.memory_rate))
+    )
     assert (scores["bfloat16"], scores["memory"]) == pytest.approx((0.5, 1.0))
     assert judge.device_scores(cluster, probe()) == {}
 
@@ -128,6 +148,6 @@ def test_the_sum_over_all_kinds_is_written_beside_the_described_link():
 @pytest.mark.parametrize("by", ["ring", "double_tree"])
 def test_a_program_of_messages_is_scored_by_what_it_costs_and_not_by_what_xla_does(by):
     cluster, mesh = named("h100", 16), MeshConfig(data=16)
-    seconds = lambda n: programs.seconds(by, ALL_REDUCE, ("data",), mesh, cluster, n)  # noqa: E731
+    seconds = lambda n: programs.seconds(by, ALL_REDUCE, ("data",), mesh, cluster, n)
     half = at_half_speed("data", ALL_REDUCE, seconds, by)
     assert judge.score(cluster, probe(mesh, {}), half) == pytest.approx(0.5)

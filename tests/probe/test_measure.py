@@ -22,7 +22,9 @@ def mesh():
 def sent(mesh, step, elements, rounds=8):
     """The collectives of a program that repeats a step on arrays of so many elements."""
     loop = links.repeated(step, rounds)
-    manual = jax.shard_map(loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+    manual = jax.shard_map(
+        loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names)
+    )
     x = jax.ShapeDtypeStruct((4 * elements,), "float32", sharding=links.Arrays(mesh).sharding)
     found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
     assert {c.times for c in found} == {rounds}
@@ -32,14 +34,20 @@ def sent(mesh, step, elements, rounds=8):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_program_sends_what_its_name_says_as_often_and_as_much(kind, mesh):
     nbytes = 2**12
-    (one,) = sent(mesh, links._STEPS[kind]("pipeline", 2), nbytes // 8 if kind == ALL_GATHER else nbytes // 4)
-    assert one.axis == "pipeline" and one.kind == ("collective-permute" if kind == PERMUTE else kind)
+    (one,) = sent(
+        mesh, links._STEPS[kind]("pipeline", 2), nbytes // 8 if kind == ALL_GATHER else nbytes // 4
+    )
+    assert one.axis == "pipeline" and one.kind == (
+        "collective-permute" if kind == PERMUTE else kind
+    )
     assert one.bytes == nbytes and one.sent == bus_factor(kind, 2) * nbytes
 
 
 def test_in_a_permute_every_device_of_the_axis_sends_to_the_next(mesh):
     step = links._STEPS[PERMUTE]("pipeline", 2)
-    manual = jax.shard_map(step, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names))
+    manual = jax.shard_map(
+        step, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names)
+    )
     # Places in the mesh: data, then pipeline.
     assert jax.jit(manual)(jax.numpy.arange(4.0)).tolist() == [1, 0, 3, 2]
 
@@ -71,13 +79,18 @@ def bad_link(mesh):
         step = honest(mesh, source, target)
         if (source, target) != (places[1], places[3]):
             return step
-        return lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jax.lax.optimization_barrier(step(y)), x)
+        return lambda x: jax.lax.fori_loop(
+            0, 30, lambda _, y: jax.lax.optimization_barrier(step(y)), x
+        )
 
     patch.setattr(links, "message", message)
     # Others use the machine too.
     patch.setattr(judge, "STEADY", 1e9)
     told = []
-    yield measure.measure(mesh, ("barrier", "pairs"), pair_sizes=PAIR_SIZES, progress=told.append), told
+    yield (
+        measure.measure(mesh, ("barrier", "pairs"), pair_sizes=PAIR_SIZES, progress=told.append),
+        told,
+    )
     patch.undo()
 
 
@@ -91,8 +104,14 @@ def test_a_link_that_is_slow_in_the_machine_is_named(bad_link):
 
 def test_what_was_not_asked_for_is_left_out_and_what_comes_next_is_told(bad_link):
     found, told = bad_link
-    assert found.barriers.keys() == {"data", "pipeline", "data+tensor+pipeline"} and all(found.barriers.values())
-    assert not found.collectives and found.devices is None and found.mesh == MeshConfig(data=2, pipeline=2)
+    assert found.barriers.keys() == {"data", "pipeline", "data+tensor+pipeline"} and all(
+        found.barriers.values()
+    )
+    assert (
+        not found.collectives
+        and found.devices is None
+        and found.mesh == MeshConfig(data=2, pipeline=2)
+    )
     assert told == ["barrier", "12 pairs of devices"]
     assert found.as_json().keys() & {"each_device", "pairs"} == {"pairs"}
 
@@ -142,8 +161,9 @@ def test_products_neither_vanish_nor_overflow_in_any_dtype():
 
 @pytest.mark.parametrize(
     ("machines", "data"),
-    [((0,) * 8, 1), ((0, 0, 1, 1, 2, 2, 3, 3), 4), ((0, 0, 0, 1, 1, 1, 1, 1), 1)],  # of different sizes they make no rectangle
-)  # fmt: skip
+    # of different sizes they make no rectangle
+    [((0,) * 8, 1), ((0, 0, 1, 1, 2, 2, 3, 3), 4), ((0, 0, 0, 1, 1, 1, 1, 1), 1)],
+)
 def test_without_a_mesh_a_machines_devices_are_tensor_ranks(machines, data, monkeypatch):
     monkeypatch.setattr(measure, "machines_of", lambda devices: machines)
     assert dict(measure.mesh_of(None).shape) == {"data": data, "tensor": 8 // data, "pipeline": 1}
@@ -171,15 +191,21 @@ def test_a_kind_has_the_programs_that_it_can_be_written_as():
 def test_programs_of_messages_are_measured_beside_what_xla_does():
     mesh = make_mesh(load({"mesh": {"data": 4, "islands": 2}}), jax.devices()[:4])
     asked = ("halving_doubling", "double_tree", "hierarchical")
-    measured = measure.measure(mesh, ("collectives",), (ALL_REDUCE, REDUCE_SCATTER), SIZES, algorithms=asked)
+    measured = measure.measure(
+        mesh, ("collectives",), (ALL_REDUCE, REDUCE_SCATTER), SIZES, algorithms=asked
+    )
     found = [(c.axis, c.kind, c.algorithm) for c in measured.collectives]
-    both = [(ALL_REDUCE, by) for by in (XLA, *asked[:2])] + [(REDUCE_SCATTER, by) for by in (XLA, asked[0])]
+    both = [(ALL_REDUCE, by) for by in (XLA, *asked[:2])] + [
+        (REDUCE_SCATTER, by) for by in (XLA, asked[0])
+    ]
     # Over all of data it is the sums alone.
     over = {"island": both, "data": both, links.JOINED: [(ALL_REDUCE, by) for by in (XLA, *asked)]}
     assert found == [(axis, *one) for axis, ones in over.items() for one in ones]
     assert measured.mesh == MeshConfig(data=4, islands=2)
     assert all(c.sizes == SIZES and min(c.seconds) > 0 for c in measured.collectives)
-    assert [entry["algorithm"] for entry in measured.as_json()["collectives"]] == [by for _, _, by in found]
+    assert [entry["algorithm"] for entry in measured.as_json()["collectives"]] == [
+        by for _, _, by in found
+    ]
 
 
 @pytest.mark.parametrize(("by", "times"), [("ring", 6), ("hierarchical", 4)])

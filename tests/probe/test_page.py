@@ -43,7 +43,10 @@ def test_what_is_slow_stands_at_the_top_and_pairs_are_drawn_with_figures():
     good, bad = page(measured()), page(measured(slow=3.0))
     assert "No device and no link is slower than its like." in good
     assert "The link from device 2" in bad.split("<h2>")[0]
-    assert good.count("<g><title>") == 8 * 7 and "Latency in" not in good.split("From device to device")[0]
+    assert (
+        good.count("<g><title>") == 8 * 7
+        and "Latency in" not in good.split("From device to device")[0]
+    )
 
 
 def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
@@ -54,7 +57,9 @@ def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
     colours = re.findall(r'</title><rect [^>]*fill="([^"]+)"', drawn)
     assert len(colours) == 8 * 7
     assert sorted(map(colours.count, set(colours))) == [1, 55]
-    assert "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 of its like" in drawn
+    assert (
+        "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 of its like" in drawn
+    )
 
 
 def test_a_probe_shows_itself():
@@ -65,7 +70,9 @@ def test_a_probe_shows_itself():
 
 def test_each_device_s_number_stands_beside_its_row_and_above_its_column():
     drawn = drawing(probe(pairs=pairs(8)))
-    across = [float(x) for x in re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle">\d', drawn)]
+    across = [
+        float(x) for x in re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle">\d', drawn)
+    ]
     down = [float(y) for y in re.findall(r'<text x="\d+" y="(\d+)" text-anchor="end">\d', drawn)]
     width = float(re.findall(r'</title><rect [^>]*width="([\d.]+)"', drawn)[0])
     for places in (across, down):

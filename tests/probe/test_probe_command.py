@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("text", "mesh"),
-    [("data=2,pipeline=4", MeshConfig(data=2, pipeline=4)), ("islands=2,data=6", MeshConfig(data=6, islands=2))],
+    [
+        ("data=2,pipeline=4", MeshConfig(data=2, pipeline=4)),
+        ("islands=2,data=6", MeshConfig(data=6, islands=2)),
+    ],
 )
 def test_a_mesh_is_given_by_its_axes(text, mesh):
     assert MeshConfig.read(text) == mesh
@@ -51,16 +54,24 @@ def test_another_mesh_is_one_sentence(text, said):
         (["--only", "pears"], "--only"),
         (["--only", "pairs", "--output", "c.yaml"], "leave --only out"),
         (["--algorithms", "rink"], "--algorithms has 'rink'; did you mean ring?"),
-        (["--only", "pairs", "--algorithms", "all"], "--algorithms are of collectives, which --only pairs leaves out"),
-        (["--mesh", "data=2", "--algorithms", "hierarchical"], "hierarchical sums in islands first, and the mesh has none"),
+        (
+            ["--only", "pairs", "--algorithms", "all"],
+            "--algorithms are of collectives, which --only pairs leaves out",
+        ),
+        (
+            ["--mesh", "data=2", "--algorithms", "hierarchical"],
+            "hierarchical sums in islands first, and the mesh has none",
+        ),
         (["--html", "c.htm"], "must end in .html"),
         (["--output", "c.json"], "must end in .yaml"),
         (["--output", "nowhere/c.yaml"], "there is no directory"),
         (["--cluster", "h1000"], "there is no such file or accelerator"),
         (["--mesh", "data=4096"], "run.fake_devices fakes at most 1024"),
     ],
-)  # fmt: skip
-def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured(arguments, said, capsys, monkeypatch):
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured(
+    arguments, said, capsys, monkeypatch
+):
     from meshtrain.probe import measure
 
     monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("it was measured"))
@@ -83,7 +94,9 @@ def test_the_json_has_scores_only_beside_a_description_and_no_nan():
     scored = command.as_json(found, named("h100", 8))
     assert 0 < scored["collectives"][0]["score"] < 1
     sized = scored["collectives"][0]["sizes"][-1]
-    assert scored["collectives"][0]["score"] == pytest.approx(sized["described_seconds"] / sized["seconds"])
+    assert scored["collectives"][0]["score"] == pytest.approx(
+        sized["described_seconds"] / sized["seconds"]
+    )
 
 
 OF_LESS = """
@@ -102,7 +115,10 @@ def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
     environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
     how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(words, env=environment | {"JAX_PROCESS_ID": str(rank)}, **how) for rank in (0, 1)]
+    both = [
+        subprocess.Popen(words, env=environment | {"JAX_PROCESS_ID": str(rank)}, **how)
+        for rank in (0, 1)
+    ]
     (out, err), (silent, _) = (process.communicate(timeout=120) for process in both)
     assert [process.returncode for process in both] == [0, 0], err
     found = json.loads(out)
@@ -115,11 +131,22 @@ def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
 
 
 @pytest.mark.thorough
-def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_picture(tmp_path, capsys, monkeypatch):
+def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_picture(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIDES, "cpu", 128)
     monkeypatch.setitem(ELEMENTS, "cpu", 2**16)
-    arguments = ["--mesh", "data=2,tensor=2", "--cluster", "cpu", "--output", "c.yaml", "--html", "c.html"]
+    arguments = [
+        "--mesh",
+        "data=2,tensor=2",
+        "--cluster",
+        "cpu",
+        "--output",
+        "c.yaml",
+        "--html",
+        "c.html",
+    ]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "over data 2" in out and "over tensor 2" in out and "left out  score" in out
@@ -132,9 +159,21 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
 def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))  # a program is compiled for each
-    arguments = ["--mesh", "data=4,islands=2", "--only", "collectives", "--algorithms", "all", "--html", "c.html"]
+    arguments = [
+        "--mesh",
+        "data=4,islands=2",
+        "--only",
+        "collectives",
+        "--algorithms",
+        "all",
+        "--html",
+        "c.html",
+    ]
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "over island+data 4" in out
     assert (out.count("\n    hierarchical "), out.count("\n    two_way_ring ")) == (1, 7)
-    assert err.endswith("wrote c.html\n") and "<td>hierarchical</td>" in (tmp_path / "c.html").read_text()
+    assert (
+        err.endswith("wrote c.html\n")
+        and "<td>hierarchical</td>" in (tmp_path / "c.html").read_text()
+    )

@@ -7,7 +7,16 @@ import pytest
 
 from meshtrain import units
 from meshtrain.draw.svg import ticks
-from meshtrain.report.charts import HEIGHT, OF_PROCESSES, OF_STEPS, Curve, _curves, binned, chart, smoothed
+from meshtrain.report.charts import (
+    HEIGHT,
+    OF_PROCESSES,
+    OF_STEPS,
+    Curve,
+    _curves,
+    binned,
+    chart,
+    smoothed,
+)
 from meshtrain.telemetry.catalogue import BY_NAME
 
 
@@ -40,7 +49,9 @@ def test_a_path_comes_out_where_it_should():
     start, moves = re.search(r'd="M([\d. ]+)l([-\d. ]+)" fill="none"', picture).groups()
     x, y = map(float, start.split())
     steps = np.array(moves.split(), float).reshape(-1, 2)
-    assert x + steps[:, 0].sum() == pytest.approx(392, abs=0.2) and y + steps[:, 1].sum() == pytest.approx(8, abs=0.2)
+    assert x + steps[:, 0].sum() == pytest.approx(392, abs=0.2) and y + steps[
+        :, 1
+    ].sum() == pytest.approx(8, abs=0.2)
 
 
 @pytest.mark.parametrize("y", [[], [np.nan], [np.inf, np.nan]])
@@ -48,7 +59,9 @@ def test_nothing_is_drawn_of_nothing(y):
     assert drawn(y) == ""
 
 
-@pytest.mark.parametrize("y", [[5.0], [0.0, 0.0], [5, 5, 5], [-2, -2], [1e-12, 1e-12], [1e300, -1e300], [1, np.nan, 3]])
+@pytest.mark.parametrize(
+    "y", [[5.0], [0.0, 0.0], [5, 5, 5], [-2, -2], [1e-12, 1e-12], [1e300, -1e300], [1, np.nan, 3]]
+)
 def test_any_values_make_a_picture(y):
     for zero in (False, True):
         picture = drawn(y, zero=zero)
@@ -56,10 +69,16 @@ def test_any_values_make_a_picture(y):
         assert "nan" not in picture and "inf" not in picture
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (1.7, 5.8), (-3, 12), (0.001, 0.0013), (990, 1010), (0, 1e-9)])
+@pytest.mark.parametrize(
+    "low, high", [(0, 1), (1.7, 5.8), (-3, 12), (0.001, 0.0013), (990, 1010), (0, 1e-9)]
+)
 def test_ticks_are_few_round_and_hold_the_range(low, high):
     marks = list(ticks(low, high, 10))
-    assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high * (1 - 1e-9) and 3 <= len(marks) <= 7
+    assert (
+        marks[0] <= low + 1e-9 * abs(low)
+        and marks[-1] >= high * (1 - 1e-9)
+        and 3 <= len(marks) <= 7
+    )
 
 
 def test_ticks_of_bytes_are_round_in_their_unit():
@@ -69,7 +88,9 @@ def test_ticks_of_bytes_are_round_in_their_unit():
 
 
 def test_names_are_escaped():
-    picture = chart("a<b", [Curve(n, np.arange(3.0), np.arange(3.0), "#000") for n in ("x<y", "z&")], str)
+    picture = chart(
+        "a<b", [Curve(n, np.arange(3.0), np.arange(3.0), "#000") for n in ("x<y", "z&")], str
+    )
     ElementTree.fromstring(picture)
 
 
@@ -104,7 +125,9 @@ def test_the_lowest_of_the_dots_has_a_ring_though_not_every_dot_is_drawn():
     y[777] = 1.0
     picture = chart("a curve", [Curve("held-out", np.arange(1000.0), y, "#123456", dots=True)], str)
     (x,) = re.findall(r'cx="([\d.]+)" cy="[\d.]+" r="5" fill="none"', picture)
-    assert float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1) and picture.count("<circle") < 130
+    assert (
+        float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1) and picture.count("<circle") < 130
+    )
 
 
 @pytest.mark.parametrize(("steps", "names"), [(1000, ["training", "smoothed"]), (3, ["training"])])

@@ -20,7 +20,13 @@ from meshtrain.report.text import render
 # Of two layers with four experts: tokens, dropped rows, entropies summed over the tokens; two experts a token.
 COUNTED = np.array([[4, 0, 2, 2, 1, 3.0], [8, 0, 0, 0, 0, 0.5]])
 RUN = {
-    "model": {"layers": 5, "d_model": 16, "heads": 2, "vocab_size": 260, "moe": {"experts": 4, "top_k": 2, "d_ff": 16}},
+    "model": {
+        "layers": 5,
+        "d_model": 16,
+        "heads": 2,
+        "vocab_size": 260,
+        "moe": {"experts": 4, "top_k": 2, "d_ff": 16},
+    },
     "data": {"source": "synthetic"},
     "train": {"steps": 5, "global_batch_size": 8, "sequence_length": 16},
 }
@@ -37,7 +43,10 @@ def rows_of(directory):
 def test_a_row_has_each_layers_numbers():
     row = of_layers(COUNTED, config())
     assert row["expert_tokens"] == [[4, 0, 2, 2], [8, 0, 0, 0]]
-    assert row["layer_expert_load"] == {"0": 2.0, "1": 4.0} and row["layer_dropped_rows"] == {"0": 1.0, "1": 0.0}
+    assert row["layer_expert_load"] == {"0": 2.0, "1": 4.0} and row["layer_dropped_rows"] == {
+        "0": 1.0,
+        "1": 0.0,
+    }
     assert row["layer_router_entropy"] == {"0": 0.75, "1": 0.125}
 
 
@@ -56,10 +65,21 @@ def test_rows_have_them_as_often_as_asked_and_at_the_end():
 @pytest.mark.thorough
 @pytest.mark.parametrize("uneven_or_islands", ["uneven stages", "islands"])
 def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_islands):
-    more = {"uneven stages": {"mesh": {"data": 2, "expert": 2, "pipeline": 2}, "parallel": {"microbatches": 2}},
-            "islands": {"mesh": {"data": 4, "expert": 2, "islands": 2}, "parallel": {"sync": {"every": 2, "start": 1}}}}  # fmt: skip
+    more = {
+        "uneven stages": {
+            "mesh": {"data": 2, "expert": 2, "pipeline": 2},
+            "parallel": {"microbatches": 2},
+        },
+        "islands": {
+            "mesh": {"data": 4, "expert": 2, "islands": 2},
+            "parallel": {"sync": {"every": 2, "start": 1}},
+        },
+    }
     mt.train(
-        mt.load({**RUN, **more[uneven_or_islands], "run": {"directory": str(tmp_path)}}, ["telemetry.experts_every=2"])
+        mt.load(
+            {**RUN, **more[uneven_or_islands], "run": {"directory": str(tmp_path)}},
+            ["telemetry.experts_every=2"],
+        )
     )
     rows = rows_of(tmp_path)
     told = [row for row in rows if "expert_tokens" in row]
@@ -68,7 +88,9 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
         tokens = np.array(row["expert_tokens"])
         assert row["grad_norm"] < 10, "counts are no gradient"
         assert tokens.shape == (5, 4) and (tokens.sum(1) == 8 * 16 * 2).all()
-        assert np.isclose(np.mean(list(row["layer_router_entropy"].values())), row["router_entropy"], rtol=1e-5)
+        assert np.isclose(
+            np.mean(list(row["layer_router_entropy"].values())), row["router_entropy"], rtol=1e-5
+        )
         if uneven_or_islands == "uneven stages":
             assert max(row["layer_expert_load"].values()) == pytest.approx(row["expert_load"])
     alone = tmp_path / "alone"
@@ -80,7 +102,10 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
 def written(directory, tokens):
     directory.mkdir()
     (directory / "config.yaml").write_text("model: {moe: {experts: 4}}\n")
-    rows = [{"step": 1, "loss": 5.0, "expert_load": 2.0, "expert_tokens": [[1, 1]]}, {"step": 2, "loss": 4.0, "expert_load": 4.0, "expert_tokens": tokens}]  # fmt: skip
+    rows = [
+        {"step": 1, "loss": 5.0, "expert_load": 2.0, "expert_tokens": [[1, 1]]},
+        {"step": 2, "loss": 4.0, "expert_load": 4.0, "expert_tokens": tokens},
+    ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return gather(directory)
 
@@ -89,7 +114,10 @@ def test_a_report_has_a_map_of_the_newest_loads(tmp_path):
     facts = written(tmp_path / "run", [[4, 0, 2, 2], [8, 0, 0, 0]])
     summary = summarise(facts)
     html, text = page([facts], [summary]), render(facts, summary)
-    assert "at most 4.00 (layer 1, expert 0), at least 0.00 (layer 0, expert 1); 25% of the experts" in text
+    assert (
+        "at most 4.00 (layer 1, expert 0), at least 0.00 (layer 0, expert 1); 25% of the experts"
+        in text
+    )
     assert re.search(r"layer 1 +4\.00 ", text)
     (drawing,) = re.findall(r'<svg[^>]*aria-label="load of 4 experts in 2 layers.*?</svg>', html)
     check_drawing(drawing)
@@ -98,7 +126,8 @@ def test_a_report_has_a_map_of_the_newest_loads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tokens", [[[1, 2], [3]], [["a"]], [[10**400]], [[-1]], [[1e300]], [], [[]], {"0": [1]}, [1], None]
+    "tokens",
+    [[[1, 2], [3]], [["a"]], [[10**400]], [[-1]], [[1e300]], [], [[]], {"0": [1]}, [1], None],
 )
 def test_what_is_no_map_is_left_out(tmp_path, tokens):
     assert written(tmp_path / "run", tokens).loads.step == 1
@@ -116,5 +145,7 @@ def test_every_expert_is_drawn_in_the_class_of_its_load():
     tokens = np.array([[0.4, 0.7, 1.0, 1.9, 3.9, 4.1, *[0] * 6]])
     picture = experts.picture(ExpertLoads(1, tokens))
     drawn = re.findall(r'<path d="([^"]*)" fill="([^"]*)" fill-opacity="([^"]*)"', picture)
-    assert [(hue, float(strength)) for _, hue, strength in drawn] == [c[1:3] for c in experts.CLASSES]
+    assert [(hue, float(strength)) for _, hue, strength in drawn] == [
+        c[1:3] for c in experts.CLASSES
+    ]
     assert [path.count("M") for path, *_ in drawn] == [6, 1, 1, 1, 1, 1, 1]

@@ -21,7 +21,15 @@ from meshtrain.report.summary import settings, summarise
 from meshtrain.report.text import render, section_text
 from meshtrain.run.lock import RunLock
 
-OLD = {"step": 7, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 64, "tokens_per_second": 64.0, "step_seconds": 1.0}  # fmt: skip
+OLD = {
+    "step": 7,
+    "loss": 2.5,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-3,
+    "tokens": 64,
+    "tokens_per_second": 64.0,
+    "step_seconds": 1.0,
+}
 
 
 @pytest.fixture
@@ -89,7 +97,16 @@ def test_a_row_that_was_cut_off_is_a_note_and_one_that_is_being_written_is_none(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[1, 2]", b"a: {b: [", b"train: {steps: many}", b"sorcery: {on: true}", None]
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b"a: {b: [",
+        b"train: {steps: many}",
+        b"sorcery: {on: true}",
+        None,
+    ],
 )
 def test_a_config_that_is_none_costs_the_plan_and_no_more(run, content):
     write(run, OLD)
@@ -125,7 +142,13 @@ def test_a_run_that_holds_its_directory_goes_on_and_one_that_says_nothing_hangs(
 def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
     evaluated = f"eval: {{every: 1, patience: {patience}}}\n"
     (run / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 10}\n" + evaluated)
-    write(run, *(OLD | {"step": k, "eval_loss": loss} for k, loss in ((1, 2.0), (2, 1.5), (3, 1.5), (4, None))))
+    write(
+        run,
+        *(
+            OLD | {"step": k, "eval_loss": loss}
+            for k, loss in ((1, 2.0), (2, 1.5), (3, 1.5), (4, None))
+        ),
+    )
     summary, text = told(run)
     assert summary.state == state and (summary.eval_least, summary.eval_least_step) == (1.5, 2)
     assert ("done, ended by eval.patience after step 4 of 10" in text) is (state == "done")
@@ -134,7 +157,11 @@ def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
 
 @pytest.mark.parametrize(
     ("evals", "said"),
-    [((2.0, 1.5, 1.6, 1.7, 1.8), True), ((2.0, 1.5, 1.6, 1.8), False), ((1.5, 1.51, 1.52, 1.53), False)],
+    [
+        ((2.0, 1.5, 1.6, 1.7, 1.8), True),
+        ((2.0, 1.5, 1.6, 1.8), False),
+        ((1.5, 1.51, 1.52, 1.53), False),
+    ],
 )
 def test_validation_text_that_is_learned_no_longer_is_a_remark(run, evals, said):
     write(run, *(OLD | {"step": k, "eval_loss": loss} for k, loss in enumerate(evals, 1)))
@@ -149,7 +176,13 @@ def test_a_loss_that_was_not_finite_is_not_healthy(run):
 
 
 def test_a_loss_that_rises_is_a_remark(run):
-    write(run, *(OLD | {"step": k, "loss": 3.0 - 0.02 * min(k, 50) + 0.02 * max(k - 50, 0)} for k in range(1, 101)))
+    write(
+        run,
+        *(
+            OLD | {"step": k, "loss": 3.0 - 0.02 * min(k, 50) + 0.02 * max(k - 50, 0)}
+            for k in range(1, 101)
+        ),
+    )
     assert "has risen from" in remarks(run)
     write(run, *(OLD | {"step": k, "loss": 3.0 - 0.01 * k} for k in range(1, 101)))
     assert "risen" not in remarks(run)
@@ -170,15 +203,25 @@ def test_a_loader_that_is_waited_for_is_a_remark(run):
 
 def test_only_an_alert_that_has_not_cleared_is_a_reason(run):
     write(run, OLD)
-    alert = {"time": 1.0, "step": 7, "rule": "spike", "severity": "warning", "sentence": "the loss jumped"}
-    firing, resolved = (json.dumps(alert | {"state": state}) + "\n" for state in ("firing", "resolved"))
+    alert = {
+        "time": 1.0,
+        "step": 7,
+        "rule": "spike",
+        "severity": "warning",
+        "sentence": "the loss jumped",
+    }
+    firing, resolved = (
+        json.dumps(alert | {"state": state}) + "\n" for state in ("firing", "resolved")
+    )
     (run / "alerts.jsonl").write_text(firing)
     assert "alert spike: the loss jumped." in told(run)[1]
     (run / "alerts.jsonl").write_text(firing + resolved)
     assert "alert spike" not in told(run)[1] and "1 × spike; none still firing" in told(run)[1]
 
 
-@pytest.mark.parametrize("content", [b"[", b"3", b'{"findings": [3, {}]}', b'{"findings": {"a": 1}, "parts": 7}'])
+@pytest.mark.parametrize(
+    "content", [b"[", b"3", b'{"findings": [3, {}]}', b'{"findings": {"a": 1}, "parts": 7}']
+)
 def test_findings_that_are_none_are_passed_over(run, content):
     write(run, OLD)
     (run / "findings.json").write_bytes(content)
@@ -187,19 +230,32 @@ def test_findings_that_are_none_are_passed_over(run, content):
 
 def test_findings_are_reasons_with_what_their_cure_would_win_and_stand_in_the_headline(run):
     write(run, *(OLD | {"step": k} for k in range(1, 11)))
-    finding = {"name": "loader", "sentence": "the loader is slow.", "severity": 0.25, "advice": "make it fast"}
+    finding = {
+        "name": "loader",
+        "sentence": "the loader is slow.",
+        "severity": 0.25,
+        "advice": "make it fast",
+    }
     part = {"name": "layers", "seconds": 0.5, "planned": 0.25}
     (run / "findings.json").write_text(json.dumps({"findings": [finding], "parts": [part]}))
     summary, text = told(run)
     assert summary.verdict.startswith("healthy, but something was found; ")
     assert all(
         words in text
-        for words in ("1. the loader is slow.", "would win 25% of a step. make it fast", "layers", "500 ms", "250 ms")
+        for words in (
+            "1. the loader is slow.",
+            "would win 25% of a step. make it fast",
+            "layers",
+            "500 ms",
+            "250 ms",
+        )
     )
 
 
 def test_a_supervised_run_has_goodput_and_faults(tmp_path):
-    summary, text = told(Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run"))
+    summary, text = told(
+        Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run")
+    )
     assert summary.goodput is not None and summary.faults > 0
     assert "Goodput" in text and "by the supervisors' ledger" in text and "fault" in text
 
@@ -225,13 +281,17 @@ def test_samples_give_memory_and_phases(tmp_path):
 def write_at_half_of(run, peak):
     """Rows of a run at half of the peak FLOP/s of its devices."""
     config = load(run / "config.yaml")
-    of_a_token = model_flops(config) / (config.train.global_batch_size * config.train.sequence_length)
+    of_a_token = model_flops(config) / (
+        config.train.global_batch_size * config.train.sequence_length
+    )
     rate = 0.5 * peak * config.mesh.devices / of_a_token
     write(run, *(OLD | {"step": k, "tokens_per_second": rate, "mfu": 0.5} for k in range(1, 4)))
 
 
 def test_a_config_that_fakes_devices_where_there_are_none_may_have_run_on_real_ones(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {fake_devices: 8}\nprecision: {compute: bfloat16}\n")
+    (tmp_path / "config.yaml").write_text(
+        "run: {fake_devices: 8}\nprecision: {compute: bfloat16}\n"
+    )
     write_at_half_of(tmp_path, 459e12)
     assert accelerator(tmp_path) == "tpu-v5p"
     write(tmp_path, OLD)
@@ -240,7 +300,12 @@ def test_a_config_that_fakes_devices_where_there_are_none_may_have_run_on_real_o
 
 @pytest.mark.parametrize(
     ("peak", "memory", "name"),
-    [(312e12, None, "a100-40"), (312e12, 79e9, "a100-80"), (989.4e12, 145e9, "h200"), (459e12, None, "tpu-v5p")],
+    [
+        (312e12, None, "a100-40"),
+        (312e12, 79e9, "a100-80"),
+        (989.4e12, 145e9, "h200"),
+        (459e12, None, "tpu-v5p"),
+    ],
 )
 def test_the_devices_are_told_from_what_they_reach(tmp_path, peak, memory, name):
     (tmp_path / "config.yaml").write_text("precision: {compute: bfloat16}\n")
@@ -260,7 +325,9 @@ def test_memory_is_told_with_its_limit_where_there_is_one():
 def test_devices_that_nothing_tells_of_are_said_to_be_unknown(tmp_path):
     (tmp_path / "config.yaml").write_text("train: {steps: 10}\n")
     write(tmp_path, OLD)
-    assert accelerator(tmp_path) == "h100" and "held against H100s" in " ".join(gather(tmp_path).notes)
+    assert accelerator(tmp_path) == "h100" and "held against H100s" in " ".join(
+        gather(tmp_path).notes
+    )
     write_sample(tmp_path, machine_cpu_ratio=0.5)
     assert accelerator(tmp_path) == "cpu"
     write(tmp_path, OLD | {"memory_in_use_bytes": 1e9})
@@ -273,5 +340,9 @@ def test_a_step_is_held_against_the_peak_the_roofline_and_the_plan(tmp_path):
     bounds, speed = summary.bounds, summary.speed
     names = [name for name, _ in ladder(speed, replace(bounds, links=bounds.compute * 2))]
     assert names == ["compute at the peak", "roofline, bound by links", "planned", "measured"]
-    assert [name for name, _ in ladder(speed, bounds)] == ["compute at the peak", "planned", "measured"]
+    assert [name for name, _ in ladder(speed, bounds)] == [
+        "compute at the peak",
+        "planned",
+        "measured",
+    ]
     assert bounds.compute / bounds.planned == pytest.approx(facts.plan.mfu)

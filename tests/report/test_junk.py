@@ -1,4 +1,6 @@
-"""Runs whose files hold anything that JSON can: each is told of, and nothing raises, warns or writes what JSON and HTML have no word for."""
+"""Runs whose files hold anything that JSON can: each is told of, and nothing raises, warns or writes what JSON and HTML
+have no word for.
+"""
 
 import json
 import random
@@ -24,7 +26,15 @@ NAMES = [
 ]
 # fmt: on
 FAKE = "run: {fake_devices: 8}\ntrain: {steps: 100}\n"
-CONFIGS = (FAKE, "model: {moe: {experts: 4}}\n", "mesh: {data: 2}\n", "a: [1", "train: {steps: x}\n", "x: {y: 1}\n", "")
+CONFIGS = (
+    FAKE,
+    "model: {moe: {experts: 4}}\n",
+    "mesh: {data: 2}\n",
+    "a: [1",
+    "train: {steps: x}\n",
+    "x: {y: 1}\n",
+    "",
+)
 NUMBERS = (0, 1, -1, 0.0, -0.5, 1e-300, 1e300, 1e18, 5, 7.5, 10**400)
 TEXTS = ("", "x", "firing", "resolved", "\x1b[31m", "<b>", "é\ud800")
 
@@ -32,27 +42,39 @@ TEXTS = ("", "x", "firing", "resolved", "\x1b[31m", "<b>", "é\ud800")
 def value(dice, depth=0):
     kind = dice.randrange(10)
     if kind < 5:
-        return dice.choice([*NUMBERS, dice.random() * 10.0 ** dice.randrange(-5, 6), -dice.random()])
+        return dice.choice(
+            [*NUMBERS, dice.random() * 10.0 ** dice.randrange(-5, 6), -dice.random()]
+        )
     if kind < 7:
         return dice.choice([None, True, False, *TEXTS])
     if depth == 3:
         return 0
     some = [value(dice, depth + 1) for _ in range(dice.randrange(4))]
-    return some if kind == 7 else {dice.choice([*NAMES, "a", "data", "wait", "0", ""]): one for one in some}
+    return (
+        some
+        if kind == 7
+        else {dice.choice([*NAMES, "a", "data", "wait", "0", ""]): one for one in some}
+    )
 
 
 def row(dice, sane):
     found = {name: value(dice) for name in dice.sample(NAMES, dice.randrange(len(NAMES)))}
     if dice.random() < sane:
         seconds = dice.random() + 0.1
-        found |= {"step": dice.randrange(1, 200), "loss": dice.random() * 5, "tokens": 64, "step_seconds": seconds}
+        found |= {
+            "step": dice.randrange(1, 200),
+            "loss": dice.random() * 5,
+            "tokens": 64,
+            "step_seconds": seconds,
+        }
     return found
 
 
 def lines(dice, number, sane):
     torn = ("{", "\n", "null\n", '{"step":\n')
     return "".join(
-        json.dumps(row(dice, sane)) + "\n" if dice.random() < 0.95 else dice.choice(torn) for _ in range(number)
+        json.dumps(row(dice, sane)) + "\n" if dice.random() < 0.95 else dice.choice(torn)
+        for _ in range(number)
     )
 
 
@@ -60,14 +82,20 @@ def spoilt(dice, run):
     (run / "resources").mkdir(parents=True)
     if dice.random() < 0.9:
         (run / "config.yaml").write_text(dice.choice(CONFIGS))
-    (run / "metrics.jsonl").write_text(lines(dice, dice.choice([0, 1, 2, 5, 50, 300]), dice.choice([0, 0.5, 1])))
+    (run / "metrics.jsonl").write_text(
+        lines(dice, dice.choice([0, 1, 2, 5, 50, 300]), dice.choice([0, 0.5, 1]))
+    )
     if dice.random() < 0.6:
         (run / "alerts.jsonl").write_text(lines(dice, 10, 0))
     for rank in range(dice.randrange(3)):
-        (run / "resources" / f"{rank}.jsonl").write_text(lines(dice, dice.choice([0, 1, 5, 30]), 0.5))
+        (run / "resources" / f"{rank}.jsonl").write_text(
+            lines(dice, dice.choice([0, 1, 5, 30]), 0.5)
+        )
     if dice.random() < 0.5:
         found = {name: [row(dice, 0) for _ in range(3)] for name in ("findings", "parts")}
-        (run / "findings.json").write_text(json.dumps(dice.choice([found | {"cannot_tell": value(dice)}, value(dice)])))
+        (run / "findings.json").write_text(
+            json.dumps(dice.choice([found | {"cannot_tell": value(dice)}, value(dice)]))
+        )
     return run
 
 

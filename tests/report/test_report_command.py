@@ -51,7 +51,9 @@ def test_json_holds_the_same_figures(run, as_json):
     content = as_json(run)
     assert content["level"] == "good" and content["step"] == 600
     assert content["speed"]["median"] == pytest.approx(0.35, rel=0.1)
-    assert content["plan"]["step_seconds"] == content["bounds"]["planned"] >= content["bounds"]["roof"]
+    assert (
+        content["plan"]["step_seconds"] == content["bounds"]["planned"] >= content["bounds"]["roof"]
+    )
     assert content["config"]["train.steps"] == 600
 
 
@@ -71,5 +73,7 @@ def test_html_is_written_where_it_is_wanted(run, tmp_path, capsys):
 
 
 def test_another_cluster_gives_another_plan(run, as_json):
-    cpu, a100 = (as_json(run, "--cluster", name)["bounds"]["planned"] for name in ("cpu", "a100-80"))
+    cpu, a100 = (
+        as_json(run, "--cluster", name)["bounds"]["planned"] for name in ("cpu", "a100-80")
+    )
     assert a100 < cpu / 10

@@ -19,7 +19,9 @@ from meshtrain.report.summary import summarise
 
 def made(*runs):
     facts = [gather(run) for run in runs]
-    return page(facts, [summarise(one) for one in facts], compare(*facts) if len(facts) == 2 else None)
+    return page(
+        facts, [summarise(one) for one in facts], compare(*facts) if len(facts) == 2 else None
+    )
 
 
 def checked(html):
@@ -34,7 +36,11 @@ def run(tmp_path_factory):
 
 def test_the_page_is_well_formed_and_fetches_nothing(run):
     html = checked(made(run))
-    assert 'name="viewport"' in html and "@media print" in html and "Healthy; done, all 2,000 steps." in html
+    assert (
+        'name="viewport"' in html
+        and "@media print" in html
+        and "Healthy; done, all 2,000 steps." in html
+    )
     for picture in re.findall(r"<svg.*?</svg>", html, re.S):
         ElementTree.fromstring(picture)
 
@@ -57,7 +63,11 @@ def test_the_page_has_a_chart_of_all_that_was_measured(run):
         "memory of the devices",
     )
     assert {f"{name} over steps" for name in wanted} <= labels
-    assert {"a step against what is possible", "the run&#x27;s time by kind", "memory as measured"} <= labels
+    assert {
+        "a step against what is possible",
+        "the run&#x27;s time by kind",
+        "memory as measured",
+    } <= labels
     assert "throughput_drop" in html
 
 
@@ -82,17 +92,30 @@ def test_two_runs_are_on_one_page_with_what_differs(run, tmp_path):
 def test_what_a_run_names_is_text_and_nothing_else(tmp_path):
     where = write_run(tmp_path / "<b>run", 100)
     evil = "<script>alert(1)</script>"
-    alert = {"time": 1.0, "step": 1, "rule": evil, "state": "firing", "severity": evil, "sentence": evil}
+    alert = {
+        "time": 1.0,
+        "step": 1,
+        "rule": evil,
+        "state": "firing",
+        "severity": evil,
+        "sentence": evil,
+    }
     (where / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
     finding = {"name": evil, "sentence": evil, "advice": evil, "severity": 0.1, "sure": False}
-    (where / "findings.json").write_text(json.dumps({"findings": [finding], "parts": [{"name": evil, "seconds": 1.0}]}))
-    (where / "config.yaml").write_text("run: {directory: '<script>x</script>', fake_devices: 8}\ntrain: {steps: 100}\n")
+    (where / "findings.json").write_text(
+        json.dumps({"findings": [finding], "parts": [{"name": evil, "seconds": 1.0}]})
+    )
+    (where / "config.yaml").write_text(
+        "run: {directory: '<script>x</script>', fake_devices: 8}\ntrain: {steps: 100}\n"
+    )
     html = checked(made(where))
     assert "<script" not in html and "&lt;script&gt;alert(1)" in html
 
 
 def test_a_supervised_run_shows_its_life_and_faults(tmp_path):
-    html = checked(made(Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run")))
+    html = checked(
+        made(Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run"))
+    )
     assert "Goodput and faults" in html and "to the next step" in html
 
 
@@ -117,7 +140,10 @@ def test_a_real_browser_asks_for_nothing_and_scrolls_nothing_sideways(run, tmp_p
 @pytest.mark.thorough
 @pytest.mark.skipif(chromium.found() is None, reason="there is no Chromium")
 def test_a_page_that_does_either_is_found_out(tmp_path):
-    bad = '<!doctype html><meta name="viewport" content="width=device-width"><img src="http://127.0.0.1:9/x.png"><div style="width:2000px">x</div>'
+    bad = (
+        '<!doctype html><meta name="viewport" content="width=device-width"><img src="http://127.0.0.1:9/x.png"><div '
+        'style="width:2000px">x</div>'
+    )
     (tmp_path / "bad.html").write_text(bad)
     found = " ".join(look(tmp_path / "bad.html", tmp_path))
     assert "asks for http://127.0.0.1:9/x.png" in found and "px wide in a window of" in found

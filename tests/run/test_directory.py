@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from meshtrain.config import ConfigError, load
-from meshtrain.run.directory import NEWEST, note_checkpoint, noted_checkpoint, run_directory, set_aside
+from meshtrain.run.directory import (
+    NEWEST,
+    note_checkpoint,
+    noted_checkpoint,
+    run_directory,
+    set_aside,
+)
 
 NOBODY = 65534
 
@@ -27,11 +33,19 @@ def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
     [
         ("metrics.jsonl", Path.mkdir, "is no file"),
         ("metrics.jsonl", os.mkfifo, "is no file"),
-        ("metrics.jsonl", lambda path: path.symlink_to("gone/rows"), "is a link to gone/rows, which is not there"),
-        ("metrics.jsonl", lambda path: path.symlink_to(path.name), "cannot be written: too many levels of symbolic links"),
+        (
+            "metrics.jsonl",
+            lambda path: path.symlink_to("gone/rows"),
+            "is a link to gone/rows, which is not there",
+        ),
+        (
+            "metrics.jsonl",
+            lambda path: path.symlink_to(path.name),
+            "cannot be written: too many levels of symbolic links",
+        ),
         ("config.yaml", Path.mkdir, "is a directory"),
     ],
-)  # fmt: skip
+)
 def test_metrics_that_are_no_file_are_refused(name, make, says, tmp_path):
     make(tmp_path / name)
     with pytest.raises(ConfigError) as refused:
@@ -50,7 +64,9 @@ def test_metrics_of_another_user_are_refused():
         if root:
             os.seteuid(NOBODY)
         try:
-            with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written: permission denied; mend that"):
+            with pytest.raises(
+                ConfigError, match=r"metrics\.jsonl cannot be written: permission denied; mend that"
+            ):
                 entered(Path(name))
         finally:
             if root:
@@ -67,7 +83,10 @@ def test_what_is_set_aside_never_meets_what_was_before_and_a_link_leads_where_it
         earlier = set_aside(run, ["metrics.jsonl", "checkpoints", "config.yaml"])
         assert earlier == run / f"earlier-{k}" and (earlier / "checkpoints").samefile(volume)
         assert not any(os.path.lexists(run / name) for name in ("metrics.jsonl", "checkpoints"))
-    assert [(run / f"earlier-{k}" / "metrics.jsonl").read_text() for k in (1, 2)] == ["first", "second"]
+    assert [(run / f"earlier-{k}" / "metrics.jsonl").read_text() for k in (1, 2)] == [
+        "first",
+        "second",
+    ]
 
 
 def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(tmp_path):

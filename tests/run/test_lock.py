@@ -27,10 +27,14 @@ except BlockingIOError:
 """
 
 
-def test_a_second_process_is_refused_and_reported_who_holds_it_and_who_only_asks_learns_of_it(tmp_path):
+def test_a_second_process_is_refused_and_reported_who_holds_it_and_who_only_asks_learns_of_it(
+    tmp_path,
+):
     assert in_use(tmp_path) is False  # there is no lock yet
     command = [sys.executable, "-c", HOLD, tmp_path / ".lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "held\n"
         assert in_use(tmp_path) is True
         with pytest.raises(ConfigError, match="is in use by process 7 on elsewhere; "):
@@ -77,7 +81,9 @@ def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(what, tmp_p
     precious.write_text("not a lock")
     make(tmp_path / ".lock")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or"):
+        with pytest.raises(
+            ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or"
+        ):
             RunLock(tmp_path)
     assert precious.read_text() == "not a lock"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "precious"]

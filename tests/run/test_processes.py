@@ -18,9 +18,13 @@ def of_several(monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: [127.0.0.1]:7071: Connection reset by peer"),
+        jax.errors.JaxRuntimeError(
+            "UNKNOWN: Gloo all-reduce failed: [127.0.0.1]:7071: Connection reset by peer"
+        ),
         ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:39064"),
-        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"),
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"
+        ),
         jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
     ],
 )
@@ -28,19 +32,24 @@ def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(error, o
     for newest, start in ((40, "from step 40"), (None, "from the start")):
         failure = explained(error, newest)
         assert isinstance(failure, RunFailure)
-        assert str(failure).startswith(f"another process of this run died or cannot be reached: {error}; ")
+        assert str(failure).startswith(
+            f"another process of this run died or cannot be reached: {error}; "
+        )
         assert str(failure).endswith(f"run again to go on {start}.")
 
 
 def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nStack: ...")
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nStack: ..."
+    )
     sentence = str(explained(error, None))
     assert "too little memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.; " in sentence
     assert "meshtrain plan" in sentence and "\n" not in sentence
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("said already")]
+    "error",
+    [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("said already")],
 )
 def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     assert explained(error, None) is error

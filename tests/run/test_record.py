@@ -29,18 +29,24 @@ def record(directory):
 
 
 def steps(directory):
-    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("fault", ["removed", "renamed"])
-def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(fault, directory, record, capsys):
+def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(
+    fault, directory, record, capsys
+):
     if fault == "removed":
         shutil.rmtree(directory)
     else:
         directory.rename(directory.with_name("away"))
     record.after_metrics({"step": 2}, due=True)
     record.after_metrics({"step": 3}, due=True)
-    assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(directory)
+    assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(
+        directory
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f".lock and config.yaml and metrics.jsonl of {directory} went away" in said
@@ -72,7 +78,9 @@ def test_a_run_ends_where_another_has_taken_its_directory(directory, record):
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
-def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(directory, record, capsys):
+def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(
+    directory, record, capsys
+):
     shutil.rmtree(directory)
     directory.write_text("a file in its place")
     record.after_metrics({"step": 2}, due=True)

@@ -17,7 +17,9 @@ def path(tmp_path):
 
 
 def write(path, steps, tail=b""):
-    path.write_bytes(b"".join(json.dumps({"step": s, "loss": 1.0}).encode() + b"\n" for s in steps) + tail)
+    path.write_bytes(
+        b"".join(json.dumps({"step": s, "loss": 1.0}).encode() + b"\n" for s in steps) + tail
+    )
 
 
 def steps(path):
@@ -33,11 +35,15 @@ def test_rows_are_on_disk_at_once_in_full_precision_and_appended_to_those_of_the
         file.write({"step": step, "loss": 0.1 + 0.2})
         assert len(steps(path)) == step
         file.close()
-    assert steps(path) == [1, 2] and json.loads(path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
+    assert (
+        steps(path) == [1, 2] and json.loads(path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
+    )
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
-    MetricsFile(path).write({"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1})
+    MetricsFile(path).write(
+        {"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1}
+    )
     row = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)
     numbers = {"step": 3, "loss": None, "grad_norm": None, "learning_rate": 0.1}
     assert row == numbers | {"not_finite": ["loss", "grad_norm"]}
@@ -99,7 +105,11 @@ def test_a_file_of_which_a_server_says_once_that_it_is_stale_is_not_set_aside(pa
 
     monkeypatch.setattr("os.stat", stale)
     file.write({"step": 2})
-    assert steps(path) == [1, 2] and not left[0] and [p.name for p in path.parent.iterdir()] == [path.name]
+    assert (
+        steps(path) == [1, 2]
+        and not left[0]
+        and [p.name for p in path.parent.iterdir()] == [path.name]
+    )
 
 
 def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, monkeypatch):
@@ -123,7 +133,10 @@ def test_rows_that_never_found_room_are_reported(path, monkeypatch, capsys):
     path.unlink()
     file.write({"step": 1})
     file.close()
-    assert f"the last 1 rows of {path} cannot be written: no space left on device" in capsys.readouterr().err
+    assert (
+        f"the last 1 rows of {path} cannot be written: no space left on device"
+        in capsys.readouterr().err
+    )
 
 
 # --- removed under the run
@@ -167,7 +180,10 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
         file.write({"step": step})
     file.close()
     assert steps(path) == [2, 3]
-    assert capsys.readouterr().err == f"meshtrain: 12 bytes of rows were cut off {path} while the run goes on.\n"
+    assert (
+        capsys.readouterr().err
+        == f"meshtrain: 12 bytes of rows were cut off {path} while the run goes on.\n"
+    )
 
 
 # --- before a resume

@@ -13,9 +13,13 @@ from meshtrain.run.signals import SIGNALS, Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", sorted(SIGNALS))
-def test_the_first_signal_ends_what_is_under_way_and_between_steps_asks_and_is_reported(number, capfd):
+def test_the_first_signal_ends_what_is_under_way_and_between_steps_asks_and_is_reported(
+    number, capfd
+):
     with StopSignals() as stop:
-        with pytest.raises(Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"):
+        with pytest.raises(
+            Stopped, match=f"{number.name}: stopped before the first step; nothing is lost"
+        ):
             os.kill(os.getpid(), number)
         assert stop.requested
     with StopSignals() as stop:
@@ -23,7 +27,10 @@ def test_the_first_signal_ends_what_is_under_way_and_between_steps_asks_and_is_r
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested and stop.requested
-    assert capfd.readouterr().err == f"meshtrain: {number.name}: stopping after this step, with a checkpoint.\n"
+    assert (
+        capfd.readouterr().err
+        == f"meshtrain: {number.name}: stopping after this step, with a checkpoint.\n"
+    )
 
 
 COMPILES = """
@@ -52,11 +59,18 @@ WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
 @pytest.mark.parametrize(
     ("before", "rounds", "said", "code"),
     [
-        ("", 10**9, "SIGTERM: stopped before the first step; nothing is lost, run again to go on.\n", 75),
+        (
+            "",
+            10**9,
+            "SIGTERM: stopped before the first step; nothing is lost, run again to go on.\n",
+            75,
+        ),
         pytest.param("stop.finish_steps()", 3 * 10**6, WAITS, 0, marks=pytest.mark.thorough),
     ],
 )
-def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(before, rounds, said, code):
+def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(
+    before, rounds, said, code
+):
     command = [sys.executable, "-c", COMPILES, before, str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
@@ -70,7 +84,9 @@ def test_in_a_command_the_main_thread_has_time_to_end_in_its_own_way():
         "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "    except early.Stopped: time.sleep(0.5); print('closed')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
@@ -83,7 +99,9 @@ def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
         "    with signals.StopSignals(): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "except early.Stopped: time.sleep(0.6)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -95,7 +113,9 @@ def test_a_signal_that_is_held_is_met_at_the_end():
     assert passed
 
 
-def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_informs_them_all(monkeypatch, capfd):
+def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_informs_them_all(
+    monkeypatch, capfd
+):
     passed_on = []
     with StopSignals() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGINT)
@@ -104,10 +124,14 @@ def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_inf
         assert passed_on == []
     monkeypatch.undo()
     assert passed_on == [signal.SIGTERM]
-    assert "SIGINT: stopping all processes after a step, with a checkpoint." in capfd.readouterr().err
+    assert (
+        "SIGINT: stopping all processes after a step, with a checkpoint." in capfd.readouterr().err
+    )
 
 
-def test_handlers_of_before_are_back_afterwards_and_of_joined_processes_the_service_keeps_its_signal(monkeypatch):
+def test_handlers_of_before_are_back_afterwards_and_of_joined_processes_the_service_keeps_its_signal(
+    monkeypatch,
+):
     handlers = [signal.getsignal(number) for number in SIGNALS]
     with StopSignals():
         assert [signal.getsignal(number) for number in SIGNALS] != handlers
@@ -162,10 +186,13 @@ def test_in_a_thread_there_are_no_signals_to_hear():
         assert thread.submit(run).result() is False
 
 
-def test_a_request_that_was_met_while_a_text_was_executed_does_not_end_the_process_by_a_signal(tmp_path):
+def test_a_request_that_was_met_while_a_text_was_executed_does_not_end_the_process_by_a_signal(
+    tmp_path,
+):
     """As a bare KeyboardInterrupt does under `python -m`."""
     program = (
-        "from meshtrain.run.early import Stopped\ntry: exec('raise Stopped')\nexcept Stopped: raise SystemExit(75)"
+        "from meshtrain.run.early import Stopped\ntry: exec('raise Stopped')\nexcept Stopped: raise "
+        "SystemExit(75)"
     )
     (tmp_path / "program.py").write_text(program)
     assert subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path).returncode == 75

@@ -23,7 +23,11 @@ def test_each_buffer_is_exactly_as_deep_as_the_most_entries_any_stage_holds(sche
     for table in tables(schedule):
         buffers = allocate(table)
         held = replay(table, buffers)
-        assert buffers.depths == depths(table) == Depths(**{name: max(stages) for name, stages in held.items()})
+        assert (
+            buffers.depths
+            == depths(table)
+            == Depths(**{name: max(stages) for name, stages in held.items()})
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -50,14 +54,20 @@ def test_arrays_are_int32_or_bool_and_zero_where_idle(schedule):
         if name in ("enter", "exit", "head_out", "leave"):
             assert array.dtype == np.int32 and array.ndim == 1 and array.min() == -1
         else:
-            assert array.dtype == (bool if name.endswith("active") or name in ("first", "last") else np.int32), name
+            assert array.dtype == (
+                bool if name.endswith("active") or name in ("first", "last") else np.int32
+            ), name
             assert array.shape == buffers.f_active.shape
-            active = {"f": buffers.f_active, "b": buffers.b_active, "w": buffers.w_active}.get(name[0])
+            active = {"f": buffers.f_active, "b": buffers.b_active, "w": buffers.w_active}.get(
+                name[0]
+            )
             if active is not None and not name.endswith("active"):
                 assert not array[~active].any(), name
 
 
-@pytest.mark.parametrize("sizes", [("zb_interleaved", 3, 6, 2), ("interleaved", 1, 4, 3), ("1f1b", 1, 4, 1)])
+@pytest.mark.parametrize(
+    "sizes", [("zb_interleaved", 3, 6, 2), ("interleaved", 1, 4, 3), ("1f1b", 1, 4, 1)]
+)
 def test_messages_of_a_loop_go_down_and_come_back_up_only(sizes):
     """With one stage to itself; with one virtual stage there are none."""
     _, stages, microbatches, chunks = sizes
@@ -108,7 +118,9 @@ def executed_tables(schedule):
 
 
 def held_clocks(table, buffers):
-    """Of each stage and place of the stash and of what I leaves: the (first, last) clocks of what is held, as the table has them."""
+    """Of each stage and place of the stash and of what I leaves: the (first, last) clocks of what is held, as the table
+    has them.
+    """
     when, found = table.when(), {"stash": [], "left": []}
     for op in table.ops():
         virtual, at = table.virtual(op.stage, op.chunk), (op.clock, op.stage)
@@ -116,7 +128,9 @@ def held_clocks(table, buffers):
             last = when[W if table.split else B, virtual, op.microbatch]
             found["stash"].append((op.stage, buffers.f_stash[at], op.clock, last))
         if op.slot == B and table.split:
-            found["left"].append((op.stage, buffers.b_cot[at], op.clock, when[W, virtual, op.microbatch]))
+            found["left"].append(
+                (op.stage, buffers.b_cot[at], op.clock, when[W, virtual, op.microbatch])
+            )
     return found
 
 
@@ -125,12 +139,17 @@ def test_what_an_idle_slot_leaves_goes_where_nothing_is_held(schedule):
     for table in executed_tables(schedule):
         work = ops_per_clock(phases(table))
         buffers = executed(table, work)
-        of = {"stash": (F, 0, buffers.f_stash, buffers.depths.stash), "left": (B, 2, buffers.b_cot, buffers.depths.cot)}
+        of = {
+            "stash": (F, 0, buffers.f_stash, buffers.depths.stash),
+            "left": (B, 2, buffers.b_cot, buffers.depths.cot),
+        }
         for name, entries in held_clocks(table, buffers).items():
             slot, done, places, depth = of[name]
             if not entries:
                 continue
-            for clock, stage in np.argwhere((table.cells[:, :, slot, 0] < 0) & work[:, done, None]).tolist():
+            for clock, stage in np.argwhere(
+                (table.cells[:, :, slot, 0] < 0) & work[:, done, None]
+            ).tolist():
                 place = places[clock, stage]
                 assert place < depth
                 # What is read in this clock is read after F and before B write.
@@ -141,7 +160,10 @@ def test_what_an_idle_slot_leaves_goes_where_nothing_is_held(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_there_is_one_more_place_only_where_all_are_held_when_a_stage_is_idle(schedule):
     for table in executed_tables(schedule):
-        exact, buffers = allocate(table).depths, executed(table, ops_per_clock(phases(table))).depths
+        exact, buffers = (
+            allocate(table).depths,
+            executed(table, ops_per_clock(phases(table))).depths,
+        )
         everything = table.microbatches * table.chunks
         assert buffers.stash - exact.stash in ((0, 1) if exact.stash == everything else (0,))
         assert buffers._replace(stash=0, cot=0) == exact._replace(stash=0, cot=0)
@@ -155,9 +177,15 @@ def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_p
         clocks = {s: sorted({op.clock for op in table.ops() if op.slot == s}) for s in (F, B)}
         for m in range(table.microbatches):
             enters = clocks[F].index(when[F, 0, m])
-            assert (buffers.enters_first if enters == 0 else buffers.entering[clocks[F][enters - 1]]) == m
+            assert (
+                buffers.enters_first if enters == 0 else buffers.entering[clocks[F][enters - 1]]
+            ) == m
             leaves = clocks[B].index(when[B, 0, m]) + (not table.paired)
-            assert (buffers.leaves_last if leaves == len(clocks[B]) else buffers.leaving[clocks[B][leaves]]) == m
+            assert (
+                buffers.leaves_last
+                if leaves == len(clocks[B])
+                else buffers.leaving[clocks[B][leaves]]
+            ) == m
         assert (buffers.entering >= 0).sum() == table.microbatches - 1
         assert (buffers.leaving >= 0).sum() == table.microbatches - (not table.paired)
 

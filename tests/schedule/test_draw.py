@@ -14,7 +14,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline(schedule="1f1b", p=3, m=5, execution="lockstep", **durations):
-    return simulate(make_table(schedule, p, m, legal_chunks(schedule) or 2), Durations(**durations), execution)
+    return simulate(
+        make_table(schedule, p, m, legal_chunks(schedule) or 2), Durations(**durations), execution
+    )
 
 
 def cells(svg: str) -> dict[tuple[int, float, float], ElementTree.Element]:
@@ -23,7 +25,9 @@ def cells(svg: str) -> dict[tuple[int, float, float], ElementTree.Element]:
     for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
         title, rectangle = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
         if title is not None and rectangle is not None:
-            ((stage, start, end),) = re.findall(r"stage (\d+), clock \d+: (\S+) to (\S+)", title.text or "")
+            ((stage, start, end),) = re.findall(
+                r"stage (\d+), clock \d+: (\S+) to (\S+)", title.text or ""
+            )
             found[int(stage), float(start), float(end)] = rectangle
     return found
 
@@ -34,7 +38,9 @@ def texts(svg: str) -> list[str]:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_picture_has_a_cell_for_all_that_takes_time_where_and_as_long_as_it_does(schedule, execution):
+def test_the_picture_has_a_cell_for_all_that_takes_time_where_and_as_long_as_it_does(
+    schedule, execution
+):
     line = timeline(schedule, execution=execution, head=0.5, optimizer=2.0, message=0.25)
     found = cells(gantt_svg(line))
     assert len(found) == len(line.kind)
@@ -85,7 +91,9 @@ def test_the_picture_tells_the_figures_and_names_the_stages():
 def test_the_axis_of_time_has_a_name_and_its_unit():
     line = timeline("interleaved", p=4, m=8, execution="asynchronous", optimizer=1.0)
     bare, seconds = gantt_svg(line), gantt_svg(line, duration, headed=False)
-    assert "time, in the unit of the durations" in texts(bare) and f"{line.makespan:.6g}" in " ".join(texts(bare))
+    assert "time, in the unit of the durations" in texts(
+        bare
+    ) and f"{line.makespan:.6g}" in " ".join(texts(bare))
     words = texts(seconds)
     assert "time" in words and "10 s" in words and "paler: an earlier chunk" in words
     assert not any("makespan" in word for word in words), "a page says it in words that wrap"
@@ -96,12 +104,18 @@ def test_the_axis_of_time_has_a_name_and_its_unit():
 def test_the_curve_reaches_the_peak_and_ends_at_zero():
     line = timeline("1f1b", p=3, m=8)
     root = ElementTree.fromstring(gantt_svg(line))
-    curves = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.find(f"{SVG}title") is not None]
+    curves = [
+        path.get("d", "")
+        for path in root.iter(f"{SVG}path")
+        if path.find(f"{SVG}title") is not None
+    ]
     assert len(curves) == 3
     tops = [min(float(v) for v in re.findall(r"V([\d.]+)", curve)) for curve in curves]
     floor = float(re.findall(r"M\S+ ([\d.]+)", curves[0])[0])
     assert [round((floor - top) / (floor - tops[0]) * 5) for top in tops] == [5, 3, 1]
-    assert all(float(re.findall(r"V([\d.]+)", curve)[-1]) == pytest.approx(floor) for curve in curves)
+    assert all(
+        float(re.findall(r"V([\d.]+)", curve)[-1]) == pytest.approx(floor) for curve in curves
+    )
 
 
 def test_a_name_cannot_break_the_picture():
@@ -125,7 +139,16 @@ def test_the_text_is_the_schedule_as_one_would_draw_it():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("m, width", [(1, 60), (6, 80), (64, 100), (64, 200)])
 def test_the_text_is_as_wide_as_asked(schedule, execution, m, width):
-    line = timeline(schedule, p=12, m=m, execution=execution, head=0.3, head_spread=True, optimizer=1.0, message=0.1)
+    line = timeline(
+        schedule,
+        p=12,
+        m=m,
+        execution=execution,
+        head=0.3,
+        head_spread=True,
+        optimizer=1.0,
+        message=0.1,
+    )
     drawn = gantt_text(line, width).splitlines()
     assert [len(row) for row in drawn[:13]] == [width] * 13
     assert [row.split()[1] for row in drawn[:12]] == [str(stage) for stage in range(12)]

@@ -4,7 +4,13 @@ import pytest
 from meshtrain.errors import ConfigError
 from meshtrain.schedule.buffers import allocate
 from meshtrain.schedule.facts import facts_of
-from meshtrain.schedule.generators import MOST_CHUNKS, SCHEDULES, chosen_chunks, legal_chunks, make_table
+from meshtrain.schedule.generators import (
+    MOST_CHUNKS,
+    SCHEDULES,
+    chosen_chunks,
+    legal_chunks,
+    make_table,
+)
 from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.table import B, F, IllegalTable, W
 from meshtrain.schedule.validate import validate
@@ -17,7 +23,9 @@ LOOPED = [name for name in SCHEDULES if legal_chunks(name) is None]
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_legal_for_any_number_of_microbatches_and_chunks(schedule, stages):
     for chunks in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3]:
-        for microbatches in {1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 3 * stages} - {0}:
+        for microbatches in {1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 3 * stages} - {
+            0
+        }:
             table = make_table(schedule, stages, microbatches, chunks)
             sizes = table.name, table.stages, table.microbatches, table.chunks
             assert sizes == (schedule, stages, microbatches, chunks)
@@ -47,7 +55,11 @@ def test_pairs_turn_a_microbatch_around_in_the_next_clock_and_are_else_the_same(
 
 
 def test_with_one_chunk_interleaved_is_1f1b_and_looped_bfs_is_gpipe():
-    for looped, plain in (("interleaved", "1f1b"), ("looped_bfs", "gpipe"), ("zb_interleaved", "zb_h1")):
+    for looped, plain in (
+        ("interleaved", "1f1b"),
+        ("looped_bfs", "gpipe"),
+        ("zb_interleaved", "zb_h1"),
+    ):
         assert (make_table(looped, 3, 7).cells == make_table(plain, 3, 7).cells).all()
 
 
@@ -62,32 +74,49 @@ def test_entries_in_flight_are_those_of_the_docstring(schedule):
     p, m = 4, 16
     for v in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 4]:
         expected = {
-            "gpipe": m, "looped_bfs": v * m, "1f1b": 2 * p - 1, "zb_h1": 2 * p - 1, "interleaved": (v + 1) * p - 1,
-            "zb_interleaved": (v + 1) * p - 1, "v_1f1b": 2 * p,
-            "paired": (v + 1) * p, "zb_paired": (v + 1) * p + 1,
-        }[schedule]  # fmt: skip
+            "gpipe": m,
+            "looped_bfs": v * m,
+            "1f1b": 2 * p - 1,
+            "zb_h1": 2 * p - 1,
+            "interleaved": (v + 1) * p - 1,
+            "zb_interleaved": (v + 1) * p - 1,
+            "v_1f1b": 2 * p,
+            "paired": (v + 1) * p,
+            "zb_paired": (v + 1) * p + 1,
+        }[schedule]
         assert allocate(make_table(schedule, p, m, v)).depths.stash == expected
 
 
-@pytest.mark.parametrize("schedule, chunks, entries", [("1f1b", 1, [7, 5, 3, 1]), ("v_1f1b", 2, [8, 8, 8, 8])])
+@pytest.mark.parametrize(
+    "schedule, chunks, entries", [("1f1b", 1, [7, 5, 3, 1]), ("v_1f1b", 2, [8, 8, 8, 8])]
+)
 def test_entries_in_flight_by_stage(schedule, chunks, entries):
-    assert simulate(make_table(schedule, 4, 16, chunks), Durations()).peak_in_flight.tolist() == entries
+    assert (
+        simulate(make_table(schedule, 4, 16, chunks), Durations()).peak_in_flight.tolist()
+        == entries
+    )
 
 
 @pytest.mark.parametrize("p, m, v", [(4, 5, 2), (4, 7, 3), (3, 11, 2)])
 def test_uneven_groups_cost_memory_as_the_docstring_says(p, m, v):
     largest = -(-m // (m // p))
-    assert allocate(make_table("interleaved", p, m, v)).depths.stash == min((v - 1) * largest + 2 * p - 1, m * v)
+    assert allocate(make_table("interleaved", p, m, v)).depths.stash == min(
+        (v - 1) * largest + 2 * p - 1, m * v
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_only_gpipe_and_looped_bfs_need_memory_that_grows_with_the_microbatches(schedule):
-    few, many = (allocate(make_table(schedule, 4, m, legal_chunks(schedule) or 2)).depths for m in (8, 64))
+    few, many = (
+        allocate(make_table(schedule, 4, m, legal_chunks(schedule) or 2)).depths for m in (8, 64)
+    )
     assert (few == many) == (schedule not in ("gpipe", "looped_bfs"))
 
 
 @pytest.mark.parametrize("schedule", LOOPED)
-@pytest.mark.parametrize("p, m, v", [(4, 4, 2), (4, 5, 3), (4, 7, 2), (3, 13, 4), (1, 3, 2), (5, 2, 1)])
+@pytest.mark.parametrize(
+    "p, m, v", [(4, 4, 2), (4, 5, 3), (4, 7, 2), (3, 13, 4), (1, 3, 2), (5, 2, 1)]
+)
 def test_forward_and_backward_take_the_fewest_clocks_possible(schedule, p, m, v):
     when = make_table(schedule, p, m, v).when()
     assert len(np.unique(when[F])) == len(np.unique(when[B])) == m * v + p - 1
@@ -105,7 +134,9 @@ def test_all_stages_do_w_in_the_same_clocks(schedule):
 def test_splitting_the_backward_takes_no_more_memory(schedule):
     whole = {"zb_h1": "1f1b", "zb_paired": "paired"}.get(schedule, "interleaved")
     chunks = legal_chunks(schedule) or 3
-    split, together = (allocate(make_table(name, 4, 12, chunks)).depths for name in (schedule, whole))
+    split, together = (
+        allocate(make_table(name, 4, 12, chunks)).depths for name in (schedule, whole)
+    )
     # of pairs it is held a clock longer, until W
     assert split.stash == together.stash + (schedule == "zb_paired")
 
@@ -113,12 +144,18 @@ def test_splitting_the_backward_takes_no_more_memory(schedule):
 @pytest.mark.parametrize(
     "asked, says",
     [
-        (("1f1B", 2, 2), r"schedule '1f1B' is not one of gpipe, .* or a path ending in .csv; did you mean 1f1b"),
+        (
+            ("1f1B", 2, 2),
+            r"schedule '1f1B' is not one of gpipe, .* or a path ending in .csv; did you mean 1f1b",
+        ),
         (
             ("1f1b", 2, 2, 2),
             "1f1b has 1 model chunk a stage, and 2 asked for; with 2 there are interleaved, looped_bfs",
         ),
-        (("v_1f1b", 2, 2), "v_1f1b has 2 model chunks a stage, and 1 asked for; with 1 there are gpipe"),
+        (
+            ("v_1f1b", 2, 2),
+            "v_1f1b has 2 model chunks a stage, and 1 asked for; with 1 there are gpipe",
+        ),
         (("interleaved", 0, 1, 1), "stages is 0, and must be at least 1"),
         (("interleaved", 1, 0, 1), "microbatches is 0, and must be at least 1"),
         (("interleaved", 1, 1, 0), "chunks is 0, and must be at least 1"),
@@ -133,7 +170,9 @@ def test_a_csv_file_is_a_schedule(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("interleaved", 2, 4, 2).to_csv())
     assert make_table(str(path), 2, 4, 2) == make_table("interleaved", 2, 4, 2)
-    with pytest.raises(ValueError, match=r"mine.csv is for microbatches=4, and microbatches=8 is asked for"):
+    with pytest.raises(
+        ValueError, match=r"mine.csv is for microbatches=4, and microbatches=8 is asked for"
+    ):
         make_table(str(path), 2, 8, 2)
 
 
@@ -153,9 +192,13 @@ def test_a_csv_file_that_was_edited_is_read_again(tmp_path):
     [
         ("microbatches", "microbatch", r"did you mean microbatches\?$"),
         ("F1,", "F9,", r"microbatches are 0 to 1\.$"),
-        ("F1,F0 B0\nB0,", "F1 B0,F0 B0\n,", r"mine.csv: schedule 1f1b: clock 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too"),
+        (
+            "F1,F0 B0\nB0,",
+            "F1 B0,F0 B0\n,",
+            r"mine.csv: schedule 1f1b: clock 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_csv_file_is_refused_in_a_sentence_with_one_end(old, new, says, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("1f1b", 2, 2).to_csv().replace(old, new))
@@ -168,7 +211,12 @@ def test_a_csv_file_is_refused_in_a_sentence_with_one_end(old, new, says, tmp_pa
     [
         (32, 4, 8, 8),
         (80, 8, 8, 5),  # 10 layers a stage: 10 chunks are more than are taken
-        (126, 16, 32, 4),  # 8 layers on the longest stage: 8 chunks would leave virtual stages without any
+        (
+            126,
+            16,
+            32,
+            4,
+        ),  # 8 layers on the longest stage: 8 chunks would leave virtual stages without any
         (7, 2, 4, 2),  # 4 and 3 layers: 2, 2, 2 and 1
         (9, 2, 4, 1),  # 5 and 4 layers: 5 chunks would leave virtual stages without any
         (8, 8, 8, 1),  # a layer a stage
@@ -190,7 +238,10 @@ def test_chosen_chunks_cost_neither_time_nor_memory_in_lockstep(stages):
     for microbatches in range(2, 3 * stages + 2):
         v = chosen_chunks(MOST_CHUNKS * stages, stages, microbatches)
         assert v == MOST_CHUNKS
-        plain, chunked = facts_of("1f1b", stages, microbatches), facts_of("interleaved", stages, microbatches, v)
+        plain, chunked = (
+            facts_of("1f1b", stages, microbatches),
+            facts_of("interleaved", stages, microbatches, v),
+        )
         assert chunked.seconds(Durations(1 / v, 1 / v, 1 / v)) < plain.seconds(Durations())
         assert chunked.depths.stash / v <= plain.depths.stash
 

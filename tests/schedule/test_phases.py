@@ -62,7 +62,9 @@ def test_interleaved_has_the_vocabulary_only_where_a_microbatch_comes_in_or_out(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_every_schedule_needs_few_bodies_and_does_nothing_idly_but_embeddings_where_groups_are_uneven(schedule, stages):
+def test_every_schedule_needs_few_bodies_and_does_nothing_idly_but_embeddings_where_groups_are_uneven(
+    schedule, stages
+):
     for microbatches in (1, 2, 3, 4, 7, 8, 13, 16, 27, 64):
         for chunks in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3, 4]:
             table = make_table(schedule, stages, microbatches, chunks)
@@ -95,7 +97,8 @@ def test_an_irregular_table_is_joined_to_as_many_bodies_as_allowed_and_leaves_no
 
 
 def test_neighbours_that_waste_least_are_joined_first():
-    # 2 clocks F, 9 of FHB, 1 of B: with two bodies the B goes with the FHB, for an F and a head, and not the F for two more heads and Bs.
+    # 2 clocks F, 9 of FHB, 1 of B: with two bodies the B goes with the FHB, for an F and a head, and not the F for two
+    # more heads and Bs.
     table = make_table("1f1b", 3, 9)
     cells = np.delete(table.cells, -1, axis=0)
     when = table.when()

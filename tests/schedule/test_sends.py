@@ -68,13 +68,21 @@ def test_it_is_written_as_a_person_would():
 @pytest.mark.parametrize(
     "old, new, says",
     [
-        ("G1,G1", "G1,", "row 3, column 2 .*'' must have the same G and R as the row's other stages"),
+        (
+            "G1,G1",
+            "G1,",
+            "row 3, column 2 .*'' must have the same G and R as the row's other stages",
+        ),
         ("F1.0,F0.0", "F1.0 G1,F0.0 G1", "row 4, column 1 .*'G1' stands in row 3 already"),
         ("G1,G1", "G2,G2", "'G2' must be G and a chunk, and chunks are 0 to 1"),
         ("G1,G1", "G1.0,G1.0", "'G1.0' must be G and a chunk"),
         ("F0.0 G1,G1", "G1 F0.0,G1", "'G1 F0.0' must have each letter once, in the order F B G R"),
         ("G1,G1", "R1 R0,R1 R0", "'F0.0 R1 R0' must have each letter once"),
-        ("G1,G1", "X1,G1", "'X1' must be one of the letters F, B and a microbatch, as 'F3.1', or G or R and a chunk"),
+        (
+            "G1,G1",
+            "X1,G1",
+            "'X1' must be one of the letters F, B and a microbatch, as 'F3.1', or G or R and a chunk",
+        ),
     ],
 )
 def test_a_wrong_cell_is_named(old, new, says):
@@ -85,9 +93,19 @@ def test_a_wrong_cell_is_named(old, new, says):
 @pytest.mark.parametrize(
     "kind, chunk, clock, says",
     [
-        (G, 1, 2, r"clock 2 \(CSV row 5\), stage 0.*: G1 is too late: F0.1 needs the weights in clock 2"),
+        (
+            G,
+            1,
+            2,
+            r"clock 2 \(CSV row 5\), stage 0.*: G1 is too late: F0.1 needs the weights in clock 2",
+        ),
         (G, 1, 3, "G1 is too late: F0.1 needs the weights in clock 2"),
-        (R, 1, 5, r"clock 5 \(CSV row 8\), stage 0.*: R1 is too early: B1.1 adds to the gradient in clock 5"),
+        (
+            R,
+            1,
+            5,
+            r"clock 5 \(CSV row 8\), stage 0.*: R1 is too early: B1.1 adds to the gradient in clock 5",
+        ),
         (R, 0, 7, "clock 7 .*stage 0.*: R0 is too early: B1.0 adds to the gradient in clock 7"),
         (R, 1, 8, "clocks from 0 to 7, or -1 for none"),
     ],
@@ -104,7 +122,9 @@ def test_of_one_kind_only_one_begins_with_a_clock():
     table = with_sends(make_table("interleaved", 2, 2, 3))
     sends = table.sends.copy()
     sends[G, 2] = sends[G, 1]
-    with pytest.raises(IllegalTable, match="of one kind only one collective may begin with a clock"):
+    with pytest.raises(
+        IllegalTable, match="of one kind only one collective may begin with a clock"
+    ):
         validate(dataclasses.replace(table, sends=sends))
 
 
@@ -120,10 +140,15 @@ def test_sections_have_all_clocks_and_begin_with_what_is_sent(name):
             assert sum(phase.repeats * phase.period for phase in section.phases) == section.clocks
             for chunks, kind in ((section.gathers, G), (section.reduces, R)):
                 starts = clock + np.arange(section.repeats) * section.clocks
-                sent += [(kind, chunk, int(start)) for chunk, start in zip(chunks, starts, strict=bool(chunks))]
+                sent += [
+                    (kind, chunk, int(start))
+                    for chunk, start in zip(chunks, starts, strict=bool(chunks))
+                ]
             clock += section.repeats * section.clocks
         assert clock == table.clocks
-        assert sorted(sent) == sorted((k, c, int(table.sends[k, c])) for k, c in np.argwhere(table.sends >= 0).tolist())
+        assert sorted(sent) == sorted(
+            (k, c, int(table.sends[k, c])) for k, c in np.argwhere(table.sends >= 0).tolist()
+        )
 
 
 def test_sections_that_are_alike_are_one_loop():
@@ -149,7 +174,9 @@ def test_a_lane_carries_one_after_the_other_where_the_table_says():
     assert [(sent.kind, sent.chunk) for sent in of_stage] == [(G, 1), (G, 2), (R, 2), (R, 1)]
     for sent in of_stage:
         begun = found.clock >= table.sends[sent.kind, sent.chunk]
-        assert sent.start == found.start[begun & (found.kind < 3)].min() and sent.end - sent.start in (3, 5)
+        assert sent.start == found.start[
+            begun & (found.kind < 3)
+        ].min() and sent.end - sent.start in (3, 5)
 
 
 def test_pictures_show_them():
@@ -158,7 +185,11 @@ def test_pictures_show_them():
     assert "G1" in str(drawn) and "R1" in str(drawn) and "over data" in drawn._repr_html_()
     found = simulate(table, Durations(gather=1, reduce=2))
     svg = gantt_svg(found)
-    assert svg.count("<title>weights gathered over data (G) 1, stage") == 2 == svg.count("(R) 1, stage")
+    assert (
+        svg.count("<title>weights gathered over data (G) 1, stage")
+        == 2
+        == svg.count("(R) 1, stage")
+    )
     row = next(line for line in gantt_text(found).splitlines() if line.startswith("over data"))
     assert "G1" in row and "R1" in row
     assert "over data" not in gantt_text(simulate(table))

@@ -78,9 +78,14 @@ def test_what_happens_can_happen(schedule, seed):
     rng, table, (f, i, w) = drawn(seed, schedule)
     k = table.virtual_stages
     durations = Durations(
-        f * np.array([rng.uniform(0.5, 2) for _ in range(k)]), i, w * np.array([rng.uniform(0.5, 2) for _ in range(k)]),
-        message=rng.uniform(0, 2), head=rng.choice([0.0, 1.7]), head_spread=rng.random() < 0.5, optimizer=2.5,
-    )  # fmt: skip
+        f * np.array([rng.uniform(0.5, 2) for _ in range(k)]),
+        i,
+        w * np.array([rng.uniform(0.5, 2) for _ in range(k)]),
+        message=rng.uniform(0, 2),
+        head=rng.choice([0.0, 1.7]),
+        head_spread=rng.random() < 0.5,
+        optimizer=2.5,
+    )
     for execution in EXECUTIONS:
         timeline = simulate(table, durations, execution)
         for stage in range(table.stages):  # one thing at a time, in the table's order
@@ -118,7 +123,9 @@ def test_on_their_own_stages_are_never_slower_than_in_lockstep(schedule, seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_message_as_long_as_half_of_forward_and_backward_is_hidden_but_on_the_way_in_and_out(seed):
+def test_a_message_as_long_as_half_of_forward_and_backward_is_hidden_but_on_the_way_in_and_out(
+    seed,
+):
     rng, table, (f, i, w) = drawn(seed, "1f1b")
     p, message = table.stages, rng.uniform(0, (f + i + w) / 2)
     timeline = simulate(table, Durations(f, i, w, message=message), "asynchronous")
@@ -128,9 +135,12 @@ def test_a_message_as_long_as_half_of_forward_and_backward_is_hidden_but_on_the_
 def test_in_lockstep_an_activation_travels_during_b_and_a_cotangent_during_the_next_f():
     table = make_table("1f1b", 2, 10)
     plain = simulate(table, Durations(1, 1, 1)).makespan
-    # F-only and B-only clocks have nothing to hide a message behind: one each, and what is longer than an F in the rest.
+    # F-only and B-only clocks have nothing to hide a message behind: one each, and what is longer than an F in the
+    # rest.
     assert simulate(table, Durations(1, 1, 1, message=1.0)).makespan == pytest.approx(plain + 2)
-    assert simulate(table, Durations(1, 1, 1, message=1.5)).makespan == pytest.approx(plain + 2 * 1.5 + 9 * 0.5)
+    assert simulate(table, Durations(1, 1, 1, message=1.5)).makespan == pytest.approx(
+        plain + 2 * 1.5 + 9 * 0.5
+    )
 
 
 def test_with_one_stage_nothing_waits():
@@ -160,12 +170,18 @@ def test_in_lockstep_a_spread_head_costs_its_share_and_no_idle_time(schedule):
 
 def test_lockstep_takes_the_longest_stage():
     table = make_table("1f1b", 3, 6)
-    assert simulate(table, Durations(forward=np.array([1.0, 3.0, 1.0]))).makespan == pytest.approx(8 * (3 + 2))
+    assert simulate(table, Durations(forward=np.array([1.0, 3.0, 1.0]))).makespan == pytest.approx(
+        8 * (3 + 2)
+    )
 
 
 def test_the_longest_stage_sets_the_pace_when_stages_run_on_their_own():
-    timeline = simulate(make_table("1f1b", 3, 50), Durations(forward=np.array([1.0, 3.0, 1.0])), "asynchronous")
-    assert timeline.makespan == pytest.approx(timeline.busy[1] + 1 + 2)  # waits for one F in front, one B behind
+    timeline = simulate(
+        make_table("1f1b", 3, 50), Durations(forward=np.array([1.0, 3.0, 1.0])), "asynchronous"
+    )
+    assert timeline.makespan == pytest.approx(
+        timeline.busy[1] + 1 + 2
+    )  # waits for one F in front, one B behind
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -195,7 +211,9 @@ def test_the_bubble_fraction_is_the_idle_share_of_all_stages():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_flight_begins_with_one_and_ends_with_none(schedule):
-    timeline = simulate(make_table(schedule, 3, 6, legal_chunks(schedule) or 2), Durations(), "asynchronous")
+    timeline = simulate(
+        make_table(schedule, 3, 6, legal_chunks(schedule) or 2), Durations(), "asynchronous"
+    )
     for stage in range(3):
         times, counts = timeline.in_flight(stage)
         assert (np.diff(times) > 0).all()
@@ -221,27 +239,37 @@ def test_another_execution_is_refused():
 
 def test_durations_for_another_number_of_virtual_stages_are_refused():
     with pytest.raises(
-        ValueError, match="forward has 3 entries, and must be a number or have one for each of the 2 virtual stages"
+        ValueError,
+        match="forward has 3 entries, and must be a number or have one for each of the 2 virtual stages",
     ):
         simulate(make_table("1f1b", 2, 2), Durations(forward=np.ones(3)))
 
 
 def test_a_pair_takes_as_much_less_as_its_halves_hide_of_each_other():
-    table, durations = make_table("paired", 3, 9, 2), {"forward": 1.0, "input_grad": 0.7, "weight_grad": 1.3}
+    table, durations = (
+        make_table("paired", 3, 9, 2),
+        {"forward": 1.0, "input_grad": 0.7, "weight_grad": 1.3},
+    )
     known, plain = facts(table), simulate(table, Durations(**durations)).makespan
     hidden = simulate(table, Durations(**durations, forward_hidden=0.2, backward_hidden=0.5))
     assert known.together > 9
     assert hidden.makespan == pytest.approx(plain - 0.7 * known.together)
     # Only what stands in a pair is shorter: of the same table without pairs, nothing.
     apart = dataclasses.replace(table, paired=False)
-    assert simulate(apart, Durations(**durations, forward_hidden=0.2)).makespan == pytest.approx(plain)
+    assert simulate(apart, Durations(**durations, forward_hidden=0.2)).makespan == pytest.approx(
+        plain
+    )
 
 
 def test_both_messages_of_a_pair_leave_at_its_end():
-    """A forward and a backward of one unit each, and a message as long as the head, which hides it where there is one."""
+    """A forward and a backward of one unit each, and a message as long as the head, which hides it where there is
+    one.
+    """
     table = make_table("paired", 2, 8)
     clocks = simulate(table, Durations(1.0, 1.0, 0.0)).makespan
-    hidden = simulate(table, Durations(1.0, 1.0, 0.0, head=0.5, message=0.5, head_spread=False)).makespan
+    hidden = simulate(
+        table, Durations(1.0, 1.0, 0.0, head=0.5, message=0.5, head_spread=False)
+    ).makespan
     shown = simulate(table, Durations(1.0, 1.0, 0.0, message=0.5)).makespan
     pairs = facts(table).together
     assert shown - clocks >= 0.5 * pairs

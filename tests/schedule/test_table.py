@@ -25,11 +25,16 @@ B1,
 
 
 def empty(stages=4, microbatches=2, chunks=2, split=False, placement="loop"):
-    return Table("empty", stages, microbatches, chunks, split, placement, np.full((1, stages, 3, 2), -1))
+    return Table(
+        "empty", stages, microbatches, chunks, split, placement, np.full((1, stages, 3, 2), -1)
+    )
 
 
 def test_virtual_stages_are_assigned_round_robin_or_in_a_v():
-    loop, v = (empty(chunks=3, placement=placement).stage_of(np.arange(12)).tolist() for placement in ("loop", "v"))
+    loop, v = (
+        empty(chunks=3, placement=placement).stage_of(np.arange(12)).tolist()
+        for placement in ("loop", "v")
+    )
     assert loop == 3 * [0, 1, 2, 3] and v == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
 
 
@@ -41,7 +46,9 @@ def test_virtual_is_the_inverse_of_stage_and_chunk(placement):
 
 def test_the_format_is_shown_to_people_as_it_is():
     assert f"```\n{ONE_F_ONE_B}```\n" in GUIDE
-    assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(Table.to_csv.__doc__).replace("\n    ", "\n")
+    assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(Table.to_csv.__doc__).replace(
+        "\n    ", "\n"
+    )
 
 
 def test_a_file_may_be_named_from_home(tmp_path, monkeypatch):
@@ -105,7 +112,9 @@ def test_a_pair_that_is_none_is_refused(cell, says):
 
 def test_csv_as_a_spreadsheet_saves_it_is_read_the_same():
     first, names, *rows = ONE_F_ONE_B.splitlines()
-    saved = "\r\n".join([f"{first},", names, *(",".join(f'" {c}"' for c in row.split(",")) for row in rows), "", ""])
+    saved = "\r\n".join(
+        [f"{first},", names, *(",".join(f'" {c}"' for c in row.split(",")) for row in rows), "", ""]
+    )
     assert parse_csv(saved) == parse_csv(ONE_F_ONE_B)
 
 
@@ -125,7 +134,9 @@ def test_cells_cannot_be_changed():
 def test_ops_come_in_an_order_in_which_they_can_be_done():
     ops = list(make_table("1f1b", 2, 2).ops())
     assert ops[:4] == [Op(0, 0, F, 0, 0), Op(1, 0, F, 1, 0), Op(1, 1, F, 0, 0), Op(1, 1, B, 0, 0)]
-    assert [(op.clock, op.slot, op.stage) for op in ops] == sorted((op.clock, op.slot, op.stage) for op in ops)
+    assert [(op.clock, op.slot, op.stage) for op in ops] == sorted(
+        (op.clock, op.slot, op.stage) for op in ops
+    )
     assert len(ops) == 8
 
 
@@ -133,9 +144,14 @@ def test_ops_come_in_an_order_in_which_they_can_be_done():
 def test_at_is_the_inverse_of_when(schedule):
     table = make_table(schedule, 3, 5, legal_chunks(schedule) or 2)
     again = Table.at(
-        table.when(), name=schedule, stages=3, chunks=table.chunks, split=table.split, placement=table.placement,
+        table.when(),
+        name=schedule,
+        stages=3,
+        chunks=table.chunks,
+        split=table.split,
+        placement=table.placement,
         paired=table.paired,
-    )  # fmt: skip
+    )
     assert again == table
 
 
@@ -154,7 +170,11 @@ def test_a_table_without_split_has_no_w():
     "old, new, message",
     [
         ("F0 B0", "F0 W0", "row 4, column 2 .stage 1.: 'W0' must be one of the letters F, B"),
-        ("F0 B0", "B0 F0", "row 4, column 2 .stage 1.: 'B0 F0' must have each letter once, in the order F B"),
+        (
+            "F0 B0",
+            "B0 F0",
+            "row 4, column 2 .stage 1.: 'B0 F0' must have each letter once, in the order F B",
+        ),
         ("F0 B0", "F0 F1", "row 4, column 2 .stage 1.: 'F0 F1' must have each letter once"),
         ("F0 B0", "F0 B2", "row 4, column 2 .stage 1.: 'B2': microbatches are 0 to 1"),
         ("F0 B0", "F0 B0.1", "row 4, column 2 .stage 1.: 'B0.1': chunks are 0 to 0"),
@@ -172,8 +192,16 @@ def test_a_table_without_split_has_no_w():
             "F0 B0,F1",
             "row 2: must be the stages' names, as in 'stage 0,stage 1', and 'F0 B0,F1' holds ops",
         ),
-        ("F0 B0", "F" + "9" * 5000, "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters"),
-        ("F0 B0", "F" + "9" * 17, "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1"),
+        (
+            "F0 B0",
+            "F" + "9" * 5000,
+            "row 4, column 2 .stage 1.: 'F999.*…999.*' must be one of the letters",
+        ),
+        (
+            "F0 B0",
+            "F" + "9" * 17,
+            "row 4, column 2 .stage 1.: 'F99999999999999999': microbatches are 0 to 1",
+        ),
         ("F0 B0", "F0.5 B0", "row 4, column 2 .stage 1.: 'F0.5': chunks are 0 to 0"),
         ("F0 B0", "F-1", "row 4, column 2 .stage 1.: 'F-1' must be one of the letters"),
         ("F0 B0", "F\u0663", "row 4, column 2 .stage 1.: 'F\u0663' must be one of the letters"),
@@ -189,7 +217,11 @@ def test_a_table_without_split_has_no_w():
             "4 rows after the first two, one a clock; for .* legal are 9000 to 36000",
         ),
         ("F0 B0", "x" * 200_000, " ?is not CSV: field larger"),
-        ("stages=2", "stages=two", "row 1: stages is 'two', and must be a whole number, at least 1"),
+        (
+            "stages=2",
+            "stages=two",
+            "row 1: stages is 'two', and must be a whole number, at least 1",
+        ),
         ("stages=2", "stages=0", "row 1: stages is '0', and must be a whole number, at least 1"),
         ("split=no", "split=maybe", "row 1: split is 'maybe', and must be yes or no"),
         ("placement=loop", "placement=w", "row 1: placement is 'w', and must be loop or v"),
@@ -197,14 +229,22 @@ def test_a_table_without_split_has_no_w():
         ("stages=2 ", "", "row 1: does not say stages; it must be as in '# schedule=mine stages=2"),
         ("microbatches=2 ", "", "row 1: does not say microbatches; it must be"),
         ("stages=2", "stages 2", "row 1: does not say stages; it must be"),
-        ("microbatches=2", "microbatch=2", "row 1: there is no microbatch; did you mean microbatches.$"),
+        (
+            "microbatches=2",
+            "microbatch=2",
+            "row 1: there is no microbatch; did you mean microbatches.$",
+        ),
         (
             "split=no",
             "qqq=no",
             "row 1: there is no qqq; legal are schedule, stages, microbatches, chunks, split, placement$",
         ),
         ("stages=2", "stages=2 stages=3", "row 1: says stages twice$"),
-        ("# schedule", "schedule", "row 1: must begin with '#' and say what the table is for, as in '# schedule=mine"),
+        (
+            "# schedule",
+            "schedule",
+            "row 1: must begin with '#' and say what the table is for, as in '# schedule=mine",
+        ),
     ],
 )
 def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_path):
@@ -231,7 +271,10 @@ def test_the_stages_may_have_any_names_that_are_no_work(names):
             make_table("interleaved", 2, 2, 2).to_csv().replace("F0.0", "F0", 1),
             r"row 3, column 1 .stage 0.: 'F0' must name its chunk too, as 'F0.0', because chunks=2",
         ),
-        ("# stages=2 microbatches=2 schedule=mine.csv", "row 2: there must be 2 comma-separated stage names"),
+        (
+            "# stages=2 microbatches=2 schedule=mine.csv",
+            "row 2: there must be 2 comma-separated stage names",
+        ),
     ],
     ids=["names of a single stage", "a chunk", "a title that ends like a file's name"],
 )
@@ -279,9 +322,12 @@ def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
         (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),
         (lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")), "mine.csv is UTF-16"),
-        (lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")), "1000003 rows after .* legal are 2 to 8"),
+        (
+            lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")),
+            "1000003 rows after .* legal are 2 to 8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
     make(tmp_path / "mine.csv")
     with pytest.raises(ConfigError, match=says):
@@ -292,10 +338,22 @@ def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
 @pytest.mark.parametrize(
     "given, says",
     [
-        ("mine.csv", r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$"),
-        (Path("mine.csv"), r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$"),
-        ("1f1b", r"takes a table, not '1f1b'; mt.schedule.make_table, read_csv and parse_csv give one$"),
-        (None, r"takes a table, not None; mt.schedule.make_table, read_csv and parse_csv give one$"),
+        (
+            "mine.csv",
+            r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$",
+        ),
+        (
+            Path("mine.csv"),
+            r"takes a table, not the name of its file; write mt.schedule.read_csv\('mine.csv'\)$",
+        ),
+        (
+            "1f1b",
+            r"takes a table, not '1f1b'; mt.schedule.make_table, read_csv and parse_csv give one$",
+        ),
+        (
+            None,
+            r"takes a table, not None; mt.schedule.make_table, read_csv and parse_csv give one$",
+        ),
     ],
 )
 def test_what_is_given_for_a_table_is_told_how_to_become_one(taker, given, says):
@@ -306,7 +364,8 @@ def test_what_is_given_for_a_table_is_told_how_to_become_one(taker, given, says)
 @pytest.mark.parametrize("given", ["mine.csv", Path("mine.csv")])
 def test_parse_csv_leaves_files_to_read_csv(given):
     with pytest.raises(
-        IllegalTable, match=r"^parse_csv takes a table.s text, .*; write mt.schedule.read_csv\('mine.csv'\)$"
+        IllegalTable,
+        match=r"^parse_csv takes a table.s text, .*; write mt.schedule.read_csv\('mine.csv'\)$",
     ):
         parse_csv(given)
 
@@ -326,6 +385,13 @@ def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path):
     ],
 )
 def test_facts_that_contradict_the_cells_are_refused(change, message):
-    facts = {"name": "x", "stages": 2, "microbatches": 1, "chunks": 1, "split": False, "placement": "loop"} | change
+    facts = {
+        "name": "x",
+        "stages": 2,
+        "microbatches": 1,
+        "chunks": 1,
+        "split": False,
+        "placement": "loop",
+    } | change
     with pytest.raises(IllegalTable, match=message):
         Table(**facts, cells=np.full((1, 2, 3, 2), -1))

@@ -25,7 +25,13 @@ NO_SUCH = r"clock 1, stage 1, F slot: microbatch .*; microbatches are 0 to 1, ch
     "clock, stage, slot, value, says",
     [
         (3, 0, B, -1, "stage 0 never does B1, and each op must stand once"),
-        (3, 0, F, (1, 0), r"clock 3 \(CSV row 6\), stage 0, cell 'F1 B1': F1 stands in clock 1 already"),
+        (
+            3,
+            0,
+            F,
+            (1, 0),
+            r"clock 3 \(CSV row 6\), stage 0, cell 'F1 B1': F1 stands in clock 1 already",
+        ),
         (3, 1, W, (0, 0), "clock 3, stage 1: a W, which only a split table can have"),
         *((1, 1, F, value, NO_SUCH) for value in ((2, 0), (0, 1), (-1, 0), (0, -1), (-2, -2))),
     ],
@@ -47,7 +53,8 @@ def test_a_missing_weight_gradient_is_named():
     [
         (
             "# stages=2 microbatches=1\na,b\nF0,F0 B0\nB0,\n",
-            "clock 0 (CSV row 3), stage 1, cell 'F0 B0': F0 is too early: it reads what F0 of stage 0 sends in clock 0, "
+            "clock 0 (CSV row 3), stage 1, cell 'F0 B0': F0 is too early: it reads what F0 of stage 0 sends in clock "
+            "0, "
             "and that is there from clock 1 on",
         ),
         (
@@ -73,7 +80,8 @@ def test_a_missing_weight_gradient_is_named():
         ),
         (
             "# stages=2 microbatches=1 chunks=2\na,b\nF0.0,\nF0.1,F0.0\n,F0.1 B0.1\nB0.1,\n,B0.0\nB0.0,\n",
-            "clock 1 (CSV row 4), stage 0, cell 'F0.1': F0.1 is too early: it reads what F0.0 of stage 1 sends in clock 1",
+            "clock 1 (CSV row 4), stage 0, cell 'F0.1': F0.1 is too early: it reads what F0.0 of stage 1 sends in "
+            "clock 1",
         ),
     ],
 )
@@ -110,7 +118,12 @@ def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules
     rng = random.Random(schedule)
     verdicts = []
     for _ in range(150):
-        table = make_table(schedule, rng.randint(1, 3), rng.randint(1, 4), legal_chunks(schedule) or rng.randint(1, 2))
+        table = make_table(
+            schedule,
+            rng.randint(1, 3),
+            rng.randint(1, 4),
+            legal_chunks(schedule) or rng.randint(1, 2),
+        )
         # Room at both ends, and a swap within one stage and slot: a change that may well leave the table legal.
         room = np.full((1, table.stages, 3, 2), -1)
         cells = np.concatenate([room, table.cells, room])
@@ -129,7 +142,9 @@ def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules
     assert 10 < sum(verdicts) < 140  # both verdicts were put to the test
 
 
-ARRAYS = [field.name for field in dataclasses.fields(Buffers) if field.name not in ("arrivals", "depths")]
+ARRAYS = [
+    field.name for field in dataclasses.fields(Buffers) if field.name not in ("arrivals", "depths")
+]
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -141,13 +156,17 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
     if array.dtype == bool:
         places = np.argwhere(array)
     elif letter:
-        places = np.argwhere(getattr(buffers, f"{letter}_active") & ~(buffers.first if name == "f_in" else False))
+        places = np.argwhere(
+            getattr(buffers, f"{letter}_active") & ~(buffers.first if name == "f_in" else False)
+        )
     else:
         places = np.argwhere(array >= 0)
     assert len(places)
     for place in random.Random(name).sample(places.tolist(), 4):
         wrong = array.copy()
-        wrong[tuple(place)] = ~array[tuple(place)] if array.dtype == bool else array[tuple(place)] + 1
+        wrong[tuple(place)] = (
+            ~array[tuple(place)] if array.dtype == bool else array[tuple(place)] + 1
+        )
         with pytest.raises(IllegalTable):
             replay(table, dataclasses.replace(buffers, **{name: wrong}))
 

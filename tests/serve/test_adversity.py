@@ -1,4 +1,5 @@
-"""A server among enemies: bytes that are no HTTP, bodies that are no JSON, clients that crawl, vanish or come in crowds, signals at any moment.
+"""A server among enemies: bytes that are no HTTP, bodies that are no JSON, clients that crawl, vanish or come in
+crowds, signals at any moment.
 
 Whatever comes, it is answered with a 4xx or a closed door, and the next request as if nothing had been.
 """
@@ -48,8 +49,12 @@ NO_HTTP = {
     "hello of TLS": bytes.fromhex("1603010200010001fc0303") + b"\x00" * 500,
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "no version": b"GET /health\r\n\r\n",
-    "a hundred thousand headers": b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(100_000)) + b"\r\n",
-    "a header of a megabyte": b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 2**20 + b"\r\n\r\n",
+    "a hundred thousand headers": b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    + b"".join(b"X-%d: y\r\n" % i for i in range(100_000))
+    + b"\r\n",
+    "a header of a megabyte": b"GET /health HTTP/1.1\r\nHost: a\r\nX: "
+    + b"y" * 2**20
+    + b"\r\n\r\n",
     "a path of a megabyte": b"GET /" + b"y" * 2**20 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
     "a negative length": HEAD + b"Content-Length: -5\r\n\r\n{}",
     "a length that is no number": HEAD + b"Content-Length: ten\r\n\r\n{}",
@@ -60,7 +65,7 @@ NO_HTTP = {
     "a header that is no text": b"GET /health HTTP/1.1\r\nHost: a\r\n\xff\xfe: \x00\r\n\r\n",
     "a null in the path": b"GET /hea\x00lth HTTP/1.1\r\nHost: a\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NO_HTTP)
@@ -70,12 +75,16 @@ def test_what_is_no_http_is_refused(server, name):
 
 
 NO_JSON = {
-    "a number of a million digits": b'{"model": "fake", "prompt": "a", "max_tokens": ' + b"9" * 10**6 + b"}",
+    "a number of a million digits": b'{"model": "fake", "prompt": "a", "max_tokens": '
+    + b"9" * 10**6
+    + b"}",
     "nested deep": b'{"model": "fake", "prompt": ' + b"[" * 10**6 + b"]" * 10**6 + b"}",
     "objects nested deep": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
     "text behind it": b'{"model": "fake", "prompt": "a"} and more',
     "a list of a million": b'{"model": "fake", "prompt": [' + b"0," * 10**6 + b"0]}",
-    "a million keys": b'{"model": "fake", "prompt": "a", ' + b",".join(b'"%d": 1' % i for i in range(300_000)) + b"}",
+    "a million keys": b'{"model": "fake", "prompt": "a", '
+    + b",".join(b'"%d": 1' % i for i in range(300_000))
+    + b"}",
     "a prompt of megabytes": b'{"model": "fake", "prompt": "' + b"a" * (4 << 20) + b'"}',
     "more than is read": b'{"model": "fake", "prompt": "' + b"a" * (16 << 20) + b'"}',
 }

@@ -10,8 +10,14 @@ from meshtrain.serve.answering import Channel, joined
 
 
 def test_joined_pieces_have_all_text_and_the_last_ones_end():
-    pieces = [Piece("a", (Chosen(1, "a"),), 1), Piece("", (Chosen(2, ""),), 2), Piece("bc", (Chosen(3, "bc"),), 3, "error", "why")]  # fmt: skip
-    assert joined(pieces) == Piece("abc", (Chosen(1, "a"), Chosen(2, ""), Chosen(3, "bc")), 3, "error", "why")
+    pieces = [
+        Piece("a", (Chosen(1, "a"),), 1),
+        Piece("", (Chosen(2, ""),), 2),
+        Piece("bc", (Chosen(3, "bc"),), 3, "error", "why"),
+    ]
+    assert joined(pieces) == Piece(
+        "abc", (Chosen(1, "a"), Chosen(2, ""), Chosen(3, "bc")), 3, "error", "why"
+    )
 
 
 def test_pieces_of_many_threads_come_each_in_its_order():

@@ -24,9 +24,17 @@ def test_there_is_one_model_and_it_is_told(server):
 
 def test_a_completion_is_what_the_model_says_with_what_it_took(server):
     answer = server.completion(prompt=["abc", [120]], temperature=0, max_tokens=3).json()
-    assert answer["object"] == "text_completion" and answer["model"] == "fake" and answer["id"].startswith("cmpl-")
-    said = [(choice["text"], choice["index"], choice["finish_reason"]) for choice in answer["choices"]]
-    assert said == [(bytes(continuation(p, 3)).decode(), i, "length") for i, p in enumerate((b"abc", b"x"))]
+    assert (
+        answer["object"] == "text_completion"
+        and answer["model"] == "fake"
+        and answer["id"].startswith("cmpl-")
+    )
+    said = [
+        (choice["text"], choice["index"], choice["finish_reason"]) for choice in answer["choices"]
+    ]
+    assert said == [
+        (bytes(continuation(p, 3)).decode(), i, "length") for i, p in enumerate((b"abc", b"x"))
+    ]
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 
@@ -37,16 +45,27 @@ def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
 
     seeded = texts(seed=5)
     assert len(set(seeded)) == 3 and texts(seed=5) == seeded != texts(seed=8) and texts() != texts()
-    assert seeded[1] == texts(seed=6)[0] == bytes(continuation(b"abc", 8, Sampling(1.0, seed=6))).decode()
+    assert (
+        seeded[1]
+        == texts(seed=6)[0]
+        == bytes(continuation(b"abc", 8, Sampling(1.0, seed=6))).decode()
+    )
 
 
 def test_an_answer_ends_before_a_stop_string_or_behind_an_end_token():
     with fake(choose=saying("one two three")) as server:
-        (choice,) = server.completion(prompt=">", stop=[" th", "x"], max_tokens=30).json()["choices"]
+        (choice,) = server.completion(prompt=">", stop=[" th", "x"], max_tokens=30).json()[
+            "choices"
+        ]
         assert (choice["text"], choice["finish_reason"]) == ("one two", "stop")
         answer = server.completion(prompt=">", max_tokens=30).json()
-        assert answer["choices"][0]["text"] == "one two three" and answer["choices"][0]["finish_reason"] == "stop"
-        assert answer["usage"]["completion_tokens"] == len("one two three") + 1, "the end token was chosen too"
+        assert (
+            answer["choices"][0]["text"] == "one two three"
+            and answer["choices"][0]["finish_reason"] == "stop"
+        )
+        assert answer["usage"]["completion_tokens"] == len("one two three") + 1, (
+            "the end token was chosen too"
+        )
 
 
 def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(server):
@@ -54,9 +73,14 @@ def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(serv
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [0, 1, 2, 3]
     assert told["token_logprobs"] == [-ord(token) / 100 for token in told["tokens"]]
-    assert all(len(top) == 2 and token in top for token, top in zip(told["tokens"], told["top_logprobs"], strict=True))
+    assert all(
+        len(top) == 2 and token in top
+        for token, top in zip(told["tokens"], told["top_logprobs"], strict=True)
+    )
     (alone,) = server.completion(logprobs=0, temperature=0).json()["choices"]
-    assert alone["logprobs"]["tokens"] == told["tokens"] and alone["logprobs"]["top_logprobs"] is None
+    assert (
+        alone["logprobs"]["tokens"] == told["tokens"] and alone["logprobs"]["top_logprobs"] is None
+    )
     assert server.completion().json()["choices"][0]["logprobs"] is None
 
 
@@ -79,14 +103,19 @@ def test_log_probabilities_of_a_conversation_have_the_bytes_of_each_token(server
     (choice,) = server.chat(logprobs=True, top_logprobs=2).json()["choices"]
     told = choice["logprobs"]["content"]
     assert "".join(each["token"] for each in told) == choice["message"]["content"]
-    assert all(bytes(each["bytes"]).decode() == each["token"] and len(each["top_logprobs"]) == 2 for each in told)
+    assert all(
+        bytes(each["bytes"]).decode() == each["token"] and len(each["top_logprobs"]) == 2
+        for each in told
+    )
     (alone,) = server.chat(logprobs=True).json()["choices"]
     assert [each["top_logprobs"] for each in alone["logprobs"]["content"]] == [[]] * 4
 
 
 def test_a_conversation_that_sets_no_end_goes_on_as_far_as_there_is_room(server):
     answer = server.chat(max_tokens=None).json()
-    assert answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
+    assert (
+        answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
+    )
     answer = server.chat(max_tokens=None, max_completion_tokens=3).json()
     assert answer["usage"]["completion_tokens"] == 3
 
@@ -103,17 +132,24 @@ def test_a_model_without_a_template_takes_no_conversation_and_one_without_tools_
 
 def test_too_long_a_prompt_has_openais_code(server):
     for answer in (server.completion(prompt="a" * 64), server.chat("a" * 64)):
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        assert (
+            answer.status_code == 400
+            and answer.json()["error"]["code"] == "context_length_exceeded"
+        )
 
 
 MANY = 400_000
 FAR_TOO_LONG = {
-    "a text": {"prompt": "a" * 10 * MANY}, "texts": {"prompt": ["a" * 2 * MANY] * 4}, "token ids": {"prompt": [97] * MANY},
+    "a text": {"prompt": "a" * 10 * MANY},
+    "texts": {"prompt": ["a" * 2 * MANY] * 4},
+    "token ids": {"prompt": [97] * MANY},
     "lists of token ids": {"prompt": [[97], [97] * MANY]},
     "a message": {"messages": [{"role": "user", "content": "a" * 10 * MANY}]},
-    "many parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}] * 100}]},
+    "many parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}] * 100}]
+    },
     "many messages": {"messages": [{"role": "user", "content": ""}] * 3000},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", FAR_TOO_LONG)
@@ -121,7 +157,9 @@ def test_what_is_far_too_long_is_refused_before_it_is_tokenized(server, what, mo
     seen: list[int] = []
     encode = ByteTokenizer.encode
     monkeypatch.setattr(
-        ByteTokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
+        ByteTokenizer,
+        "encode",
+        lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts),
     )
     fields = FAR_TOO_LONG[what]
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
@@ -137,22 +175,42 @@ def test_more_prompts_than_answers_are_refused_before_they_are_looked_at(server)
 
 def test_other_paths_and_methods_are_told_what_there_is(server):
     answer = server.client.get("/v1/completion")
-    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith("did you mean /v1/completions?")
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(
+        "did you mean /v1/completions?"
+    )
     answer = server.client.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "Basic s3cret", "s3cret", "Bearer s3cretx", "Bearer schlüssel"])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "Bearer wrong",
+        "Bearer ",
+        "Basic s3cret",
+        "s3cret",
+        "Bearer s3cretx",
+        "Bearer schlüssel",
+    ],
+)
 def test_without_the_key_nothing_is_told_but_health_and_metrics(given):
     with fake(key="s3cret") as server:
         headers = {} if given is None else {"Authorization": given.encode("latin-1")}
         for path in ("/v1/models", "/v1/nowhere"):
             answer = server.client.get(path, headers=headers)
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert answer.json()["error"]["type"] == "authentication_error" and "s3cret" not in answer.text
+            assert (
+                answer.json()["error"]["type"] == "authentication_error"
+                and "s3cret" not in answer.text
+            )
         assert server.client.post("/v1/completions", headers=headers, json={}).status_code == 401
-        assert server.client.get("/health").status_code == server.client.get("/metrics").status_code == 200
+        assert (
+            server.client.get("/health").status_code
+            == server.client.get("/metrics").status_code
+            == 200
+        )
         for right in ("Bearer s3cret", "bearer  s3cret"):
             named = {"Authorization": right, "Host": "any.example"}
             assert server.client.get("/v1/models", headers=named).status_code == 200
@@ -166,7 +224,11 @@ def test_a_full_queue_is_429_and_leaves_nothing_behind():
         refused = server.completion(n=2)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         error = refused.json()["error"]
-        assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "queue_full")
+        assert (error["type"], error["param"], error["code"]) == (
+            "rate_limit_error",
+            None,
+            "queue_full",
+        )
         server.pace.go()
         assert [answer().status_code for answer in answers] == [200, 200]
         server.until(lambda status: (status.busy, status.waiting) == (0, 0))
@@ -188,7 +250,10 @@ def test_what_goes_wrong_on_the_device_is_500_and_the_next_request_is_answered()
         server.pace.error = RuntimeError("the device is on fire")
         answer = server.completion()
         assert answer.status_code == 500 and "on fire" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["type"] == "server_error" and server.completion().status_code == 200
+        assert (
+            answer.json()["error"]["type"] == "server_error"
+            and server.completion().status_code == 200
+        )
 
 
 def test_an_engine_that_is_closed_is_503():
@@ -219,7 +284,9 @@ def test_a_request_that_takes_too_long_ends_and_frees_its_slot():
 def test_eight_at_once_get_what_each_gets_alone():
     with fake(slots=3, waiting=64) as server:
         prompts = [f"prompt {i}" for i in range(8)]
-        alone = [server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts]
+        alone = [
+            server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts
+        ]
         answers = [server.later(prompt=prompt, temperature=0) for prompt in prompts]
         assert [answer().json()["choices"] for answer in answers] == alone
 
@@ -227,14 +294,28 @@ def test_eight_at_once_get_what_each_gets_alone():
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("127.0.0.1:8000", 200), ("localhost", 200), ("LocalHost.:80", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("Here.example:8000", 200),
-        ("evil.example", 421), ("evil.example:8000", 421), ("127.0.0.1.evil.example", 421), ("here.example.evil.example", 421),
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("LocalHost.:80", 200),
+        ("[::1]:8000", 200),
+        ("10.0.0.7", 200),
+        ("Here.example:8000", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("here.example.evil.example", 421),
     ],
-)  # fmt: skip
+)
 def test_without_a_key_only_its_own_names_are_answered(host, status):
     with fake(hosts=frozenset({"here.example"})) as server:
-        answer = server.client.post("/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host})
-        assert server.client.get("/v1/models", headers={"Host": host}).status_code == answer.status_code == status
+        answer = server.client.post(
+            "/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host}
+        )
+        assert (
+            server.client.get("/v1/models", headers={"Host": host}).status_code
+            == answer.status_code
+            == status
+        )
         if status == 421:
             error = answer.json()["error"]
             assert error["code"] == "unknown_host" and "evil.example" in error["message"]

@@ -13,9 +13,13 @@ from meshtrain.serve.service import ServedModel
 
 PLAIN = {"temperature": 0}
 KNOWN = {
-    "greedy": PLAIN, "a seed": {"temperature": 1, "seed": 3}, "several": {"temperature": 1, "seed": 3, "n": 3},
-    "log-probabilities": {**PLAIN, "logprobs": 3}, "two prompts": {**PLAIN, "prompt": ["ab", "cd"]}, "a stop": {**PLAIN, "stop": "e", "max_tokens": 30},
-}  # fmt: skip
+    "greedy": PLAIN,
+    "a seed": {"temperature": 1, "seed": 3},
+    "several": {"temperature": 1, "seed": 3, "n": 3},
+    "log-probabilities": {**PLAIN, "logprobs": 3},
+    "two prompts": {**PLAIN, "prompt": ["ab", "cd"]},
+    "a stop": {**PLAIN, "stop": "e", "max_tokens": 30},
+}
 
 
 @pytest.fixture
@@ -53,8 +57,15 @@ def test_what_draws_anew_is_never_kept(server, fields):
 
 @pytest.mark.parametrize(
     "other",
-    [{"prompt": "abd"}, {"max_tokens": 5}, {"stop": "zz"}, {"ignore_eos": True}, {"logprobs": 1}, {"temperature": 1, "seed": 1}],
-)  # fmt: skip
+    [
+        {"prompt": "abd"},
+        {"max_tokens": 5},
+        {"stop": "zz"},
+        {"ignore_eos": True},
+        {"logprobs": 1},
+        {"temperature": 1, "seed": 1},
+    ],
+)
 def test_a_request_that_differs_is_another(server, other):
     server.completion(**PLAIN)
     server.completion(**PLAIN | other)
@@ -63,7 +74,11 @@ def test_a_request_that_differs_is_another(server, other):
 
 def test_a_conversation_and_a_stream_have_what_was_known_and_a_stream_is_kept_too(server):
     whole = server.completion(**PLAIN, max_tokens=8).json()
-    streamed = events(server.completion(**PLAIN, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    streamed = events(
+        server.completion(
+            **PLAIN, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert server.service.cache.hits == 1 and streamed[-1]["usage"] == whole["usage"]
     assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == whole["choices"][0]["text"]
     said = events(server.chat(temperature=0, stream=True))
@@ -109,12 +124,22 @@ def test_the_oldest_go_where_there_is_no_room_and_all_after_their_time():
 
 def test_a_digest_is_of_all_that_decides_an_answer():
     requests = [
-        Request(np.array([1, 2]), 3), Request(np.array([12]), 3), Request(np.array([1, 2]), 4), Request(np.array([1, 2]), 3, Sampling(1.0)),
-        Request(np.array([1, 2]), 3, Sampling(1.0, 5)), Request(np.array([1, 2]), 3, Sampling(1.0, 0, 0.5)),
-        Request(np.array([1, 2]), 3, Sampling(1.0, seed=1)), Request(np.array([1, 2]), 3, stop=("a",)),
-        Request(np.array([1, 2]), 3, ignore_ends=True), Request(np.array([1, 2]), 3, logprobs=0), Request(np.arange(2000), 3), Request(np.arange(2000)[::-1], 3),
-    ]  # fmt: skip
-    assert len({digest(weights, request) for request in requests for weights in ("a", "b")}) == 2 * len(requests)
+        Request(np.array([1, 2]), 3),
+        Request(np.array([12]), 3),
+        Request(np.array([1, 2]), 4),
+        Request(np.array([1, 2]), 3, Sampling(1.0)),
+        Request(np.array([1, 2]), 3, Sampling(1.0, 5)),
+        Request(np.array([1, 2]), 3, Sampling(1.0, 0, 0.5)),
+        Request(np.array([1, 2]), 3, Sampling(1.0, seed=1)),
+        Request(np.array([1, 2]), 3, stop=("a",)),
+        Request(np.array([1, 2]), 3, ignore_ends=True),
+        Request(np.array([1, 2]), 3, logprobs=0),
+        Request(np.arange(2000), 3),
+        Request(np.arange(2000)[::-1], 3),
+    ]
+    assert len(
+        {digest(weights, request) for request in requests for weights in ("a", "b")}
+    ) == 2 * len(requests)
     assert digest("a", requests[0]) == digest("a", Request(np.array([1, 2], np.int32), 3))
 
 

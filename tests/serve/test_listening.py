@@ -33,7 +33,9 @@ def get(address, path="/health"):
 
 def post(address, **fields):
     data = json.dumps(BODY | fields).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/v1/completions", data, {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, answer.read().decode()
@@ -52,11 +54,16 @@ def test_a_port_that_is_taken_is_a_sentence():
     with listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert url(taken) == f"http://127.0.0.1:{port}" and is_loopback(taken)
-        with pytest.raises(ConfigError, match=rf"^127\.0\.0\.1:{port} cannot be listened on: address already in use; "):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^127\.0\.0\.1:{port} cannot be listened on: address already in use; ",
+        ):
             listening("127.0.0.1", port)
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system knows no such timeout")
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system knows no such timeout"
+)
 def test_a_client_that_takes_nothing_is_given_up_after_so_many_seconds():
     with listening("127.0.0.1", 0, stalled=7) as found:
         assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
@@ -111,7 +118,10 @@ def test_what_takes_too_long_to_finish_is_told_and_the_server_ends():
 
 def request(**fields) -> bytes:
     body = json.dumps(BODY | fields)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     return (head + body).encode()
 
 
@@ -153,20 +163,30 @@ def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read(pat
     with fake() as made, on_a_port(made.service) as (address, _):
         with connected(address, (first + behind).encode()) as client:
             answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-        assert answer.startswith("HTTP/1.1 400") and answer.count("HTTP/1.1") == 1 and '"code":"two_lengths"' in answer
+        assert (
+            answer.startswith("HTTP/1.1 400")
+            and answer.count("HTTP/1.1") == 1
+            and '"code":"two_lengths"' in answer
+        )
         assert get(address)[0] == 200
 
 
 @pytest.mark.thorough
 def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
     # enough that no buffer between here and there takes it
-    with fake(slots=1, length=40_000) as made, on_a_port(made.service, stalled=1) as (address, server):
+    with (
+        fake(slots=1, length=40_000) as made,
+        on_a_port(made.service, stalled=1) as (address, server),
+    ):
         with connected(address, request(stream=True, max_tokens=39_000, logprobs=20)):
             made.until(lambda status: status.busy == 1)
             began = time.monotonic()
             assert post(address, max_tokens=2)[0] == 200, "others are answered beside it"
             until(lambda: not made.service.running, 60)
-            assert time.monotonic() - began < 60 and made.service.counted.requests["/v1/completions", 499] == 1
+            assert (
+                time.monotonic() - began < 60
+                and made.service.counted.requests["/v1/completions", 499] == 1
+            )
         until(lambda: not server.server_state.connections)
 
 
@@ -206,25 +226,46 @@ def compilations():
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ASKED = [
-    *({"prompt": [7] * tokens, "ignore_eos": True} | more for tokens, more in (
-        (3, {}), (20, {}), (35, {}), (4, {"logprobs": 2}), (5, {"temperature": 0}), (6, {"n": 2, "stream": True}),
-    )),
-    HELLO, HELLO | {"logprobs": True, "top_logprobs": 3}, HELLO | {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3},
-]  # fmt: skip
+    *(
+        {"prompt": [7] * tokens, "ignore_eos": True} | more
+        for tokens, more in (
+            (3, {}),
+            (20, {}),
+            (35, {}),
+            (4, {"logprobs": 2}),
+            (5, {"temperature": 0}),
+            (6, {"n": 2, "stream": True}),
+        )
+    ),
+    HELLO,
+    HELLO | {"logprobs": True, "top_logprobs": 3},
+    HELLO | {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 3},
+]
 
 
 @pytest.mark.thorough
 def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, compilations):
     options = Namespace(
-        path=hugging_face(tmp_path / "tiny"), name=None, mesh=None, precision=None, step="newest", adapter=None, slots=2, length=40, queue=4
-    )  # fmt: skip
+        path=hugging_face(tmp_path / "tiny"),
+        name=None,
+        mesh=None,
+        precision=None,
+        step="newest",
+        adapter=None,
+        slots=2,
+        length=40,
+        queue=4,
+    )
     service = Service("tiny", 4, served=served_model(options))
     assert (compiled := len(compilations)) >= 5
     client = TestClient(application(service))
     try:
         for body in ASKED:
             path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-            assert client.post(path, json={"model": "tiny", "max_tokens": 3, **body}).status_code == 200
+            assert (
+                client.post(path, json={"model": "tiny", "max_tokens": 3, **body}).status_code
+                == 200
+            )
     finally:
         service.served.close()
     assert len(compilations) == compiled

@@ -51,7 +51,10 @@ def test_every_metric_is_on_the_page_and_counts_what_was_done(parser):
 def test_waiting_and_busy_are_those_of_the_moment():
     with fake(slots=1) as server:
         server.pace.hold()
-        tickets = [server.engine.submit(Request(np.array([k + 1]), 4), lambda piece: None) for k in range(3)]
+        tickets = [
+            server.engine.submit(Request(np.array([k + 1]), 4), lambda piece: None)
+            for k in range(3)
+        ]
         server.until(lambda status: status.busy == 1)
         found = page(server)
         assert (found[f"{SERVE}busy_slots"], found[f"{SERVE}waiting"]) == ({(): 1}, {(): 2})
@@ -71,5 +74,7 @@ def test_before_a_model_is_loaded_the_page_says_not_ready_and_nothing_of_an_engi
 def test_names_end_on_their_unit_and_are_no_runs():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.exposed.endswith(metric.unit) for metric in METRICS)
-    assert not {metric.exposed for metric in METRICS} & {metric.exposed for metric in catalogue.METRICS}
+    assert not {metric.exposed for metric in METRICS} & {
+        metric.exposed for metric in catalogue.METRICS
+    }
     assert all(list(metric.bounds) == sorted(set(metric.bounds)) for metric in METRICS)

@@ -1,4 +1,6 @@
-"""Several models behind one server: each request is answered by its own, none is cut off, and no more are loaded than may be."""
+"""Several models behind one server: each request is answered by its own, none is cut off, and no more are loaded than
+may be.
+"""
 
 import contextlib
 import json
@@ -76,7 +78,9 @@ class Several:
         """The HTTP status and the text, or the error's code."""
         body = {"model": model, "prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.address}/v1/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            f"{self.address}/v1/completions", json.dumps(body).encode(), headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, json.load(answer)["choices"][0]["text"]
@@ -85,7 +89,9 @@ class Several:
 
     def later(self, *asked, **fields):
         found = []
-        thread = threading.Thread(target=lambda: found.append(self.ask(*asked, **fields)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: found.append(self.ask(*asked, **fields)), daemon=True
+        )
         thread.start()
         return lambda: (thread.join(30), found[0])[1]
 
@@ -149,7 +155,12 @@ def test_the_one_used_least_lately_goes():
         assert [served.name for served in server.service.loaded] == ["a", "c"]
         server.ask("a")
         server.ask("b")
-        assert [served.name for served in server.service.loaded] == ["a", "b"] and server.loads == ["a", "b", "c", "b"]
+        assert [served.name for served in server.service.loaded] == ["a", "b"] and server.loads == [
+            "a",
+            "b",
+            "c",
+            "b",
+        ]
 
 
 def test_one_that_is_idle_goes_before_one_that_answers():
@@ -164,7 +175,11 @@ def test_one_that_is_idle_goes_before_one_that_answers():
 
 
 @pytest.mark.parametrize(
-    "problem", [ConfigError("there is no checkpoint in runs/b."), RuntimeError("RESOURCE_EXHAUSTED: out of memory")]
+    "problem",
+    [
+        ConfigError("there is no checkpoint in runs/b."),
+        RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+    ],
 )
 def test_a_model_that_no_longer_loads_is_a_sentence_and_the_others_are_answered(problem, capsys):
     with Several().running() as server:
@@ -172,7 +187,9 @@ def test_a_model_that_no_longer_loads_is_a_sentence_and_the_others_are_answered(
         status, error = server.ask("b")
         assert (status, error["code"]) == (503, "not_loaded")
         assert error["message"] == f"the model b cannot be loaded: {str(problem).rstrip('.')}."
-        assert server.ask("a") == right("a") and json.loads(server.get("/health"))["status"] == "ready"
+        assert (
+            server.ask("a") == right("a") and json.loads(server.get("/health"))["status"] == "ready"
+        )
         server.problems.clear()
         assert server.ask("b") == right("b")
         assert "Traceback" not in capsys.readouterr().err
@@ -223,10 +240,16 @@ def test_metrics_are_by_model_and_counts_do_not_fall_when_it_is_set_aside():
         for family in parser.text_string_to_metric_families(server.get("/metrics")):
             for sample in family.samples:
                 found[
-                    sample.name.removeprefix("meshtrain_serve_"), sample.labels.get("model"), sample.labels.get("code")
+                    sample.name.removeprefix("meshtrain_serve_"),
+                    sample.labels.get("model"),
+                    sample.labels.get("code"),
                 ] = sample.value
-        by_model = lambda name: [found[name, model, None] for model in "abc"]  # noqa: E731
-        assert by_model("tokens_total") == [18, 12, 0] and by_model("prompt_tokens_total") == [9, 6, 0]
+        by_model = lambda name: [found[name, model, None] for model in "abc"]
+        assert by_model("tokens_total") == [18, 12, 0] and by_model("prompt_tokens_total") == [
+            9,
+            6,
+            0,
+        ]
         assert by_model("loaded") == [0, 1, 0] and by_model("slots") == [0, 2, 0]
         assert by_model("first_token_seconds_count") == [3, 2, 0]
         assert [found["requests_total", model, "200"] for model in "ab"] == [3, 2]
@@ -254,18 +277,37 @@ def test_what_does_not_fit_several_models_is_a_sentence(capsys, tmp_path):
 def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_path):
     paths = [hugging_face(tmp_path / "one"), hugging_face(tmp_path / "two", "qwen3")]
     options = Namespace(
-        path=paths[0], others=paths[1:], name=None, mesh=None, precision=None, step="newest", adapter=None, slots=2, length=40, queue=4, weights=None,
-    )  # fmt: skip
-    bodies = [{"prompt": [7, 8, 9], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 2}]
-    bodies.append({"prompt": [9, 3], "max_tokens": 6, "temperature": 1, "seed": 4, "ignore_eos": True})
+        path=paths[0],
+        others=paths[1:],
+        name=None,
+        mesh=None,
+        precision=None,
+        step="newest",
+        adapter=None,
+        slots=2,
+        length=40,
+        queue=4,
+        weights=None,
+    )
+    bodies = [
+        {"prompt": [7, 8, 9], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    ]
+    bodies.append(
+        {"prompt": [9, 3], "max_tokens": 6, "temperature": 1, "seed": 4, "ignore_eos": True}
+    )
 
     def said(client, model):
-        return [client.post("/v1/completions", json={"model": model, **body}).json()["choices"] for body in bodies]
+        return [
+            client.post("/v1/completions", json={"model": model, **body}).json()["choices"]
+            for body in bodies
+        ]
 
     alone = {}
     for one in separate(options):
         served = served_model(one)
-        alone[served.name] = said(TestClient(application(Service(served.name, 4, served=served))), served.name)
+        alone[served.name] = said(
+            TestClient(application(Service(served.name, 4, served=served))), served.name
+        )
         served.close()
     before = sum(x.nbytes for x in jax.live_arrays())
     models = several_models(separate(options), 1, 4)
@@ -276,7 +318,11 @@ def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_pat
         (served,) = service.loaded
         weights = sum(x.nbytes for x in jax.tree.leaves(served.engine._decoding.weights))
         cache = sum(x.nbytes for x in jax.tree.leaves(served.engine._state))
-        assert served.engine.status.compiled == 0, "loaded again, it has the programs of the time before"
-        assert sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2, "one is freed"
+        assert served.engine.status.compiled == 0, (
+            "loaded again, it has the programs of the time before"
+        )
+        assert sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2, (
+            "one is freed"
+        )
         served.close()
     assert sum(x.nbytes for x in jax.live_arrays()) <= before + 1000

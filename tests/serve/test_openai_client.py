@@ -1,4 +1,6 @@
-"""A server driven by OpenAI's own client: answers, streams, errors, disconnects, many at once, and no growth of memory."""
+"""A server driven by OpenAI's own client: answers, streams, errors, disconnects, many at once, and no growth of
+memory.
+"""
 
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,10 @@ from fake_serving import until
 from serving_processes import serving
 from tiny_models import hugging_face
 
-pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("openai") is None, reason="there is no openai")]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("openai") is None, reason="there is no openai"),
+]
 KEY = "s3cret"
 MEMORY = 1 << 20  # bytes that a process may come to hold over hundreds of requests
 
@@ -18,19 +23,37 @@ MEMORY = 1 << 20  # bytes that a process may come to hold over hundreds of reque
 def client(address, key=KEY, **settings):
     import openai  # takes a second, of every process that collects the tests
 
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60, **settings)
+    return openai.OpenAI(
+        base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60, **settings
+    )
 
 
 def metric(address, name):
     page = urllib.request.urlopen(f"{address}/metrics", timeout=20).read().decode()
-    return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"meshtrain_serve_{name} "))
+    return next(
+        float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith(f"meshtrain_serve_{name} ")
+    )
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """The address of a server of a small model."""
     model = hugging_face(tmp_path_factory.mktemp("models") / "tiny")
-    words = ["-m", "meshtrain.serve", str(model), "--port", "0", "--slots", "8", "--length", "64", "--queue", "256"]
+    words = [
+        "-m",
+        "meshtrain.serve",
+        str(model),
+        "--port",
+        "0",
+        "--slots",
+        "8",
+        "--length",
+        "64",
+        "--queue",
+        "256",
+    ]
     with serving(words, {"MESHTRAIN_API_KEY": KEY}) as (process, address):
         line = process.stderr.readline()
         while line.startswith("meshtrain: compiled"):  # which it says on a slow machine
@@ -48,12 +71,22 @@ def faked():
 
 def test_models_completions_and_conversations(real):
     api = client(real)
-    assert [model.id for model in api.models.list()] == ["tiny"] and api.models.retrieve("tiny").object == "model"
-    answer = api.completions.create(model="tiny", prompt="to be", max_tokens=6, temperature=0, logprobs=2)
+    assert [model.id for model in api.models.list()] == ["tiny"] and api.models.retrieve(
+        "tiny"
+    ).object == "model"
+    answer = api.completions.create(
+        model="tiny", prompt="to be", max_tokens=6, temperature=0, logprobs=2
+    )
     assert answer.usage.completion_tokens == len(answer.choices[0].logprobs.tokens) <= 6
     said = api.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hello"}], max_completion_tokens=6, n=2, seed=3, logprobs=True, top_logprobs=3
-    )  # fmt: skip
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        max_completion_tokens=6,
+        n=2,
+        seed=3,
+        logprobs=True,
+        top_logprobs=3,
+    )
     assert [choice.message.role for choice in said.choices] == ["assistant"] * 2
     assert said.usage.total_tokens == said.usage.prompt_tokens + said.usage.completion_tokens
     assert all(len(token.top_logprobs) == 3 for token in said.choices[0].logprobs.content)
@@ -61,15 +94,24 @@ def test_models_completions_and_conversations(real):
 
 def test_a_stream_is_the_whole_answer_and_ends_on_what_it_took(real):
     api = client(real)
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     whole = api.chat.completions.create(**asked)
-    chunks = list(api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     ends = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
     assert ends == [whole.choices[0].finish_reason]
-    streamed = api.completions.create(model="tiny", prompt="to be", max_tokens=9, temperature=0, stream=True)
+    streamed = api.completions.create(
+        model="tiny", prompt="to be", max_tokens=9, temperature=0, stream=True
+    )
     alone = api.completions.create(model="tiny", prompt="to be", max_tokens=9, temperature=0)
     assert "".join(chunk.choices[0].text for chunk in streamed) == alone.choices[0].text
 
@@ -93,7 +135,11 @@ def test_200_requests_with_8_at_once_get_what_each_gets_alone(real):
     api = client(real)
 
     def ask(k):
-        how = {"temperature": k % 2, "seed": k % 50, "extra_body": {"ignore_eos": True, "top_k": 20}}
+        how = {
+            "temperature": k % 2,
+            "seed": k % 50,
+            "extra_body": {"ignore_eos": True, "top_k": 20},
+        }
         answer = api.completions.create(model="tiny", prompt=[7 + k % 25, 9], max_tokens=8, **how)
         assert answer.usage.completion_tokens == 8
         return answer.choices[0].text

@@ -19,20 +19,39 @@ def chatted(**fields) -> Asked:
 
 def test_what_is_left_out_is_as_openai_has_it():
     asked = completed()
-    assert (asked.prompts, asked.n, asked.most, asked.logprobs, asked.stop) == (("a",), 1, 16, None, ())
+    assert (asked.prompts, asked.n, asked.most, asked.logprobs, asked.stop) == (
+        ("a",),
+        1,
+        16,
+        None,
+        (),
+    )
     assert (asked.stream, asked.usage, asked.ignore_ends) == (False, False, False)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (1.0, 1.0, 0)
     assert chatted().most is None and chatted().logprobs is None and chatted().tools is None
 
 
 def test_null_is_as_good_as_left_out():
-    names = ("n", "max_tokens", "temperature", "seed", "stop", "stream", "logprobs", "suffix", "stream_options", "user")
+    names = (
+        "n",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "stop",
+        "stream",
+        "logprobs",
+        "suffix",
+        "stream_options",
+        "user",
+    )
     asked, plain = completed(**dict.fromkeys(names)), completed()
     assert {**vars(asked), "sampling": 0} == {**vars(plain), "sampling": 0}
     assert asked.sampling.seed != plain.sampling.seed, "drawn anew for each"
 
 
-@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (7, 7), (2**32 + 3, 3), (-1, 2**32 - 1), (-(2**63), 0)])
+@pytest.mark.parametrize(
+    ("seed", "expected"), [(0, 0), (7, 7), (2**32 + 3, 3), (-1, 2**32 - 1), (-(2**63), 0)]
+)
 def test_any_seed_of_64_bits_is_one_of_the_generators(seed, expected):
     asked = completed(seed=seed, temperature=0.5, top_p=0.9, top_k=4)
     assert asked.sampling == Sampling(0.5, 4, 0.9, expected)
@@ -42,7 +61,9 @@ def test_what_a_request_leaves_out_is_as_the_models_makers_have_it():
     usual = Sampling(0.6, 20, 0.9)
 
     def how(**fields):
-        found = completion(Fields({"model": "m", "prompt": "a", "seed": 3, **fields}, "the body"), 8, usual).sampling
+        found = completion(
+            Fields({"model": "m", "prompt": "a", "seed": 3, **fields}, "the body"), 8, usual
+        ).sampling
         return found.temperature, found.top_k, found.top_p
 
     assert how() == how(temperature=None) == (0.6, 20, 0.9)
@@ -57,8 +78,15 @@ def test_at_temperature_0_nothing_else_decides():
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("a", ("a",)), ("", ("",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3))), (["a", [1]], ("a", (1,)))],
-)  # fmt: skip
+    [
+        ("a", ("a",)),
+        ("", ("",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
 def test_a_prompt_has_openais_four_forms(prompt, expected):
     assert completed(prompt=prompt).prompts == expected
 
@@ -77,7 +105,11 @@ def test_messages_stand_as_they_are_asked():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "me",
+        },
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "1"},
@@ -85,4 +117,7 @@ def test_messages_stand_as_they_are_asked():
     assert list(chatted(messages=messages).messages) == messages
     assert chatted(messages=[{**messages[2], "refusal": None}]).messages == (messages[2],)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert chatted(tools=tools).tools == tools and chatted(tools=tools, tool_choice="none").tools is None
+    assert (
+        chatted(tools=tools).tools == tools
+        and chatted(tools=tools, tool_choice="none").tools is None
+    )

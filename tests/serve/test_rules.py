@@ -1,4 +1,6 @@
-"""Alerts of servers (configs/serving/rules.yaml): Prometheus' own promtool takes them, and says when each fires and when not."""
+"""Alerts of servers (configs/serving/rules.yaml): Prometheus' own promtool takes them, and says when each fires and
+when not.
+"""
 
 import re
 import shutil
@@ -20,20 +22,35 @@ NEEDS_PROMTOOL = pytest.mark.skipif(
 A = 'job="serve", instance="a"'
 ANSWERS = f'meshtrain_serve_requests_total{{{A}, route="/v1/completions", code="%s"}}'
 FIRST = f'meshtrain_serve_first_token_seconds_bucket{{{A}, le="%s"}}'
-# Series, a sample a minute: of a server that is well, and by rule what differs, with a minute at which it is still quiet and one at which it fires.
+# Series, a sample a minute: of a server that is well, and by rule what differs, with a minute at which it is still
+# quiet and one at which it fires.
 WELL = {
-    f"meshtrain_serve_ready{{{A}}}": "1x60", f"meshtrain_serve_busy_slots{{{A}}}": "3x60", f"meshtrain_serve_tokens_total{{{A}}}": "0+600x60",
-    ANSWERS % 200: "0+60x60", ANSWERS % 429: "0x60", ANSWERS % 500: "0x60", FIRST % "0.5": "0+60x60", FIRST % "10.0": "0+60x60",
-    FIRST % "30.0": "0+60x60", FIRST % "+Inf": "0+60x60",
-}  # fmt: skip
+    f"meshtrain_serve_ready{{{A}}}": "1x60",
+    f"meshtrain_serve_busy_slots{{{A}}}": "3x60",
+    f"meshtrain_serve_tokens_total{{{A}}}": "0+600x60",
+    ANSWERS % 200: "0+60x60",
+    ANSWERS % 429: "0x60",
+    ANSWERS % 500: "0x60",
+    FIRST % "0.5": "0+60x60",
+    FIRST % "10.0": "0+60x60",
+    FIRST % "30.0": "0+60x60",
+    FIRST % "+Inf": "0+60x60",
+}
 ILL: dict[str, tuple[dict[str, str], int, int]] = {
     "serve_none": ({f"meshtrain_serve_ready{{{A}}}": "1x9 0x50"}, 10, 12),
-    "serve_not_ready": ({f"meshtrain_serve_ready{{{A}}}": "1x9 0x50", 'meshtrain_serve_ready{job="serve", instance="b"}': "1x60"}, 23, 26),
+    "serve_not_ready": (
+        {
+            f"meshtrain_serve_ready{{{A}}}": "1x9 0x50",
+            'meshtrain_serve_ready{job="serve", instance="b"}': "1x60",
+        },
+        23,
+        26,
+    ),
     "serve_stuck": ({f"meshtrain_serve_tokens_total{{{A}}}": "0+600x9 5400x50"}, 18, 22),
     "serve_fails": ({ANSWERS % 500: "0+2x60"}, 4, 8),
     "serve_refuses": ({ANSWERS % 429: "0+2x60"}, 4, 8),
     "serve_slow": ({FIRST % "0.5": "0+50x60", FIRST % "10.0": "0+55x60"}, 9, 13),
-}  # fmt: skip
+}
 
 
 def test_each_alert_is_tried_below():
@@ -42,7 +59,9 @@ def test_each_alert_is_tried_below():
 
 def test_rules_name_metrics_of_the_server_only():
     named = {name for alert in ALERTS for name in re.findall(rf"\b{SERVE}\w+", alert["expr"])}
-    known = {metric.sample for metric in METRICS} | {f"{metric.sample}_bucket" for metric in METRICS if metric.bounds}
+    known = {metric.sample for metric in METRICS} | {
+        f"{metric.sample}_bucket" for metric in METRICS if metric.bounds
+    }
     assert named and named <= known
     labels = {label for metric in METRICS if metric.name == "requests" for label in metric.labels}
     assert labels == {"route", "code"}
@@ -65,10 +84,16 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
         series = [{"series": name, "values": values} for name, values in (WELL | more).items()]
         seen = {quiet: [], firing: [{"labels": f'{{rule="{rule}"}}', "value": 1}]}
         asked = [
-            {"expr": 'count by (rule) (ALERTS{alertstate="firing"})', "eval_time": f"{minute}m", "exp_samples": samples}
+            {
+                "expr": 'count by (rule) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{minute}m",
+                "exp_samples": samples,
+            }
             for minute, samples in seen.items()
         ]
-        tests.append({"name": rule, "interval": "1m", "input_series": series, "promql_expr_test": asked})
+        tests.append(
+            {"name": rule, "interval": "1m", "input_series": series, "promql_expr_test": asked}
+        )
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
     _promtool("test", "rules", str(path))
@@ -76,7 +101,11 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
 
 def _query(name: str) -> str:
     (rule,) = (one for one in ADAPTER["rules"]["custom"] if one["name"]["as"] == f"{SERVE}{name}")
-    return rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="mine"')
+    return (
+        rule["metricsQuery"]
+        .replace("<<.GroupBy>>", "pod")
+        .replace("<<.LabelMatchers>>", 'namespace="mine"')
+    )
 
 
 def _of_pods(pods: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
@@ -84,7 +113,12 @@ def _of_pods(pods: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
     return [
         {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": values}
         for pod, (namespace, busy) in pods.items()
-        for name, values in (("slots", "8x60"), ("busy_slots", busy), ("waiting", "0x60"), ("ready", "1x60"))
+        for name, values in (
+            ("slots", "8x60"),
+            ("busy_slots", busy),
+            ("waiting", "0x60"),
+            ("ready", "1x60"),
+        )
     ]
 
 
@@ -104,9 +138,15 @@ def test_the_autoscaler_looks_five_minutes_ahead(tmp_path):
         {"labels": f'{{pod="{pod}"}}', "value": value}
         for pod, value in (("rises", 1.25), ("steady", 0.5), ("falls", 0))
     ]
-    asked = [{"expr": f"round({_query('load_soon')}, 0.05)", "eval_time": "20m", "exp_samples": soon}]
+    asked = [
+        {"expr": f"round({_query('load_soon')}, 0.05)", "eval_time": "20m", "exp_samples": soon}
+    ]
     path = tmp_path / "tests.yaml"
-    path.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    path.write_text(
+        yaml.safe_dump(
+            {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}
+        )
+    )
     _promtool("test", "rules", str(path))
 
 
@@ -119,8 +159,14 @@ def test_the_autoscalers_query_is_requests_over_slots_of_each_pod(tmp_path):
         for pod, (namespace, *values) in pods.items()
         for name, value in zip(("slots", "busy_slots", "waiting"), values, strict=True)
     ]
-    loads = [{"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("a", 1.5), ("b", 0.25))]
+    loads = [
+        {"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("a", 1.5), ("b", 0.25))
+    ]
     asked = [{"expr": query, "eval_time": "3m", "exp_samples": loads}]
     path = tmp_path / "tests.yaml"
-    path.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    path.write_text(
+        yaml.safe_dump(
+            {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}
+        )
+    )
     _promtool("test", "rules", str(path))

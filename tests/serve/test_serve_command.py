@@ -18,7 +18,10 @@ from meshtrain.serve.listening import listening
 
 def test_what_does_not_fit_together_is_refused_at_once(capsys, monkeypatch):
     assert main(["runs/x", "--key-env", "MY_KEY"]) == cli.USAGE
-    assert "--key-env names MY_KEY, but the environment has no such variable" in capsys.readouterr().err
+    assert (
+        "--key-env names MY_KEY, but the environment has no such variable"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("MY_KEY", "two words")
     assert main(["runs/x", "--key-env", "MY_KEY"]) == cli.USAGE
     said = capsys.readouterr().err
@@ -34,7 +37,10 @@ def test_a_port_that_is_taken_ends_it_with_a_sentence(capsys):
 
 def test_the_port_is_open_before_jax_is_imported():
     program = "import sys, meshtrain.serve.listening; print({'jax', 'jaxlib', 'flax', 'orbax'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        == "set()\n"
+    )
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(tmp_path, capsys):
@@ -54,15 +60,23 @@ def model(tmp_path_factory):
 def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
     words = ["-m", "meshtrain.serve", str(model), "--port", "0", "--slots", "2", "--notice", "0"]
     with serving(words, {"MESHTRAIN_API_KEY": "s3cret"}) as (process, address):
-        assert urllib.request.urlopen(f"{address}/metrics", timeout=20).status == 200, "while it loads"
+        assert urllib.request.urlopen(f"{address}/metrics", timeout=20).status == 200, (
+            "while it loads"
+        )
         while "compiled" in (line := process.stderr.readline()):
             pass
         assert re.match(r"meshtrain: tiny is ready after [\d.]+ s\.$", line)
-        body = json.dumps({"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 5, "ignore_eos": True}).encode()
+        body = json.dumps(
+            {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 5, "ignore_eos": True}
+        ).encode()
         headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
         request = urllib.request.Request(f"{address}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+            assert json.load(answer)["usage"] == {
+                "prompt_tokens": 3,
+                "completion_tokens": 5,
+                "total_tokens": 8,
+            }
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
         assert process.wait(30) == cli.DONE
@@ -71,7 +85,10 @@ def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
 
 @pytest.mark.thorough
 def test_a_signal_while_it_loads_ends_it(model):
-    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (process, address):
+    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (
+        process,
+        address,
+    ):
         urllib.request.urlopen(f"{address}/metrics", timeout=20)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == cli.DONE

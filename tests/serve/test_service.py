@@ -54,8 +54,13 @@ def test_a_server_whose_device_stands_still_says_so_and_is_ready_again():
         server.until(lambda _: server.client.get("/health").json()["status"] == "stuck")
         found = server.client.get("/health")
         assert found.status_code == 503 and found.json() | {"message": ""} == {
-            "status": "stuck", "model": "fake", "message": "", "slots": 2, "busy": 1, "waiting": 0,
-        }  # fmt: skip
+            "status": "stuck",
+            "model": "fake",
+            "message": "",
+            "slots": 2,
+            "busy": 1,
+            "waiting": 0,
+        }
         server.pace.go()
         assert answered().status_code == 200
         assert server.client.get("/health").json()["status"] == "ready"

@@ -44,12 +44,21 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces():
 
 def test_a_streamed_conversation_begins_with_the_role_of_each_answer_and_ends_with_what_it_took():
     with fake() as server:
-        found = events(server.chat(n=2, stream=True, stream_options={"include_usage": True}, logprobs=True).text)
+        found = events(
+            server.chat(
+                n=2, stream=True, stream_options={"include_usage": True}, logprobs=True
+            ).text
+        )
         begins, said, total = found[:2], found[2:-1], found[-1]
-        assert [each["choices"][0]["delta"] for each in begins] == [{"role": "assistant", "content": ""}] * 2
+        assert [each["choices"][0]["delta"] for each in begins] == [
+            {"role": "assistant", "content": ""}
+        ] * 2
         assert [each["choices"][0]["index"] for each in begins] == [0, 1]
         assert total["choices"] == [] and total["usage"]["completion_tokens"] == 8
-        assert all(each["usage"] is None and each["object"] == "chat.completion.chunk" for each in found[:-1])
+        assert all(
+            each["usage"] is None and each["object"] == "chat.completion.chunk"
+            for each in found[:-1]
+        )
         for index in (0, 1):
             own = [each["choices"][0] for each in said if each["choices"][0]["index"] == index]
             assert [each["finish_reason"] for each in own if each["finish_reason"]] == ["length"]
@@ -76,7 +85,13 @@ def test_an_error_in_mid_stream_is_told_and_then_the_stream_ends():
 
 
 def chat(**fields):
-    return {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "stream": True, **fields}
+    return {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 40,
+        "stream": True,
+        **fields,
+    }
 
 
 def test_a_stream_that_takes_too_long_is_told_so_and_ends():
@@ -109,7 +124,9 @@ def test_a_stream_that_has_no_room_is_an_error_and_no_stream():
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slots_within_a_step(stream):
     async def run(server):
-        async with asking(application(server.service), CHAT, chat(n=2, max_tokens=50, stream=stream)) as asked:
+        async with asking(
+            application(server.service), CHAT, chat(n=2, max_tokens=50, stream=stream)
+        ) as asked:
             while server.engine.status.busy < 2:
                 await asyncio.sleep(0.005)
             if stream:

@@ -15,7 +15,13 @@ from meshtrain.survive.records import RestartPlan, encode
 def _plan(run: Path, number: int, **plan) -> None:
     path = run / "survive" / "plans" / f"{number:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(RestartPlan(number, generation=1, leader="n0", wall=0.0, kind="start", reason="", **plan)))
+    path.write_bytes(
+        encode(
+            RestartPlan(
+                number, generation=1, leader="n0", wall=0.0, kind="start", reason="", **plan
+            )
+        )
+    )
 
 
 def test_what_the_supervisors_agreed_on_counts_if_it_is_of_this_start(tmp_path):
@@ -31,7 +37,14 @@ def test_what_the_supervisors_agreed_on_counts_if_it_is_of_this_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"state": "over", "co', "[]", '{"state": "over", "code": "75"}', '{"state": "over", "code": 300}', "\x00"]
+    "text",
+    [
+        '{"state": "over", "co',
+        "[]",
+        '{"state": "over", "code": "75"}',
+        '{"state": "over", "code": 300}',
+        "\x00",
+    ],
 )
 def test_a_damaged_plan_says_nothing(tmp_path, text):
     _plan(tmp_path, 1, state="over")
@@ -64,14 +77,18 @@ def done(run, step, kind="done", **sections):
 
 @pytest.mark.parametrize(("patience", "is_done"), [(2, True), (3, False), (0, False)])
 def test_a_run_that_patience_ended_is_done_until_it_is_raised(tmp_path, patience, is_done):
-    losses = "".join(f'{{"step": {k}, "eval_loss": {loss}}}\n' for k, loss in ((1, 2.0), (2, 2.5), (3, 2.0)))
+    losses = "".join(
+        f'{{"step": {k}, "eval_loss": {loss}}}\n' for k, loss in ((1, 2.0), (2, 2.5), (3, 2.0))
+    )
     (tmp_path / "metrics.jsonl").write_text(losses)
     said = done(tmp_path, 3, eval={"every": 1, "patience": patience}, train={"steps": 9})
     why = "it ended after step 3 by eval.patience: no evaluation of 2 in a row was below 2.0000, that of step 1"
     assert said == (why if is_done else None)
 
 
-def test_a_run_that_took_all_its_steps_is_done_and_one_that_has_more_or_was_stopped_is_not(tmp_path):
+def test_a_run_that_took_all_its_steps_is_done_and_one_that_has_more_or_was_stopped_is_not(
+    tmp_path,
+):
     assert done(tmp_path, 9, train={"steps": 9}) == "step 9 of 9 was taken"
     assert done(tmp_path, 9, train={"steps": 10}) is None
     assert done(tmp_path, 9, "stopped", train={"steps": 9}) is None

@@ -63,7 +63,9 @@ child = TrainingProcess([sys.executable, "-c", "import time; time.sleep(60)"], d
 print(child.local, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     local = Path(killed.stdout.strip())
     assert killed.returncode == -9 and (local / "lease").is_file()
     until(lambda: _swept(local), "the directory to be removed")
@@ -83,10 +85,14 @@ def test_the_process_of_a_silent_node_is_ended_if_it_is_the_one_of_its_record(ch
     one = child("os.kill(os.getpid(), signal.SIGSTOP)")
     until(lambda: one.look().proc == "T", "its stop")
     left = Node("n1", generation=3, rank=one.rank)
-    assert not kill_left_behind(replace(left, generation=4), tmp_path.parent), "a later one has its number"
+    assert not kill_left_behind(replace(left, generation=4), tmp_path.parent), (
+        "a later one has its number"
+    )
     assert not kill_left_behind(replace(left, rank=Rank(1, one.process.pid)), tmp_path.parent)
     assert not kill_left_behind(left, tmp_path), "of another run"
-    assert not kill_left_behind(replace(left, rank=Rank(0, os.getpid())), tmp_path.parent), "no training process"
+    assert not kill_left_behind(replace(left, rank=Rank(0, os.getpid())), tmp_path.parent), (
+        "no training process"
+    )
     assert not kill_left_behind(replace(left, rank=None), tmp_path.parent)
     assert one.ended() is None
     assert kill_left_behind(left, tmp_path.parent)
@@ -119,7 +125,9 @@ def test_who_ignores_sigterm_dies_with_all_that_it_has_started(child, tmp_path):
     assert one.ended() is None
     one.kill()
     assert end_of(one).kind == "ended_by_us"
-    until(lambda: not any(is_alive(pid) for pid in group(one.process.pid)), "the end of its children")
+    until(
+        lambda: not any(is_alive(pid) for pid in group(one.process.pid)), "the end of its children"
+    )
 
 
 def group(number: int) -> list[int]:
@@ -134,7 +142,9 @@ def group(number: int) -> list[int]:
     return found
 
 
-def test_children_of_one_that_ended_by_itself_are_ended_and_nobody_else_under_its_number(child, monkeypatch):
+def test_children_of_one_that_ended_by_itself_are_ended_and_nobody_else_under_its_number(
+    child, monkeypatch
+):
     one = child("if os.fork() == 0:\n    time.sleep(1000)\nsys.exit(0)")
     assert end_of(one).kind == "ok"
     assert len(group(one.process.pid)) == 1
@@ -150,22 +160,47 @@ def test_children_of_one_that_ended_by_itself_are_ended_and_nobody_else_under_it
     [
         ("sys.exit(0)", "ok", 0, "ended"),
         ("sys.exit(75)", "stopped", 75, "ended"),
-        ("beat(n=1, alive=1, step=7, phase='wait'); os.kill(os.getpid(), 9)", "signal", -9, "SIGKILL in the phase wait, after step 7"),
+        (
+            "beat(n=1, alive=1, step=7, phase='wait'); os.kill(os.getpid(), 9)",
+            "signal",
+            -9,
+            "SIGKILL in the phase wait, after step 7",
+        ),
         ("os.kill(os.getpid(), 11)", "signal", -11, "SIGSEGV"),
         ("os.kill(os.getpid(), 35)", "signal", -35, "signal 35"),
         ("os.abort()", "signal", -6, "SIGABRT"),
-        ("print('The coordination service is gone', flush=True); os.abort()", "peer", -6, "SIGABRT"),
+        (
+            "print('The coordination service is gone', flush=True); os.abort()",
+            "peer",
+            -6,
+            "SIGABRT",
+        ),
         ("print('one\\ntwo\\n\\n'); sys.exit(1)", "error", 1, "two"),
         ("sys.exit(1)", "error", 1, "it said nothing"),
         ("sys.exit(70)", "numbers", 70, ""),
-        ("fault(json.dumps({'kind': 'memory', 'sentence': 'a\\nb'})); sys.exit(1)", "memory", 1, "a b"),
-        ("fault(json.dumps({'kind': 'sick', 'sentence': 'x' * 50000, 'ranks': [1]})); sys.exit(71)", "sick", 71, "xxx"),
+        (
+            "fault(json.dumps({'kind': 'memory', 'sentence': 'a\\nb'})); sys.exit(1)",
+            "memory",
+            1,
+            "a b",
+        ),
+        (
+            "fault(json.dumps({'kind': 'sick', 'sentence': 'x' * 50000, 'ranks': [1]})); sys.exit(71)",
+            "sick",
+            71,
+            "xxx",
+        ),
         ("fault('[' * 60000); sys.exit(1)", "error", 1, "it said nothing"),
-        ("fault('{\"kind\": \"mem'); sys.exit(1)", "error", 1, "it said nothing"),
-        ("fault(json.dumps({'ranks': 'all', 'kind': [], 'sentence': None})); sys.exit(1)", "error", 1, ""),
+        ('fault(\'{"kind": "mem\'); sys.exit(1)', "error", 1, "it said nothing"),
+        (
+            "fault(json.dumps({'ranks': 'all', 'kind': [], 'sentence': None})); sys.exit(1)",
+            "error",
+            1,
+            "",
+        ),
         ("fault('5'); sys.exit(1)", "error", 1, ""),
     ],
-)  # fmt: skip
+)
 def test_how_it_ended_is_told_whatever_it_left(child, script, kind, exit, word):
     end = end_of(child(script))
     assert (end.exit, end.kind) == (exit, kind) and word in end.sentence
@@ -184,8 +219,10 @@ def test_a_beat_that_is_none_changes_nothing(child):
 
 def test_much_output_and_lines_without_end_are_shown_as_they_come(child):
     one = child(
-        "os.write(1, b'a line\\nhalf')\nsys.stdin.read()\nwhile not os.path.exists(told['local'] + '/go'): time.sleep(0.01)\n"
-        "os.write(1, b' a line\\n' + b'x' * 200_000)\nfor _ in range(30): os.write(1, b'%099d\\n' % 7 * 1000)\nos.write(1, b'the end')"
+        "os.write(1, b'a line\\nhalf')\nsys.stdin.read()\nwhile not os.path.exists(told['local'] + '/go'): "
+        "time.sleep(0.01)\n"
+        "os.write(1, b' a line\\n' + b'x' * 200_000)\nfor _ in range(30): os.write(1, b'%099d\\n' % 7 * "
+        "1000)\nos.write(1, b'the end')"
     )
     until(lambda: one.new_output() == b"a line\n", "a line")
     assert one.new_output() == b""
@@ -221,7 +258,10 @@ def test_the_run_directory_may_go_meanwhile(child, tmp_path):
 
 def test_what_cannot_be_started_leaves_nothing(tmp_path):
     before, descriptors = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))
-    for command, files in ((["/no/such/program"], tmp_path), ([sys.executable], tmp_path / "missing")):
+    for command, files in (
+        (["/no/such/program"], tmp_path),
+        ([sys.executable], tmp_path / "missing"),
+    ):
         with pytest.raises(OSError):
             TrainingProcess(command, {}, files, 1, 0, 60.0)
     assert set(Path("/dev/shm").iterdir()) == before
@@ -232,7 +272,9 @@ def test_it_dies_with_its_supervisor_even_if_that_went_first(tmp_path, monkeypat
     """The moment between fork and the kernel's promise: played by a parent of another number."""
     real = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: real + 1)
-    one = TrainingProcess([sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0)
+    one = TrainingProcess(
+        [sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0
+    )
     monkeypatch.undo()
     assert one.process.wait() == 1
     one.close()

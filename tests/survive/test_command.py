@@ -39,7 +39,16 @@ def run(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "runs" / "mine"
     path.mkdir(parents=True)
     plan = RestartPlan(
-        1, 1, "running", "n0", 1.0, "start", "", members=["n0", "n1"], incarnations=["a", "b"], coordinator="h:1"
+        1,
+        1,
+        "running",
+        "n0",
+        1.0,
+        "start",
+        "",
+        members=["n0", "n1"],
+        incarnations=["a", "b"],
+        coordinator="h:1",
     )
     assert Store(path, "n0").propose(plan)
     return path
@@ -75,7 +84,10 @@ def test_a_name_or_an_address_that_is_none(config, tmp_path, capsys, option, val
     ("key", "words"),
     [
         ("survive.least=3", "survive.least 3, survive.wanted 1"),
-        ("survive.wanted=3", "survive.wanted 3 does not divide the 4 devices of the mesh; legal are 1, 2, 4"),
+        (
+            "survive.wanted=3",
+            "survive.wanted 3 does not divide the 4 devices of the mesh; legal are 1, 2, 4",
+        ),
         ("survive.wanted=0", "survive.wanted"),
         ("survive.node_timeout=0.1", "survive.node_timeout"),
         ("survive.node_timeout=.nan", "survive.node_timeout"),
@@ -137,7 +149,9 @@ def test_a_fault_that_is_none(run, capsys, fault, answer):
 
 def test_a_run_that_is_none_to_inject_into(run, tmp_path, capsys):
     for other in ("nowhere", str(tmp_path), "/dev/null"):
-        assert "is no run that a supervisor looks after" in refused(capsys, "inject", "kill@3:0", other)
+        assert "is no run that a supervisor looks after" in refused(
+            capsys, "inject", "kill@3:0", other
+        )
     run.with_name("other").mkdir()
     Store(run.with_name("other"), "n0")
     assert "there are 2 supervised runs" in refused(capsys, "inject", "kill@3:0")
@@ -170,7 +184,9 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
 def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
     command = f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    found = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], env=environment, capture_output=True)
+    found = subprocess.run(
+        ["sh", "-c", f"{command} >&- 2>&-"], env=environment, capture_output=True
+    )
     assert (found.returncode, found.stdout, found.stderr) == (2, b"", b"")
 
 
@@ -179,6 +195,12 @@ def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeyp
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     _set_flags(load({"mesh": {"tensor": 4, "pipeline": 4}}), "h100")
     permute = "xla_gpu_collective_permute_connected_components=true"
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x --{permute}" and os.environ["NCCL_DEBUG"] == "INFO"
+    assert (
+        os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x --{permute}"
+        and os.environ["NCCL_DEBUG"] == "INFO"
+    )
     said = capsys.readouterr().err
-    assert f"{permute}: messages go through" in said and "NCCL_DEBUG is left alone: set by the user." in said
+    assert (
+        f"{permute}: messages go through" in said
+        and "NCCL_DEBUG is left alone: set by the user." in said
+    )

@@ -10,12 +10,29 @@ from meshtrain.survive.detectors import PHASES, TIMEOUTS, hung, timeout
 from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
 
 OPTIONS = SupervisorOptions(used=lambda n: n, wanted=4, step_timeout=8.0, node_timeout=6.0)
-PLAN = RestartPlan(2, 1, "running", "n0", 0.0, "start", "", members=[f"n{k}" for k in range(4)], incarnations=["i"] * 4)
+PLAN = RestartPlan(
+    2,
+    1,
+    "running",
+    "n0",
+    0.0,
+    "start",
+    "",
+    members=[f"n{k}" for k in range(4)],
+    incarnations=["i"] * 4,
+)
 
 
 def node(number: int, **what) -> Node:
     given = {"proc": "S", "step": 10, "phase": "wait", "phase_age": 1.0, "pace": 0.5, "start": 0}
-    return Node(f"n{number}", "i", f"h{number}", generation=1, state="running", rank=Rank(number, 9, **given | what))
+    return Node(
+        f"n{number}",
+        "i",
+        f"h{number}",
+        generation=1,
+        state="running",
+        rank=Rank(number, 9, **given | what),
+    )
 
 
 def four(**what) -> list[Node]:
@@ -23,7 +40,9 @@ def four(**what) -> list[Node]:
 
 
 def ended(number: int, exit: int) -> Node:
-    return dataclasses.replace(node(number, phase="end"), state="ended", end=ProcessEnd(exit, "ok", "ended", 10))
+    return dataclasses.replace(
+        node(number, phase="end"), state="ended", end=ProcessEnd(exit, "ok", "ended", 10)
+    )
 
 
 @pytest.mark.parametrize("exit", [0, 75])
@@ -58,7 +77,9 @@ def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
 
 def test_the_age_of_a_record_counts_up_to_a_beat_since_silence_is_the_supervisors():
     def found(phase_age: float, age: float):
-        return hung([dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)], PLAN, OPTIONS)
+        return hung(
+            [dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)], PLAN, OPTIONS
+        )
 
     beat = OPTIONS.heartbeat
     assert found(8.1 - beat, beat)[0].kind == "collective"
@@ -81,12 +102,19 @@ def test_of_many_late_ranks_the_one_that_is_behind_is_named():
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_frozen_rank_is_named_within_the_time_of_a_silent_node_in_every_phase(phase):
     def found(silent: float, proc: str = "T", **what):
-        nodes = [node(0), node(1, phase=phase, phase_age=7.0, alive_age=silent, proc=proc, **what), node(2), node(3)]
+        nodes = [
+            node(0),
+            node(1, phase=phase, phase_age=7.0, alive_age=silent, proc=proc, **what),
+            node(2),
+            node(3),
+        ]
         return hung([*nodes[:3], dataclasses.replace(nodes[3], generation=0)], PLAN, OPTIONS)
 
     (fault,) = found(6.5)
     assert (fault.kind, fault.blamed) == ("frozen", ("n1",))
-    assert f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence and "for 6.5 s" in fault.sentence
+    assert (
+        f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence and "for 6.5 s" in fault.sentence
+    )
     assert found(0.0), "it was stopped before its first sign of life"
     # Stopped and let go in turns it lives, as one does that is at work.
     assert not found(0.4) and not found(6.5, "S")

@@ -1,4 +1,6 @@
-"""A run's config on the nodes that are left: the batch kept, tensor x pipeline kept where they fit, memory not exceeded."""
+"""A run's config on the nodes that are left: the batch kept, tensor x pipeline kept where they fit, memory not
+exceeded.
+"""
 
 import dataclasses
 import random
@@ -20,8 +22,15 @@ MODEL = {"layers": 64, "d_model": 64, "heads": 16, "vocab_size": 512}
 
 
 def run_of(mesh: dict[str, int], batch: int, wanted: int, **others: Any) -> Config:
-    values = {"model": MODEL, "mesh": mesh, "train": {"global_batch_size": batch}, "survive": {"wanted": wanted}}
-    return load({name: {**values.get(name, {}), **others.get(name, {})} for name in {**values, **others}})
+    values = {
+        "model": MODEL,
+        "mesh": mesh,
+        "train": {"global_batch_size": batch},
+        "survive": {"wanted": wanted},
+    }
+    return load(
+        {name: {**values.get(name, {}), **others.get(name, {})} for name in {**values, **others}}
+    )
 
 
 def on(config: Config, nodes: int, **keys: Any) -> Formed:
@@ -40,13 +49,27 @@ def apart_from_survive(config: Config) -> Config:
 @pytest.mark.parametrize(
     ("cut", "rows", "says"),
     [
-        (16, 1035, "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"),
-        (64, 1035, "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 69 in place of 64"),
-        (32, 1050, "data 15 of 16: 7 of 127 nodes idle, 2.5% more rows, microbatches 35 in place of 32"),
+        (
+            16,
+            1035,
+            "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16",
+        ),
+        (
+            64,
+            1035,
+            "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 69 in place of 64",
+        ),
+        (
+            32,
+            1050,
+            "data 15 of 16: 7 of 127 nodes idle, 2.5% more rows, microbatches 35 in place of 32",
+        ),
     ],
 )
 def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, says):
-    config = run_of({"data": 16, "tensor": 8, "pipeline": 8}, 1024, 128, parallel={"microbatches": cut})
+    config = run_of(
+        {"data": 16, "tensor": 8, "pipeline": 8}, 1024, 128, parallel={"microbatches": cut}
+    )
     found = on(config, 127)
     assert (found.nodes, found.sentence) == (120, says)
     assert (found.config.mesh.devices, padded_batch_size(found.config)) == (960, rows)
@@ -58,7 +81,11 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
     draw = random.Random(13)
     base = put(Config(), model=MODEL)
     while count:
-        tensor, stages, data = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 3, 5, 8]), draw.randint(1, 24)
+        tensor, stages, data = (
+            draw.choice([1, 2, 4, 8]),
+            draw.choice([1, 2, 3, 5, 8]),
+            draw.randint(1, 24),
+        )
         each, islands = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 2, 3, 4])
         wanted, left = divmod(data * tensor * stages, each)
         name = draw.choice([name for name in SCHEDULES if SCHEDULES[name].chunks in (None, 1, 2)])
@@ -83,7 +110,9 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
 
 
 def most_ranks(before: MeshConfig, devices: int, rows: int) -> tuple[int, int]:
-    """By trying all: as many ranks as can be in islands of one size, which have never been larger where one of them is gone."""
+    """By trying all: as many ranks as can be in islands of one size, which have never been larger where one of them is
+    gone.
+    """
     places = min(devices // (before.tensor * before.pipeline), rows)
     found = [
         (islands * each, islands)
@@ -101,14 +130,21 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
         found = on(config, nodes)
         mesh, before, most = found.config.mesh, config.mesh, min(nodes, config.survive.most)
         assert (mesh.tensor, mesh.pipeline) == (before.tensor, before.pipeline)
-        assert mesh.devices <= found.nodes * each <= most * each and mesh.devices > (found.nodes - 1) * each
+        assert (
+            mesh.devices <= found.nodes * each <= most * each
+            and mesh.devices > (found.nodes - 1) * each
+        )
         assert microbatch_rows(found.config) <= microbatch_rows(config)
         if mesh == before:
             assert found.config == apart_from_survive(config)
             continue
-        assert (mesh.data, mesh.islands) == most_ranks(before, most * each, config.train.global_batch_size)
+        assert (mesh.data, mesh.islands) == most_ranks(
+            before, most * each, config.train.global_batch_size
+        )
         # Nothing else than what it says has changed.
-        parallel = dataclasses.replace(found.config.parallel, microbatches=config.parallel.microbatches)
+        parallel = dataclasses.replace(
+            found.config.parallel, microbatches=config.parallel.microbatches
+        )
         back = dataclasses.replace(found.config, mesh=before, parallel=parallel, train=config.train)
         assert back == apart_from_survive(config)
         shrunk, grown = shrunk + (mesh.data < before.data), grown + (mesh.data > before.data)
@@ -130,7 +166,9 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
     ],
 )
 def test_islands_stay_equally_large_and_keep_the_most_ranks(data, islands, left, becomes, says):
-    config = run_of({"data": data, "islands": islands}, 8 * data, data, parallel={"microbatches": 4})
+    config = run_of(
+        {"data": data, "islands": islands}, 8 * data, data, parallel={"microbatches": 4}
+    )
     found = on(config, left)
     assert (found.config.mesh.data, found.config.mesh.islands) == becomes
     assert found.sentence.startswith(says)
@@ -140,7 +178,14 @@ def test_islands_stay_equally_large_and_keep_the_most_ranks(data, islands, left,
 @pytest.mark.parametrize(
     ("mesh", "batch", "wanted", "others", "left", "becomes"),
     [
-        ({"data": 16, "islands": 2}, 128, 16, {"parallel": {"microbatches": 4, "sync": {"every": 5}}}, 9, (8, 2)),
+        (
+            {"data": 16, "islands": 2},
+            128,
+            16,
+            {"parallel": {"microbatches": 4, "sync": {"every": 5}}},
+            9,
+            (8, 2),
+        ),
         ({"data": 4, "islands": 2}, 64, 4, {"survive": {"wanted": 4, "most": 7}}, 7, (6, 2)),
     ],
     ids=["local steps need two islands", "more nodes than were wanted"],
@@ -151,7 +196,9 @@ def test_islands_become(mesh, batch, wanted, others, left, becomes):
 
 
 def test_with_all_its_nodes_a_run_is_as_it_was_written():
-    config = run_of({"data": 5, "tensor": 2}, 17, 5, train={"uneven_batch": "pad"}, parallel={"microbatches": 3})
+    config = run_of(
+        {"data": 5, "tensor": 2}, 17, 5, train={"uneven_batch": "pad"}, parallel={"microbatches": 3}
+    )
     found = on(config, 5)
     assert found.config == apart_from_survive(config) and found.nodes == 5
     assert found.sentence == "data 5 of 5: none of 5 nodes idle, 76.5% more rows"
@@ -164,7 +211,9 @@ def test_with_all_its_nodes_a_run_is_as_it_was_written():
 
 
 def test_a_generation_keeps_what_is_to_be_injected_and_can_be_written_and_read(tmp_path):
-    config = run_of({"data": 4}, 8, 4, survive={"inject": ["kill@3:1"], "node_timeout": 5.0, "least": 2})
+    config = run_of(
+        {"data": 4}, 8, 4, survive={"inject": ["kill@3:1"], "node_timeout": 5.0, "least": 2}
+    )
     found = on(config, 3)
     assert found.config.survive == SurviveConfig(most=1, inject=("kill@3:1",))
     (tmp_path / "config.yaml").write_text(to_yaml(found.config))
@@ -180,7 +229,16 @@ def test_devices_beside_the_last_data_rank_are_told():
 
 @pytest.mark.parametrize(
     ("rows", "most", "first"),
-    [(69, 4, 23), (69, 1, 69), (67, 4, 17), (8, 8, 1), (9, 8, 3), (10, 8, 2), (7, 3, 4), (12, 4, 3)],
+    [
+        (69, 4, 23),
+        (69, 1, 69),
+        (67, 4, 17),
+        (8, 8, 1),
+        (9, 8, 3),
+        (10, 8, 2),
+        (7, 3, 4),
+        (12, 4, 3),
+    ],
 )
 def test_microbatches_are_the_fewest_that_waste_little(rows, most, first):
     counts = list(microbatches(rows, most))
@@ -194,7 +252,9 @@ def test_a_table_of_ones_own_keeps_its_microbatches_and_says_so(tmp_path):
     parallel = {"microbatches": 4, "schedule": str(path)}
     found = on(run_of({"data": 3, "pipeline": 2}, 12, 3, parallel=parallel), 2)
     assert (found.config.parallel.microbatches, found.config.mesh.data) == (4, 2)
-    assert found.sentence.endswith(f"microbatches of 2 rows in place of 1 since {path} is for 4 of them")
+    assert found.sentence.endswith(
+        f"microbatches of 2 rows in place of 1 since {path} is for 4 of them"
+    )
 
 
 def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(request):
@@ -205,18 +265,23 @@ def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(req
 
     SCHEDULES.register(Schedule("fours", in_fours))
     request.addfinalizer(lambda: SCHEDULES.forget("fours"))
-    config = run_of({"data": 4, "pipeline": 2}, 64, 4, parallel={"microbatches": 16, "schedule": "fours"})
+    config = run_of(
+        {"data": 4, "pipeline": 2}, 64, 4, parallel={"microbatches": 16, "schedule": "fours"}
+    )
     assert on(config, 3).config.parallel.microbatches == 24  # 22 rows a rank, of one each
 
 
 def test_where_the_cell_has_no_place_the_planner_proposes_what_fits():
-    config = run_of({"tensor": 4, "pipeline": 2}, 10, 4, parallel={"microbatches": 2, "sequence_parallel": True})
+    config = run_of(
+        {"tensor": 4, "pipeline": 2}, 10, 4, parallel={"microbatches": 2, "sequence_parallel": True}
+    )
     found = on(config, 3, cluster="h100")
     mesh = found.config.mesh
     assert mesh.devices in (4, 6) and found.config.train.global_batch_size == 10
     assert plan(found.config, named("h100", mesh.devices)).fits
     assert found.sentence.startswith(
-        f"tensor 4 x pipeline 2 has no place on 3 nodes of 2 devices, data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline} in its stead"
+        f"tensor 4 x pipeline 2 has no place on 3 nodes of 2 devices, data {mesh.data} x tensor {mesh.tensor} x "
+        f"pipeline {mesh.pipeline} in its stead"
     )
 
 
@@ -229,7 +294,9 @@ def test_on_a_number_of_devices_that_no_layout_has_fewer_are_used():
 
 def test_where_nothing_fits_nothing_is_formed():
     config, h100 = run_of({"tensor": 4}, 8, 4), named("h100", 8)
-    tiny = dataclasses.replace(h100, accelerator=dataclasses.replace(h100.accelerator, memory=2.001, reserved=2.0))
+    tiny = dataclasses.replace(
+        h100, accelerator=dataclasses.replace(h100.accelerator, memory=2.001, reserved=2.0)
+    )
     assert formed(config, 3, cluster=h100) is not None
     assert formed(config, 3, cluster=tiny) is None
     assert formed(config, 0, cluster=h100) is None
@@ -238,7 +305,11 @@ def test_where_nothing_fits_nothing_is_formed():
 # Of the last none is known: what a run is usually planned for.
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA GH200 480GB", "h100")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA GH200 480GB", "h100"),
+    ],
 )
 def test_the_gpu_that_is_here_names_the_cluster(model, name, tmp_path, monkeypatch):
     monkeypatch.setattr(forming, "GPUS", tmp_path)
@@ -257,7 +328,9 @@ def test_a_thousand_nodes_take_less_than_50_ms():
 def test_a_search_for_another_mesh_keeps_no_supervisor_silent():
     """Of all layouts it takes 5 s here, of those near the config 0.1 s; a node is lost after 20."""
     model = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "vocab_size": 128256}
-    config = run_of({"tensor": 8, "pipeline": 8}, 1024, 8, model=model, parallel={"microbatches": 16})
+    config = run_of(
+        {"tensor": 8, "pipeline": 8}, 1024, 8, model=model, parallel={"microbatches": 16}
+    )
     assert _seconds(config, 7) < 2
 
 
@@ -271,6 +344,11 @@ def _seconds(config: Config, nodes: int) -> float:
 @pytest.mark.parametrize(("batching", "becomes"), [("window", "refuse"), ("budget", "pad")])
 def test_a_budget_s_rows_have_to_divide_too_or_the_batch_is_padded(batching, becomes):
     config = put(
-        Config(), mesh={"data": 4}, train={"global_batch_size": 8}, data={"batching": batching, "rows_multiple": 6}
+        Config(),
+        mesh={"data": 4},
+        train={"global_batch_size": 8},
+        data={"batching": batching, "rows_multiple": 6},
     )
-    assert forming._even(put(config, train={"uneven_batch": "refuse"})).train.uneven_batch == becomes
+    assert (
+        forming._even(put(config, train={"uneven_batch": "refuse"})).train.uneven_batch == becomes
+    )

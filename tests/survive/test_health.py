@@ -51,12 +51,14 @@ def flipped(params, bit: int, chosen=lambda leaf: True):
     return _changed_at(Holder(params), chosen, flip).params
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"tensor": 2}]
+)
 @pytest.mark.parametrize("bit", [0, 20, 31])
 def test_a_bit_that_flips_in_what_several_devices_hold_is_found(tmp_path, mesh, bit):
     health, params, _ = healthy(tmp_path, **mesh)
     health.check_copies(params)
-    copies = lambda leaf: leaf.sharding.is_fully_replicated  # noqa: E731
+    copies = lambda leaf: leaf.sharding.is_fully_replicated
     with pytest.raises(SickDevice, match=r"^rank 0 holds other bits of \w+\.") as found:
         health.check_copies(flipped(params, bit, copies))
     assert found.value.ranks == [0]
@@ -68,7 +70,10 @@ def test_a_bit_that_flips_in_what_several_devices_hold_is_found(tmp_path, mesh, 
     [
         ({"data": 2, "islands": 2, "tensor": 2}, {"sync": {"every": 2}}),
         ({"data": 2}, {"lora": {"rank": 2}, "precision": {"compute": "bfloat16"}}),
-        ({"data": 2}, {"parallel": {"offload_optimizer": True}, "precision": {"compute": "float16"}}),
+        (
+            {"data": 2},
+            {"parallel": {"offload_optimizer": True}, "precision": {"compute": "float16"}},
+        ),
     ],
 )
 def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
@@ -87,7 +92,9 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
         other = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
         with pytest.raises(SickDevice, match="bits of "):
             health.check_copies(
-                jax.tree.unflatten(jax.tree.structure(state), [*leaves[:number], other, *leaves[number + 1 :]])
+                jax.tree.unflatten(
+                    jax.tree.structure(state), [*leaves[:number], other, *leaves[number + 1 :]]
+                )
             )
     assert groups
 
@@ -97,15 +104,24 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
     [
         ([0, 1, 2], [7, 7, 7], [0, 1, 2], None, None),
         ([0, 1, 2], [7, 8, 7], [0, 1, 2], "rank 1 holds other bits of embedding than", [1]),
-        ([0, 1, 2, 3], [7, 8, 7, 9], [0, 1, 2, 3], "ranks 0 and 1 and 2 and 3 hold different", None),  # two of four are no majority
+        # two of four are no majority
+        (
+            [0, 1, 2, 3],
+            [7, 8, 7, 9],
+            [0, 1, 2, 3],
+            "ranks 0 and 1 and 2 and 3 hold different",
+            None,
+        ),
         ([0, 1, 2, 3, 4], [7, 8, 7, 9, 7], [0, 1, 2, 3, 4], "ranks 1, 3 hold other bits", [1, 3]),
         ([0, 1], [7, 8], [0, 1], "ranks 0 and 1 hold different bits of embedding", None),
         ([0, 1], [7, 8], [3, 3], "rank 3 holds other bits", [3]),  # whichever device of it
         ([0, 1, 2, 3], [7, 7, 8, 8], [0, 0, 1, 1], "ranks 0 and 1 hold different", None),
     ],
-)  # fmt: skip
+)
 def test_the_majority_names_who_is_wrong(group, sums, ranks, says, blamed):
-    found = differing([[group], []], {place: [value, place] for place, value in enumerate(sums)}, NAMES, ranks)
+    found = differing(
+        [[group], []], {place: [value, place] for place, value in enumerate(sums)}, NAMES, ranks
+    )
     if says is None:
         assert found is None
     else:
@@ -133,7 +149,9 @@ def test_a_product_is_checked_bit_for_bit_and_its_time_told(tmp_path, monkeypatc
     monkeypatch.setattr(time, "monotonic", lambda: later)
     multiply = health._multiply
     health._multiply = lambda a, b: wrong_at(multiply(a, b), 1)
-    with pytest.raises(SickDevice, match=r"^a device of rank 0 multiplies wrongly: 1 bits") as found:
+    with pytest.raises(
+        SickDevice, match=r"^a device of rank 0 multiplies wrongly: 1 bits"
+    ) as found:
         health.check_product(params)
     assert found.value.ranks == [0] and beat.matmul["bits"] == 1 and told["bits"] == 0
 
@@ -148,8 +166,12 @@ def wrong_at(product: jax.Array, device: int) -> jax.Array:
 SIZES = [(n, "float32") for n in (1, 65535, 65536, 200_001, 65536 * 300 + 7)]
 
 
-@pytest.mark.parametrize(("size", "dtype"), [*SIZES, (300, "bfloat16"), (300, "float16"), (300, "int32")])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [*SIZES, (300, "bfloat16"), (300, "float16"), (300, "int32")]
+)
 def test_a_checksum_is_the_sum_of_all_bits(size, dtype):
-    x = jax.numpy.asarray(100 * np.random.default_rng(size).standard_normal(size, np.float32)).astype(dtype)
+    x = jax.numpy.asarray(
+        100 * np.random.default_rng(size).standard_normal(size, np.float32)
+    ).astype(dtype)
     bits = np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
     assert int(jax.jit(checksum)(x)) == int(bits.sum(dtype=np.uint32))

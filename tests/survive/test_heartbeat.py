@@ -33,7 +33,18 @@ def test_every_second_since_the_start_is_of_one_kind(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     beat = Heartbeat()
-    for name in ("open", "compile", "restore", "data", "dispatch", "wait", "log", "eval", "save", "end"):
+    for name in (
+        "open",
+        "compile",
+        "restore",
+        "data",
+        "dispatch",
+        "wait",
+        "log",
+        "eval",
+        "save",
+        "end",
+    ):
         beat.phase(name)
     assert sum(beat.seconds.values()) == 10
     assert beat.seconds == dict.fromkeys(KINDS, 1) | {"init": 2, "step": 3}
@@ -53,7 +64,11 @@ def clock(monkeypatch):
 def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_compiling(clock):
     beat = Heartbeat()
     for step in range(1, 30):
-        for name, seconds in (("data", 1), ("compile", 50), ("wait", 3 if step > 5 else 100)):  # long ago
+        for name, seconds in (
+            ("data", 1),
+            ("compile", 50),
+            ("wait", 3 if step > 5 else 100),
+        ):  # long ago
             beat.phase(name)
             clock.now += seconds
         beat.took(step)
@@ -62,7 +77,14 @@ def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_co
         clock.now += 70
     said = beat.values()
     assert said["pace"] == 5
-    assert said["phases"] == {"data": 29, "dispatch": 0, "log": 29, "stopped": 0, "queued": 0, "wait": 24 * 3 + 5 * 100}
+    assert said["phases"] == {
+        "data": 29,
+        "dispatch": 0,
+        "log": 29,
+        "stopped": 0,
+        "queued": 0,
+        "wait": 24 * 3 + 5 * 100,
+    }
 
 
 def test_seconds_are_kept_as_they_were_when_the_last_due_save_began(clock):
@@ -88,12 +110,16 @@ def test_a_supervisor_reads_where_the_process_is(tmp_path):
     rank = Rank(supervised(tmp_path), work_and_wait, 3)
     rank.until(lambda: rank.beat.get("saved") == 3)
     found = rank.beat
-    rank.until(lambda: rank.beat["alive"] >= found["alive"] + 2)  # while the main thread stands still
+    rank.until(
+        lambda: rank.beat["alive"] >= found["alive"] + 2
+    )  # while the main thread stands still
     later = rank.beat
     rank.kill()
     assert (tmp_path / "local-0" / "beat").stat().st_size == SIZE
     assert (later["phase"], later["step"], later["n"], later["start"]) == ("save", 3, found["n"], 0)
-    assert 0.014 <= later["pace"] <= sum(later["phases"].values()) and later["phases"]["wait"] >= 0.03
+    assert (
+        0.014 <= later["pace"] <= sum(later["phases"].values()) and later["phases"]["wait"] >= 0.03
+    )
     assert later["at_save"]["step"] == 3
     assert sum(later["seconds"].values()) > sum(later["at_save"]["seconds"].values()) >= 0.05
     # The time of the phase that goes on counts.
@@ -150,7 +176,9 @@ def fail(kind: str) -> None:
     begun().fail(kind, "it is broken.")
 
 
-@pytest.mark.parametrize(("kind", "code"), [("numbers", 70), ("sick", 71), ("peer", 73), ("port", 1), ("config", 2)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("numbers", 70), ("sick", 71), ("peer", 73), ("port", 1), ("config", 2)]
+)
 def test_what_ended_a_process_is_told_by_code_and_sentence(tmp_path, kind, code):
     rank = Rank(supervised(tmp_path), fail, kind)
     assert rank.end() == code
@@ -167,7 +195,9 @@ def test_ranks_to_blame_are_noted_where_they_are_known(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"local": 1}', "{" * 3000])
 def test_a_variable_that_no_supervisor_has_set_is_one_sentence(text):
-    with pytest.raises(ConfigError, match=f"^{VARIABLE} is .*; it is set by the supervisor only, so unset it.$"):
+    with pytest.raises(
+        ConfigError, match=f"^{VARIABLE} is .*; it is set by the supervisor only, so unset it.$"
+    ):
         Supervised.read(text)
 
 
@@ -179,7 +209,9 @@ def test_the_variable_is_read_back_as_it_was_told_and_children_have_none(tmp_pat
         "print(begun().supervised.rank, sum('SUPERVISED' in name for name in os.environ))"
     )
     environment = os.environ | {VARIABLE: variable(told)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "0 0\n"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "0 0\n"
+    )
 
 
 def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_else(clock):
@@ -193,7 +225,14 @@ def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_els
     beat.took(1)
     clock.now += 0.5
     beat.pause({"stopped": 2.0, "queued": 0.0})
-    assert beat.values()["phases"] == {"data": 5, "dispatch": 0, "log": 0.5, "stopped": 5, "queued": 1, "wait": 1}
+    assert beat.values()["phases"] == {
+        "data": 5,
+        "dispatch": 0,
+        "log": 0.5,
+        "stopped": 5,
+        "queued": 1,
+        "wait": 1,
+    }
     assert sum(beat.phases().values()) == 12.5 and beat.seconds["step"] == 7
 
 

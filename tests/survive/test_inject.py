@@ -32,9 +32,17 @@ def test_the_catalogue_has_32_kinds_in_order_and_each_of_a_trainer_is_done_at_a_
 
 def test_a_fault_is_asked_for_by_kind_step_and_rank():
     (request,) = parse("kill@40:1")
-    assert (request.name, request.kind.name, request.step, request.rank) == ("kill@40:1", "kill", 40, 1)
+    assert (request.name, request.kind.name, request.step, request.rank) == (
+        "kill@40:1",
+        "kill",
+        40,
+        1,
+    )
     assert parse("kill@40:1.b")[0].name == "kill@40:1.b"
-    assert [(r.name, r.rank) for r in parse("kill-two@4:2")] == [("kill-two@4:2", 2), ("kill-two@4:2+1", 3)]
+    assert [(r.name, r.rank) for r in parse("kill-two@4:2")] == [
+        ("kill-two@4:2", 2),
+        ("kill-two@4:2+1", 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,10 @@ def run(directory: str, asked: list[str]) -> None:
     beat = begun()
     injector = Injector(beat, asked)
     devices = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
-    state, batch = State({"w": jnp.zeros((2, 3, 4))}), {"tokens": jax.device_put(np.zeros((4, 2), np.int32), devices)}
+    state, batch = (
+        State({"w": jnp.zeros((2, 3, 4))}),
+        {"tokens": jax.device_put(np.zeros((4, 2), np.int32), devices)},
+    )
     beat.phase("join")
     injector.at("join")
     injector.at("restore")
@@ -128,7 +139,10 @@ def test_a_process_ends_at_the_step_in_the_way_that_was_asked_for(tmp_path, kind
     assert rank.end() == code, rank.output.read_text()
     assert rank.beat["step"] == STEP
     said = rank.output.read_text()
-    assert f"meshtrain: {kind}@{STEP}:0: {KINDS[kind].does}, injected into rank 0 after step {STEP}." in said
+    assert (
+        f"meshtrain: {kind}@{STEP}:0: {KINDS[kind].does}, injected into rank 0 after step {STEP}."
+        in said
+    )
     assert ("RESOURCE_EXHAUSTED" in said) == (kind == "out-of-memory")
     if kind == "kill-save":
         assert (tmp_path / "checkpoints" / f"{STEP}.writing").exists()
@@ -145,7 +159,12 @@ def test_a_fault_of_the_start_waits_for_a_checkpoint_of_the_step(tmp_path, kind)
 
 @pytest.mark.thorough
 def test_a_fault_happens_once_unless_it_is_one_for_ever(tmp_path):
-    for fault, again in (("kill@2:0", 0), ("kill-two@2:0", 0), ("kill-compile@0:0", 0), ("crash-loop@2:0", -9)):
+    for fault, again in (
+        ("kill@2:0", 0),
+        ("kill-two@2:0", 0),
+        ("kill-compile@0:0", 0),
+        ("crash-loop@2:0", -9),
+    ):
         assert hurt(tmp_path, fault).end() == -9
         assert hurt(tmp_path, fault).end() == again
     assert hurt(tmp_path, "kill@2:0.b").end() == -9  # asked for once more
@@ -169,14 +188,18 @@ def test_the_other_ranks_are_left_alone_but_for_the_second_of_two(tmp_path):
         ("collective", "wait", "S", True, "_never_ready"),
     ],
 )
-def test_a_process_hangs_in_the_way_that_was_asked_for(tmp_path, kind, phase, state, thread_lives, stack):
+def test_a_process_hangs_in_the_way_that_was_asked_for(
+    tmp_path, kind, phase, state, thread_lives, stack
+):
     rank = hurt(tmp_path, f"{kind}@{STEP}:0")
     rank.until(lambda: "injected" in rank.output.read_text() and rank.state == state)
     time.sleep(0.3)
     before = rank.beat
     time.sleep(1.6)
     after = rank.beat
-    rank.until(lambda: rank.state == state)  # at most for moments it is another: a sleep that ends, and begins again
+    rank.until(
+        lambda: rank.state == state
+    )  # at most for moments it is another: a sleep that ends, and begins again
     assert (after["phase"], after["step"], after["n"]) == (phase, STEP, before["n"])
     assert (after["alive"] > before["alive"]) == thread_lives
     if stack and state != "D":  # a process in the kernel hears no signal
@@ -255,7 +278,9 @@ def run_for_ever() -> None:
 def injected(directory: Path, kind: str, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     beat = Heartbeat()
     beat.supervised = supervised(directory)
-    state, batch = Injector(beat, [f"{kind}@{STEP}:0"]).at("dispatch", STEP, (State(params), {"tokens": None}))
+    state, batch = Injector(beat, [f"{kind}@{STEP}:0"]).at(
+        "dispatch", STEP, (State(params), {"tokens": None})
+    )
     assert batch == {"tokens": None}
     return state.params
 
@@ -268,18 +293,26 @@ def placed(shape: tuple[int, ...], *axes: str | None) -> jax.Array:
 def changed(before: jax.Array, after: jax.Array) -> list[tuple[int, int]]:
     """(device, how many numbers changed there)."""
     pairs = zip(before.addressable_shards, after.addressable_shards, strict=True)
-    counts = [(a.device.id, int((np.asarray(a.data) != np.asarray(b.data)).sum())) for a, b in pairs]
+    counts = [
+        (a.device.id, int((np.asarray(a.data) != np.asarray(b.data)).sum())) for a, b in pairs
+    ]
     return [found for found in counts if found[1]]
 
 
 @pytest.mark.parametrize("kind", ["nan", "nan-always"])
 def test_one_number_of_a_matrix_is_no_number_on_one_device(tmp_path, kind):
-    params = {"embedding": placed((8, 4)), "layers": placed((2, 4, 4), None, "tensor"), "norm": placed((4,))}
+    params = {
+        "embedding": placed((8, 4)),
+        "layers": placed((2, 4, 4), None, "tensor"),
+        "norm": placed((4,)),
+    }
     after = injected(tmp_path, kind, params)
     first = jax.devices()[0].id
     assert {name: changed(params[name], after[name]) for name in params} == {
-        "embedding": [], "layers": [(first, 1)], "norm": [],
-    }  # fmt: skip
+        "embedding": [],
+        "layers": [(first, 1)],
+        "norm": [],
+    }
     assert np.isnan(after["layers"].addressable_shards[0].data).sum() == 1
 
 
@@ -287,9 +320,13 @@ def test_one_bit_of_what_most_devices_hold_flips_on_one_device(tmp_path):
     params = {"a": placed((8, 4), "data"), "b": placed((8, 4), "data", "tensor"), "c": placed((4,))}
     after = injected(tmp_path, "bit-flip", params)
     assert {name: changed(params[name], after[name]) for name in params} == {
-        "a": [], "b": [], "c": [(jax.devices()[0].id, 1)],
-    }  # fmt: skip
-    found = np.asarray(after["c"].addressable_shards[0].data).view(np.uint32) ^ np.float32(1).view(np.uint32)
+        "a": [],
+        "b": [],
+        "c": [(jax.devices()[0].id, 1)],
+    }
+    found = np.asarray(after["c"].addressable_shards[0].data).view(np.uint32) ^ np.float32(1).view(
+        np.uint32
+    )
     assert [bin(x).count("1") for x in found] == [1, 0, 0, 0]
 
 
@@ -318,8 +355,12 @@ def test_a_slow_process_naps_for_half_a_step(tmp_path, monkeypatch):
 def test_a_supervisor_s_fault_that_has_been_done_is_not_asked_for_again(tmp_path):
     (tmp_path / "injected").mkdir()
     (tmp_path / "injected" / "node-lost@1:0").touch()
-    store = SimpleNamespace(root=tmp_path, asked=lambda: ["node-lost@1:0", "moon@1:0", "node-lost@2:0"])
-    supervisor = SimpleNamespace(store=store, config=load({}), node=SimpleNamespace(rank=None, end=None))
+    store = SimpleNamespace(
+        root=tmp_path, asked=lambda: ["node-lost@1:0", "moon@1:0", "node-lost@2:0"]
+    )
+    supervisor = SimpleNamespace(
+        store=store, config=load({}), node=SimpleNamespace(rank=None, end=None)
+    )
     injector = NodeInjector(supervisor)
     injector.look(0.0)
     assert list(injector.requests) == ["node-lost@2:0"]

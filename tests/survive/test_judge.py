@@ -1,4 +1,6 @@
-"""The judge of experiments/survive is judged: what a fault could do to a run's training is found, and put to the fault before it."""
+"""The judge of experiments/survive is judged: what a fault could do to a run's training is found, and put to the fault
+before it.
+"""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(judge, "checkpoint_problem", lambda run: None)
     rows = [{"step": step + 1, "loss": loss} for step, loss in enumerate(LOSSES)]
     batches = {1: range(15), 2: range(10, 30)}
-    return SimpleNamespace(path=tmp_path, rows=rows, batches=batches, members={1: 2, 2: 2}, changed={})
+    return SimpleNamespace(
+        path=tmp_path, rows=rows, batches=batches, members={1: 2, 2: 2}, changed={}
+    )
 
 
 def judged(run) -> list[list[str]]:
@@ -33,8 +37,14 @@ def judged(run) -> list[list[str]]:
             read = {step: run.changed.get((generation, step), ROWS[step])[rank] for step in steps}
             lines = [{"step": step + 1, "first": rank, "rows": [row]} for step, row in read.items()]
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    going = [{"event": "going", "generation": 1, "start": 0}, {"event": "going", "generation": 2, "start": 10}]
-    survive, members = {"survive": {"wanted": 2}}, lambda generation: ["n0", "n1"][: run.members[generation]]
+    going = [
+        {"event": "going", "generation": 1, "start": 0},
+        {"event": "going", "generation": 2, "start": 10},
+    ]
+    survive, members = (
+        {"survive": {"wanted": 2}},
+        lambda generation: ["n0", "n1"][: run.members[generation]],
+    )
     cluster = SimpleNamespace(run=run.path, values=survive, of=lambda name: going, members=members)
     found = [Judged("kill", 2, 0, since=0), Judged("kill", 2, 0, since=10)]
     judge_training(cluster, found, REFERENCE)
@@ -52,7 +62,9 @@ def test_a_step_that_is_missing_or_there_twice_is_found(run):
     assert judged(run)[0][0] == "metrics.jsonl goes wrong at step 5"
 
 
-def test_another_loss_is_found_by_its_last_bit_on_the_same_mesh_and_by_the_tolerance_on_another(run):
+def test_another_loss_is_found_by_its_last_bit_on_the_same_mesh_and_by_the_tolerance_on_another(
+    run,
+):
     run.rows[15]["loss"] *= 1 + 1e-15
     assert judged(run) == [[], ["losses differ from step 16 on, by 1.0e-15"]]
     run.members[2] = 1

@@ -40,7 +40,9 @@ def test_kinds_sum_to_the_wall_time_whatever_is_missing_or_wrong():
             if dice.random() < 0.2:
                 del made.lines[node]
             else:
-                made.lines[node] = [spoilt(event, dice) for event in made.lines[node] if dice.random() > 0.15]
+                made.lines[node] = [
+                    spoilt(event, dice) for event in made.lines[node] if dice.random() > 0.15
+                ]
         plans = [spoilt(plan, dice) for plan in made.plans if dice.random() > 0.15]
         found = ledger(told(made.lines, plans))
         assert sum(found.seconds.values()) == pytest.approx(found.wall, abs=1e-3), seed
@@ -53,13 +55,17 @@ def test_kinds_sum_to_the_wall_time_whatever_is_missing_or_wrong():
 SPENT = {"init": 4.0, "compile": 6.0, "step": 10.0}
 GONE_ON = (
     line(30, "save", generation=1, rank=0, step=10, seconds=SPENT),
-    line(40, "save", generation=1, rank=0, step=20, seconds=SPENT | {"step": 19.0, "checkpoint": 1.0}),
+    line(
+        40, "save", generation=1, rank=0, step=20, seconds=SPENT | {"step": 19.0, "checkpoint": 1.0}
+    ),
 )
 BEGUN = (line(0, "join"), line(10, "started", generation=1, rank=0))
 
 
 def ended(wall, exit, taken, **spent):
-    return line(wall, "ended", generation=1, rank=0, exit=exit, step=taken, start=0, seconds=SPENT | spent)
+    return line(
+        wall, "ended", generation=1, rank=0, exit=exit, step=taken, start=0, seconds=SPENT | spent
+    )
 
 
 def second(start):
@@ -73,7 +79,9 @@ def test_what_came_after_the_save_that_was_gone_on_from_is_lost():
     # 8 s of steps and 1 s of a save; the last second nobody counted
     assert found.seconds["lost"] == pytest.approx(10)
     # Nobody has gone on yet.
-    assert of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0)).seconds["lost"] == pytest.approx(10)
+    assert of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0)).seconds[
+        "lost"
+    ] == pytest.approx(10)
     # The newest save was damaged; and nothing was built on this generation.
     found = of(*BEGUN, *GONE_ON, ended(50, -9, 28, step=27.0, checkpoint=2.0), *second(10))
     assert found.seconds["step"] == 10 and found.seconds["lost"] == pytest.approx(20)
@@ -117,4 +125,9 @@ def test_clocks_are_put_right_from_node_to_node():
         "n1": [line(0, "clock", node="n3", ahead=7.0), line(0, "clock", node="../x", ahead="much")],
         "n4": [],
     }
-    assert history.clocks(lines) == {"n0": 0.0, "n1": 100.2, "n2": -50.0, "n3": pytest.approx(107.2)}
+    assert history.clocks(lines) == {
+        "n0": 0.0,
+        "n1": 100.2,
+        "n2": -50.0,
+        "n3": pytest.approx(107.2),
+    }

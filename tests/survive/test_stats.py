@@ -22,14 +22,30 @@ def run(tmp_path, seed=1, nodes=4, faults=8):
 
 
 def of_two_generations(first_exit, plans=()):
-    """A run of 1,000 s: of ten seconds a step takes 9 at 1 s each and a save one; 100 s go by before either generation's first step."""
+    """A run of 1,000 s: of ten seconds a step takes 9 at 1 s each and a save one; 100 s go by before either
+    generation's first step.
+    """
     lines = [{"wall": 0.0, "event": "join"}]
-    for generation, began, ended, start, exit in ((1, 0.0, 500.0, 0, first_exit), (2, 600.0, 1000.0, 360, 0)):
+    for generation, began, ended, start, exit in (
+        (1, 0.0, 500.0, 0, first_exit),
+        (2, 600.0, 1000.0, 360, 0),
+    ):
         at, going = {"generation": generation, "rank": 0, "start": start}, began + 100
-        lines += [{"wall": began, "event": "started", **at}, {"wall": going, "event": "going", **at}]
+        lines += [
+            {"wall": began, "event": "started", **at},
+            {"wall": going, "event": "going", **at},
+        ]
         for k in range(1, round(ended - going) // 10 + 1):
             spent = {"init": 100.0, "step": 9.0 * k, "checkpoint": k - 1.0}
-            lines.append({"wall": going + 10 * k - 1, "event": "save", **at, "step": start + 9 * k, "seconds": spent})
+            lines.append(
+                {
+                    "wall": going + 10 * k - 1,
+                    "event": "save",
+                    **at,
+                    "step": start + 9 * k,
+                    "seconds": spent,
+                }
+            )
         spent = spent | {"checkpoint": float(k)}
         end = {"exit": exit, "step": start + 9 * k, "seconds": spent, "phase_seconds": 3.0}
         lines.append({"wall": ended, "event": "ended", **at, **end})
@@ -46,26 +62,39 @@ def test_starts_and_stops_in_good_order_are_no_failures_and_are_left_out_of_what
 
 def test_the_formulas_are_given_what_a_history_says_of_a_failure():
     plan = {"state": "forming", "kind": "signal", "blamed": ["n0"]}
-    faults = [plan | {"number": k, "generation": k + 1, "wall": wall} for k, wall in ((1, 505.0), (2, 1000.0))]
+    faults = [
+        plan | {"number": k, "generation": k + 1, "wall": wall}
+        for k, wall in ((1, 505.0), (2, 1000.0))
+    ]
     times, said = of_two_generations(-9, faults)
     assert (by_kind(said.failures), by_node(said.failures)) == ([("signal", 2)], [("n0", 2)])
     assert said.between_least < said.between == said.exposed / 2 == 500 < said.between_most
-    # From the last sign of progress, 3 s before a process ended, to the verdict, and from there to the first step after it.
+    # From the last sign of progress, 3 s before a process ended, to the verdict, and from there to the first step after
+    # it.
     assert (said.noticed, said.restart) == (pytest.approx((8 + 3) / 2), pytest.approx(195.0))
-    assert (said.interval, said.interval_steps, said.write, said.step) == pytest.approx((9.0, 9.0, 1.0, 1.0))
-    assert said.expected == pytest.approx(goodput(9.0, times.seconds["checkpoint"] / 70, 200.5, 500.0) * 0.9)
+    assert (said.interval, said.interval_steps, said.write, said.step) == pytest.approx(
+        (9.0, 9.0, 1.0, 1.0)
+    )
+    assert said.expected == pytest.approx(
+        goodput(9.0, times.seconds["checkpoint"] / 70, 200.5, 500.0) * 0.9
+    )
     assert said.advised == round(daly(1.0, 500.0))
 
 
 def test_bounds_of_the_mean_time_between_failures_are_garwoods():
     # Garwood 1936, table: of 10 events the mean is 4.80 to 18.39 at 95%; of none at most 3.00
-    assert mean_bounds(100.0, 10) == (pytest.approx(100 / 18.39, rel=1e-3), pytest.approx(100 / 4.795, rel=1e-3))
+    assert mean_bounds(100.0, 10) == (
+        pytest.approx(100 / 18.39, rel=1e-3),
+        pytest.approx(100 / 4.795, rel=1e-3),
+    )
     assert mean_bounds(100.0, 0) == (pytest.approx(100 / 2.9957, rel=1e-4), math.inf)
 
 
 def test_a_run_that_was_given_up_counts_its_last_fault_and_time_when_nobody_wanted_it_counts_for_nothing():
     day = 86400.0
-    lines = [{"wall": w, "event": "join"} for w in (0.0, 10 * day)] + [{"wall": 10 * day + 100, "event": "left"}]
+    lines = [{"wall": w, "event": "join"} for w in (0.0, 10 * day)] + [
+        {"wall": 10 * day + 100, "event": "left"}
+    ]
     plans = [
         {"number": 1, "generation": 1, "state": "forming", "kind": "start", "wall": 1.0},
         {"number": 2, "generation": 1, "state": "over", "kind": "error", "code": 3, "wall": 50.0},
@@ -104,9 +133,20 @@ def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, fau
     check_drawing(drawing)
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert float(root.get("width")) == width
-    assert all(any(t.startswith(f"generation {k + 1}, rank 0: ") for t in titles) for k in range(faults + 1))
+    assert all(
+        any(t.startswith(f"generation {k + 1}, rank 0: ") for t in titles)
+        for k in range(faults + 1)
+    )
     count = len(stats.to_json(at)["reliability"]["failures"])
-    assert sum(": " in line for t in titles if " of " in t and "generation" not in t for line in t.split("\n")) == count
+    assert (
+        sum(
+            ": " in line
+            for t in titles
+            if " of " in t and "generation" not in t
+            for line in t.split("\n")
+        )
+        == count
+    )
     assert "Infinity" not in drawing and "NaN" not in drawing and len(drawing) < 3e6
     plan = sorted((at / "survive" / "plans").iterdir())[-1]
     plan.write_text(plan.read_text().replace("done of nobody", "<script>alert(1)</script>"))
@@ -132,7 +172,10 @@ def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
 
 def test_a_node_that_has_said_it_leaves_has_its_process_until_that_ends():
     at = {"generation": 1, "rank": 0}
-    lines = [{"wall": w, "event": e, **at} for w, e in ((0.0, "join"), (1.0, "started"), (5.0, "left"), (9.0, "ended"))]
+    lines = [
+        {"wall": w, "event": e, **at}
+        for w, e in ((0.0, "join"), (1.0, "started"), (5.0, "left"), (9.0, "ended"))
+    ]
     found = told({"n0": lines})
     assert lives(found, ledger(found))[0].processes == [(1, 0, 1.0, 9.0)]
     assert dominant([], 0.0, 10.0, 5) == [""] * 5
@@ -144,9 +187,18 @@ def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
         dice = random.Random(seed)
         made = Synthetic(dice, nodes=3, faults=dice.randint(0, 6)).play()
         rank = {"number": 1, "pid": 5, "step": 3}
-        record = {"wall": made.now, "sequence": 1, "generation": 1, "state": "running", "rank": rank, "end": None}
+        record = {
+            "wall": made.now,
+            "sequence": 1,
+            "generation": 1,
+            "state": "running",
+            "rank": rank,
+            "end": None,
+        }
         made.records = {"n1": spoilt(record, dice)}
-        made.lines = {node: [spoilt(event, dice) for event in lines] for node, lines in made.lines.items()}
+        made.lines = {
+            node: [spoilt(event, dice) for event in lines] for node, lines in made.lines.items()
+        }
         made.plans = [spoilt(plan, dice) for plan in made.plans]
         at = made.write(tmp_path / str(seed))
         for text in (stats.show(at), stats.show_status(at, watch=0.0), picture.svg(at)):
@@ -158,7 +210,8 @@ def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
 def test_who_supervises_and_who_looks_at_a_run_has_no_jax(tmp_path):
     at = run(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from meshtrain.survive import forming, heartbeat, picture, stats; import meshtrain.config.inject; "
+        "import sys; from pathlib import Path; from meshtrain.survive import forming, heartbeat, picture, stats; "
+        "import meshtrain.config.inject; "
         f"p = Path({str(at)!r}); stats.show(p); stats.show_status(p); picture.svg(p); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -167,4 +220,6 @@ def test_who_supervises_and_who_looks_at_a_run_has_no_jax(tmp_path):
 def test_a_fault_by_itself_has_its_kind_and_several_too_near_their_number(tmp_path):
     root = ElementTree.fromstring(picture.svg(run(tmp_path, nodes=2, faults=60), 960))
     labels = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {label[0] for label in labels if " × " in label} & set("23456789") and not any("1 × " in s for s in labels)
+    assert {label[0] for label in labels if " × " in label} & set("23456789") and not any(
+        "1 × " in s for s in labels
+    )

@@ -12,17 +12,44 @@ from meshtrain.survive.__main__ import main
 from meshtrain.survive.history import read
 
 NODE = {
-    "sequence": 7, "incarnation": "a", "host": "machine", "state": "running", "generation": 3, "acked": 3, "leaving": False, "end": None,
-}  # fmt: skip
+    "sequence": 7,
+    "incarnation": "a",
+    "host": "machine",
+    "state": "running",
+    "generation": 3,
+    "acked": 3,
+    "leaving": False,
+    "end": None,
+}
 RANK = {
-    "number": 1, "pid": 5, "proc": "S", "phase_age": 0.4, "alive_age": 0.1, "step": 120, "phase": "wait", "pace": 1.25, "phases": {"data": 25.0, "wait": 75.0},
-    "saved": 110, "start": 100,
-}  # fmt: skip
+    "number": 1,
+    "pid": 5,
+    "proc": "S",
+    "phase_age": 0.4,
+    "alive_age": 0.1,
+    "step": 120,
+    "phase": "wait",
+    "pace": 1.25,
+    "phases": {"data": 25.0, "wait": 75.0},
+    "saved": 110,
+    "start": 100,
+}
 PLAN = {
-    "number": 5, "generation": 3, "state": "running", "leader": "n0", "wall": 1000.0, "members": ["n0", "n1"], "coordinator": "machine:1234",
-    "mesh": {"data": 2, "tensor": 4, "pipeline": 1}, "microbatches": 8, "kind": "signal", "reason": "rank 2 was killed", "verdict": "run",
-    "blamed": ["n2"], "quarantined": {"n2": 4600.0},
-}  # fmt: skip
+    "number": 5,
+    "generation": 3,
+    "state": "running",
+    "leader": "n0",
+    "wall": 1000.0,
+    "members": ["n0", "n1"],
+    "coordinator": "machine:1234",
+    "mesh": {"data": 2, "tensor": 4, "pipeline": 1},
+    "microbatches": 8,
+    "kind": "signal",
+    "reason": "rank 2 was killed",
+    "verdict": "run",
+    "blamed": ["n2"],
+    "quarantined": {"n2": 4600.0},
+}
 
 
 @pytest.fixture
@@ -31,7 +58,9 @@ def going(tmp_path):
     at = tmp_path / "survive"
     (at / "plans").mkdir(parents=True)
     (at / "nodes").mkdir()
-    (at / "plans" / "000004.json").write_text(json.dumps(PLAN | {"number": 4, "state": "forming", "wall": 998.0}))
+    (at / "plans" / "000004.json").write_text(
+        json.dumps(PLAN | {"number": 4, "state": "forming", "wall": 998.0})
+    )
     (at / "plans" / "000005.json").write_text(json.dumps(PLAN))
     for name, more in (
         ("n0", {"rank": RANK | {"number": 0}}),
@@ -57,7 +86,11 @@ def test_status_says_what_goes_on(going):
     )
     assert "leader n0; coordinator machine:1234; spare n3" in text
     assert "n2 is left out for another 59 min 58 s" in text
-    assert row(text, "n1").split("  ")[0] == "n1" and "120" in row(text, "n1") and "wait for 400 ms" in row(text, "n1")
+    assert (
+        row(text, "n1").split("  ")[0] == "n1"
+        and "120" in row(text, "n1")
+        and "wait for 400 ms" in row(text, "n1")
+    )
     assert "1.25 s" in row(text, "n1") and " 25% " in row(text, "n1")
     assert "00:16:38  generation 3 forming: rank 2 was killed (blamed: n2)" in text
 
@@ -65,7 +98,11 @@ def test_status_says_what_goes_on(going):
 def test_a_program_gets_the_newest_decision_and_every_node(going):
     status = stats.status_json(going, watch=0.0)
     assert (status["over"], status["decision"]["generation"], status["torn"]) == (False, 3, 0)
-    assert [(node["name"], node["alive"]) for node in status["nodes"]] == [("n0", False), ("n1", False), ("n3", False)]
+    assert [(node["name"], node["alive"]) for node in status["nodes"]] == [
+        ("n0", False),
+        ("n1", False),
+        ("n3", False),
+    ]
     assert status["nodes"][1]["rank"]["step"] == 120 and status["nodes"][2]["rank"] is None
 
 
@@ -90,7 +127,9 @@ def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
 
 def test_a_process_that_ended_says_how(going):
     end = {"exit": -9, "kind": "signal", "sentence": "killed by signal 9", "step": 120, "ranks": []}
-    write(going / "survive", "n1", NODE | {"wall": 1002.0, "state": "ended", "rank": RANK, "end": end})
+    write(
+        going / "survive", "n1", NODE | {"wall": 1002.0, "state": "ended", "rank": RANK, "end": end}
+    )
     assert "ended: killed by signal 9" in row(stats.show_status(going, watch=0.0), "n1")
 
 
@@ -108,7 +147,9 @@ def test_a_finished_run_is_not_waited_for(tmp_path, capsys):
 
 
 def test_a_directory_that_is_no_run_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no run of `meshtrain survive`: it holds no directory survive/\.$"):
+    with pytest.raises(
+        ConfigError, match=r"is no run of `meshtrain survive`: it holds no directory survive/\.$"
+    ):
         stats.show_status(tmp_path)
     with pytest.raises(ConfigError, match=r"^there is no run directory .*nowhere\.$"):
         stats.show_status(tmp_path / "nowhere")
@@ -124,9 +165,12 @@ def test_before_anything_is_decided(tmp_path):
 def test_what_is_cut_or_strange_is_left_out_and_counted(going):
     at = going / "survive"
     (at / "events.n0.jsonl").write_bytes(
-        b'{"wall": 1000.5, "event": "join"}\n{"wall": 1001.0, "eve\n[1]\n{"wall": NaN, "event": "join"}\n{"wall": 1e999, "event": "x"}\n'
-        + b'{"wall": 1001.5, "event": "of a version to come", "generation": {}}\n' + b"[" * 100_000 + b'\n\xff\xfe\n{"wall": 1'
-    )  # fmt: skip
+        b'{"wall": 1000.5, "event": "join"}\n{"wall": 1001.0, "eve\n[1]\n{"wall": NaN, "event": "join"}\n{"wall": '
+        b'1e999, "event": "x"}\n'
+        + b'{"wall": 1001.5, "event": "of a version to come", "generation": {}}\n'
+        + b"[" * 100_000
+        + b'\n\xff\xfe\n{"wall": 1'
+    )
     (at / "nodes" / "n1.json").write_bytes(b'{"sequence": 3, "ra')
     (at / "plans" / "000009.json").write_bytes(b"")
     (at / "nodes" / "..x.json").write_text(json.dumps(NODE))

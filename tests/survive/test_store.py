@@ -15,7 +15,14 @@ from meshtrain.survive.store import RECORD, Store
 
 
 def plan(number: int, **what) -> RestartPlan:
-    given = {"generation": 1, "state": "forming", "leader": "n0", "wall": 1.0, "kind": "start", "reason": "it begins"}
+    given = {
+        "generation": 1,
+        "state": "forming",
+        "leader": "n0",
+        "wall": 1.0,
+        "kind": "start",
+        "reason": "it begins",
+    }
     return RestartPlan(number, **given | what)
 
 
@@ -104,7 +111,12 @@ def test_a_plan_under_another_number_is_none(store):
         {"state": "dancing"},
         {"state": "running"},
         {"state": "running", "members": ["n0", "n1"], "incarnations": ["a"], "coordinator": "h:1"},
-        {"state": "running", "members": ["n0", "n0"], "incarnations": ["a", "a"], "coordinator": "h:1"},
+        {
+            "state": "running",
+            "members": ["n0", "n0"],
+            "incarnations": ["a", "a"],
+            "coordinator": "h:1",
+        },
         {"state": "stopping", "members": ["n0", "n1"], "incarnations": ["a", "b"]},
     ],
 )
@@ -130,13 +142,17 @@ def test_of_many_leaders_one_takes_a_number(tmp_path):
     assert not list((tmp_path / "survive" / "plans").glob(".*"))
 
 
-@pytest.mark.parametrize("where", ["", "survive", *(f"survive/{n}" for n in ("plans", "nodes", "inject", "injected"))])
+@pytest.mark.parametrize(
+    "where", ["", "survive", *(f"survive/{n}" for n in ("plans", "nodes", "inject", "injected"))]
+)
 def test_a_directory_that_others_could_put_decisions_into_is_refused(tmp_path, where):
     run = tmp_path / "run"
     run.mkdir()
     Store(run, "n0")
     (run / where).chmod(0o777)
-    with pytest.raises(ConfigError, match="can be written by everybody, who could decide what runs here"):
+    with pytest.raises(
+        ConfigError, match="can be written by everybody, who could decide what runs here"
+    ):
         Store(run, "n0")
     (run / where).chmod(0o700)
     if os.geteuid() == 0:  # nobody else gives a directory away

@@ -1,4 +1,6 @@
-"""Who is slow is told by figures that differ, three times in a row; never by a figure that everybody has, or that stands still."""
+"""Who is slow is told by figures that differ, three times in a row; never by a figure that everybody has, or that
+stands still.
+"""
 
 import pytest
 
@@ -6,19 +8,28 @@ from meshtrain.survive.heartbeat import HOST
 from meshtrain.survive.records import Node, Rank, RestartPlan
 from meshtrain.survive.stragglers import SPAN, TIMES, Stragglers, judge
 
-PLAN = RestartPlan(2, 1, "running", "n0", 0.0, "start", "", members=["n0", "n1", "n2"], incarnations=["i"] * 3)
+PLAN = RestartPlan(
+    2, 1, "running", "n0", 0.0, "start", "", members=["n0", "n1", "n2"], incarnations=["i"] * 3
+)
 
 
 def spent(share: float, seconds: float, phase: str = "data") -> dict[str, float]:
     return {phase: share * seconds, "wait": (1 - share) * seconds}
 
 
-def nodes(look: int, shares=(None,) * 3, products=(None,) * 3, span: float = SPAN, phase: str = "data") -> list[Node]:
+def nodes(
+    look: int, shares=(None,) * 3, products=(None,) * 3, span: float = SPAN, phase: str = "data"
+) -> list[Node]:
     """At look number `look`: of each, the share of its steps in which it waited for nobody."""
     matmul = [None if p is None else {"seconds": p, "bits": 0, "times": look} for p in products]
-    phases = [None if share is None else spent(share, look * 1.01 * span, phase) for share in shares]
+    phases = [
+        None if share is None else spent(share, look * 1.01 * span, phase) for share in shares
+    ]
     ranks = [Rank(k, 9, step=look, pace=1.0, phases=phases[k], matmul=matmul[k]) for k in range(3)]
-    return [Node(f"n{k}", "i", f"h{k}", generation=1, state="running", rank=rank) for k, rank in enumerate(ranks)]
+    return [
+        Node(f"n{k}", "i", f"h{k}", generation=1, state="running", rank=rank)
+        for k, rank in enumerate(ranks)
+    ]
 
 
 def told(looks, plan: RestartPlan = PLAN) -> list[tuple[str, float]]:
@@ -48,9 +59,14 @@ def test_the_rank_whose_device_is_slower_is_told():
         [nodes(look, shares=(0.5, 0.5, 0.5)) for look in range(9)],  # all alike
         [nodes(look, shares=(0.1, 0.34, 0.1)) for look in range(9)],  # a quarter slower is not
         [nodes(5, shares=(0.1, 0.5, 0.1))] * 9,  # one figure, seen nine times
-        [nodes(look, shares=(0.1, 0.5, 0.1), span=SPAN / 9) for look in range(27)],  # not for long enough
+        [
+            nodes(look, shares=(0.1, 0.5, 0.1), span=SPAN / 9) for look in range(27)
+        ],  # not for long enough
         [nodes(look, shares=(None, 0.5, None)) for look in range(9)],  # nobody to compare with
-        [nodes(look, shares=(0.0, 0.0, 0.0), products=(0.0, 0.0, 0.0), span=0.0) for look in range(9)],
+        [
+            nodes(look, shares=(0.0, 0.0, 0.0), products=(0.0, 0.0, 0.0), span=0.0)
+            for look in range(9)
+        ],
     ],
 )
 def test_what_tells_nothing(looks):
@@ -77,19 +93,50 @@ def test_who_takes_no_part_is_not_compared():
         ]
 
     assert told(map(with_spare, range(9))) == []
-    old = [Node(n.name, "i", n.host, generation=0, rank=n.rank) for n in nodes(1, shares=(0.1, 0.9, 0.1))]
+    old = [
+        Node(n.name, "i", n.host, generation=0, rank=n.rank)
+        for n in nodes(1, shares=(0.1, 0.9, 0.1))
+    ]
     assert told([old] * 9) == []
 
 
-# What `tests/survive/test_training_processes.py` read of two ranks in 15 s, on two cores that 14 processes wanted: at first neither was
-# disturbed, then the second was stopped for 0.4 of each 0.5 s.
+# What `tests/survive/test_training_processes.py` read of two ranks in 15 s, on two cores that 14 processes wanted: at
+# first neither was disturbed, then the second was stopped for 0.4 of each 0.5 s.
 LOADED = (
-    {"data": 0.0894, "dispatch": 0.0042, "log": 0.0257, "stopped": 0.0102, "queued": 0.4867, "wait": 14.4529},
-    {"data": 0.083, "dispatch": 0.0028, "log": 0.0192, "stopped": 0.013, "queued": 0.2672, "wait": 14.6792},
+    {
+        "data": 0.0894,
+        "dispatch": 0.0042,
+        "log": 0.0257,
+        "stopped": 0.0102,
+        "queued": 0.4867,
+        "wait": 14.4529,
+    },
+    {
+        "data": 0.083,
+        "dispatch": 0.0028,
+        "log": 0.0192,
+        "stopped": 0.013,
+        "queued": 0.2672,
+        "wait": 14.6792,
+    },
 )
 STOPPED = (
-    {"data": 0.0192, "dispatch": 0.0008, "log": 0.0095, "stopped": 0.0016, "queued": 0.2984, "wait": 14.8976},
-    {"data": 0.0218, "dispatch": 0.0009, "log": 0.0078, "stopped": 11.1608, "queued": 0.199, "wait": 3.8406},
+    {
+        "data": 0.0192,
+        "dispatch": 0.0008,
+        "log": 0.0095,
+        "stopped": 0.0016,
+        "queued": 0.2984,
+        "wait": 14.8976,
+    },
+    {
+        "data": 0.0218,
+        "dispatch": 0.0009,
+        "log": 0.0078,
+        "stopped": 11.1608,
+        "queued": 0.199,
+        "wait": 3.8406,
+    },
 )
 
 

@@ -1,6 +1,8 @@
-"""Supervisors as an enemy meets them: processes killed, frozen and asked to stop at any moment, with stand-ins for the training.
+"""Supervisors as an enemy meets them: processes killed, frozen and asked to stop at any moment, with stand-ins for the
+training.
 
-Whatever is done, `Nodes.check` holds at the end: each step stands once, no two generations were at work at once, no process is left.
+Whatever is done, `Nodes.check` holds at the end: each step stands once, no two generations were at work at once, no
+process is left.
 """
 
 import contextlib
@@ -26,9 +28,13 @@ def server(tmp_path_factory):
     found.end()
 
 
-def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_but_are_told(server, tmp_path):
+def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_but_are_told(
+    server, tmp_path
+):
     with Nodes(server, tmp_path, steps=60) as nodes:
-        n0, n1, n2 = (nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1)))
+        n0, n1, n2 = (
+            nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1))
+        )
         nodes.until_step(3)
         nodes.do(1, "kill")
         nodes.until_plan("running", 2)
@@ -62,7 +68,10 @@ def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tm
 def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
     with Nodes(server, tmp_path, nodes=1, steps=10) as nodes:
         nodes.run.mkdir()
-        holds = f"import fcntl; f = open({str(nodes.run / '.lock')!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+        holds = (
+            f"import fcntl; f = open({str(nodes.run / '.lock')!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+            "print('held', flush=True); input()"
+        )
         command = [sys.executable, "-c", holds]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
@@ -74,7 +83,8 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "moment", ["running", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("joining", "saving"))]
+    "moment",
+    ["running", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("joining", "saving"))],
 )
 def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
     with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
@@ -181,7 +191,10 @@ def test_too_few_nodes_end_with_75(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, least=2, join_timeout=0.5) as nodes:
         (alone,) = nodes.start("n0")
         assert alone.end() == 75
-        assert "there are 1 nodes after 0 s, 2 are needed; run again to go on" in alone.said.replace("0.5", "0")
+        assert (
+            "there are 1 nodes after 0 s, 2 are needed; run again to go on"
+            in alone.said.replace("0.5", "0")
+        )
         assert not (nodes.run / "survive" / "gen-1").exists()
 
 
@@ -219,14 +232,19 @@ def test_a_node_that_fails_twice_stands_back_for_a_spare(server, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("restarts", "reason"), [(20, "a loop"), (1, "restarts of survive.restarts are spent")])
+@pytest.mark.parametrize(
+    ("restarts", "reason"), [(20, "a loop"), (1, "restarts of survive.restarts are spent")]
+)
 def test_a_fault_that_comes_again_and_again_ends_the_run_with_3(server, tmp_path, restarts, reason):
     with Nodes(server, tmp_path, nodes=2, least=2, restarts=restarts) as nodes:
         nodes.run.mkdir()
         nodes.do(1, "kill always")
         started = nodes.start("n0", "n1", constants={"decide.LONGEST_DELAY": 0.1})
         assert [node.end() for node in started] == [3, 3], nodes.told()
-        assert reason in nodes.plans()[-1]["reason"] and min(restarts, 2) <= len(nodes.faults()) <= restarts
+        assert (
+            reason in nodes.plans()[-1]["reason"]
+            and min(restarts, 2) <= len(nodes.faults()) <= restarts
+        )
         assert not nodes.living() and not (nodes.run / "overlaps").exists()
 
 
@@ -256,7 +274,9 @@ def test_a_run_directory_that_is_removed_ends_with_75(server, tmp_path, then):
             nodes.run.mkdir()
         assert [node.end() for node in started] == [75, 75], nodes.told()
         for node in started:
-            assert "the run directory cannot be used" in node.said and "supervisor.py" not in node.said
+            assert (
+                "the run directory cannot be used" in node.said and "supervisor.py" not in node.said
+            )
         assert not nodes.living()
 
 
@@ -312,7 +332,9 @@ def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
                 while True:
                     file.write(b"x" * 4096)
             generation = nodes.plans()[-1]["generation"]
-            os.kill(next(p["pid"] for p in nodes.events("started") if p["rank"] == 1), signal.SIGKILL)
+            os.kill(
+                next(p["pid"] for p in nodes.events("started") if p["rank"] == 1), signal.SIGKILL
+            )
             time.sleep(3.0)
             assert [node.code for node in started] == [None, None], nodes.told()
             assert nodes.plans()[-1]["generation"] <= generation + 1
@@ -366,8 +388,15 @@ def test_nodes_with_different_configs_are_refused_before_anything_is_trained(ser
         assert [n0.end(), n1.end()] == [2, 2], nodes.told()
         key = "optimizer.learning_rate is 0.02 on n1 and 0.001 on n0"
         for node in (n0, n1):
-            assert "node n1 (" in node.said and ") does not fit node n0 (" in node.said and key in node.said
-            assert node.said.count("give all nodes of a run the same config") == 1 and "Traceback" not in node.said
+            assert (
+                "node n1 (" in node.said
+                and ") does not fit node n0 (" in node.said
+                and key in node.said
+            )
+            assert (
+                node.said.count("give all nodes of a run the same config") == 1
+                and "Traceback" not in node.said
+            )
         assert not nodes.events("started") and not nodes.living()
 
 

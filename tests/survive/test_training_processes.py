@@ -45,16 +45,30 @@ def start(
     **sections: dict,
 ) -> list[Rank]:
     directory.mkdir(exist_ok=True)
-    sections |= {"mesh": MESHES[mesh], "log": {"batches": True}, "survive": {"inject": list(inject)}}
-    sections |= {"parallel": {"microbatches": 2}, "train": {"global_batch_size": 8, "uneven_batch": "pad"}}
+    sections |= {
+        "mesh": MESHES[mesh],
+        "log": {"batches": True},
+        "survive": {"inject": list(inject)},
+    }
+    sections |= {
+        "parallel": {"microbatches": 2},
+        "train": {"global_batch_size": 8, "uneven_batch": "pad"},
+    }
     config = settings(directory, steps, EVERY, **sections)
     named = {}
     if processes > 1:
         address = f"127.0.0.1:{free_port()}"
-        named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}  # fmt: skip
+        named = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_BIND_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(processes),
+        }
     cache = str(jax.config.jax_compilation_cache_dir)
     told = [supervised(directory / "run", rank) for rank in range(processes)]
-    return [Rank(one, train, config, cache, **named, JAX_PROCESS_ID=str(rank)) for rank, one in enumerate(told)]
+    return [
+        Rank(one, train, config, cache, **named, JAX_PROCESS_ID=str(rank))
+        for rank, one in enumerate(told)
+    ]
 
 
 def codes(ranks: list[Rank]) -> list[int | None]:
@@ -92,7 +106,10 @@ def alone(tmp_path_factory):
 
 def test_patience_ends_all_processes_after_the_same_step(tmp_path):
     """With so small a learning rate no evaluation is lower than the first."""
-    still = {"optimizer": {"learning_rate": 1e-30}, "eval": {"every": 1, "batches": 1, "patience": 2}}
+    still = {
+        "optimizer": {"learning_rate": 1e-30},
+        "eval": {"every": 1, "batches": 1, "patience": 2},
+    }
     ranks = start(tmp_path, 2, **still)
     assert codes(ranks) == [0, 0], [rank.output.read_text() for rank in ranks]
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
@@ -102,13 +119,19 @@ def test_patience_ends_all_processes_after_the_same_step(tmp_path):
 # Three processes with rows that fill the batch up are those of tests/test_uneven_batch.py.
 @pytest.mark.parametrize(
     ("mesh", "processes"),
-    [("2x2x2", 4), pytest.param("4x2x1", 2, marks=pytest.mark.slow), pytest.param("3x1x1", 3, marks=pytest.mark.slow)],
+    [
+        ("2x2x2", 4),
+        pytest.param("4x2x1", 2, marks=pytest.mark.slow),
+        pytest.param("3x1x1", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, mesh, processes):
     ranks = start(tmp_path, processes, mesh)
     assert codes(ranks) == [0] * processes, [rank.output.read_text() for rank in ranks]
     expected = {row["step"]: row["loss"] for row in rows(alone(mesh))}
-    assert {row["step"]: row["loss"] for row in rows(tmp_path / "run")} == pytest.approx(expected, rel=2e-6)
+    assert {row["step"]: row["loss"] for row in rows(tmp_path / "run")} == pytest.approx(
+        expected, rel=2e-6
+    )
     assert len(expected) == STEPS
     read = batches(alone("2x2x2"))
     assert batches(tmp_path / "run") == read and [len(read[step]) for step in read] == [8] * STEPS
@@ -128,13 +151,16 @@ def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, me
 def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, fault, ends, kinds):
     ranks = start(tmp_path, 2, inject=(fault,))
     found = codes(ranks)
-    # Rank 0 holds the coordinator: a peer that hears of its end before a collective fails is aborted by JAX's client, which writes no file.
+    # Rank 0 holds the coordinator: a peer that hears of its end before a collective fails is aborted by JAX's client,
+    # which writes no file.
     if found[1] == -signal.SIGABRT and ends[0] == 1:
         assert ABORTED.search(ranks[1].output.read_bytes()), ranks[1].output.read_text()
         found[1], kinds = 73, [kinds[0], None]
     assert found == ends, [rank.output.read_text() for rank in ranks]
     for rank, kind in zip(ranks, kinds, strict=True):
-        assert not rank.told.own("fault.json").exists() if kind is None else rank.fault["kind"] == kind
+        assert (
+            not rank.told.own("fault.json").exists() if kind is None else rank.fault["kind"] == kind
+        )
     assert [row["step"] for row in rows(tmp_path / "run")] in ([1, 2, 3], [1, 2, 3, 4])
     if fault.startswith("bit-flip"):
         assert [rank.fault["ranks"] for rank in ranks] == [[1], [1]]
@@ -156,7 +182,14 @@ def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp
 
 # 16 patches, as many positions as the text of `settings` has
 IMAGES: dict[str, dict] = {
-    "model": {"family": "vit", "image_size": 16, "patch_size": 4, "channels": 1, "pool": "mean", "vocab_size": 10},
+    "model": {
+        "family": "vit",
+        "image_size": 16,
+        "patch_size": 4,
+        "channels": 1,
+        "pool": "mean",
+        "vocab_size": 10,
+    },
     "data": {"source": "synthetic", "images": {"shift": 2, "mixup": 0.8}},
 }
 
@@ -172,10 +205,15 @@ def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(
     shutil.rmtree(tmp_path / "hurt" / "run" / "survive")
     again = start(tmp_path / "hurt", 2, **IMAGES)
     assert codes(again) == [0, 0], [rank.output.read_text() for rank in again]
-    expected, found = ({row["step"]: row["loss"] for row in rows(tmp_path / name / "run")} for name in ("whole", "hurt"))  # fmt: skip
+    expected, found = (
+        {row["step"]: row["loss"] for row in rows(tmp_path / name / "run")}
+        for name in ("whole", "hurt")
+    )
     assert list(found) == list(expected) and found == pytest.approx(expected, rel=2e-6)
     read = batches(tmp_path / "whole" / "run")
-    assert {step: read[step] for step in range(saved + 1, STEPS + 1)} == batches(tmp_path / "hurt" / "run")
+    assert {step: read[step] for step in range(saved + 1, STEPS + 1)} == batches(
+        tmp_path / "hurt" / "run"
+    )
     assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
 
 
@@ -195,13 +233,19 @@ def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alik
                         os.kill(pid, number)
                     time.sleep(seconds)
             after = [rank.beat["phases"] for rank in ranks]
-            return {k: {p: b[p] - a[p] for p in b} for k, (a, b) in enumerate(zip(before, after, strict=True))}
+            return {
+                k: {p: b[p] - a[p] for p in b}
+                for k, (a, b) in enumerate(zip(before, after, strict=True))
+            }
 
         alike = over_a_while()
         assert not any(pace.is_slow for pace in judge(alike).values()), alike
         stopped = over_a_while(ranks[1].process.pid)
         paces = judge(stopped)
-        assert paces[1].is_slow and not paces[0].is_slow and paces[1].phase == "stopped", (alike, stopped)
+        assert paces[1].is_slow and not paces[0].is_slow and paces[1].phase == "stopped", (
+            alike,
+            stopped,
+        )
     finally:
         for rank in ranks:
             rank.kill()

@@ -20,7 +20,9 @@ from meshtrain.survive.view import View, config_text, difference, digests, this_
 def view(tmp_path: Path) -> View:
     """Of node n0, that has seen n1 change."""
     (tmp_path / "run").mkdir()
-    found = View(Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0))
+    found = View(
+        Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0)
+    )
     other = Store(tmp_path / "run", "n1")
     for sequence in (1, 2):
         other.publish(Node("n1", "first", sequence=sequence))
@@ -43,7 +45,9 @@ def test_a_node_that_says_nothing_ages(view: View) -> None:
     assert of(view, "n1").age == pytest.approx(39 / 5, abs=0.5)
 
 
-def test_records_are_read_often_however_long_it_takes(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_read_often_however_long_it_takes(
+    view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))  # a second each
     view.look(3.0, Node("n0", "own"))
@@ -60,7 +64,9 @@ def test_a_node_that_came_back_is_known_from_then_on(view: View) -> None:
     assert of(view, "n1").known < 1.0
 
 
-def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_life(view: View) -> None:
+def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_life(
+    view: View,
+) -> None:
     other = Store(view.store.root.parent, "n1")
     end = ProcessEnd(73, "peer", "ended")
     for tick in range(20):
@@ -78,7 +84,14 @@ def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_li
 
 def leads(view: View, since: float, **plan) -> bool:
     if plan:
-        given = {"generation": 1, "leader": "n1", "wall": 1.0, "kind": "start", "reason": "", "coordinator": "h:1"}
+        given = {
+            "generation": 1,
+            "leader": "n1",
+            "wall": 1.0,
+            "kind": "start",
+            "reason": "",
+            "coordinator": "h:1",
+        }
         assert view.store.propose(RestartPlan(view.store.next_number, **given | plan))
     own = Node("n0", "own")
     view.look(100.0, own)
@@ -108,18 +121,25 @@ def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: V
 # --- who has taken the name
 
 
-def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(tmp_path: Path) -> None:
+def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(
+    tmp_path: Path,
+) -> None:
     own = View(Store(tmp_path, "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=1.0))
     own.refuse_twin("n0")
     other = Store(tmp_path, "n0")
     other.publish(Node("n0", "other", machine=this_machine(), pid=2**22 + 1))
     own.refuse_twin("n0")
-    for state, waits in (("idle", 2.5 * own.options.heartbeat), ("running", own.options.node_timeout)):
+    for state, waits in (
+        ("idle", 2.5 * own.options.heartbeat),
+        ("running", own.options.node_timeout),
+    ):
         other.publish(Node("n0", "other", host="elsewhere", pid=1, state=state))
         began = time.monotonic()
         own.refuse_twin("n0")
         assert waits <= time.monotonic() - began < waits + 0.5
-    speak = threading.Timer(0.3, lambda: other.publish(Node("n0", "other", host="elsewhere", pid=7, sequence=2)))
+    speak = threading.Timer(
+        0.3, lambda: other.publish(Node("n0", "other", host="elsewhere", pid=7, sequence=2))
+    )
     speak.start()
     with pytest.raises(ConfigError, match=r"another supervisor .* is at work as n0"):
         own.refuse_twin("n0")
@@ -150,7 +170,12 @@ def test_what_an_editor_leaves_beside_the_source_is_no_other_code(tmp_path, monk
     digests = []
     monkeypatch.setattr(versions, "__file__", str(tmp_path / "meshtrain" / "run" / "versions.py"))
     (tmp_path / "meshtrain").mkdir()
-    for name in ("run/versions.py", ".ipynb_checkpoints/versions.py", "__pycache__/x.pyc", "more.py"):
+    for name in (
+        "run/versions.py",
+        ".ipynb_checkpoints/versions.py",
+        "__pycache__/x.pyc",
+        "more.py",
+    ):
         (tmp_path / "meshtrain" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "meshtrain" / name).write_text("1")
         (tmp_path / "meshtrain" / ".#more.py").unlink(missing_ok=True)
@@ -162,7 +187,10 @@ def test_what_an_editor_leaves_beside_the_source_is_no_other_code(tmp_path, monk
 def test_what_differs_between_nodes_is_named(monkeypatch):
     version = metadata.version
     base = {"run": {"directory": "/a"}, "optimizer": {"learning_rate": 0.01}}
-    one, other = load(base), load(base, ["optimizer.learning_rate=0.02", "run.directory=/b", "run.seed=5"])
+    one, other = (
+        load(base),
+        load(base, ["optimizer.learning_rate=0.02", "run.directory=/b", "run.seed=5"]),
+    )
     own = Node("n0", host="h0", digests=digests(one))
 
     def said(config, **changed: str) -> str:
@@ -171,11 +199,16 @@ def test_what_differs_between_nodes_is_named(monkeypatch):
 
     assert said(one) == "" == said(load(base, ["run.directory=/b"]))
     # a checkout beside an installed package: its source says what it is
-    monkeypatch.setattr(metadata, "version", lambda name: "9.9" if name == "meshtrain" else version(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "9.9" if name == "meshtrain" else version(name)
+    )
     assert said(one) == ""
     sentence = said(other, jaxlib="9.9", code="feed")
     assert sentence.startswith("node n1 (h1) does not fit node n0 (h0): ")
-    keys = ("optimizer.learning_rate is 0.02 on n1 and 0.01 on n0", "run.seed is 5 on n1 and 0 on n0")
+    keys = (
+        "optimizer.learning_rate is 0.02 on n1 and 0.01 on n0",
+        "run.seed is 5 on n1 and 0 on n0",
+    )
     assert all(part in sentence for part in (*keys, "jaxlib is 9.9 on n1", "source code"))
     assert "run.directory" not in sentence and "python" not in sentence
     # What cannot be read names no key; a record of an earlier version has no digests.

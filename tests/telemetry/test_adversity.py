@@ -21,7 +21,9 @@ FULL = 4.0  # seconds
 
 
 def hostile_disk(run):
-    """Smaller than what a run needs, full for a while from step 100 on; and a file where a tracker wants a directory."""
+    """Smaller than what a run needs, full for a while from step 100 on; and a file where a tracker wants a
+    directory.
+    """
     read = SyntheticRows.read
     SyntheticRows.read = lambda *given: (time.sleep(LEAST), read(*given))[1]
     own_mounts()
@@ -47,7 +49,9 @@ def fill_for_a_while(run):
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webhooks_that_hang_or_refuse(tmp_path):
+def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webhooks_that_hang_or_refuse(
+    tmp_path,
+):
     if not may_mount():
         pytest.skip("a process may not have mounts of its own here")
     run, left = tmp_path / "run", tmp_path / "left"
@@ -55,13 +59,19 @@ def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webho
     # One takes connections and says nothing; at the other, which is bound and does not listen, nobody is.
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        hangs, refuses = (f"webhook:http://127.0.0.1:{one.getsockname()[1]}/" for one in (silent, nobody))
+        hangs, refuses = (
+            f"webhook:http://127.0.0.1:{one.getsockname()[1]}/" for one in (silent, nobody)
+        )
         telemetry = {
-            "every": 0.5, "endpoint": silent.getsockname()[1], "trackers": ["tensorboard"],
+            "every": 0.5,
+            "endpoint": silent.getsockname()[1],
+            "trackers": ["tensorboard"],
             "alerts": ["log", "file", hangs, refuses, "command:false"],
-        }  # fmt: skip
+        }
         config = settings(tmp_path, STEPS, 0, telemetry=telemetry)
-        trainer = Trainer(config, before=partial(hostile_disk, run), after=partial(shutil.copytree, run, left))
+        trainer = Trainer(
+            config, before=partial(hostile_disk, run), after=partial(shutil.copytree, run, left)
+        )
         code = trainer.end()
         ended = time.time()
     said = trainer.log.read_text()

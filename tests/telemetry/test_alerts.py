@@ -1,4 +1,6 @@
-"""The listener: rows become lines of alerts.jsonl, each alert once, over restarts too; what cannot be written ends nothing."""
+"""The listener: rows become lines of alerts.jsonl, each alert once, over restarts too; what cannot be written ends
+nothing.
+"""
 
 import json
 import math
@@ -25,9 +27,15 @@ def test_rows_of_steps_and_of_all_processes_become_lines(tmp_path, capsys):
     alerts.close()
     nan, disk = lines(tmp_path)
     assert nan == {
-        "time": 1000.0, "step": 5, "rule": "loss_not_finite", "state": "firing", "severity": "critical", "value": 1, "limit": 0,
+        "time": 1000.0,
+        "step": 5,
+        "rule": "loss_not_finite",
+        "state": "firing",
+        "severity": "critical",
+        "value": 1,
+        "limit": 0,
         "sentence": "the loss of step 5 is nan.",
-    }  # fmt: skip
+    }
     assert (disk["rule"], disk["step"], disk["state"]) == ("disk_space", 5, "firing")
     assert disk["time"] > 1e9, "of another machine's clock nothing is known"
     assert "the loss of step 5 is nan" in capsys.readouterr().err
@@ -42,7 +50,9 @@ def test_what_an_earlier_process_left_firing_is_over_when_the_next_one_begins(tm
         Alerts(config("file"), tmp_path).close()
     assert [row["state"] for row in lines(tmp_path)] == ["firing", "resolved"] * 2
     assert "has ended" in lines(tmp_path)[1]["sentence"]
-    (tmp_path / ALERTS).write_text('{"rule": "stalled", "state": "fir\n[]\nnull\n')  # torn lines are left out
+    (tmp_path / ALERTS).write_text(
+        '{"rule": "stalled", "state": "fir\n[]\nnull\n'
+    )  # torn lines are left out
     Alerts(config("file"), tmp_path).close()
     assert (tmp_path / ALERTS).read_text().count("\n") == 3
 

@@ -20,10 +20,15 @@ def served():
     def serve(rank=0, processes=0):
         board = Board(rank, f"host{rank}", "runs/x", {"tokens": 300.0}, 10)
         board({"step": 2, "loss": 2.5, "eval_loss": 3.0, "tokens": 100, "time": 1.0}, "step")
-        board({"step": 3, "loss": None, "tokens": 100, "data_wait_seconds": 0.5, "time": 2.0}, "step")
+        board(
+            {"step": 3, "loss": None, "tokens": 100, "data_wait_seconds": 0.5, "time": 2.0}, "step"
+        )
         power = {"device_power_watts": {"0": 700.0, "1": 500.0}}
         for seconds in (1.0, 2.0):
-            board({"rank": rank, "cpu_ratio": 0.5, "phase_seconds": {"wait": seconds}} | power, "process")
+            board(
+                {"rank": rank, "cpu_ratio": 0.5, "phase_seconds": {"wait": seconds}} | power,
+                "process",
+            )
         for other in range(1, processes):
             row = {"rank": other, "cpu_ratio": 0.5 + other / 10, "device_power_watts": {"0": 600.0}}
             board(row | {"phase_seconds": {"wait": other}}, "process")
@@ -76,7 +81,9 @@ def test_the_older_format_and_other_paths(served):
         fetched(url.replace("metrics", "etc/passwd"))
 
 
-def test_the_first_process_serves_the_least_the_middle_and_the_greatest_of_all_with_their_ranks(served):
+def test_the_first_process_serves_the_least_the_middle_and_the_greatest_of_all_with_their_ranks(
+    served,
+):
     values = series(served(processes=4))
     for name, over, value, rank in (
         ("cpu_ratio", "median", 0.6, 1),
@@ -97,7 +104,9 @@ def test_other_processes_leave_the_steps_metrics_to_the_first(served):
 def test_a_process_that_fell_silent_is_left_out(served, monkeypatch):
     endpoint, began, summed = served(processes=3), time.monotonic(), []
     for seconds in (5, 25, 100):
-        monkeypatch.setattr("meshtrain.telemetry.endpoint.time.monotonic", lambda at=began + seconds: at)
+        monkeypatch.setattr(
+            "meshtrain.telemetry.endpoint.time.monotonic", lambda at=began + seconds: at
+        )
         summed.append(sums_up(endpoint))
     assert summed == [True, True, False]
 
@@ -113,7 +122,11 @@ def test_many_processes_are_summed_up_beside_the_scrapes(served, monkeypatch):
 @pytest.mark.parametrize("port", ["taken", 65536])
 def test_a_port_that_cannot_be_had_is_a_sentence(port, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        endpoint = Endpoint("127.0.0.1", other.getsockname()[1] if port == "taken" else port, Board(0, "", "", {}, 1))
+        endpoint = Endpoint(
+            "127.0.0.1",
+            other.getsockname()[1] if port == "taken" else port,
+            Board(0, "", "", {}, 1),
+        )
     assert not endpoint.url
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("training goes on without.") and "cannot be served on 127.0.0.1:" in said
@@ -123,6 +136,8 @@ def test_a_port_that_cannot_be_had_is_a_sentence(port, capsys):
 def test_the_port_is_free_after_the_end(served):
     first = served()
     first.close()
-    second = Endpoint("127.0.0.1", int(first.url.split(":")[2].split("/")[0]), Board(0, "", "", {}, 1))
+    second = Endpoint(
+        "127.0.0.1", int(first.url.split(":")[2].split("/")[0]), Board(0, "", "", {}, 1)
+    )
     assert second.url == first.url
     second.close()

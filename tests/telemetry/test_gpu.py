@@ -31,14 +31,20 @@ def test_every_value_in_the_unit_of_its_metric():
 @pytest.mark.parametrize(
     ("nvml", "lost"),
     [
-        *(({"memory_temperature": k}, {"device_memory_temperature_celsius"}) for k in (ABSURD, 2**63 - 1, 2**32 - 1, 0)),
-        ({"refuses": ["nvmlDeviceGetMemoryInfo"]}, {"device_memory_used_bytes", "device_memory_limit_bytes"}),
+        *(
+            ({"memory_temperature": k}, {"device_memory_temperature_celsius"})
+            for k in (ABSURD, 2**63 - 1, 2**32 - 1, 0)
+        ),
+        (
+            {"refuses": ["nvmlDeviceGetMemoryInfo"]},
+            {"device_memory_used_bytes", "device_memory_limit_bytes"},
+        ),
         ({"refuses": ["nvmlDeviceGetUtilizationRates"]}, {"device_load_ratio"}),
         ({"refuses": ["nvmlDeviceGetPowerUsage"]}, {"device_power_watts"}),
         ({"refuses": ["nvmlDeviceGetCurrentClocksThrottleReasons"]}, {"device_throttled"}),
         ({"load": 2**32 - 1, "power": 2**64 - 1}, {"device_load_ratio", "device_power_watts"}),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_and_what_a_board_refuses_is_left_out_and_nothing_else(nvml, lost):
     assert sample(**nvml).keys() == sample().keys() - lost
 

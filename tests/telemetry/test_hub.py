@@ -71,7 +71,9 @@ def test_the_end_of_a_run_waits_only_so_long_for_a_listener_that_hangs(hub, monk
     assert "was not done" in capsys.readouterr().err
 
 
-def test_a_listener_that_is_far_behind_is_said_once_and_keeps_the_newest_rows(tmp_path, monkeypatch, capsys):
+def test_a_listener_that_is_far_behind_is_said_once_and_keeps_the_newest_rows(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(hubs, "MOST_WAITING", 10)
     held, heard = threading.Event(), []
 
@@ -87,7 +89,9 @@ def test_a_listener_that_is_far_behind_is_said_once_and_keeps_the_newest_rows(tm
     assert capsys.readouterr().err.count("what watches the run is 10 rows behind") == 1
 
 
-def test_samples_come_at_their_time_and_once_more_at_the_end_and_counters_add_up_all_steps(hub, monkeypatch):
+def test_samples_come_at_their_time_and_once_more_at_the_end_and_counters_add_up_all_steps(
+    hub, monkeypatch
+):
     monkeypatch.setattr(hubs, "LATEST", 0.01)
     listener, taken, samples = Listener("k"), threading.Event(), iter(range(100))
     with hub:
@@ -99,7 +103,11 @@ def test_samples_come_at_their_time_and_once_more_at_the_end_and_counters_add_up
         hub.after_metrics({"k": "not due", "tokens": 5}, due=False)
         hub.after_metrics({"k": "due", "tokens": 7}, due=True)
     assert listener.heard == [(0, "process"), ("due", "step"), (1, "process")]
-    assert hub.totals["tokens"] == 12 and len(listener.ticks) == 1 and abs(listener.ticks[0] - time.time()) < 100
+    assert (
+        hub.totals["tokens"] == 12
+        and len(listener.ticks) == 1
+        and abs(listener.ticks[0] - time.time()) < 100
+    )
 
 
 def test_what_takes_samples_and_fails_is_left_out(hub, monkeypatch, capsys):

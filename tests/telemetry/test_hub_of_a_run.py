@@ -15,38 +15,59 @@ from training_processes import Trainer, rows, settings
 
 
 def samples(run, rank=0):
-    return [json.loads(line) for line in (run / "resources" / f"{rank}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "resources" / f"{rank}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.thorough
 def test_what_ends_a_run_is_told_before_it_ends(tmp_path):
     optimizer = {"name": "sgd", "learning_rate": 1e30, "warmup_steps": 1, "grad_clip": 0}
-    trainer = Trainer(settings(tmp_path, 20, 0, optimizer=optimizer, telemetry={"trackers": ["tensorboard"]}))
+    trainer = Trainer(
+        settings(tmp_path, 20, 0, optimizer=optimizer, telemetry={"trackers": ["tensorboard"]})
+    )
     assert trainer.end() == 1, trainer.log.read_text()
-    (alert,) = [json.loads(line) for line in (trainer.run / "alerts.jsonl").read_text().splitlines()]
+    (alert,) = [
+        json.loads(line) for line in (trainer.run / "alerts.jsonl").read_text().splitlines()
+    ]
     assert (alert["rule"], alert["step"]) == ("loss_not_finite", rows(trainer.run)[-1]["step"])
-    assert trainer.log.read_text().count("the gradient norm of step ") == 1, "on stderr the run says it itself"
+    assert trainer.log.read_text().count("the gradient norm of step ") == 1, (
+        "on stderr the run says it itself"
+    )
     assert samples(trainer.run)[-1]["step"] == alert["step"], "sampled once more, too"
 
 
 @pytest.mark.thorough
 def test_losses_are_the_same_bits_with_everything_on_and_off(tmp_path):
     """Traced, sampled without pause, served, tracked."""
-    found, mesh = {}, {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
+    found, mesh = (
+        {},
+        {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}},
+    )
     mesh |= {"eval": {"every": 4, "batches": 1}}
-    everything = {"every": 0.01, "endpoint": free_port(), "trackers": ["tensorboard"], "trace_at": [3]}
+    everything = {
+        "every": 0.01,
+        "endpoint": free_port(),
+        "trackers": ["tensorboard"],
+        "trace_at": [3],
+    }
     everything |= {"alerts": ["log", "file"]}
     for name, telemetry in (("off", {"every": 0, "alerts": []}), ("on", everything)):
         (tmp_path / name).mkdir()
         trainer = Trainer(settings(tmp_path / name, 8, 4, telemetry=telemetry, **mesh))
         assert trainer.end() == 0, trainer.log.read_text()
-        found[name] = [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in rows(trainer.run)]
+        found[name] = [
+            (row["loss"], row["grad_norm"], row.get("eval_loss")) for row in rows(trainer.run)
+        ]
         # Writing a trace is no waiting.
         assert all(row["wait_seconds"] <= row["step_seconds"] for row in rows(trainer.run))
     assert found["on"] == found["off"]
     run = tmp_path / "on" / "run"
     assert (run / "traces/3/trace.json").is_file() and samples(run), "all of it was on"
-    assert not (tmp_path / "off/run/resources").exists() and not (tmp_path / "off/run/alerts.jsonl").exists()
+    assert (
+        not (tmp_path / "off/run/resources").exists()
+        and not (tmp_path / "off/run/alerts.jsonl").exists()
+    )
 
 
 @pytest.mark.thorough
@@ -77,24 +98,44 @@ def test_each_of_two_processes_has_its_own_samples_and_port_and_the_first_tells_
     port = free_port()
     telemetry = {"endpoint": port, "every": 0.2, "trackers": ["tensorboard"]}
     config = settings(tmp_path, 3000, 0, telemetry=telemetry, mesh={"data": 2})
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
-    kept |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "PYTHONPATH": os.getcwd()}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")
+    }
+    kept |= {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "PYTHONPATH": os.getcwd(),
+    }
     line = [sys.executable, "-m", "meshtrain.train", "--config", str(config)]
     ranks = [
-        subprocess.Popen(line, env=kept | {"JAX_PROCESS_ID": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            line,
+            env=kept | {"JAX_PROCESS_ID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         pages = ["", ""]
         deadline = time.monotonic() + 120
         wanted = "meshtrain_processes_cpu_ratio", "\nmeshtrain_loss "
-        while time.monotonic() < deadline and not all(name in pages[0] for name in wanted) and ranks[0].poll() is None:
+        while (
+            time.monotonic() < deadline
+            and not all(name in pages[0] for name in wanted)
+            and ranks[0].poll() is None
+        ):
             time.sleep(0.2)
             for rank in range(2):
                 with contextlib.suppress(OSError):
-                    page = urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/metrics", timeout=5)
+                    page = urllib.request.urlopen(
+                        f"http://127.0.0.1:{port + rank}/metrics", timeout=5
+                    )
                     pages[rank] = page.read().decode()
-        assert 'meshtrain_processes_rank{metric="process_rss_bytes",over="max"} ' in pages[0], ranks[0].communicate()[0]
+        assert 'meshtrain_processes_rank{metric="process_rss_bytes",over="max"} ' in pages[0], (
+            ranks[0].communicate()[0]
+        )
         assert 'rank="1"' in pages[1] and "\nmeshtrain_cpu_ratio " in pages[1]
         assert "\nmeshtrain_loss " in pages[0] and "\nmeshtrain_loss " not in pages[1]
     finally:

@@ -1,4 +1,5 @@
-"""Dashboard and alert rules follow from catalogue and thresholds, and their copies in configs/monitoring/ are those of now.
+"""Dashboard and alert rules follow from catalogue and thresholds, and their copies in configs/monitoring/ are those of
+now.
 
 A real Prometheus and a real Alertmanager try them, where they are installed: see experiments/watch/servers.py.
 """
@@ -37,19 +38,27 @@ def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():
 
 @pytest.mark.parametrize(
     "name, file, content",
-    [("dashboard", "grafana-dashboard.json", dashboard.document()), ("rules", "prometheus-rules.yaml", prometheus_rules())],
-)  # fmt: skip
+    [
+        ("dashboard", "grafana-dashboard.json", dashboard.document()),
+        ("rules", "prometheus-rules.yaml", prometheus_rules()),
+    ],
+)
 def test_copies_are_those_of_now(name, file, content, capsys):
     assert main([name]) == 0
     printed = capsys.readouterr().out
-    assert (COPIES / file).read_text() == printed, f"python -m meshtrain.telemetry {name} > configs/monitoring/{file}"
+    assert (COPIES / file).read_text() == printed, (
+        f"python -m meshtrain.telemetry {name} > configs/monitoring/{file}"
+    )
     assert yaml.safe_load(printed) == content
 
 
 def test_the_catalogue_names_every_metric_and_every_alert(capsys):
     assert main(["catalogue"]) == 0
     words = capsys.readouterr().out.split()
-    assert {*(metric.sample for metric in METRICS), *(threshold.rule for threshold in THRESHOLDS)} <= set(words)
+    assert {
+        *(metric.sample for metric in METRICS),
+        *(threshold.rule for threshold in THRESHOLDS),
+    } <= set(words)
     assert main(["catalogue", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert [metric["name"] for metric in content["metrics"]] == list(BY_NAME)
@@ -57,10 +66,20 @@ def test_the_catalogue_names_every_metric_and_every_alert(capsys):
 
 
 def test_each_threshold_has_a_rule_with_its_limit():
-    assert [rule["labels"]["rule"] for rule in ALERTS] == [threshold.rule for threshold in THRESHOLDS]
+    assert [rule["labels"]["rule"] for rule in ALERTS] == [
+        threshold.rule for threshold in THRESHOLDS
+    ]
     for rule, threshold in zip(ALERTS, THRESHOLDS, strict=True):
         assert rule["labels"]["severity"] == threshold.severity
-        if threshold.rule in ("loss_spike", "throughput_drop", "slow_rank", "device_memory", "memory_limit", "machine_memory", "goodput_low"):  # fmt: skip
+        if threshold.rule in (
+            "loss_spike",
+            "throughput_drop",
+            "slow_rank",
+            "device_memory",
+            "memory_limit",
+            "machine_memory",
+            "goodput_low",
+        ):
             assert re.search(rf"[<>] {threshold.fires:g}\b", rule["expr"]), rule["expr"]
 
 
@@ -95,11 +114,20 @@ def test_numbers_of_now_are_open_and_every_other_row_is_collapsed():
 
 def test_durations_are_written_as_prometheus_reads_them():
     assert [Span().window(s) for s in (0.2, 1, 20, 60, 90, 600, 3600, 5400)] == [
-        "1s", "1s", "20s", "1m", "90s", "10m", "1h", "90m",
-    ]  # fmt: skip
+        "1s",
+        "1s",
+        "20s",
+        "1m",
+        "90s",
+        "10m",
+        "1h",
+        "90m",
+    ]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there (Debian: prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not there (Debian: prometheus)"
+)
 @pytest.mark.parametrize("scale", [1.0, 1 / 60])
 def test_promtool_takes_the_rules(scale, tmp_path):
     path = tmp_path / "rules.yaml"

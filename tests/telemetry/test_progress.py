@@ -19,7 +19,10 @@ def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_an
         report.after_metrics(ROW | {"step": 3}, due=False)
         report.after_metrics(ROW | {"step": 4, "eval_loss": 2.75}, due=True)
     shown, evaluated = capsys.readouterr().out.splitlines()
-    assert shown == "step 2/10  loss 2.5000  1,234 tokens/s  16 s left" and "eval loss 2.7500" in evaluated
+    assert (
+        shown == "step 2/10  loss 2.5000  1,234 tokens/s  16 s left"
+        and "eval loss 2.7500" in evaluated
+    )
 
 
 @pytest.mark.parametrize(("step", "left"), [(5, "50 ms"), (9, "10 ms"), (10, "0 s")])
@@ -55,7 +58,9 @@ def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes
     for step in (1, 2, 3):
         report.after_metrics(ROW | {"step": step}, due=True)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("meshtrain: standard output cannot be written: ")
+    assert said.count("\n") == 1 and said.startswith(
+        "meshtrain: standard output cannot be written: "
+    )
 
 
 @pytest.mark.thorough
@@ -67,11 +72,19 @@ def test_standard_output_and_standard_error_on_a_full_disk_end_no_training():
         "import os; os._exit(7)"
     )
     with open("/dev/full", "w") as full:
-        assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False).returncode == 7
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", code], stdout=full, stderr=full, check=False
+            ).returncode
+            == 7
+        )
 
 
 def test_what_turns_letters_round_is_escaped(capsys):
     Reporter(10, 0).write("a\u202egnp.exe: 3 batches")
     say("b\u2066\x1b[2J, and\na second line")
     out, err = capsys.readouterr()
-    assert (out, err) == ("a\\u202egnp.exe: 3 batches\n", "meshtrain: b\\u2066\\x1b[2J, and\na second line\n")
+    assert (out, err) == (
+        "a\\u202egnp.exe: 3 batches\n",
+        "meshtrain: b\\u2066\\x1b[2J, and\na second line\n",
+    )

@@ -11,20 +11,33 @@ from meshtrain.telemetry.samples import Samples, newest, read_every, write_every
 
 
 def rows(directory, rank=0):
-    return [json.loads(line) for line in (directory / "resources" / f"{rank}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "resources" / f"{rank}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_rows_are_appended_and_the_newest_is_found(tmp_path):
     for start in (0, 5):
         file = Samples(tmp_path, 3)
         for k in range(start, start + 5):
-            file.write({"time": k, "device_power_watts": {"0": 1.5, "1": float("nan")}, "cpu_ratio": float("inf")})
+            file.write(
+                {
+                    "time": k,
+                    "device_power_watts": {"0": 1.5, "1": float("nan")},
+                    "cpu_ratio": float("inf"),
+                }
+            )
     assert [row["time"] for row in rows(tmp_path, 3)] == list(range(10))
-    assert newest(tmp_path, 3) == {"time": 9, "device_power_watts": {"0": 1.5}}, "what is not finite is left out"
+    assert newest(tmp_path, 3) == {"time": 9, "device_power_watts": {"0": 1.5}}, (
+        "what is not finite is left out"
+    )
     assert newest(tmp_path, 4) is None
 
 
-@pytest.mark.parametrize("torn", [b'{"time": 7, "cp', b'{"time": 7}\n{"time', b'{"time": 7}\n\x00\x00'])
+@pytest.mark.parametrize(
+    "torn", [b'{"time": 7, "cp', b'{"time": 7}\n{"time', b'{"time": 7}\n\x00\x00']
+)
 def test_after_a_torn_row_a_whole_one_follows(tmp_path, torn):
     (tmp_path / "resources").mkdir()
     (tmp_path / "resources/0.jsonl").write_bytes(torn)
@@ -50,7 +63,9 @@ def test_a_full_disk_is_said_once_and_rows_go_on_when_there_is_room(tmp_path, mo
     assert [row["step"] for row in rows(tmp_path)] == [0, 3]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2, "once each time that it became full"
-    assert said[0].endswith("resources/0.jsonl: no space left on device; training goes on without them.")
+    assert said[0].endswith(
+        "resources/0.jsonl: no space left on device; training goes on without them."
+    )
 
 
 def test_a_directory_that_is_removed_is_made_again(tmp_path):

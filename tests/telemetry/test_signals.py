@@ -28,14 +28,23 @@ class Run:
         self.alerts += self.judge(row, heard, self.now)
 
     def take(self, steps=1, loss=2.0, slower=1.0, noise=0.0, **more):
-        """Steps with heavy-tailed noise: Student's t with 3 degrees of freedom on the loss, lognormal with spikes on the seconds."""
+        """Steps with heavy-tailed noise: Student's t with 3 degrees of freedom on the loss, lognormal with spikes on
+        the seconds.
+        """
         for _ in range(steps):
             seconds = self.pace * slower
             if noise:
-                seconds *= math.exp(0.2 * self.random.standard_normal()) * (1 + (self.random.random() < 0.02) * 8)
+                seconds *= math.exp(0.2 * self.random.standard_normal()) * (
+                    1 + (self.random.random() < 0.02) * 8
+                )
             self.step, self.now = self.step + 1, self.now + seconds
-            value = (loss(self.step) if callable(loss) else loss) + noise * self.random.standard_t(3)
-            self.hear({"step": self.step, "loss": value, "tokens_per_second": 1000 / seconds} | more, "step")
+            value = (loss(self.step) if callable(loss) else loss) + noise * self.random.standard_t(
+                3
+            )
+            self.hear(
+                {"step": self.step, "loss": value, "tokens_per_second": 1000 / seconds} | more,
+                "step",
+            )
             if self.now - self.sampled >= 10:
                 self.sample(self.now - self.sampled)
 
@@ -73,7 +82,10 @@ def once(rule):
         ({"loss": math.inf}, "the loss of step 4 is inf"),
         ({"loss": None, "not_finite": ["loss"]}, "the loss of step 4 is not finite"),
         ({"loss": 2.5, "grad_norm": math.nan}, "the gradient norm of step 4 is nan"),
-        ({"loss": 2.5, "grad_norm": math.nan, "loss_scale": 65536.0}, None),  # float16 skips the step
+        (
+            {"loss": 2.5, "grad_norm": math.nan, "loss_scale": 65536.0},
+            None,
+        ),  # float16 skips the step
     ],
 )
 def test_a_loss_or_gradient_that_is_no_number_fires_at_its_first_row(bad, sentence):
@@ -137,7 +149,9 @@ def test_the_rank_that_waits_least_is_named_and_no_other():
     for phases in [USUAL] + [slow] * 8 + [USUAL] * 12:
         run.sample(advance=True, phases=lambda rank, phases=phases: phases if rank == 2 else USUAL)
     assert run.said() == once("slow_rank") and [alert.rank for alert in run.alerts] == [2, 2]
-    assert "rank 2 on n2" in run.alerts[0].sentence and "it gets its batch" in run.alerts[0].sentence
+    assert (
+        "rank 2 on n2" in run.alerts[0].sentence and "it gets its batch" in run.alerts[0].sentence
+    )
 
 
 def test_samples_are_looked_at_though_the_first_rank_gives_none(monkeypatch):
@@ -146,12 +160,17 @@ def test_samples_are_looked_at_though_the_first_rank_gives_none(monkeypatch):
     for k in range(80):
         run.now += 5
         waiting = 0.3 if k % 2 else 0.9
-        run.hear({"rank": 1 + k % 2, "phase_seconds": {"data": 1 - waiting, "wait": waiting}}, "process")
+        run.hear(
+            {"rank": 1 + k % 2, "phase_seconds": {"data": 1 - waiting, "wait": waiting}}, "process"
+        )
     assert run.said() == fires("slow_rank") and run.alerts[0].rank == 2
 
 
 def device(used):
-    return {"device_memory_used_bytes": {"0": 10, "1": used}, "device_memory_limit_bytes": {"0": 100, "1": 100}}
+    return {
+        "device_memory_used_bytes": {"0": 10, "1": used},
+        "device_memory_limit_bytes": {"0": 100, "1": 100},
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,18 +197,26 @@ def test_of_a_machine_with_several_ranks_one_tells():
         for rank, host in ((1, "a"), (0, "a"), (2, "b"), (3, "b")):
             ratios = {"memory_used_ratio": 0.97, "memory_limit_used_ratio": k / 100}
             run.hear({"rank": rank, "host": host} | ratios, "process")
-    assert [(alert.rule, alert.rank) for alert in run.alerts] == [("machine_memory", 1), ("machine_memory", 2)]
+    assert [(alert.rule, alert.rank) for alert in run.alerts] == [
+        ("machine_memory", 1),
+        ("machine_memory", 2),
+    ]
 
 
 def test_what_a_row_does_not_say_is_no_alert():
     run = Run()
     for limit in ({}, {"1": 100}, {"0": None}, None):
-        run.sample(advance=True, device_memory_used_bytes={"0": 99}, device_memory_limit_bytes=limit)
+        run.sample(
+            advance=True, device_memory_used_bytes={"0": 99}, device_memory_limit_bytes=limit
+        )
     for _ in range(100):
         run.now += 10
         run.hear({"rank": 0}, "process")
         run.hear({"step": 1}, "step")
-        run.hear({"rank": 1, "phase_seconds": {}, "memory_used_ratio": None, "disk_free_bytes": None}, "process")
+        run.hear(
+            {"rank": 1, "phase_seconds": {}, "memory_used_ratio": None, "disk_free_bytes": None},
+            "process",
+        )
     assert run.said() == []
 
 
@@ -284,7 +311,10 @@ def test_a_healthy_run_with_heavy_tailed_noise_brings_no_alert(seed):
 
 def test_a_real_quickstart_run_on_a_shared_machine_brings_no_alert_until_its_loss_is_raised():
     """Its rows and samples, time counted from the first one; other processes took two thirds of its 2 cores."""
-    rows = [json.loads(line) for line in (Path(__file__).parent / "quickstart_rows.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(__file__).parent / "quickstart_rows.jsonl").read_text().splitlines()
+    ]
     for factor, expected in ((1.0, []), (1.5, fires("loss_spike"))):
         run = Run()
         for row in rows:

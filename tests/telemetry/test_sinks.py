@@ -14,7 +14,16 @@ from meshtrain.config.telemetry import alert_target
 from meshtrain.run.directory import ALERTS
 from meshtrain.telemetry.sinks import MOST_WAITING, Delivery, Undelivered, post, run, sink
 
-ALERT = {"time": 1.0, "step": 3, "rule": "loss_spike", "state": "firing", "severity": "warning", "value": 7.5, "limit": 6, "sentence": "up."}  # fmt: skip
+ALERT = {
+    "time": 1.0,
+    "step": 3,
+    "rule": "loss_spike",
+    "state": "firing",
+    "severity": "warning",
+    "value": 7.5,
+    "limit": 6,
+    "sentence": "up.",
+}
 
 
 @contextmanager
@@ -33,7 +42,9 @@ def receiver(*answers):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/hook", got
     finally:
@@ -55,7 +66,9 @@ def send(to, *alerts, seconds=20.0):
 
 
 def webhook(url, **options):
-    return Delivery("webhook to here", lambda alert: post(url, alert, "mine", **options), pauses=(0.01, 0.01))
+    return Delivery(
+        "webhook to here", lambda alert: post(url, alert, "mine", **options), pauses=(0.01, 0.01)
+    )
 
 
 def test_a_webhook_gets_the_alert_with_the_run_and_a_text(tmp_path):
@@ -108,7 +121,9 @@ def test_what_arrives_again_may_fail_again_and_is_said_again(capsys):
 
 
 def test_a_webhook_is_named_without_what_may_be_secret(tmp_path, capsys):
-    send(sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), tmp_path), seconds=0.3)
+    send(
+        sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), tmp_path), seconds=0.3
+    )
     said = capsys.readouterr().err
     assert "127.0.0.1" in said and "password" not in said and "token" not in said
 
@@ -139,4 +154,7 @@ def test_the_file_has_a_line_an_alert_and_the_log_a_sentence(tmp_path, capsys):
         send(sink(alert_target(kind), tmp_path), ALERT, ALERT | {"state": "resolved"})
     lines = [json.loads(line)["state"] for line in (tmp_path / ALERTS).read_text().splitlines()]
     assert lines == ["firing", "resolved"]
-    assert capsys.readouterr().err == "meshtrain: alert (loss_spike): up.\nmeshtrain: over (loss_spike): up.\n"
+    assert (
+        capsys.readouterr().err
+        == "meshtrain: alert (loss_spike): up.\nmeshtrain: over (loss_spike): up.\n"
+    )

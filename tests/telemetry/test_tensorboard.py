@@ -15,7 +15,11 @@ ROWS = [
 
 
 def as_float32(value):
-    return struct.unpack("<f", struct.pack("<f", value))[0] if abs(value) < 1e38 or value != value else math.inf
+    return (
+        struct.unpack("<f", struct.pack("<f", value))[0]
+        if abs(value) < 1e38 or value != value
+        else math.inf
+    )
 
 
 def records(content):
@@ -70,7 +74,9 @@ def test_the_crc_is_that_of_its_standard():
 
 
 def test_every_number_is_read_back_as_float32_at_its_step_and_time(tmp_path):
-    version, start, *events = [dict(fields(message)) for message in records(written(tmp_path).read_bytes())]
+    version, start, *events = [
+        dict(fields(message)) for message in records(written(tmp_path).read_bytes())
+    ]
     assert version[3] == b"brain.Event:2" and dict(fields(start[7])) == {1: 1} and start[2] == 1
     assert len(events) == len(ROWS)
     for event, (step, values) in zip(events, ROWS, strict=True):
@@ -89,5 +95,8 @@ def test_tensorboard_reads_the_same_and_drops_the_steps_that_come_once_more(tmp_
     again.close()
     found = accumulators.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, as_float32(5.62396)), (2, 7.0)]
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [
+        (1, as_float32(5.62396)),
+        (2, 7.0),
+    ]
     assert found.Scalars("loss")[0].wall_time == ROWS[0][1]["time"]

@@ -1,4 +1,6 @@
-"""Steps are traced where they are asked for, the program lies beside them, and whatever goes wrong, training goes on."""
+"""Steps are traced where they are asked for, the program lies beside them, and whatever goes wrong, training goes
+on.
+"""
 
 import errno
 import json
@@ -26,8 +28,12 @@ def run(tmp_path, program):
     """Takes steps, some of them traced; the seconds of each that are none of its own."""
 
     def take(first: int, last: int, *at: int, phase=lambda name: None) -> list[float]:
-        config = load({"telemetry": {"trace_at": list(at), "trace_steps": 2}, "train": {"steps": 50}})
-        tracer = Tracer(config, tmp_path, Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES), None, phase)
+        config = load(
+            {"telemetry": {"trace_at": list(at), "trace_steps": 2}, "train": {"steps": 50}}
+        )
+        tracer = Tracer(
+            config, tmp_path, Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES), None, phase
+        )
         seconds = []
         for step in range(first, last + 1):
             seconds.append(0.0)
@@ -42,25 +48,38 @@ def run(tmp_path, program):
 
 def steps(directory: Path) -> dict[str, list[int]]:
     traces = directory / "traces"
-    return {place.name: json.loads((place / FACTS).read_text())["steps"] for place in sorted(traces.iterdir())}
+    return {
+        place.name: json.loads((place / FACTS).read_text())["steps"]
+        for place in sorted(traces.iterdir())
+    }
 
 
-def test_each_trace_has_its_steps_the_program_and_the_mesh_and_no_other_files(tmp_path, program, run):
+def test_each_trace_has_its_steps_the_program_and_the_mesh_and_no_other_files(
+    tmp_path, program, run
+):
     seconds = run(1, 9, 2, 6)
     assert steps(tmp_path) == {"2": [2, 3], "6": [6, 7]}
-    assert [step for step, spent in enumerate(seconds, 1) if spent] == [3, 7], "only where a trace was written"
+    assert [step for step, spent in enumerate(seconds, 1) if spent] == [3, 7], (
+        "only where a trace was written"
+    )
     place = tmp_path / "traces" / "2"
     assert {file.name for file in place.iterdir()} == {EVENTS, MODULE, FACTS}
     assert (place / MODULE).read_text() == program.as_text()
     device = jax.devices()[0].id
     facts = Facts(**json.loads((place / FACTS).read_text()))
-    assert facts == Facts([2, 3], "jit__lambda", "cpu", dict.fromkeys(AXES, 1), [device], [device], 1, {})
+    assert facts == Facts(
+        [2, 3], "jit__lambda", "cpu", dict.fromkeys(AXES, 1), [device], [device], 1, {}
+    )
 
 
 @pytest.mark.parametrize(
     ("first", "at", "traced"),
     [
-        (1, (1,), {"2": [2, 3]}),  # the first step of a process compiles: the next one is traced in its place
+        (
+            1,
+            (1,),
+            {"2": [2, 3]},
+        ),  # the first step of a process compiles: the next one is traced in its place
         (10, (3, 12), {"12": [12, 13]}),  # those of before a restart are not made up for
     ],
 )
@@ -77,7 +96,9 @@ def test_a_trace_that_the_end_of_the_run_cuts_short_leaves_nothing(tmp_path, run
     assert steps(tmp_path) == {"2": [2, 3]} and capfd.readouterr().err == ""
 
 
-def test_where_nothing_is_asked_for_and_on_other_processes_nothing_is_made(tmp_path, run, monkeypatch):
+def test_where_nothing_is_asked_for_and_on_other_processes_nothing_is_made(
+    tmp_path, run, monkeypatch
+):
     assert run(1, 3) == [0.0, 0.0, 0.0]
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     run(1, 4, 2)

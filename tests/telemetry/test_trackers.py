@@ -14,9 +14,15 @@ from meshtrain.telemetry.hub import Hub
 from meshtrain.telemetry.trackers import Tracked, remembered
 
 ROWS = [
-    {"step": step, "loss": 5.623963356018066 / step, "tokens": 2048, "step_seconds": 0.1 * step, "time": 1795361828.5 + step}
+    {
+        "step": step,
+        "loss": 5.623963356018066 / step,
+        "tokens": 2048,
+        "step_seconds": 0.1 * step,
+        "time": 1795361828.5 + step,
+    }
     for step in range(1, 6)
-]  # fmt: skip
+]
 ROWS[2]["eval_loss"] = 4.786746978759766
 
 
@@ -30,7 +36,12 @@ def tracked(directory, name, rows=ROWS):
             hub.after_metrics(row, due=True)
     file.close()
     written = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {(row["step"], name): value for row in written for name, value in row.items() if name != "step"}
+    return {
+        (row["step"], name): value
+        for row in written
+        for name, value in row.items()
+        if name != "step"
+    }
 
 
 def wandb_numbers(directory):
@@ -49,7 +60,10 @@ def wandb_numbers(directory):
             if kind in (1, 4):
                 record, whole = messages.Record.FromString(whole), b""
                 runs += [record.run.run_id] if record.HasField("run") else []
-                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                items = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
                 named = [name for name in items if name != "step" and name[0] != "_"]
                 found |= {(items["step"], name): items[name] for name in named}
     return found, runs
@@ -63,7 +77,9 @@ def until(holds, seconds=20):
     return holds()
 
 
-def test_wandb_offline_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monkeypatch, capfd):
+def test_wandb_offline_has_what_the_rows_say_and_goes_on_in_the_same_run(
+    tmp_path, monkeypatch, capfd
+):
     wandb = pytest.importorskip("wandb")
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -71,7 +87,9 @@ def test_wandb_offline_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_pat
     assert until(lambda: wandb_numbers(tmp_path)[0] == written)
     runs = wandb_numbers(tmp_path)[1]
     tracked(tmp_path, "wandb", [row | {"step": row["step"] + 3} for row in ROWS])
-    assert until(lambda: {(step, "loss") for step in range(1, 9)} <= wandb_numbers(tmp_path)[0].keys())
+    assert until(
+        lambda: {(step, "loss") for step in range(1, 9)} <= wandb_numbers(tmp_path)[0].keys()
+    )
     assert set(wandb_numbers(tmp_path)[1]) == set(runs) and len(set(runs)) == 1
     assert "left out" not in capfd.readouterr().err
 
@@ -84,7 +102,12 @@ def test_wandb_without_a_key_is_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     tracked(tmp_path, "wandb")
-    assert capsys.readouterr().err.count("the tracker wandb is left out of watching the run from here on: ") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "the tracker wandb is left out of watching the run from here on: "
+        )
+        == 1
+    )
 
 
 def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
@@ -96,8 +119,12 @@ def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monk
 
     def kept():
         (run,) = client.search_runs([client.get_experiment_by_name("meshtrain").experiment_id])
-        history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-        return run, {(one.step, name): one.value for name, values in history.items() for one in values}
+        history = {
+            name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
+        }
+        return run, {
+            (one.step, name): one.value for name, values in history.items() for one in values
+        }
 
     run, found = kept()
     assert found == written
@@ -107,7 +134,9 @@ def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_that_is_not_installed_says_how_it_is_had_once(name, tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_is_not_installed_says_how_it_is_had_once(
+    name, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, name, None)
     tracked(tmp_path, name)
     (said,) = capsys.readouterr().err.splitlines()
@@ -133,7 +162,14 @@ def test_what_a_tracker_is_given_is_numbers_only(tmp_path, monkeypatch):
 
 
 def test_a_runs_number_is_made_once_and_a_damaged_file_is_made_again(tmp_path):
-    assert remembered(tmp_path, "wandb", lambda: "a") == remembered(tmp_path, "wandb", lambda: "b") == "a"
-    assert remembered(tmp_path, "mlflow", lambda: "m") == "m" and remembered(tmp_path, "wandb", lambda: "b") == "a"
+    assert (
+        remembered(tmp_path, "wandb", lambda: "a")
+        == remembered(tmp_path, "wandb", lambda: "b")
+        == "a"
+    )
+    assert (
+        remembered(tmp_path, "mlflow", lambda: "m") == "m"
+        and remembered(tmp_path, "wandb", lambda: "b") == "a"
+    )
     (tmp_path / "trackers.json").write_text("{")
     assert remembered(tmp_path, "wandb", lambda: "c") == "c"

@@ -1,4 +1,6 @@
-"""Keys of ours that follow from several of theirs together: each function takes its facts and puts what they come to."""
+"""Keys of ours that follow from several of theirs together: each function takes its facts and puts what they come
+to.
+"""
 
 import json
 import math
@@ -13,9 +15,21 @@ MEDIA = ("images", "videos", "audios")
 INFO = "dataset_info.json"  # in their dataset_dir: what file a dataset's name stands for
 # The columns that a record has by its format, which need no translation here.
 COLUMNS = {
-    "instruction", "input", "output", "history", "system", "messages", "conversations", "chosen", "rejected", "tools", "prompt", "query",
-    "response", "text",
-}  # fmt: skip
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+    "messages",
+    "conversations",
+    "chosen",
+    "rejected",
+    "tools",
+    "prompt",
+    "query",
+    "response",
+    "text",
+}
 
 
 def follow(facts: KeyFacts, devices: int | None, steps: int | None, near: Path) -> None:
@@ -36,21 +50,28 @@ def follow(facts: KeyFacts, devices: int | None, steps: int | None, near: Path) 
         facts.put("model.weights", name)
         facts.put("data.tokenizer", f"{name.rstrip('/')}/tokenizer.json")
         if not Path(name).expanduser().is_dir():
-            facts.notes.append(f"model.weights {short(name)} is no directory here: download it, and say where it is.")
+            facts.notes.append(
+                f"model.weights {short(name)} is no directory here: download it, and say where it is."
+            )
     if trackers := [name for name in ("tensorboard", "wandb") if facts.take(f"tracker {name}")]:
-        facts.put("telemetry.trackers", sorted({*trackers, *(facts.get("telemetry.trackers") or [])}))
+        facts.put(
+            "telemetry.trackers", sorted({*trackers, *(facts.get("telemetry.trackers") or [])})
+        )
 
 
 def _mesh(facts: KeyFacts, devices: int | None) -> None:
     """Their devices are data ranks, but for DeepSpeed's AutoTP; accumulation is in microbatches here.
 
-    train_batch_size = rows a device x accumulation x data ranks; two of them say the third (DeepSpeed, docs/_pages/config-json.md).
+    train_batch_size = rows a device x accumulation x data ranks; two of them say the third (DeepSpeed,
+    docs/_pages/config-json.md).
     """
     sizes = ("rows a step", "rows a device", "accumulation")
     tensor = facts.get("mesh.tensor") or 1
     if devices is not None and devices % tensor:
         source = facts.source("mesh.tensor")
-        raise ConfigError(f"--devices {devices} does not divide into {source}; give a multiple of it.")
+        raise ConfigError(
+            f"--devices {devices} does not divide into {source}; give a multiple of it."
+        )
     for path in sizes:
         if (given := facts.given(path)) and facts.get(path) < 1:
             raise given.refused("it must be at least 1")
@@ -61,16 +82,23 @@ def _mesh(facts: KeyFacts, devices: int | None) -> None:
         ranks = total // (rows * accumulation)
     else:
         ranks = 1
-        facts.notes.append("--devices is not given, and the files do not tell: this is for one device.")
+        facts.notes.append(
+            "--devices is not given, and the files do not tell: this is for one device."
+        )
     if total:
         product = math.prod(filter(None, (rows, accumulation, ranks)))
         if total % product or (rows and accumulation and total != product):
             sources = [facts.source(path) for path in sizes[1:] if facts.given(path)]
             parts = " x ".join([*sources, f"{ranks} data rank{'s' * (ranks > 1)}"])
-            ending = f", but {parts} is {product}" if len(sources) == 2 else f" is no multiple of {parts}, {product}"
+            ending = (
+                f", but {parts} is {product}"
+                if len(sources) == 2
+                else f" is no multiple of {parts}, {product}"
+            )
             raise ConfigError(f"{facts.source('rows a step')}{ending}; let them agree.")
         if rows is None:
-            rows, accumulation = total // product, accumulation or 1
+            rows = total // product
+            accumulation = accumulation or 1
         elif accumulation is None:
             accumulation = total // product
     rows = rows or facts.get("rows a device") or 1
@@ -84,7 +112,11 @@ def _mesh(facts: KeyFacts, devices: int | None) -> None:
 
 
 def _precision(facts: KeyFacts) -> None:
-    on = [given for name in ("fp16", "bf16", "pure bf16") if facts.get(name) and (given := facts.given(name))]
+    on = [
+        given
+        for name in ("fp16", "bf16", "pure bf16")
+        if facts.get(name) and (given := facts.given(name))
+    ]
     half, *brain = [facts.take(name) for name in ("fp16", "bf16", "pure bf16")]
     if half and any(brain):
         raise contradiction(on[0], on[1], "precision.compute")
@@ -95,7 +127,9 @@ def _precision(facts: KeyFacts) -> None:
 
 
 def _optimizer(facts: KeyFacts) -> None:
-    """One key, beta1, is Adam's first and the momentum of others; and DeepSpeed's schedules and optimizers have values of their own."""
+    """One key, beta1, is Adam's first and the momentum of others; and DeepSpeed's schedules and optimizers have values
+    of their own.
+    """
     name = facts.get("optimizer.name")
     usual = {"sgd": 0.0, "muon": 0.95}.get(name)
     if usual is None:
@@ -109,17 +143,30 @@ def _optimizer(facts: KeyFacts) -> None:
         facts.values.setdefault("optimizer.beta1", FactValue(0.9))
         facts.values.setdefault("optimizer.beta2", FactValue(0.99 if name == "lion" else 0.999))
     elif not llama_factory:
-        facts.notes.append("no file has an optimizer, which its script then makes: set the section optimizer.")
-    peak, schedule = facts.take("usual peak"), facts.keys.get("scheduler.type")
+        facts.notes.append(
+            "no file has an optimizer, which its script then makes: set the section optimizer."
+        )
+    peak = facts.take("usual peak")
+    schedule = facts.keys.get("scheduler.type")
     if peak and schedule and "scheduler.params.warmup_max_lr" not in facts.keys:
-        facts.drop("optimizer.learning_rate", f"{schedule.text} rises to {peak:g} unless warmup_max_lr is given")
+        facts.drop(
+            "optimizer.learning_rate",
+            f"{schedule.text} rises to {peak:g} unless warmup_max_lr is given",
+        )
         facts.put("optimizer.learning_rate", peak)
     rises = facts.get("warm-up steps") or facts.get("warm-up share")
     if schedule and rises and "scheduler.params.warmup_type" not in facts.keys:
-        facts.differs.append((schedule, "the warm-up is linear here, theirs logarithmic unless warmup_type is linear"))
+        facts.differs.append(
+            (
+                schedule,
+                "the warm-up is linear here, theirs logarithmic unless warmup_type is linear",
+            )
+        )
     if not llama_factory and not any(key.startswith("scheduler.") for key in facts.keys):
         facts.put("optimizer.schedule", "constant")
-        facts.notes.append("no file has a scheduler, so the rate is constant here; the script may have set one.")
+        facts.notes.append(
+            "no file has a scheduler, so the rate is constant here; the script may have set one."
+        )
 
 
 def _steps(facts: KeyFacts, steps: int | None) -> None:
@@ -127,10 +174,12 @@ def _steps(facts: KeyFacts, steps: int | None) -> None:
     if facts.get("train.steps"):
         facts.drop("train.epochs", f"{facts.source('train.steps')} counts")
         steps = facts.get("train.steps")
-    rate, final = facts.get("optimizer.learning_rate"), facts.take("final rate")
+    rate = facts.get("optimizer.learning_rate")
+    final = facts.take("final rate")
     if final is not None and rate:
         facts.put("optimizer.final_ratio", float(f"{final / rate:.6g}"))
-    share, given = facts.get("warm-up share"), facts.given("warm-up share")
+    share = facts.get("warm-up share")
+    given = facts.given("warm-up share")
     warmup = facts.stated("warm-up steps")
     if facts.take("no warm-up"):
         for path in ("warm-up share", "warm-up steps"):
@@ -142,9 +191,11 @@ def _steps(facts: KeyFacts, steps: int | None) -> None:
         warmup = math.ceil(share * steps)
     elif share and given:
         facts.notes.append(
-            f"{given.text} ({given.where}) is a share of steps that follow from the data: set optimizer.warmup_steps, or give --steps."
+            f"{given.text} ({given.where}) is a share of steps that follow from the data: set optimizer.warmup_steps, "
+            "or give --steps."
         )
-    usual, _ = facts.take("warm-up steps"), facts.take("warm-up share")
+    usual = facts.take("warm-up steps")
+    _ = facts.take("warm-up share")
     if facts.get("optimizer.schedule"):
         facts.put("optimizer.warmup_steps", (usual or 0) if warmup is None else warmup)
     if facts.get("optimizer.schedule") == "wsd":
@@ -152,13 +203,19 @@ def _steps(facts: KeyFacts, steps: int | None) -> None:
 
 
 def _wsd(facts: KeyFacts, steps: int | None) -> None:
-    """Of the steps after the warm-up a third is stable in theirs, and the rate falls in the others to 0, unless the schedule's arguments say otherwise."""
+    """Of the steps after the warm-up a third is stable in theirs, and the rate falls in the others to 0, unless the
+    schedule's arguments say otherwise.
+    """
     given = facts.given("optimizer.schedule")
-    stable, falls, shape = (facts.take(name) for name in ("stable steps", "decay steps", "decay type"))
+    stable, falls, shape = (
+        facts.take(name) for name in ("stable steps", "decay steps", "decay type")
+    )
     if facts.get("optimizer.final_ratio") is None:
         facts.put("optimizer.final_ratio", 0.0)
     if given and shape != "linear":
-        facts.differs.append((given, f"the rate falls along a line here, theirs by {shape or 'cosine'}"))
+        facts.differs.append(
+            (given, f"the rate falls along a line here, theirs by {shape or 'cosine'}")
+        )
     warmup = facts.get("optimizer.warmup_steps")
     if not steps:
         facts.put("optimizer.decay_ratio", 0.666667)
@@ -167,19 +224,27 @@ def _wsd(facts: KeyFacts, steps: int | None) -> None:
         )
         return
     rest = max(steps - warmup, 0)
-    stable, falls = (usual if n is None else n for n, usual in ((stable, rest // 3), (falls, rest - rest // 3)))
+    stable, falls = (
+        usual if n is None else n for n, usual in ((stable, rest // 3), (falls, rest - rest // 3))
+    )
     if given and stable + falls != rest:
         facts.differs.append(
-            (given, f"the rate falls in the last {falls} steps here, theirs after {stable} at the peak")
+            (
+                given,
+                f"the rate falls in the last {falls} steps here, theirs after {stable} at the peak",
+            )
         )
     facts.put("optimizer.decay_ratio", float(f"{min(falls, steps) / steps:.6g}"))
 
 
 def _checkpoints(facts: KeyFacts) -> None:
-    by, source = facts.get("saved by"), facts.source("saved by")
+    by = facts.get("saved by")
+    source = facts.source("saved by")
     facts.take("saved by")
     if by in ("epoch", "best"):
-        facts.notes.append(f"{source}: checkpoint.every counts steps, set it; at the end one is written.")
+        facts.notes.append(
+            f"{source}: checkpoint.every counts steps, set it; at the end one is written."
+        )
     if by in ("no", "epoch", "best"):
         facts.drop("checkpoint.every", source)
     elif facts.get("tuned") and "checkpoint.every" not in facts.values:
@@ -187,25 +252,39 @@ def _checkpoints(facts: KeyFacts) -> None:
 
 
 def _tuning(facts: KeyFacts) -> None:
-    tuned, stage = facts.take("tuned"), facts.given("train.objective")
+    tuned = facts.take("tuned")
+    stage = facts.given("train.objective")
     if stage and facts.get("train.objective") == "dpo" and tuned == "full":
-        raise stage.refused("the reference is the model without its adapters here, so finetuning_type must be lora")
+        raise stage.refused(
+            "the reference is the model without its adapters here, so finetuning_type must be lora"
+        )
     if tuned != "lora":
-        for path in ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.rslora", "beside adapters"):
+        for path in (
+            "lora.rank",
+            "lora.alpha",
+            "lora.targets",
+            "lora.dropout",
+            "lora.rslora",
+            "beside adapters",
+        ):
             facts.drop(path, f"finetuning_type is {tuned}")
     if beside := facts.take("beside adapters"):
         facts.put("train.trainable", beside)
     if tuned == "freeze":
-        given, names, more = facts.given("frozen but"), facts.take("frozen but"), facts.take("frozen but also")
+        given = facts.given("frozen but")
+        names = facts.take("frozen but")
+        more = facts.take("frozen but also")
         if not names:
             raise ConfigError(
-                "finetuning_type is freeze, which trains all of some layers unless freeze_trainable_modules names modules; "
+                "finetuning_type is freeze, which trains all of some layers unless freeze_trainable_modules names "
+                "modules; "
                 "train.trainable names weights over all layers."
             )
         facts.put("train.trainable", [*names, *(more or [])])
         if given and "freeze_trainable_layers" not in facts.keys:
             why = (
-                "these are trained in all layers here, in theirs in the last 2 unless freeze_trainable_layers says more"
+                "these are trained in all layers here, in theirs in the last 2 unless freeze_trainable_layers says "
+                "more"
             )
             facts.differs.append((given, why))
     for path in ("frozen but", "frozen but also"):
@@ -213,7 +292,9 @@ def _tuning(facts: KeyFacts) -> None:
 
 
 def _data(facts: KeyFacts, near: Path) -> None:
-    stage, given, packing = facts.take("stage"), facts.given("packing"), facts.take("packing")
+    stage = facts.take("stage")
+    given = facts.given("packing")
+    packing = facts.take("packing")
     if not facts.take("neat") and packing and given and stage == "sft":
         why = "examples that are packed together do not see each other here, as with neat_packing"
         facts.differs.append((given, why))
@@ -224,8 +305,10 @@ def _data(facts: KeyFacts, near: Path) -> None:
         facts.put("data.batching", "packed" if packing is False else "window")
     elif given:
         facts.left.append((given, "pairs are packed"))
-    names, directory = facts.take("datasets") or [], facts.take("dataset_dir")
-    validation, shares = facts.take("eval datasets") or [], facts.take("shares")
+    names = facts.take("datasets") or []
+    directory = facts.take("dataset_dir")
+    validation = facts.take("eval datasets") or []
+    shares = facts.take("shares")
     if not names and not validation:
         return
     find = _finder(facts, directory or "data", near)
@@ -235,15 +318,22 @@ def _data(facts: KeyFacts, near: Path) -> None:
     elif paths:
         facts.put("data.source", "mixture")
         facts.put("data.mixture", paths)
-        facts.put("data.weights", shares if shares and len(shares) == len(paths) else _by_size(facts, paths))
+        facts.put(
+            "data.weights",
+            shares if shares and len(shares) == len(paths) else _by_size(facts, paths),
+        )
     if validation:
         facts.put("data.validation_source", find(validation[0]))
     if more := ", ".join(validation[1:]):
-        facts.notes.append(f"data.validation_source is one source: of the eval_dataset's, {more} are left out.")
+        facts.notes.append(
+            f"data.validation_source is one source: of the eval_dataset's, {more} are left out."
+        )
 
 
 def _by_size(facts: KeyFacts, paths: list[str]) -> list[float]:
-    """Returns weights that read each source in full, as their `concat` does: its bytes, of which there are about so many a token."""
+    """Returns weights that read each source in full, as their `concat` does: its bytes, of which there are about so
+    many a token.
+    """
     files = [Path(path).expanduser() for path in paths]
     if all(file.is_file() for file in files):
         return [float(file.stat().st_size) for file in files]
@@ -276,9 +366,13 @@ def _finder(facts: KeyFacts, directory: str, near: Path) -> Callable[[str], str]
             return path
         columns = entry.get("columns") or {}
         if media := ", ".join(column for column in columns if column in MEDIA):
-            raise ConfigError(f"{which} has {media} beside its text, which are not read here; take one of text alone.")
+            raise ConfigError(
+                f"{which} has {media} beside its text, which are not read here; take one of text alone."
+            )
         if renamed := [column for column in columns.values() if column not in COLUMNS]:
-            facts.notes.append(f"{which}: its columns {short(', '.join(map(str, renamed)))} are to be renamed.")
+            facts.notes.append(
+                f"{which}: its columns {short(', '.join(map(str, renamed)))} are to be renamed."
+            )
         return str((folder or Path(directory)) / entry["file_name"])
 
     return find
@@ -291,7 +385,8 @@ def path_near(name: str, near: Path) -> Path | None:
 
 
 def _evaluation(facts: KeyFacts) -> None:
-    by, source = facts.get("evaluated by"), facts.source("evaluated by")
+    by = facts.get("evaluated by")
+    source = facts.source("evaluated by")
     if by == "steps":
         facts.put("eval.every", facts.take("eval steps") or facts.get("log.every") or 500)
     elif by == "epoch":

@@ -1,4 +1,7 @@
-"""A row of a table says what one key of theirs becomes here; a table has a row a key. Facts: what the files have said so far."""
+"""A row of a table says what one key of theirs becomes here; a table has a row a key.
+
+Facts: what the files have said so far.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +12,8 @@ from meshtrain.errors import ConfigError, names_secret, short
 DIFFERS = "differs"
 # How an optimizer differs from theirs. transformers makes Adafactor with scale_parameter False.
 OTHERWISE = {
-    "adafactor": "an update is scaled by the size of its weight here, theirs is not, so that another learning rate is the right one",
+    "adafactor": "an update is scaled by the size of its weight here, theirs is not, so that another learning rate is "
+    "the right one",
     "muon": "how large Muon's updates are follows another rule here, and Adam's first moment has the momentum too",
 }
 
@@ -30,7 +34,9 @@ class GivenKey:
     @property
     def text(self) -> str:
         value = as_written(self.value)
-        return f"{self.key} {'…' if names_secret(self.key) and len(value) >= LEAST_SECRET else value}"
+        return (
+            f"{self.key} {'…' if names_secret(self.key) and len(value) >= LEAST_SECRET else value}"
+        )
 
     def refused(self, rest: str) -> ConfigError:
         return ConfigError(f"{self.where}: {self.key} is {as_written(self.value)}; {rest}.")
@@ -55,10 +61,10 @@ class LeftOut(Exception):
 class KeyRow:
     """What one key of theirs becomes.
 
-    `becomes(value)` returns values by our key's path (optimizer.learning_rate), or by the word of a fact from which several of ours
-    follow (`following`); it raises `LeftOut` or `RefusedValue`. Without it the key is left out, for the reason `why`.
-    `default`: theirs, where a file has no such key and ours is another. What is not quite the same here stands in `differs`, or
-    beside the values as DIFFERS.
+    `becomes(value)` returns values by our key's path (optimizer.learning_rate), or by the word of a fact from which
+    several of ours follow (`following`); it raises `LeftOut` or `RefusedValue`. Without it the key is left out, for the
+    reason `why`. `default`: theirs, where a file has no such key and ours is another. What is not quite the same here
+    stands in `differs`, or beside the values as DIFFERS.
     """
 
     becomes: Callable[[Any], Mapping[str, Any]] | None = None
@@ -82,11 +88,18 @@ def where_on(path: str, value: Any = True, differs: str = "") -> KeyRow:
 
 def left(names_by_reason: Mapping[str, str], within: str = "") -> dict[str, KeyRow]:
     """Returns rows of keys that are left out, by the reason; `within` a mapping of theirs."""
-    return {within + name: KeyRow(why=why) for why, names in names_by_reason.items() for name in names.split()}
+    return {
+        within + name: KeyRow(why=why)
+        for why, names in names_by_reason.items()
+        for name in names.split()
+    }
 
 
 def lost(why: str, *same: Any) -> KeyRow:
-    """Returns a row for a method that is not here. Off, or with one of the `same` values, nothing is lost; else another thing is learned."""
+    """Returns a row for a method that is not here.
+
+    Off, or with one of the `same` values, nothing is lost; else another thing is learned.
+    """
 
     def becomes(value: Any) -> dict[str, Any]:
         if value not in (same or (None, False, 0, "")):
@@ -185,10 +198,14 @@ class FactValue(NamedTuple):
 
 @dataclass
 class KeyFacts:
-    """The values that the files state so far, by our keys' paths and the words of facts; and what is to be reported of their keys."""
+    """The values that the files state so far, by our keys' paths and the words of facts; and what is to be reported of
+    their keys.
+    """
 
     values: dict[str, FactValue] = field(default_factory=dict)
-    lost: list[tuple[GivenKey, str]] = field(default_factory=list)  # left out, and something else is learned
+    lost: list[tuple[GivenKey, str]] = field(
+        default_factory=list
+    )  # left out, and something else is learned
     differs: list[tuple[GivenKey, str]] = field(default_factory=list)
     left: list[tuple[GivenKey, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what whoever starts the run has to see to
@@ -231,5 +248,7 @@ class KeyFacts:
 
 def contradiction(first: GivenKey, second: GivenKey, path: str) -> ConfigError:
     both = f" (both are {path} here)" if "." in path and first.key != second.key else ""
-    one, other = (f"{given.key} is {as_written(given.value)} ({given.where})" for given in (first, second))
+    one, other = (
+        f"{given.key} is {as_written(given.value)} ({given.where})" for given in (first, second)
+    )
     return ConfigError(f"{one}, but {other}{both}; let them agree, or leave one out.")

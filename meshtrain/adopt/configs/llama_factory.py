@@ -1,9 +1,10 @@
 """LLaMA-Factory's YAML for training: a row a key.
 
-Names, meanings and defaults: its src/llamafactory/hparams (model_args, data_args, finetuning_args, training_args, parser), and
-transformers' Seq2SeqTrainingArguments (src/transformers/training_args.py), which its training arguments extend. That gradient
-checkpointing is on unless disabled: src/llamafactory/model/model_utils/checkpointing.py. What a dataset's name stands for:
-src/llamafactory/data/parser.py.
+Names, meanings and defaults: its src/llamafactory/hparams (model_args, data_args, finetuning_args, training_args,
+parser), and transformers' Seq2SeqTrainingArguments (src/transformers/training_args.py), which its training arguments
+extend. That gradient
+checkpointing is on unless disabled: src/llamafactory/model/model_utils/checkpointing.py. What a dataset's name stands
+for: src/llamafactory/data/parser.py.
 """
 
 import json
@@ -11,10 +12,30 @@ from collections.abc import Callable
 from typing import Any
 
 from meshtrain.adopt.configs import key_rows as rows
-from meshtrain.adopt.configs.key_rows import KeyRow, LeftOut, Table, integer, lost, number, to, words
+from meshtrain.adopt.configs.key_rows import (
+    KeyRow,
+    LeftOut,
+    Table,
+    integer,
+    lost,
+    number,
+    to,
+    words,
+)
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd", "lion", "muon")
-IMPLEMENTATIONS = {"torch", "fused", "hf", "32bit", "8bit", "bnb", "4bit", "xla", "npu", "apex"}  # of one optimizer
+IMPLEMENTATIONS = {
+    "torch",
+    "fused",
+    "hf",
+    "32bit",
+    "8bit",
+    "bnb",
+    "4bit",
+    "xla",
+    "npu",
+    "apex",
+}  # of one optimizer
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 STRATEGIES = ("no", "steps", "epoch")
 # peft's module names in the families that are here, and those of fused ones.
@@ -30,11 +51,21 @@ MODULES = {
 }  # fmt: skip
 # What their schedules take beside the steps: where it goes, and how it is read.
 SCHEDULE_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "min_lr": ("final rate", number), "min_lr_rate": ("optimizer.final_ratio", number), "min_lr_ratio": ("optimizer.final_ratio", number),
-    "num_stable_steps": ("stable steps", integer), "num_decay_steps": ("decay steps", integer), "decay_type": ("decay type", rows.text),
-}  # fmt: skip
+    "min_lr": ("final rate", number),
+    "min_lr_rate": ("optimizer.final_ratio", number),
+    "min_lr_ratio": ("optimizer.final_ratio", number),
+    "num_stable_steps": ("stable steps", integer),
+    "num_decay_steps": ("decay steps", integer),
+    "decay_type": ("decay type", rows.text),
+}
 # PyTorch's FSDP shards as ZeRO does (Zhao et al. 2023).
-FSDP_STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
+FSDP_STAGES = {
+    "full_shard": 3,
+    "hybrid_shard": 3,
+    "shard_grad_op": 2,
+    "hybrid_shard_zero2": 2,
+    "no_shard": 0,
+}
 
 
 def _stage(stage: Any) -> dict[str, Any]:
@@ -66,7 +97,9 @@ def _modules(value: Any) -> list[str]:
 
 def _freeze(value: Any) -> dict[str, Any]:
     if "all" in words(value):
-        raise rows.RefusedValue("that trains all of some layers, but train.trainable names weights over all layers")
+        raise rows.RefusedValue(
+            "that trains all of some layers, but train.trainable names weights over all layers"
+        )
     return {"frozen but": _modules(value)}
 
 
@@ -75,7 +108,9 @@ def _optimizer(value: Any) -> dict[str, Any]:
     kind, *how = str(value).lower().removeprefix("paged_").split("_")
     if kind not in OPTIMIZERS or not set(how) <= IMPLEMENTATIONS:
         raise LeftOut("no optimizer of this name is here, so adamw stands", matters=True)
-    differs = "moments are float32 here" if {"8bit", "4bit"} & set(how) else rows.OTHERWISE.get(kind, "")
+    differs = (
+        "moments are float32 here" if {"8bit", "4bit"} & set(how) else rows.OTHERWISE.get(kind, "")
+    )
     return {"optimizer.name": kind, rows.DIFFERS: differs}
 
 
@@ -103,7 +138,10 @@ def _schedule_arguments(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         raise rows.RefusedValue("it must be a mapping") from None
     if not isinstance(arguments, dict) or not arguments.keys() <= SCHEDULE_ARGUMENTS.keys():
-        raise LeftOut(f"of a schedule's arguments only {', '.join(SCHEDULE_ARGUMENTS)} have a key here", matters=True)
+        raise LeftOut(
+            f"of a schedule's arguments only {', '.join(SCHEDULE_ARGUMENTS)} have a key here",
+            matters=True,
+        )
     paths = {key: SCHEDULE_ARGUMENTS[key] for key in arguments}
     return {path: read(arguments[key]) for key, (path, read) in paths.items()}
 
@@ -128,7 +166,10 @@ def _every(path: str) -> KeyRow:
 def _validation(value: Any) -> dict[str, Any]:
     share = number(value)
     if share >= 1:
-        raise LeftOut("data.validation is a share, not a number of examples, so it stands at its own", matters=True)
+        raise LeftOut(
+            "data.validation is a share, not a number of examples, so it stands at its own",
+            matters=True,
+        )
     return {"data.validation": share}
 
 
@@ -136,7 +177,11 @@ def _trackers(value: Any) -> dict[str, Any]:
     names = words(value or [])
     if not set(names) <= {*TRACKERS, "none", "all"}:
         raise LeftOut(f"metrics go to {', '.join(TRACKERS)} here")
-    return {"telemetry.trackers": list(TRACKERS) if "all" in names else [name for name in names if name in TRACKERS]}
+    return {
+        "telemetry.trackers": list(TRACKERS)
+        if "all" in names
+        else [name for name in names if name in TRACKERS]
+    }
 
 
 def _fsdp(value: Any) -> dict[str, Any]:
@@ -148,27 +193,41 @@ def _fsdp(value: Any) -> dict[str, Any]:
 
 MODEL: Table = {
     "model_name_or_path": KeyRow(lambda value: {"model": rows.text(value)}),
-    "train_from_scratch": lost("model.weights begins with weights; put the section that adopt inspect prints in its place"),
-    "quantization_bit": lost("nothing is quantized here: weights that are not trained are held in precision.compute"),
+    "train_from_scratch": lost(
+        "model.weights begins with weights; put the section that adopt inspect prints in its place"
+    ),
+    "quantization_bit": lost(
+        "nothing is quantized here: weights that are not trained are held in precision.compute"
+    ),
     "pure_bf16": KeyRow(
         lambda value: {"pure bf16": True} if value not in (None, False) else {},
         differs="what is trained stays float32, beside weights in bfloat16",
     ),
-    "disable_gradient_checkpointing": KeyRow(lambda value: {"parallel.remat": "none" if rows.switch(value) else "full"}, default=False),
-    "gradient_checkpointing": KeyRow(lambda value: {"parallel.remat": "full"} if value is True else {}),
-    "sequence_parallel_size": rows.only(1, "sequences are not divided over data ranks (context parallelism)"),
+    "disable_gradient_checkpointing": KeyRow(
+        lambda value: {"parallel.remat": "none" if rows.switch(value) else "full"}, default=False
+    ),
+    "gradient_checkpointing": KeyRow(
+        lambda value: {"parallel.remat": "full"} if value is True else {}
+    ),
+    "sequence_parallel_size": rows.only(
+        1, "sequences are not divided over data ranks (context parallelism)"
+    ),
     "task": rows.only(None, "this file is for a benchmark, not for training"),
     "export_dir": rows.only(None, "this file is for an export, not for training"),
     "shift_attn": lost("LongLoRA's shifted attention is not computed here"),
     "mixture_of_depths": lost("mixture of depths is not computed here"),
     "rope_scaling": lost("the model's own config.json says how its positions are stretched"),
-    "adapter_name_or_path": lost("adapters begin anew here; to go on with these, `meshtrain.adopt import --adapter` and checkpoint.resume"),
+    "adapter_name_or_path": lost(
+        "adapters begin anew here; to go on with these, `meshtrain.adopt import --adapter` and checkpoint.resume"
+    ),
     "fp8": lost("products are of precision.compute here"),
-}  # fmt: skip
+}
 
 METHOD: Table = {
     "stage": KeyRow(_stage, default="sft"),
-    "finetuning_type": KeyRow(lambda value: {"tuned": rows.one_of("lora", "full", "freeze")(value)}, default="lora"),
+    "finetuning_type": KeyRow(
+        lambda value: {"tuned": rows.one_of("lora", "full", "freeze")(value)}, default="lora"
+    ),
     "lora_rank": to("lora.rank", integer, default=8),
     "lora_alpha": to("lora.alpha", number),
     "lora_target": to("lora.targets", _targets),
@@ -199,12 +258,16 @@ DATA: Table = {
     "dataset_dir": to("dataset_dir", rows.text, default="data"),
     "cutoff_len": to("train.sequence_length", integer, default=2048),
     "packing": to("packing", rows.switch),
-    "neat_packing": KeyRow(lambda value: {"packing": True, "neat": True} if rows.switch(value) else {}),
+    "neat_packing": KeyRow(
+        lambda value: {"packing": True, "neat": True} if rows.switch(value) else {}
+    ),
     "val_size": KeyRow(_validation),
     "interleave_probs": to("shares", lambda value: [number(word) for word in words(value)]),
     "train_on_prompt": lost("the loss is on answers alone here"),
     "mask_history": lost("the loss is on every answer of a conversation here"),
-    "mix_strategy": lost("data.weights says how sources are mixed, and an epoch ends otherwise", None, "concat"),
+    "mix_strategy": lost(
+        "data.weights says how sources are mixed, and an epoch ends otherwise", None, "concat"
+    ),
     "max_samples": lost("all examples of the source count"),
     "neftune_noise_alpha": lost("no noise is added to embeddings here"),
     "disable_shuffling": lost("examples are always shuffled, by run.seed"),
@@ -221,7 +284,9 @@ TRAINING: Table = {
     "per_device_train_batch_size": to("rows a device", integer, default=8),
     "gradient_accumulation_steps": to("accumulation", integer, default=1),
     "num_train_epochs": to("train.epochs", number, default=3.0),
-    "max_steps": KeyRow(lambda value: {"train.steps": integer(value)} if integer(value) > 0 else {}),
+    "max_steps": KeyRow(
+        lambda value: {"train.steps": integer(value)} if integer(value) > 0 else {}
+    ),
     "learning_rate": to("optimizer.learning_rate", number, default=5e-5),
     "lr_scheduler_type": KeyRow(_schedule, default="linear"),
     "lr_scheduler_kwargs": KeyRow(_schedule_arguments),
@@ -248,18 +313,27 @@ TRAINING: Table = {
     "evaluation_strategy": to("evaluated by", rows.one_of(*STRATEGIES)),
     "eval_steps": _every("eval steps"),
     "report_to": KeyRow(_trackers),
-    "resume_from_checkpoint": lost("a run goes on from its own newest checkpoint (checkpoint.resume names another)", None, False, True),
-    "average_tokens_across_devices": lost("the loss is the mean over all tokens of a step here", None, True),
-}  # fmt: skip
+    "resume_from_checkpoint": lost(
+        "a run goes on from its own newest checkpoint (checkpoint.resume names another)",
+        None,
+        False,
+        True,
+    ),
+    "average_tokens_across_devices": lost(
+        "the loss is the mean over all tokens of a step here", None, True
+    ),
+}
 
-LOST = rows.all_lost({
-    "tokens are those of the tokenizer's file":
-        "resize_vocab split_special_tokens add_tokens add_special_tokens new_special_tokens_config",
-    "DPO's reference is the model without its adapters": "ref_model ref_model_adapters ref_model_quantization_bit",
-    "DPO's loss has no second term here": "pref_ftx pref_bco_weight",
-    "that loss is not here": "use_dft_loss use_asft_loss use_eaft_loss",
-    "no key of an optimizer's own has a place here": "optim_args optim_target_modules",
-})  # fmt: skip
+LOST = rows.all_lost(
+    {
+        "tokens are those of the tokenizer's file": "resize_vocab split_special_tokens add_tokens add_special_tokens "
+        "new_special_tokens_config",
+        "DPO's reference is the model without its adapters": "ref_model ref_model_adapters ref_model_quantization_bit",
+        "DPO's loss has no second term here": "pref_ftx pref_bco_weight",
+        "that loss is not here": "use_dft_loss use_asft_loss use_eaft_loss",
+        "no key of an optimizer's own has a place here": "optim_args optim_target_modules",
+    }
+)
 
 LEFT = rows.left({
     "sequences are not divided over data ranks (context parallelism)": "sequence_parallel_mode",

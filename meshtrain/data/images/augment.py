@@ -1,14 +1,17 @@
-"""Augments images in training: crop or fit, flip, policy, shift, in this order; then mixup or cutmix with another image.
+"""Augments images in training: crop or fit, flip, policy, shift, in this order; then mixup or cutmix with another
+image.
 
     mixup     lam a + (1 - lam) b                     ┌────────┐
     cutmix    b in a box of a, here of a quarter:     │ a  ┌──┐│     mix, the share of a's class: lam, or what of the area
               sides sqrt(1 - lam), clipped at edges   │    │ b││     is a's once the box is clipped
                                                       │    └──┘│
                                                       └────────┘
-lam is drawn from Beta(alpha, alpha), for each row anew (mixup: Zhang et al. 2018, section 2; cutmix: Yun et al. 2019, section 3).
+lam is drawn from Beta(alpha, alpha), for each row anew (mixup: Zhang et al. 2018, section 2; cutmix: Yun et al. 2019,
+section 3).
 
-The other image is that of the row beside it in the batch: 0 with 1, 2 with 3; the last of an odd number with the one before. The order of
-an epoch is random already, so it is any image; and whoever reads a row nearly always reads the one beside it too.
+The other image is that of the row beside it in the batch: 0 with 1, 2 with 3; the last of an odd number with the one
+before. The order of an epoch is random already, so it is any image; and whoever reads a row nearly always reads the one
+beside it too.
 
 Everything is drawn from the stream of the image's row, so that it is the same wherever and whenever that row is read.
 """
@@ -55,16 +58,22 @@ def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generat
 
 
 def random_box(height: int, width: int, least: float, draw: Generator) -> Box:
-    """A part of at least this share of the area, about as wide as high; the largest in the middle where none that is drawn fits."""
+    """A part of at least this share of the area, about as wide as high; the largest in the middle where none that is
+    drawn fits.
+    """
     for _ in range(TRIES):
         area = height * width * (least + (1 - least) * draw.random())
         ratio = math.exp(math.log(RATIO[0]) + math.log(RATIO[1] / RATIO[0]) * draw.random())
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = int(draw.random() * (width - w + 1)), int(draw.random() * (height - h + 1))
+            left = int(draw.random() * (width - w + 1))
+            top = int(draw.random() * (height - h + 1))
             return left, top, left + w, top + h
-    w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
-    left, top = (width - w) // 2, (height - h) // 2
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    left = (width - w) // 2
+    top = (height - h) // 2
     return left, top, left + w, top + h
 
 
@@ -92,7 +101,8 @@ def partners(rows: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def mix(first: np.ndarray, second: np.ndarray, images: ImagesConfig, draw: Generator) -> float:
     """Mixes an image [S, S, C] with another, in place; returns the share that is left of its class."""
-    mixed, cuts = draw.random() < images.mixed, draw.random() < images.switch
+    mixed = draw.random() < images.mixed
+    cuts = draw.random() < images.switch
     if not mixed:
         return 1.0
     if images.cutmix and (cuts or not images.mixup):

@@ -4,10 +4,12 @@
            cat/new/2.jpg                               train/dog/2.jpg
            dog/1.jpg                                   validation/cat/3.png      (val/ will do)
 
-A class is the name of its folder, in the order of names. Without a validation folder a share of the images is held out, by name.
+A class is the name of its folder, in the order of names. Without a validation folder a share of the images is held out,
+by name.
 
-An epoch is the same on every process only if all agree on which files are images, so each is decoded once before the first step. An
-index of them is kept in the user's cache, which is read the next time if names, sizes and dates of the files are the same:
+An epoch is the same on every process only if all agree on which files are images, so each is decoded once before the
+first step. An index of them is kept in the user's cache, which is read the next time if names, sizes and dates of the
+files are the same:
 
     CACHE/images/NAME-HASH/index.json     a digest for each file, or what is wrong with it
     CACHE/images/NAME-HASH/skipped.log    the files that are no images, a line each
@@ -34,11 +36,27 @@ from meshtrain.data.unit import encoded, held_out
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import locked, refuse_passing, retried, write_atomically
 
-TRAIN, VALIDATIONS = "train", ("validation", "val")
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+TRAIN = "train"
+VALIDATIONS = ("validation", "val")
+ENDINGS = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+)
 NAMED = 5  # classes and files in a sentence
-INDEX, SKIPPED = "index.json", "skipped.log"
-RULES = "2"  # raised when other files are taken for images than before, so that no old index is used
+INDEX = "index.json"
+SKIPPED = "skipped.log"
+RULES = (
+    "2"  # raised when other files are taken for images than before, so that no old index is used
+)
 ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
 
@@ -47,7 +65,9 @@ class ImageFiles:
     """Images in files, each decoded when it is needed."""
 
     def __init__(self, paths: Sequence[str], labels: np.ndarray, channels: int) -> None:
-        self.paths, self.labels, self.channels = paths, labels, channels
+        self.paths = paths
+        self.labels = labels
+        self.channels = channels
 
     def pixels(self, index: int) -> np.ndarray:
         path = self.paths[index]
@@ -60,7 +80,9 @@ class ImageFiles:
 
 
 def open_folder(path: Path, config: Config) -> ImageSource:
-    """Opens a folder; ConfigError for one without classes, a class without images, and damaged images where data.bad_documents refuses."""
+    """Opens a folder; ConfigError for one without classes, a class without images, and damaged images where
+    data.bad_documents refuses.
+    """
     pillow("reading images")
     if config.model.channels not in (1, 3):
         raise ConfigError(
@@ -69,7 +91,8 @@ def open_folder(path: Path, config: Config) -> ImageSource:
     train, validation = _layout(path)
     if validation and config.data.validation is not None:
         raise ConfigError(
-            f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; leave the key out."
+            f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; "
+            "leave the key out."
         )
     share = VALIDATION if config.data.validation is None else config.data.validation
     inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
@@ -100,10 +123,15 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             paths.append(file.path)
             labels.append(numbers[parts[0]])
             names.append(f"{'/'.join(parts)}\t{digest}")
-    counts = ((strays, "images that stand in no class's folder"), (damaged, "files that are no whole image"))
+    counts = (
+        (strays, "images that stand in no class's folder"),
+        (damaged, "files that are no whole image"),
+    )
     notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
     if empty := [name for name in classes if numbers[name] not in set(labels)]:
-        raise ConfigError(f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it.")
+        raise ConfigError(
+            f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it."
+        )
     indices = {split: np.array(which, np.int64) for split, which in splits.items()}
     content = hashlib.sha256(encoded("\n".join(names))).hexdigest()
     pictures = ImageFiles(paths, np.array(labels, np.int32), config.model.channels)
@@ -121,7 +149,9 @@ def _layout(path: Path) -> tuple[str, str]:
         return "", ""
     validation = [name for name in VALIDATIONS if name in folders]
     if len(validation) > 1:
-        raise ConfigError(f"{short(path)} has both {' and '.join(validation)}; one of them holds what is held out.")
+        raise ConfigError(
+            f"{short(path)} has both {' and '.join(validation)}; one of them holds what is held out."
+        )
     return TRAIN, "".join(validation)
 
 
@@ -137,39 +167,61 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
     """
     name = os.path.basename(os.path.realpath(path))
     listing = "\n".join([RULES, *(f"{file.name}\t{file.size}\t{file.modified}" for file in files)])
-    directory = cache_directory() / "images" / f"{name[:40]}-{hashlib.sha256(encoded(listing)).hexdigest()[:16]}"
+    directory = (
+        cache_directory()
+        / "images"
+        / f"{name[:40]}-{hashlib.sha256(encoded(listing)).hexdigest()[:16]}"
+    )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
-            digests, problems = _read_index(directory, len(files)) or _make_index(files, directory, name)
+            digests, problems = _read_index(directory, len(files)) or _make_index(
+                files, directory, name
+            )
     except OSError as error:
         refuse_passing(error.filename or directory, error)
         raise ConfigError(
-            f"what the images of {name} are cannot be noted in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME to a directory with "
+            f"what the images of {name} are cannot be noted in {directory} ({refusal_at(error)}); set XDG_CACHE_HOME "
+            "to a directory with "
             "room."
         ) from None
     if not problems:
         return digests
-    shown = "; ".join(f"{short(name)}: {problem}" for name, problem in list(problems.items())[:NAMED])
+    shown = "; ".join(
+        f"{short(name)}: {problem}" for name, problem in list(problems.items())[:NAMED]
+    )
     if bad == "refuse":
         raise ConfigError(
-            f"of {short(path)} {len(problems):,} files cannot be taken ({shown}); mend or remove them, or set data.bad_documents to skip."
+            f"of {short(path)} {len(problems):,} files cannot be taken ({shown}); mend or remove them, or set "
+            "data.bad_documents to skip."
         )
-    log.warning("%s: %d files are skipped (%s); all are named in %s", path, len(problems), shown, directory / SKIPPED)
-    return ["" if file.name in problems else digest for file, digest in zip(files, digests, strict=True)]
+    log.warning(
+        "%s: %d files are skipped (%s); all are named in %s",
+        path,
+        len(problems),
+        shown,
+        directory / SKIPPED,
+    )
+    return [
+        "" if file.name in problems else digest for file, digest in zip(files, digests, strict=True)
+    ]
 
 
 def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]] | None:
     try:
         values = json.loads((directory / INDEX).read_bytes())
-        digests, problems = list(map(str, values["digests"])), dict(values["problems"])
+        digests = list(map(str, values["digests"]))
+        problems = dict(values["problems"])
         return (digests, problems) if len(digests) == count else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not whole: it is made again
 
 
-def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> tuple[list[str], dict[str, str]]:
-    size, done = sum(file.size for file in files), 0
+def _make_index(
+    files: Sequence[InputFile], directory: Path, name: str
+) -> tuple[list[str], dict[str, str]]:
+    size = sum(file.size for file in files)
+    done = 0
     log.info("looking at %d images (%.1f MB) of %s", len(files), size / 1e6, name)
     progress = logged_progress("looked at", name)
     digests: list[str] = []
@@ -184,7 +236,9 @@ def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> tuple
             progress(done, size)
     lines = "".join(f"{short(name)}\t{problem}\n" for name, problem in problems.items())
     write_atomically(directory / SKIPPED, encoded(lines))
-    write_atomically(directory / INDEX, json.dumps({"digests": digests, "problems": problems}).encode())
+    write_atomically(
+        directory / INDEX, json.dumps({"digests": digests, "problems": problems}).encode()
+    )
     return digests, problems
 
 
@@ -208,7 +262,8 @@ def problem_of(data: bytes) -> str:
 
 
 def decoded(data: bytes, channels: int, quickly: bool = False) -> np.ndarray:
-    """Decodes the first picture of a file as uint8 [H, W, channels], the right way up; quickly: of JPEG in an eighth of its size.
+    """Decodes the first picture of a file as uint8 [H, W, channels], the right way up; quickly: of JPEG in an eighth of
+    its size.
 
     Raises whatever Pillow does on what is damaged.
     """
@@ -221,9 +276,13 @@ def decoded(data: bytes, channels: int, quickly: bool = False) -> np.ndarray:
         if image.mode == "F":
             raise ValueError("its numbers are floats, of no known range")
         # Both copy an image that is as it should be.
-        turned = ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
+        turned = (
+            ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
+        )
         if turned.mode.startswith("I"):
             # 16 bits, which Pillow would cut off at 255.
-            turned = pillow("reading images").fromarray((np.asarray(turned).clip(0, 65535) >> 8).astype(np.uint8))
+            turned = pillow("reading images").fromarray(
+                (np.asarray(turned).clip(0, 65535) >> 8).astype(np.uint8)
+            )
         wanted = "L" if channels == 1 else "RGB"
         return as_pixels(turned if turned.mode == wanted else turned.convert(wanted))

@@ -28,11 +28,13 @@ from meshtrain.files import refuse_passing
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, WEIGHTS
 from meshtrain.sources import SOURCES, has_images
 
-LARGE = 64  # pixels a side from which on several threads are faster than one: Pillow lets go of the interpreter while it works
+# pixels a side from which on several threads are faster than one: Pillow lets go of the interpreter while it works
+LARGE = 64
 # How a sentence ends on a split with too few images.
 WAYS_OUT = {
     "train": ".",
-    "validation": "; hold out more with data.validation, give images of their own as data.validation_source, or set eval.every to 0.",
+    "validation": "; hold out more with data.validation, give images of their own as data.validation_source, or set "
+    "eval.every to 0.",
     "all": "; give more images as data.validation_source, or set eval.every to 0.",
 }
 
@@ -41,24 +43,31 @@ WAYS_OUT = {
 class ImageBatches(SplitBatches):
     """The batches of one split of images, and the names of their classes by label.
 
-    A batch has `patches` float32 [rows, N, P] and `labels` int32 [rows, 1]; where images are mixed also `labels_b` int32 [rows, 1] and
-    `mix` float32 [rows, 1], the share of `labels`; and float32 `weights` [rows, 1] of the loss where some rows are padding (absent: all
-    ones).
+    A batch has `patches` float32 [rows, N, P] and `labels` int32 [rows, 1]; where images are mixed also `labels_b`
+    int32 [rows, 1] and `mix` float32 [rows, 1], the share of `labels`; and float32 `weights` [rows, 1] of the loss
+    where some rows are padding (absent: all ones).
     """
 
     classes: tuple[str, ...]
 
     def describe(self) -> str:
-        epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} images"
-        names = ", ".join(map(short, self.classes[:NAMED])) + (", ..." if len(self.classes) > NAMED else "")
+        epoch = (
+            f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} images"
+        )
+        names = ", ".join(map(short, self.classes[:NAMED])) + (
+            ", ..." if len(self.classes) > NAMED else ""
+        )
         names = f" ({names})" if self.classes != numbered(len(self.classes)) else ""
-        return f"{self.source}: " + "; ".join((epoch, f"{len(self.classes):,} classes{names}", *self.notes))
+        return f"{self.source}: " + "; ".join(
+            (epoch, f"{len(self.classes):,} classes{names}", *self.notes)
+        )
 
 
 def open_images(config: Config) -> tuple[ImageBatches, ImageBatches | None]:
     """Opens training and validation batches; None if nothing is held out. Touches no device.
 
-    Raises ConfigError (one sentence): a source that is not there or not whole, more classes than the model has, too few images.
+    Raises ConfigError (one sentence): a source that is not there or not whole, more classes than the model has, too few
+    images.
     """
     data = config.data
     source = validation = _open("data.source", data.source, config)
@@ -66,16 +75,23 @@ def open_images(config: Config) -> tuple[ImageBatches, ImageBatches | None]:
     if data.validation_source is not None:
         validation = _open("data.validation_source", data.validation_source, config)
         if unknown := [name for name in validation.classes if name not in source.classes]:
-            raise ConfigError(f"data.validation_source has a class {short(unknown[0])} that data.source has not.")
+            raise ConfigError(
+                f"data.validation_source has a class {short(unknown[0])} that data.source has not."
+            )
         if validation.classes != source.classes[: len(validation.classes)]:
             raise ConfigError(
-                "data.validation_source has other classes than data.source, so that its labels mean others; give it a folder for each."
+                "data.validation_source has other classes than data.source, so that its labels mean others; give it a "
+                "folder for each."
             )
     try:
-        return train, _batches(config, validation, "validation" if data.validation_source is None else "all")
+        return train, _batches(
+            config, validation, "validation" if data.validation_source is None else "all"
+        )
     except ConfigError as error:
         if config.eval.every:
-            raise ConfigError(f"eval.every is {config.eval.every}, but of held-out images {error}") from None
+            raise ConfigError(
+                f"eval.every is {config.eval.every}, but of held-out images {error}"
+            ) from None
         return train, None
 
 
@@ -88,8 +104,10 @@ def _open(key: str, name: str, config: Config) -> ImageSource:
             if not path.exists():
                 words = list(filter(has_images, SOURCES))
                 raise ConfigError(
-                    f"{key} is '{short(name)}', but there is no such file or directory; it must be a folder with a folder for each class, "
-                    f"arrays (.npz, or a folder of .npy) or {' or '.join(words)}" + (nearest(name, words) or ".")
+                    f"{key} is '{short(name)}', but there is no such file or directory; it must be a folder with a "
+                    "folder for each class, "
+                    f"arrays (.npz, or a folder of .npy) or {' or '.join(words)}"
+                    + (nearest(name, words) or ".")
                 )
             if has_arrays(path):
                 source = open_arrays(path, config)
@@ -97,21 +115,24 @@ def _open(key: str, name: str, config: Config) -> ImageSource:
                 source = open_folder(path, config)
             else:
                 raise ConfigError(
-                    f"{key} {short(name)} is a file, but none of arrays (.npz); give a folder with a folder for each class."
+                    f"{key} {short(name)} is a file, but none of arrays (.npz); give a folder with a folder for each "
+                    "class."
                 )
         except OSError as error:
             refuse_passing(error.filename or name, error)
             raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
     if len(source.classes) > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is less than the {len(source.classes):,} classes of {key} {short(name)}; give at least "
+            f"model.vocab_size {config.model.vocab_size} is less than the {len(source.classes):,} classes of {key} "
+            f"{short(name)}; give at least "
             f"{len(source.classes)}."
         )
     return source
 
 
 def _batches(config: Config, source: ImageSource, split: str) -> ImageBatches:
-    size, count = config.train.global_batch_size, len(source.indices(split))
+    size = config.train.global_batch_size
+    count = len(source.indices(split))
     if not count:
         purpose = f" for {split}" if split != "all" else ""
         raise ConfigError(f"{short(source.name)} holds no image{purpose}{WAYS_OUT[split]}")
@@ -120,43 +141,62 @@ def _batches(config: Config, source: ImageSource, split: str) -> ImageBatches:
         notes = (*source.notes, *(few(size) if count < size else ()))
     else:
         # No validation image is left out: they are few, and what is logged of them is of all.
-        pad, notes = count % size > 0, ()
+        pad = count % size > 0
+        notes = ()
     batches = RowBatches(ImageRows(source, split, config, pad), size, pad)
     digest = source.digest(split)[:16]
-    return ImageBatches(batches, source.name, digest, source.classes, multiple=row_multiple(config), notes=notes)
+    return ImageBatches(
+        batches, source.name, digest, source.classes, multiple=row_multiple(config), notes=notes
+    )
 
 
 class ImageRows:
     """The images of a split in a new order each epoch; those of train are changed as data.images says.
 
-    Keys of a batch: patches, labels; where images are mixed also labels_b, mix; with pad also weights (0 where no image is).
+    Keys of a batch: patches, labels; where images are mixed also labels_b, mix; with pad also weights (0 where no image
+    is).
     """
 
     def __init__(self, source: ImageSource, split: str, config: Config, pad: bool) -> None:
-        self.images, self.model, self.seed = config.data.images, config.model, config.run.seed
-        self.pictures, self.indices = source.pictures, source.indices(split)
+        self.images = config.data.images
+        self.model = config.model
+        self.seed = config.run.seed
+        self.pictures = source.pictures
+        self.indices = source.indices(split)
         self.count = self.labels = len(self.indices)
-        self.length, self.size, self.pad = positions_of(config.model), config.train.global_batch_size, pad
+        self.length = positions_of(config.model)
+        self.size = config.train.global_batch_size
+        self.pad = pad
         training = split == "train"
-        self.changes, self.mixes = training and changes(self.images), training and mixes(self.images)
+        self.changes, self.mixes = (
+            training and changes(self.images),
+            training and mixes(self.images),
+        )
         self.factor, self.term = scaling(self.images.mean, self.images.std, self.model.channels)
-        self._keys = {purpose: key_of(self.seed, "images", purpose) for purpose in ("augment", "mix")}
+        self._keys = {
+            purpose: key_of(self.seed, "images", purpose) for purpose in ("augment", "mix")
+        }
 
     def locate(self, items: np.ndarray) -> np.ndarray:
         return items
 
     def read(self, places: np.ndarray) -> Batch:
-        items, own = places, np.arange(len(places))
+        items = places
+        own = np.arange(len(places))
         if self.mixes:
-            items, which = np.unique(np.concatenate([places, self._partners(places)]), return_inverse=True)
-            own, other = which[: len(places)], which[len(places) :]
+            items, which = np.unique(
+                np.concatenate([places, self._partners(places)]), return_inverse=True
+            )
+            own = which[: len(places)]
+            other = which[len(places) :]
         epochs, positions = np.divmod(items, self.count)
         indices = self.indices[permute(positions, self.count, keys_of(epochs, self.seed, "images"))]
         classes = self.pictures.labels[indices].astype(np.int32)[:, None]
         images = self._images(items, indices)
         batch: Batch = {LABELS: classes[own]}
         if self.mixes:
-            partners_of, images = images[other], images[own]
+            partners_of = images[other]
+            images = images[own]
             shares = [
                 mix(image, partner, self.images, self._stream("mix", item))
                 for image, partner, item in zip(images, partners_of, places.tolist(), strict=True)
@@ -178,7 +218,11 @@ class ImageRows:
         pixels = np.empty((len(items), size, size, self.model.channels), np.uint8)
         pairs = list(zip(items.tolist(), indices.tolist(), strict=True))
         outputs: Iterable[np.ndarray]
-        outputs = self._threads.map(self._image, pairs) if size >= LARGE and len(pairs) > 1 else map(self._image, pairs)
+        outputs = (
+            self._threads.map(self._image, pairs)
+            if size >= LARGE and len(pairs) > 1
+            else map(self._image, pairs)
+        )
         for place, image in enumerate(outputs):
             pixels[place] = image
         images = pixels * self.factor

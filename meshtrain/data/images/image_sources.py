@@ -1,12 +1,14 @@
-"""Sources of images: arrays in files, scikit-learn's digits, random pixels. A folder for each class: `meshtrain.data.images.folders`.
+"""Sources of images: arrays in files, scikit-learn's digits, random pixels.
+
+A folder for each class: `meshtrain.data.images.folders`.
 
 Arrays are a .npz file, or a directory of .npy files:
 
     images  [n, H, W] or [n, H, W, C]    uint8 from 0 to 255, or floats from 0 to 1
     labels  [n] or [n, 1]                whole numbers from 0
 
-also under other names that people give them (NAMES), for train and, where there are any, for validation. Those of a directory are
-memory-mapped: an image is read when it is needed.
+also under other names that people give them (NAMES), for train and, where there are any, for validation. Those of a
+directory are memory-mapped: an image is read when it is needed.
 """
 
 import hashlib
@@ -25,17 +27,28 @@ from meshtrain.data.shards import digest_of_file
 from meshtrain.errors import ConfigError, not_installed, short
 
 VALIDATION = 0.01  # where data.validation is null
-ARRAYS, ARRAY = ".npz", ".npy"
+ARRAYS = ".npz"
+ARRAY = ".npy"
 # Images and labels, as pairs of names; of those that are there the first counts.
 PLAIN = (("images", "labels"), ("x", "y"), ("X", "y"), ("data", "target"))
 NAMES = {
-    "train": (("train_images", "train_labels"), ("x_train", "y_train"), ("X_train", "y_train"), ("train_x", "train_y")),
+    "train": (
+        ("train_images", "train_labels"),
+        ("x_train", "y_train"),
+        ("X_train", "y_train"),
+        ("train_x", "train_y"),
+    ),
     "validation": tuple(
         pair
         for word in ("validation", "val", "test")
-        for pair in ((f"{word}_images", f"{word}_labels"), (f"x_{word}", f"y_{word}"), (f"X_{word}", f"y_{word}"), (f"{word}_x", f"{word}_y"))
+        for pair in (
+            (f"{word}_images", f"{word}_labels"),
+            (f"x_{word}", f"y_{word}"),
+            (f"X_{word}", f"y_{word}"),
+            (f"{word}_x", f"{word}_y"),
+        )
     ),
-}  # fmt: skip
+}
 CHECKED = 64  # images of floats whose range is checked on opening
 RANDOM = 1 << 16  # images of an epoch of source `synthetic`
 
@@ -98,19 +111,22 @@ class ImageArrays:
     """Images of arrays, one array after the other, each image read when it is needed."""
 
     def __init__(self, parts: Sequence[ArrayPart], channels: int) -> None:
-        self.parts, self.channels = parts, channels
+        self.parts = parts
+        self.channels = channels
         self.labels = np.concatenate([part.labels for part in parts]).astype(np.int32)
         self.starts = np.cumsum([0, *(len(part.labels) for part in parts)])
 
     def pixels(self, index: int) -> np.ndarray:
         number = int(np.searchsorted(self.starts, index, "right")) - 1
-        part, index = self.parts[number], index - int(self.starts[number])
+        part = self.parts[number]
+        index = index - int(self.starts[number])
         image = part.images[index]
         if image.dtype != np.uint8:
             # Not a comparison that a NaN passes.
             if not (image.min() >= 0 and image.max() <= 1):
                 raise ConfigError(
-                    f"image {index} of {part.name} has numbers from {image.min():g} to {image.max():g}; floats must be from 0 to 1."
+                    f"image {index} of {part.name} has numbers from {image.min():g} to {image.max():g}; floats must "
+                    "be from 0 to 1."
                 )
             image = np.rint(image * np.float32(255)).astype(np.uint8)
         return in_channels(np.asarray(image), self.channels)
@@ -126,7 +142,9 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     try:
         arrays = _read(path)
     except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise ConfigError(f"{short(path)} holds no arrays that can be read ({short(error)}).") from None
+        raise ConfigError(
+            f"{short(path)} holds no arrays that can be read ({short(error)})."
+        ) from None
     pairs = [
         next((pair for pair in names if arrays.keys() >= set(pair)), None)
         for names in ((*NAMES["train"], *PLAIN), NAMES["validation"])
@@ -144,23 +162,38 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     else:
         if config.data.validation is not None:
             raise ConfigError(
-                f"data.validation is {config.data.validation}, but {short(path)} has {pairs[1][0]} of its own; leave the key out."
+                f"data.validation is {config.data.validation}, but {short(path)} has {pairs[1][0]} of its own; leave "
+                "the key out."
             )
-        splits = {name: np.arange(*pictures.starts[i : i + 2]) for i, name in enumerate(("train", "validation"))}
-    files = [path] if path.is_file() else [path / f"{name}{ARRAY}" for pair in pairs if pair for name in pair]
+        splits = {
+            name: np.arange(*pictures.starts[i : i + 2])
+            for i, name in enumerate(("train", "validation"))
+        }
+    files = (
+        [path]
+        if path.is_file()
+        else [path / f"{name}{ARRAY}" for pair in pairs if pair for name in pair]
+    )
     content = hashlib.sha256("".join(map(digest_of_file, files)).encode()).hexdigest()
-    return ImageSource(str(path), pictures, splits, numbered(int(pictures.labels.max()) + 1), content)
+    return ImageSource(
+        str(path), pictures, splits, numbered(int(pictures.labels.max()) + 1), content
+    )
 
 
-def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config) -> ArrayPart:
+def _checked(
+    path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config
+) -> ArrayPart:
     images, labels = (arrays[name] for name in names)
-    what, shape = f"{names[0]} of {short(path)}", list(images.shape)
+    what = f"{names[0]} of {short(path)}"
+    shape = list(images.shape)
     if images.ndim not in (3, 4) or not images.size:
         raise ConfigError(
             f"{what} have the shape {shape}; it must be [n, height, width] or [n, height, width, channels]."
         )
     if images.dtype != np.uint8 and images.dtype.kind != "f":
-        raise ConfigError(f"{what} are {images.dtype}; they must be uint8 from 0 to 255, or floats from 0 to 1.")
+        raise ConfigError(
+            f"{what} are {images.dtype}; they must be uint8 from 0 to 255, or floats from 0 to 1."
+        )
     if images.ndim == 3:
         images = images[..., None]
     channels = images.shape[-1]
@@ -173,16 +206,21 @@ def _checked(path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], 
         labels = labels[:, 0]
     if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise ConfigError(
-            f"{names[1]} of {short(path)} are {labels.dtype}{list(labels.shape)}; for {len(images)} images they must be {len(images)} whole "
+            f"{names[1]} of {short(path)} are {labels.dtype}{list(labels.shape)}; for {len(images)} images they must "
+            f"be {len(images)} whole "
             "numbers."
         )
     if labels.min() < 0 or labels.max() >= 2**31:
         wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise ConfigError(f"{names[1]} of {short(path)} have the class {wrong}; classes are numbered from 0.")
+        raise ConfigError(
+            f"{names[1]} of {short(path)} have the class {wrong}; classes are numbered from 0."
+        )
     part = ArrayPart(what, images, labels)
     if images.dtype != np.uint8:
         pictures = ImageArrays([part], config.model.channels)
-        for index in np.linspace(0, len(images) - 1, min(CHECKED, len(images))).astype(int).tolist():
+        for index in (
+            np.linspace(0, len(images) - 1, min(CHECKED, len(images))).astype(int).tolist()
+        ):
             pictures.pixels(index)
     return part
 
@@ -193,25 +231,33 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}
     with np.load(path) as arrays:
         # Others may be large, and are not read.
-        return {name: arrays[name] for name in arrays if name in names} or dict.fromkeys(arrays, np.empty(0))
+        return {name: arrays[name] for name in arrays if name in names} or dict.fromkeys(
+            arrays, np.empty(0)
+        )
 
 
 def open_digits(config: Config) -> ImageSource:
-    """Source `digits`: 1797 handwritten digits of 8 x 8 pixels, which scikit-learn brings along (Alpaydin and Kaynak 1998).
+    """Source `digits`: 1797 handwritten digits of 8 x 8 pixels, which scikit-learn brings along (Alpaydin and Kaynak
+    1998).
 
     360 are held out, always the same, unless data.validation says how many.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise not_installed("the digits of data.source digits come with scikit-learn", "vision") from None
+        raise not_installed(
+            "the digits of data.source digits come with scikit-learn", "vision"
+        ) from None
     digits = load_digits()
     # Their numbers go from 0 to 16.
-    pixels, labels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None], digits.target.astype(np.int32)
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    labels = digits.target.astype(np.int32)
     share = 360 / 1797 if config.data.validation is None else config.data.validation
     content = hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest()
     pictures = ImageArrays([ArrayPart("digits", pixels, labels)], config.model.channels)
-    return ImageSource("digits", pictures, split_by_share(len(labels), share), numbered(10), content)
+    return ImageSource(
+        "digits", pictures, split_by_share(len(labels), share), numbered(10), content
+    )
 
 
 class RandomPixels:
@@ -220,7 +266,9 @@ class RandomPixels:
     def __init__(self, config: Config) -> None:
         self.shape = (config.model.image_size, config.model.image_size, config.model.channels)
         self.key = key_of(config.run.seed, "synthetic images")
-        self.labels = self._stream(RANDOM).integers(0, config.model.vocab_size, RANDOM, dtype=np.int32)
+        self.labels = self._stream(RANDOM).integers(
+            0, config.model.vocab_size, RANDOM, dtype=np.int32
+        )
 
     def pixels(self, index: int) -> np.ndarray:
         return self._stream(index).integers(0, 256, self.shape, dtype=np.uint8)
@@ -232,4 +280,6 @@ class RandomPixels:
 def synthetic_images(config: Config) -> ImageSource:
     """Source `synthetic` of images: random pixels from the seed, for benchmarks; nothing is read."""
     splits = split_by_share(RANDOM, 1 / 16)
-    return ImageSource("synthetic", RandomPixels(config), splits, numbered(config.model.vocab_size), "")
+    return ImageSource(
+        "synthetic", RandomPixels(config), splits, numbered(config.model.vocab_size), ""
+    )

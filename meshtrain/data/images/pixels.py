@@ -25,7 +25,9 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def pillow(why: str) -> ModuleType:
-    """Imports PIL.Image (extra `vision`); ConfigError, which begins with `why` (resizing images), where it is not installed."""
+    """Imports PIL.Image (extra `vision`); ConfigError, which begins with `why` (resizing images), where it is not
+    installed.
+    """
     try:
         from PIL import Image
     except ImportError:
@@ -36,7 +38,9 @@ def pillow(why: str) -> ModuleType:
 def check_channels(have: int, wanted: int, name: str) -> None:
     """ConfigError where the images of a source have channels that `in_channels` cannot turn into the model's."""
     if not (have == wanted or have == 1 or (have in (3, 4) and wanted in (1, 3))):
-        raise ConfigError(f"{name} has images of {have} channels, but model.channels is {wanted}; give {have}.")
+        raise ConfigError(
+            f"{name} has images of {have} channels, but model.channels is {wanted}; give {have}."
+        )
 
 
 def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
@@ -57,18 +61,23 @@ def fitted(pixels: np.ndarray, size: int, how: str) -> np.ndarray:
     if how == "stretch":
         return resized(pixels, (0, 0, width, height), size)
     side = min(height, width)
-    left, top = (width - side) // 2, (height - side) // 2
+    left = (width - side) // 2
+    top = (height - side) // 2
     return resized(pixels, (left, top, left + side, top + side), size)
 
 
 def resized(pixels: np.ndarray, box: Box, size: int) -> np.ndarray:
-    """The pixels in the box as uint8 [size, size, C]: bilinear, and where it becomes smaller the mean over what a pixel covers."""
+    """The pixels in the box as uint8 [size, size, C]: bilinear, and where it becomes smaller the mean over what a pixel
+    covers.
+    """
     height, width, channels = pixels.shape
     if (height, width) == (size, size) and box == (0, 0, size, size):
         return pixels
     image = pillow("resizing images")
     if channels not in (1, 3):
-        return np.concatenate([resized(pixels[..., c : c + 1], box, size) for c in range(channels)], -1)
+        return np.concatenate(
+            [resized(pixels[..., c : c + 1], box, size) for c in range(channels)], -1
+        )
     return as_pixels(as_image(pixels).resize((size, size), image.Resampling.BILINEAR, box=box))
 
 
@@ -83,9 +92,13 @@ def as_pixels(image: object) -> np.ndarray:
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
-def scaling(mean: Sequence[float], std: Sequence[float], channels: int) -> tuple[np.ndarray, np.ndarray]:
+def scaling(
+    mean: Sequence[float], std: Sequence[float], channels: int
+) -> tuple[np.ndarray, np.ndarray]:
     """float32 [C] each: (pixel / 255 - mean) / std is pixel * factor + term."""
-    means, stds = (np.broadcast_to(np.array(values or (0.5,), np.float64), channels) for values in (mean, std))
+    means, stds = (
+        np.broadcast_to(np.array(values or (0.5,), np.float64), channels) for values in (mean, std)
+    )
     return (1 / (255 * stds)).astype(np.float32), (-means / stds).astype(np.float32)
 
 
@@ -100,5 +113,10 @@ def patches(images: np.ndarray, patch: int) -> np.ndarray:
 def unpatched(cut: np.ndarray, patch: int) -> np.ndarray:
     """The inverse of `patches`: [B, N, P] as [B, S, S, C]."""
     rows, count, numbers = cut.shape
-    n, channels = round(count**0.5), numbers // patch**2
-    return cut.reshape(rows, n, n, patch, patch, channels).swapaxes(2, 3).reshape(rows, n * patch, n * patch, channels)
+    n = round(count**0.5)
+    channels = numbers // patch**2
+    return (
+        cut.reshape(rows, n, n, patch, patch, channels)
+        .swapaxes(2, 3)
+        .reshape(rows, n * patch, n * patch, channels)
+    )

@@ -1,11 +1,13 @@
 """RandAugment and AutoAugment: which operations an image gets, and the operations as Pillow computes them.
 
-RandAugment (Cubuk et al. 2020, section 3): N of the 14 operations, drawn anew for each image, all of one magnitude M of 30.
+RandAugment (Cubuk et al. 2020, section 3): N of the 14 operations, drawn anew for each image, all of one magnitude M of
+30.
 
-AutoAugment (Cubuk et al. 2019, appendix, table 9): the policy that was found on ImageNet, 25 pairs of operations. An image gets one
-pair; each of its operations has a probability and a magnitude from 0 to 9.
+AutoAugment (Cubuk et al. 2019, appendix, table 9): the policy that was found on ImageNet, 25 pairs of operations. An
+image gets one pair; each of its operations has a probability and a magnitude from 0 to 9.
 
-The operations are those of Cubuk et al. 2019, table 6. What goes further the greater the magnitude, from 0 to its last value: `share` of the way, a share from 0 to 1.
+The operations are those of Cubuk et al. 2019, table 6. What goes further the greater the magnitude, from 0 to its last
+value: `share` of the way, a share from 0 to 1.
 
     shear_x, shear_y             0 .. 0.3 of the height or width        either way
     translate_x, translate_y     0 .. 150 / 331 of the width or height  either way
@@ -25,14 +27,31 @@ from typing import Any
 from numpy.random import Generator
 from PIL import Image, ImageEnhance, ImageOps
 
-SHEAR, TRANSLATE, DEGREES, ENHANCE, BITS = 0.3, 150 / 331, 30.0, 0.9, 4
+SHEAR = 0.3
+TRANSLATE = 150 / 331
+DEGREES = 30.0
+ENHANCE = 0.9
+BITS = 4
 Picture = Any  # PIL.Image.Image, of mode L or RGB
-MOST_RAND, MOST_AUTO = 30, 9
+MOST_RAND = 30
+MOST_AUTO = 9
 
 RANDAUGMENT = (
-    "identity", "autocontrast", "equalize", "rotate", "solarize", "color", "posterize", "contrast", "brightness", "sharpness", "shear_x",
-    "shear_y", "translate_x", "translate_y",
-)  # fmt: skip
+    "identity",
+    "autocontrast",
+    "equalize",
+    "rotate",
+    "solarize",
+    "color",
+    "posterize",
+    "contrast",
+    "brightness",
+    "sharpness",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+)
 
 # (operation, probability, magnitude), twice; of an operation that has no magnitude it is 0.
 IMAGENET = (
@@ -80,8 +99,12 @@ OPERATIONS: dict[str, Callable[[Picture, float, int], Picture]] = {
     "invert": lambda x, share, sign: ImageOps.invert(x),
     "shear_x": lambda x, share, sign: _affine(x, 1, sign * SHEAR * share, 0, 0, 1, 0),
     "shear_y": lambda x, share, sign: _affine(x, 1, 0, 0, sign * SHEAR * share, 1, 0),
-    "translate_x": lambda x, share, sign: _affine(x, 1, 0, sign * int(TRANSLATE * share * x.width), 0, 1, 0),
-    "translate_y": lambda x, share, sign: _affine(x, 1, 0, 0, 0, 1, sign * int(TRANSLATE * share * x.height)),
+    "translate_x": lambda x, share, sign: _affine(
+        x, 1, 0, sign * int(TRANSLATE * share * x.width), 0, 1, 0
+    ),
+    "translate_y": lambda x, share, sign: _affine(
+        x, 1, 0, 0, 0, 1, sign * int(TRANSLATE * share * x.height)
+    ),
     "rotate": lambda x, share, sign: x.rotate(sign * DEGREES * share, Image.Resampling.BILINEAR),
     "brightness": _enhanced(ImageEnhance.Brightness),
     "color": _enhanced(ImageEnhance.Color),
@@ -103,7 +126,8 @@ def randaugment(image: Picture, draw: Generator, operations: int, magnitude: flo
 def autoaugment(image: Picture, draw: Generator) -> Picture:
     """One pair of the policy for ImageNet."""
     for name, probability, magnitude in IMAGENET[int(draw.random() * len(IMAGENET))]:
-        taken, sign = draw.random() < probability, _sign(draw)
+        taken = draw.random() < probability
+        sign = _sign(draw)
         if taken:
             image = OPERATIONS[name](image, magnitude / MOST_AUTO, sign)
     return image

@@ -30,7 +30,9 @@ from meshtrain.schedule.phases import Ops, Phase
 from meshtrain.schedule.table import B, F, Table
 
 Tree = Any
-Row = dict[str, Any]  # this stage's entry of every array of Buffers, for one clock; `arrivals`: (active, place) of each
+Row = dict[
+    str, Any
+]  # this stage's entry of every array of Buffers, for one clock; `arrivals`: (active, place) of each
 Messages = dict[int, jax.Array]  # by the number of the arrival
 
 
@@ -69,7 +71,11 @@ def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
 
     def of_stage(array: np.ndarray) -> jax.Array:
         chosen = jnp.asarray(array[clocks])
-        return lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False) if array.ndim == 2 else chosen
+        return (
+            lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False)
+            if array.ndim == 2
+            else chosen
+        )
 
     arrays = {name: array for name, array in vars(buffers).items() if isinstance(array, np.ndarray)}
     row: Row = {name: of_stage(array) for name, array in arrays.items()}
@@ -92,7 +98,7 @@ class Execution:
         depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
         zero = jnp.zeros((), jnp.int32)
         here, microbatches = jnp.array(True), inputs(stage.batches).shape[0]
-        zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))  # noqa: E731
+        zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))
         stash: list[Tree] = []
         w_residuals: list[Tree] = []
         blocks: Tree = None
@@ -105,7 +111,9 @@ class Execution:
             totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
-            edge = stage.model.zero.no_gradients({**stage.edge, "blocks": stage.blocks.differentiated})
+            edge = stage.model.zero.no_gradients(
+                {**stage.edge, "blocks": stage.blocks.differentiated}
+            )
             blocks = edge.pop("blocks")
         return Carry(
             forward_received=empty((depths.f_inbox,), x),
@@ -195,13 +203,23 @@ class Execution:
         from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
 
         x = self.input_of(carry, row) if ops.forward else carry.gx
-        pair = Pair(x, read(carry.backward_received, row["b_in"]), carry.stash, carry.w_residuals, carry.blocks)
+        pair = Pair(
+            x,
+            read(carry.backward_received, row["b_in"]),
+            carry.stash,
+            carry.w_residuals,
+            carry.blocks,
+        )
         f, w = (slot_of(row, "f"), None) if ops.forward else (None, slot_of(row, "w"))
         slots = PairSlots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
         pair = run_pair(self.stage, pair, slots, self.table.split)
         stash = self.settled(pair.stash)
         w_residuals = self.settled(pair.w_residuals)
-        return carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients), pair.x, pair.cotangent
+        return (
+            carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients),
+            pair.x,
+            pair.cotangent,
+        )
 
     def input_of(self, carry: Carry, row: Row) -> jax.Array:
         """What F takes: the embedding on virtual stage 0 (which is the only one where nothing is ever received), else
@@ -216,7 +234,7 @@ class Execution:
         x = self.input_of(carry, row)
         slot = slot_of(row, "f")
         forward = self.stage.forward if carry.blocks is not None else self.stage.forward_only
-        idle = lambda stash: (self.stage.zeros(), stash)  # noqa: E731
+        idle = lambda stash: (self.stage.zeros(), stash)
         y, stash = self.if_active(slot.active, partial(forward, x, slot=slot), idle)(carry.stash)
         return carry._replace(stash=self.settled(stash)), y
 
@@ -226,7 +244,9 @@ class Execution:
         if carry.edge is None:
 
             def keep(label_losses: LabelLosses) -> LabelLosses:
-                return write(label_losses, self.stage.label_losses(y, row["exit"], row["last"]), row["exit"])
+                return write(
+                    label_losses, self.stage.label_losses(y, row["exit"], row["last"]), row["exit"]
+                )
 
             return carry._replace(loss=self.when(exits, keep, lambda same: same)(carry.loss))
 
@@ -244,9 +264,11 @@ class Execution:
         cotangent = read(carry.backward_received, row["b_in"])
         slot = slot_of(row, "b")
 
-        idle = lambda same: (carry.gx, same)  # noqa: E731
+        idle = lambda same: (carry.gx, same)
         if self.table.split:
-            run = partial(self.stage.input_gradient, carry.stash, cotangent, place=row["b_cot"], slot=slot)
+            run = partial(
+                self.stage.input_gradient, carry.stash, cotangent, place=row["b_cot"], slot=slot
+            )
             gx, w_residuals = self.if_active(slot.active, run, idle)(carry.w_residuals)
             return carry._replace(w_residuals=self.settled(w_residuals)), gx
         run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
@@ -258,16 +280,20 @@ class Execution:
         slot = slot_of(row, "w")
 
         def run(blocks: Tree) -> Tree:
-            return self.stage.weight_gradient(carry.stash, carry.w_residuals, blocks, row["w_cot"], slot)
+            return self.stage.weight_gradient(
+                carry.stash, carry.w_residuals, blocks, row["w_cot"], slot
+            )
 
-        return carry._replace(blocks=self.if_active(slot.active, run, lambda same: same)(carry.blocks))
+        return carry._replace(
+            blocks=self.if_active(slot.active, run, lambda same: same)(carry.blocks)
+        )
 
     # --- the vocabulary's other end
 
     @jax.named_scope(xla.EMBEDDING)
     def embed(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The embedding of a microbatch, where there is one to come; of use on stage 0."""
-        embed = lambda _: self.stage.embed(self.stage.edge, microbatch)  # noqa: E731
+        embed = lambda _: self.stage.embed(self.stage.edge, microbatch)
         return self.when(self.at_first_stage(microbatch >= 0), embed, lambda x: x)(before)
 
     @jax.named_scope(xla.EMBEDDING)
@@ -281,7 +307,9 @@ class Execution:
             here = leaves & (lax.axis_index(PIPELINE) == 0)
             return self.stage.add_embedding_gradient(edge, microbatch, jnp.where(here, carry.gx, 0))
 
-        return carry._replace(edge=self.if_active(self.at_first_stage(leaves), add, lambda edge: edge)(carry.edge))
+        return carry._replace(
+            edge=self.if_active(self.at_first_stage(leaves), add, lambda edge: edge)(carry.edge)
+        )
 
     def at_first_stage(self, here: jax.Array) -> jax.Array:
         """On stage 0, or on all stages where they share the vocabulary."""
@@ -297,7 +325,11 @@ class Execution:
         for i, arrival in enumerate(self.buffers.arrivals):
             if arrival.slot == slot:
                 shift = arrival.shift
-                pairs = [(s, (s + shift) % stages) for s in range(stages) if around or 0 <= s + shift < stages]
+                pairs = [
+                    (s, (s + shift) % stages)
+                    for s in range(stages)
+                    if around or 0 <= s + shift < stages
+                ]
                 arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
         return arriving
 
@@ -311,7 +343,9 @@ class Execution:
     # --- idle slots
 
     def if_active(self, active: jax.Array, run: Callable, idle: Callable) -> Callable:
-        """`run`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see `schedule.buffers`)."""
+        """`run`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see
+        `schedule.buffers`).
+        """
         return partial(lax.cond, active, run, idle) if self.skips else run
 
     def when(self, active: jax.Array, run: Callable, idle: Callable) -> Callable:
@@ -351,7 +385,9 @@ class Clock:
         return self.execution.do_weight(carry, self.row) if self.ops.weight else carry
 
     def head(self, carry: Carry, y: jax.Array | None) -> Carry:
-        return self.execution.do_head(carry, self.row, y) if self.ops.head and y is not None else carry
+        return (
+            self.execution.do_head(carry, self.row, y) if self.ops.head and y is not None else carry
+        )
 
     def embed_next(self, carry: Carry) -> Carry:
         if not self.ops.enter:
@@ -359,7 +395,11 @@ class Clock:
         return carry._replace(embedded=self.execution.embed(carry.embedded, self.row["entering"]))
 
     def add_embedding_gradient(self, carry: Carry) -> Carry:
-        return self.execution.add_embedding_gradient(carry, self.row["leaving"]) if self.ops.leave else carry
+        return (
+            self.execution.add_embedding_gradient(carry, self.row["leaving"])
+            if self.ops.leave
+            else carry
+        )
 
     def pair(self, carry: Carry) -> tuple[Carry, jax.Array | None, jax.Array | None, bool]:
         """Runs F with B, or I with W, in one loop; returns also whether W is done.
@@ -389,15 +429,23 @@ class Clock:
         if messages is None:
             return carry
         if slot == F:
-            return carry._replace(forward_received=self.execution.receive(carry.forward_received, messages, self.row))
-        return carry._replace(backward_received=self.execution.receive(carry.backward_received, messages, self.row))
+            return carry._replace(
+                forward_received=self.execution.receive(carry.forward_received, messages, self.row)
+            )
+        return carry._replace(
+            backward_received=self.execution.receive(carry.backward_received, messages, self.row)
+        )
 
 
 def arrives_after(result: Tree, messages: Tree) -> tuple[Tree, Tree]:
     """Returns both behind a barrier: XLA would otherwise transfer the messages after the loop of `result`, not under
     it.
     """
-    return (result, messages) if result is None or messages is None else lax.optimization_barrier((result, messages))
+    return (
+        (result, messages)
+        if result is None or messages is None
+        else lax.optimization_barrier((result, messages))
+    )
 
 
 def _in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:

@@ -43,14 +43,18 @@ class Executor:
             table = self.table = table.without_sends()
         if self.skips:
             # Idle slots are skipped anyway.
-            self.phases = [Phase(0, 1, ((table.clocks, Ops(True, True, True, table.split, True, True)),))]
+            self.phases = [
+                Phase(0, 1, ((table.clocks, Ops(True, True, True, table.split, True, True)),))
+            ]
         else:
             self.phases = phases(table)
         self.buffers = executed(table, None if self.skips else ops_per_clock(self.phases))
 
     # --- the two programs
 
-    def train(self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array) -> LossAndGradients:
+    def train(
+        self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+    ) -> LossAndGradients:
         """Loss summed over the microbatches [M, b, T] (on each data rank), and `seed` times its gradient, in
         `precision.gradient_sums`.
         """

@@ -25,7 +25,15 @@ from meshtrain.compat import bind
 from meshtrain.compat_kernels import tied
 from meshtrain.parallel.pipeline.split_backward import inlined, made_by
 
-MESSAGES = {"all_gather", "all_gather_invariant", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute"}
+MESSAGES = {
+    "all_gather",
+    "all_gather_invariant",
+    "reduce_scatter",
+    "psum",
+    "psum_invariant",
+    "all_to_all",
+    "ppermute",
+}
 # Operations of a device while a byte travels: an H100's products at 600 TFLOP/s beside NVLink's 300 GB/s.
 OPERATIONS_PER_BYTE = 2000
 # A message that is shorter than this share of the longest is left to XLA.
@@ -45,7 +53,9 @@ def ordered(function: Callable[..., Any], *args: Any) -> Any:
     traced = inlined(run, *leaves)
     jaxpr = traced.jaxpr
     equations = made_by(jaxpr, {v for v in jaxpr.outvars if isinstance(v, Var)})
-    values: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *leaves], strict=True))
+    values: dict[Var, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *leaves], strict=True)
+    )
     _Order(equations).evaluate(values)
     outs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return jax.tree.unflatten(shape, outs)
@@ -57,7 +67,9 @@ class _Order:
     def __init__(self, equations: list[JaxprEqn]) -> None:
         self.equations = equations
         self.maker = maker = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
-        needs = [{maker[v] for v in eqn.invars if isinstance(v, Var) and v in maker} for eqn in equations]
+        needs = [
+            {maker[v] for v in eqn.invars if isinstance(v, Var) and v in maker} for eqn in equations
+        ]
         self.users: list[list[int]] = [[] for _ in equations]
         self.users_of: dict[Var, set[int]] = {}
         for i, eqn in enumerate(equations):
@@ -97,7 +109,9 @@ class _Order:
         while ready or under_way is not None:
             last = under_way is None and not any(self.left[i] for i in ready)
             # What leads to neither comes last: else nothing would be left that is to be made of a weight's gradient.
-            if light := sorted(i for i in ready - self.messages - self.products if self.left[i] or last):
+            if light := sorted(
+                i for i in ready - self.messages - self.products if self.left[i] or last
+            ):
                 for i in light:
                     ready |= self._done(i, self._run(i))
                 ready -= set(light)
@@ -109,7 +123,9 @@ class _Order:
                     # neither begins before both can
                     a = self._operand(under_way)
                     b = self._operand(beside)
-                    values[a], values[b] = tied(values[a], values[b]) if a != b else (values[a], values[b])
+                    values[a], values[b] = (
+                        tied(values[a], values[b]) if a != b else (values[a], values[b])
+                    )
                 arriving = self._run(under_way, message)
                 end = now + self.cost[under_way]
                 hides = False
@@ -159,7 +175,9 @@ class _Order:
         """The operand of an equation that is computed here, if there is one: a weight would be copied."""
         operands = [v for v in self.equations[i].invars if isinstance(v, Var)]
         late = (
-            v for v in operands if v in self.maker and (self.before[self.maker[v]] | 1 << self.maker[v]) & self.heavy
+            v
+            for v in operands
+            if v in self.maker and (self.before[self.maker[v]] | 1 << self.maker[v]) & self.heavy
         )
         return next(late, operands[0])
 

@@ -51,10 +51,17 @@ class PairSlots(NamedTuple):
 def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
     """Runs the chunks of a pair, or of a backward alone, in one loop. `split`: its backward is an I."""
     segments = stage.segments
-    edges = {0, stage.layers, *(s.first for s in segments), *(stage.layers - s.behind for s in segments)}
+    edges = {
+        0,
+        stage.layers,
+        *(s.first for s in segments),
+        *(stage.layers - s.behind for s in segments),
+    }
     for first, behind in itertools.pairwise(sorted(edges)):
         ahead = next(n for n, s in enumerate(segments) if s.first <= first < s.behind)
-        back = next(n for n, s in enumerate(segments) if s.first <= stage.layers - 1 - first < s.behind)
+        back = next(
+            n for n, s in enumerate(segments) if s.first <= stage.layers - 1 - first < s.behind
+        )
         turn = _turn(stage, ahead, back, slots, split)
         pair = lax.scan(turn, pair, jnp.arange(first, behind, dtype=jnp.int32))[0]
     return pair
@@ -94,13 +101,19 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
                 at = b_first + back_i
                 if split:
                     cotangent, output = stage.input_layer(back_layer, at, cotangent, stashed)
-                    w_residuals = _put(w_residuals, back, write(w_residuals[back], output, b_cot, back_i))
+                    w_residuals = _put(
+                        w_residuals, back, write(w_residuals[back], output, b_cot, back_i)
+                    )
                 else:
                     carry = (cotangent, gradients)
-                    (cotangent, gradients), _ = stage.backward_layer(b.active, back_layer, at, carry, stashed)
+                    (cotangent, gradients), _ = stage.backward_layer(
+                        b.active, back_layer, at, carry, stashed
+                    )
                 if w:
                     at = w_first + back_i
-                    gradients, _ = stage.weight_layer(w.active, weight_layer, at, gradients, stashed_for_w, residuals)
+                    gradients, _ = stage.weight_layer(
+                        w.active, weight_layer, at, gradients, stashed_for_w, residuals
+                    )
             return Pair(x, cotangent, stash, w_residuals, gradients)
 
         return ordered(halves, pair._replace(stash=stash, w_residuals=w_residuals)), None

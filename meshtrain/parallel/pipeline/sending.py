@@ -56,7 +56,9 @@ class Sending:
         for chunk in np.flatnonzero(self.sends[G] < 0):
             blocks = self.written(blocks, self.gathered(self.shards, chunk), chunk)
         carry = self.with_blocks(blocks).start()
-        like = jax.eval_shape(lambda blocks: self.reduced("blocks", self.of_chunk(blocks, 0)), carry.blocks)
+        like = jax.eval_shape(
+            lambda blocks: self.reduced("blocks", self.of_chunk(blocks, 0)), carry.blocks
+        )
         state = SendState(carry, blocks, empty((self.table.chunks,), like))
         head = None
         for section in sections(self.table, self.phases):
@@ -68,14 +70,21 @@ class Sending:
         # XLA joins what is sent at one moment, and would have what travels wait for the embedding.
         edge = after(carry.edge, carry.blocks)
         for chunk in np.flatnonzero(self.sends[R] < 0):
-            reduced = write(reduced, self.reduced("blocks", self.of_chunk(carry.blocks, chunk)), jnp.int32(chunk))
+            reduced = write(
+                reduced,
+                self.reduced("blocks", self.of_chunk(carry.blocks, chunk)),
+                jnp.int32(chunk),
+            )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
         return carry._replace(blocks=stacked, edge=edge if head is None else {**edge, "head": head})
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
         later = np.arange(section.repeats) * section.clocks
         rows = [rows_of(self.execution.buffers, phase, later) for phase in section.phases]
-        chunks = [jnp.asarray(sent or [0] * section.repeats, jnp.int32) for sent in (section.gathers, section.reduces)]
+        chunks = [
+            jnp.asarray(sent or [0] * section.repeats, jnp.int32)
+            for sent in (section.gathers, section.reduces)
+        ]
         turn = partial(self.turn, section)
         if section.repeats > 1:
             return lax.scan(turn, state, (rows, *chunks))[0]
@@ -97,11 +106,15 @@ class Sending:
         carry = self.with_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
         if section.gathers:
             # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
-            carry = carry._replace(forward_received=jnp.where(gathers >= 0, carry.forward_received, 0))
+            carry = carry._replace(
+                forward_received=jnp.where(gathers >= 0, carry.forward_received, 0)
+            )
             blocks = self.written(blocks, after(weights, carry.forward_received), gathers)
         if section.reduces:
             over = varying(carry.gx)
-            late = jax.tree.map(lambda g: after(g, carry.gx) if varying(g) >= over else g, gradients)
+            late = jax.tree.map(
+                lambda g: after(g, carry.gx) if varying(g) >= over else g, gradients
+            )
             reduced = write(reduced, late, reduces)
             # and what comes next after it: gradients of the other chunks, and of the embedding as far as types allow
             gx = after(carry.gx, [g for g in jax.tree.leaves(gradients) if varying(g) <= over])
@@ -125,7 +138,9 @@ class Sending:
 
     def of_chunk(self, tree: Tree, chunk: Any) -> Tree:
         """The layers of a chunk, of arrays [layers of all chunks, ..]."""
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, chunk * self.layers, self.layers), tree)
+        return jax.tree.map(
+            lambda a: lax.dynamic_slice_in_dim(a, chunk * self.layers, self.layers), tree
+        )
 
     def written(self, blocks: Weights, weights: Weights, chunk: Any) -> Weights:
         """`blocks` with the `weights` of a chunk's layers."""

@@ -36,7 +36,9 @@ class Halves(NamedTuple):
     second: Callable[..., Values]  # (stash, *args) -> leaves of other; lost args may be None
 
 
-def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool], *args: Any) -> Halves:
+def split_backward(
+    function: Callable[..., tuple[Any, Any]], lost: Sequence[bool], *args: Any
+) -> Halves:
     """Splits `function(*args) -> (wanted, other)`; args that are `lost` are not there any more when `second` runs.
 
     `first` returns the flat leaves of `wanted` and the stash, `second` those of `other`.
@@ -61,7 +63,9 @@ def split_backward(function: Callable[..., tuple[Any, Any]], lost: Sequence[bool
         leaves = [
             leaf
             for arg, example, is_lost in zip(kept, args, lost, strict=True)
-            for leaf in ([None] * len(jax.tree.leaves(example)) if is_lost else jax.tree.leaves(arg))
+            for leaf in (
+                [None] * len(jax.tree.leaves(example)) if is_lost else jax.tree.leaves(arg)
+            )
         ]
         return parts.second(closed.consts, leaves, stash)
 
@@ -76,12 +80,16 @@ def inlined(function: Callable[..., Values], *leaves: Any) -> ClosedJaxpr:
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
     """Runs a jaxpr with calls inlined, so that what they hold can be told apart."""
-    env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    env: dict[Var, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+    )
     for eqn in jaxpr.eqns:
         values = [_read(env, v) for v in eqn.invars]
         if eqn.primitive.name in _INLINED:
             inner = eqn.params[_INLINED[eqn.primitive.name]]
-            jaxpr_of, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            jaxpr_of, consts = (
+                (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            )
             with scopes_of(eqn):
                 outs = _evaluate(jaxpr_of, consts, values)
         elif eqn.primitive.name == "name":
@@ -94,13 +102,17 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Value
 
 
 class _Parts:
-    """A jaxpr whose equations are assigned to `first` (all that the wanted outputs depend on) and `second` (the rest)."""
+    """A jaxpr whose equations are assigned to `first` (all that the wanted outputs depend on) and `second` (the
+    rest).
+    """
 
     def __init__(self, jaxpr: Jaxpr, wanted: Sequence[bool], lost: Sequence[bool]) -> None:
         self.jaxpr = jaxpr
         self.wanted = list(wanted)
         needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
-        others = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)}
+        others = {
+            v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)
+        }
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than
         # what it is made of.
         known = _outs(made_by(jaxpr, needed))
@@ -114,18 +126,24 @@ class _Parts:
         self.stash = [v for v in stashable if v in others]
 
     def first(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Values]:
-        env: dict[Var, Any] = dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True))
+        env: dict[Var, Any] = dict(
+            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True)
+        )
         for eqn in self.in_first:
             _run(eqn, env)
         outs = [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if w]
         return outs, [env[v] for v in self.stash]
 
     def second(self, consts: Sequence[Any], args: Sequence[Any], stash: Values) -> Values:
-        env: dict[Var, Any] = dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True))
+        env: dict[Var, Any] = dict(
+            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True)
+        )
         env.update(zip(self.stash, stash, strict=True))
         for eqn in self.in_second:
             _run(eqn, env)
-        return [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w]
+        return [
+            _read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w
+        ]
 
 
 def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
@@ -142,7 +160,9 @@ def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> li
 def _multiplies(eqn: JaxprEqn) -> bool:
     """Whether it is a matrix product, or a loop or kernel that holds one."""
     inner = jaxprs_in_params(eqn.params)
-    return eqn.primitive.name == "dot_general" or any(_multiplies(e) for jaxpr in inner for e in jaxpr.eqns)
+    return eqn.primitive.name == "dot_general" or any(
+        _multiplies(e) for jaxpr in inner for e in jaxpr.eqns
+    )
 
 
 def _outs(eqns: Sequence[JaxprEqn]) -> set[Var]:

@@ -63,19 +63,25 @@ class LayerTrace(NamedTuple):
 
     def residuals(self) -> list[jax.Array]:
         """The residuals that the stash keeps for the backward."""
-        return [r for r, is_stashed in zip(residuals(self.vjp), self.stashed, strict=True) if is_stashed]
+        return [
+            r for r, is_stashed in zip(residuals(self.vjp), self.stashed, strict=True) if is_stashed
+        ]
 
     def vjp_over(self, stash: list[jax.Array]) -> Callable:
         """The vjp over residuals from the stash; the forward pass traced here is dead code."""
         place = iter(stash)
         pairs = zip(residuals(self.vjp), self.stashed, strict=True)
-        return with_residuals(self.vjp, [next(place) if is_stashed else r for r, is_stashed in pairs])
+        return with_residuals(
+            self.vjp, [next(place) if is_stashed else r for r, is_stashed in pairs]
+        )
 
 
 class Stage:
     """The weights and batches of one step on this device."""
 
-    def __init__(self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: jax.Array | None) -> None:
+    def __init__(
+        self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: jax.Array | None
+    ) -> None:
         self.model = forward
         self.batches = batches
         self.key = key
@@ -87,7 +93,9 @@ class Stage:
         self.segments = forward.layout.segments
         assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
         layer_at = jnp.asarray(forward.layout.layer_at)
-        self.layer_at = lax.dynamic_index_in_dim(layer_at, lax.axis_index(PIPELINE), 0, keepdims=False).reshape(-1)
+        self.layer_at = lax.dynamic_index_in_dim(
+            layer_at, lax.axis_index(PIPELINE), 0, keepdims=False
+        ).reshape(-1)
 
     def zeros(self) -> jax.Array:
         """A residual stream of one microbatch, all zeros."""
@@ -104,7 +112,11 @@ class Stage:
         """The gradients of the edge's weights with the embedding's added, from the cotangent of what `embed` gave."""
         weights = Weights(self.edge, self.constant)
         batch = self._batch(microbatch)
-        return edge | {"embedding": self.model.add_embedding_gradient(edge["embedding"], weights, batch, self.key, gx)}
+        return edge | {
+            "embedding": self.model.add_embedding_gradient(
+                edge["embedding"], weights, batch, self.key, gx
+            )
+        }
 
     def loss(
         self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array
@@ -112,13 +124,17 @@ class Stage:
         """Loss of what left the last stage, zero but where `here`, and the gradients of `seed` times it: of the edge's
         weights, and of y.
         """
-        of = lambda w, y: self.model.loss(Weights(w, self.constant), y, self._batch(microbatch), here, seed)  # noqa: E731
+        of = lambda w, y: self.model.loss(
+            Weights(w, self.constant), y, self._batch(microbatch), here, seed
+        )
         seeded, vjp, totals = jax.vjp(of, self.edge, y, has_aux=True)
         return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
 
     def label_losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> LabelLosses:
         """The same label by label, [b, T] each."""
-        return self.model.label_losses(Weights(self.edge, self.constant), y, self._batch(microbatch), here)
+        return self.model.label_losses(
+            Weights(self.edge, self.constant), y, self._batch(microbatch), here
+        )
 
     # --- a chunk: one loop over its layers, five ops
 
@@ -126,30 +142,52 @@ class Stage:
         """Returns the chunk's output; no residuals are saved."""
         return self._over_layers(self._run_layer, x, slot)[0]
 
-    def forward_only(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
+    def forward_only(
+        self, x: jax.Array, stash: list[Tree], slot: Slot
+    ) -> tuple[jax.Array, list[Tree]]:
         """Returns the chunk's output, and the stash as it was."""
         return self.run(x, slot), stash
 
     def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
-        return self._over_layers(self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place))
+        return self._over_layers(
+            self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place)
+        )
 
-    def backward(self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot) -> tuple[jax.Array, Tree]:
-        """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is active."""
+    def backward(
+        self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot
+    ) -> tuple[jax.Array, Tree]:
+        """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is
+        active.
+        """
         step = partial(self.backward_layer, slot.active)
         sources = [BufferSlot(stash, slot.place)]
-        return self._over_layers(step, (cotangent, gradients), slot, read_from=sources, reverse=True)[0]
+        return self._over_layers(
+            step, (cotangent, gradients), slot, read_from=sources, reverse=True
+        )[0]
 
     def input_gradient(
-        self, stash: list[Tree], cotangent: jax.Array, w_residuals: list[Tree], place: jax.Array, slot: Slot
+        self,
+        stash: list[Tree],
+        cotangent: jax.Array,
+        w_residuals: list[Tree],
+        place: jax.Array,
+        slot: Slot,
     ) -> tuple[jax.Array, list[Tree]]:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
         sources = [BufferSlot(stash, slot.place)]
         target = BufferSlot(w_residuals, place)
-        return self._over_layers(self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True)
+        return self._over_layers(
+            self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
+        )
 
     def weight_gradient(
-        self, stash: list[Tree], w_residuals: list[Tree], gradients: Tree, place: jax.Array, slot: Slot
+        self,
+        stash: list[Tree],
+        w_residuals: list[Tree],
+        gradients: Tree,
+        place: jax.Array,
+        slot: Slot,
     ) -> Tree:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
         step = partial(self.weight_layer, slot.active)
@@ -179,7 +217,11 @@ class Stage:
             first = self.first(slot.chunk, segment)
 
             def body(
-                state: tuple[Tree, Tree], i: jax.Array, n: int = n, layer: Callable = layer, first: jax.Array = first
+                state: tuple[Tree, Tree],
+                i: jax.Array,
+                n: int = n,
+                layer: Callable = layer,
+                first: jax.Array = first,
             ) -> tuple[tuple[Tree, Tree], None]:
                 carry, buffer = state
                 inputs = [read(source.buffers[n], source.place, i) for source in read_from]
@@ -188,7 +230,9 @@ class Stage:
                     buffer = write(buffer, output, write_to.place, i)
                 return (carry, buffer), None
 
-            (carry, written[n]), _ = lax.scan(body, (carry, written[n]), self._indices(segment), reverse=reverse)
+            (carry, written[n]), _ = lax.scan(
+                body, (carry, written[n]), self._indices(segment), reverse=reverse
+            )
         return carry, written
 
     # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
@@ -203,7 +247,12 @@ class Stage:
         return trace.output, (x, trace.residuals())
 
     def backward_layer(
-        self, active: jax.Array, layer: Callable, at: jax.Array, carry: tuple[jax.Array, Tree], stashed: Tree
+        self,
+        active: jax.Array,
+        layer: Callable,
+        at: jax.Array,
+        carry: tuple[jax.Array, Tree],
+        stashed: Tree,
     ) -> tuple[tuple[jax.Array, Tree], None]:
         """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
         cotangent, gradients = carry
@@ -220,7 +269,13 @@ class Stage:
         return gx, residuals
 
     def weight_layer(
-        self, active: jax.Array, layer: Callable, at: jax.Array, gradients: Tree, stashed: Tree, residuals: Tree
+        self,
+        active: jax.Array,
+        layer: Callable,
+        at: jax.Array,
+        gradients: Tree,
+        stashed: Tree,
+        residuals: Tree,
     ) -> tuple[Tree, None]:
         """Returns the gradient sums with a layer's weight gradient added if `active`."""
         x, saved = stashed
@@ -231,13 +286,20 @@ class Stage:
     # --- a backward that sends its weight gradients while it goes on
 
     def backward_sending(
-        self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot, send: Callable[[Tree], Tree]
+        self,
+        stash: list[Tree],
+        cotangent: jax.Array,
+        gradients: Tree,
+        slot: Slot,
+        send: Callable[[Tree], Tree],
     ) -> tuple[jax.Array, Tree]:
         """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those
         in `gradients` (None: to nothing). A bucket of layers is sent while the one before it is gone through.
         """
 
-        def backward_of(segment: Segment, stash: Tree) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Tree]]:
+        def backward_of(
+            segment: Segment, stash: Tree
+        ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Tree]]:
             layer = self.layer(slot, segment)
 
             def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
@@ -248,12 +310,16 @@ class Stage:
             return backward_layer
 
         # One function for all buckets of a segment, whose loops the program then shares.
-        last_first = [(s, backward_of(s, part)) for s, part in zip(self.segments, stash, strict=True)][::-1]
+        last_first = [
+            (s, backward_of(s, part)) for s, part in zip(self.segments, stash, strict=True)
+        ][::-1]
 
         def backward_bucket(gx: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
             parts = []
             for segment, backward_layer in last_first:
-                indices = jnp.arange(max(first, segment.first), min(behind, segment.behind), dtype=jnp.int32)
+                indices = jnp.arange(
+                    max(first, segment.first), min(behind, segment.behind), dtype=jnp.int32
+                )
                 if len(indices):
                     gx, gradient = lax.scan(backward_layer, gx, indices, reverse=True)
                     parts.append(gradient)
@@ -282,15 +348,25 @@ class Stage:
         def a_layer(segment: Segment, x: jax.Array) -> tuple[Tree, Tree]:
             layer = self.layer(Slot(jnp.array(True), zero, zero, zero), segment)
             saved = self._trace(layer, zero, x).residuals()
-            return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
+            return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[
+                1
+            ] if split else []
 
-        kept, left = zip(*(jax.eval_shape(partial(a_layer, segment), x) for segment in self.segments), strict=True)
+        kept, left = zip(
+            *(jax.eval_shape(partial(a_layer, segment), x) for segment in self.segments),
+            strict=True,
+        )
         return list(kept), list(left)
 
-    def buffers(self, places: int, of_layers: list[Tree], zero: jax.Array | float = 0) -> list[Tree]:
+    def buffers(
+        self, places: int, of_layers: list[Tree], zero: jax.Array | float = 0
+    ) -> list[Tree]:
         """`empty` places for what the layers of each segment have."""
         sizes = [segment.behind - segment.first for segment in self.segments]
-        return [empty((places, n), like, zero) for n, like in zip(sizes, of_layers, strict=bool(of_layers))]
+        return [
+            empty((places, n), like, zero)
+            for n, like in zip(sizes, of_layers, strict=bool(of_layers))
+        ]
 
     # --- one layer
 
@@ -305,24 +381,36 @@ class Stage:
 
     def _batch(self, microbatch: jax.Array) -> Batch:
         index = jnp.maximum(microbatch, 0)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches)
+        return jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches
+        )
 
     def layer(self, slot: Slot, segment: Segment) -> Callable:
         """Returns the function of one layer of a segment, for the microbatch of a slot."""
-        return self.model.layer(self._batch(slot.microbatch), self.key, slot.active, segment.products)
+        return self.model.layer(
+            self._batch(slot.microbatch), self.key, slot.active, segment.products
+        )
 
     def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
         """The weights of a layer, and its index in the model."""
-        weights = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks)
+        weights = jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks
+        )
         return weights, self.layer_at[at]
 
     def _trace(self, layer: Callable, at: jax.Array, x: jax.Array) -> LayerTrace:
         weights, index = self._weights(at)
-        y, vjp = jax.vjp(partial(layer, constant=weights.constant, index=index), weights.differentiated, x)
+        y, vjp = jax.vjp(
+            partial(layer, constant=weights.constant, index=index), weights.differentiated, x
+        )
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
-        return LayerTrace(y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)])
+        return LayerTrace(
+            y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
+        )
 
-    def _halves(self, layer: Callable, at: jax.Array, x: jax.Array, saved: list[jax.Array]) -> "Halves":
+    def _halves(
+        self, layer: Callable, at: jax.Array, x: jax.Array, saved: list[jax.Array]
+    ) -> "Halves":
         """The layer's vjp as I (x, saved, cotangent) -> input gradient and W (what I left, x, saved) -> leaves of the
         weight gradient.
         """
@@ -378,7 +466,9 @@ def add(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array) -> Tree:
     return _updated(buffers, values, at, updated)
 
 
-def _updated(buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Callable[..., jax.Array]) -> Tree:
+def _updated(
+    buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Callable[..., jax.Array]
+) -> Tree:
     """`update(buffer, what is at the place, value)` at the place.
 
     Both keep the axes of `at`: with a reshape between, XLA's GPU compiler no longer sees that it reads where it writes,
@@ -387,13 +477,17 @@ def _updated(buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Cal
 
     def updated(buffer: jax.Array, value: jax.Array) -> jax.Array:
         value = value.reshape((*(1 for _ in at), *value.shape))
-        return lax.dynamic_update_slice(buffer, update(buffer, _slice(buffer, at), value), _start(buffer, at))
+        return lax.dynamic_update_slice(
+            buffer, update(buffer, _slice(buffer, at), value), _start(buffer, at)
+        )
 
     return jax.tree.map(updated, buffers, values)
 
 
 def _slice(buffer: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
-    return lax.dynamic_slice(buffer, _start(buffer, at), (*(1 for _ in at), *buffer.shape[len(at) :]))
+    return lax.dynamic_slice(
+        buffer, _start(buffer, at), (*(1 for _ in at), *buffer.shape[len(at) :])
+    )
 
 
 def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

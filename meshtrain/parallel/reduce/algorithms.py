@@ -2,9 +2,9 @@
 
 What each costs stands in `meshtrain.allreduce`, where they have their names; the double tree has a file of its own.
 
-Each program works on the devices of one mesh axis, or of several as if they were one, and is called inside `shard_map`. The sum of a
-number is made on one device and copied to the others, so that all have the same bits; algorithms add in different orders, so that
-between two of them the last bits differ.
+Each program works on the devices of one mesh axis, or of several as if they were one, and is called inside `shard_map`.
+The sum of a number is made on one device and copied to the others, so that all have the same bits; algorithms add in
+different orders, so that between two of them the last bits differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,10 @@ Axes = str | tuple[str, ...]
 
 
 class Programs(NamedTuple):
-    """Programs of messages. The halves work on chunks [n, k], of which each device has one, [k]; some algorithms have none."""
+    """Programs of messages.
+
+    The halves work on chunks [n, k], of which each device has one, [k]; some algorithms have none.
+    """
 
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, Axes], jax.Array] | None = None
@@ -37,20 +40,25 @@ def all_reduce(algorithm: str, x: jax.Array, axes: str | tuple[str, ...]) -> jax
     axes = _joined(axes)
     if algorithm == "psum":
         return lax.psum(x, axes)
-    # A message's type says that it differs from device to device, and no cast takes that back: the program is traced without such
-    # types, and the axes that were not summed over are put back.
+    # A message's type says that it differs from device to device, and no cast takes that back: the program is traced
+    # without such types, and the axes that were not summed over are put back.
     with unchecked():
         total = _programs(algorithm).all_reduce(x, axes)
     summed = {axes} if isinstance(axes, str) else set(axes)
     return vary(total, sorted(varying(x) - summed))
 
 
-def reduce_scatter(algorithm: str, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-    """A device's part, along the dimension `dim`, which the axes must divide, of the sum over the devices of the axes."""
+def reduce_scatter(
+    algorithm: str, x: jax.Array, axes: str | tuple[str, ...], dim: int
+) -> jax.Array:
+    """A device's part, along the dimension `dim`, which the axes must divide, of the sum over the devices of the
+    axes.
+    """
     axes = _joined(axes)
     if algorithm == "psum":
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-    scatter, n = _programs(algorithm).reduce_scatter, lax.axis_size(axes)
+    scatter = _programs(algorithm).reduce_scatter
+    n = lax.axis_size(axes)
     assert scatter is not None, f"{algorithm} has no reduce-scatter"
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, *shape[dim:]), dim, 0)
@@ -102,7 +110,9 @@ def _shifted(x: jax.Array, axes: Axes, by: int) -> jax.Array:
 
 
 def _exchanged(x: jax.Array, axes: Axes, distance: int, members: int) -> jax.Array:
-    """The first `members` devices change `x` with the one whose number differs in the bit `distance`; the others get zeros."""
+    """The first `members` devices change `x` with the one whose number differs in the bit `distance`; the others get
+    zeros.
+    """
     return _sent(x, axes, [(i, i ^ distance) for i in range(members)])
 
 
@@ -112,7 +122,8 @@ def _sent(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Arr
 
 
 def _in_two_passes(
-    reduce_scatter: Callable[[jax.Array, Axes], jax.Array], all_gather: Callable[[jax.Array, Axes], jax.Array]
+    reduce_scatter: Callable[[jax.Array, Axes], jax.Array],
+    all_gather: Callable[[jax.Array, Axes], jax.Array],
 ) -> Programs:
     """An all-reduce of a reduce-scatter and an all-gather, of any shape."""
 
@@ -126,7 +137,9 @@ def _in_two_passes(
 
 
 def _ring_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
-    """Chunks [n, k] to [k]: device r has the sum of chunk r. For n = 4 that of chunk 3 grows on its way from device 0 to device 3:
+    """Chunks [n, k] to [k]: device r has the sum of chunk r.
+
+    For n = 4 that of chunk 3 grows on its way from device 0 to device 3:
 
         device     0          1          2          3
         step 1     3 ───────► +3
@@ -145,7 +158,8 @@ def _ring_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
 
 def _ring_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     """Chunks [k] to [n, k]: the chunk of every device, each of which goes on around, past all others."""
-    n, rank = lax.axis_size(axes), lax.axis_index(axes)
+    n = lax.axis_size(axes)
+    rank = lax.axis_index(axes)
     chunks = [chunk]
     for _ in range(n - 1):
         chunks.append(_shifted(chunks[-1], axes, 1))
@@ -156,7 +170,8 @@ def _ring_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
 RING = _in_two_passes(_ring_reduce_scatter, _ring_all_gather)
 
 
-# --- a ring whose links carry messages both ways at once (Jain & Sabharwal 2010, on tori: links have two directions, use both)
+# --- a ring whose links carry messages both ways at once (Jain & Sabharwal 2010, on tori: links have two directions,
+# use both)
 
 
 def _reaches(n: int) -> tuple[int, int]:
@@ -165,7 +180,9 @@ def _reaches(n: int) -> tuple[int, int]:
 
 
 def _two_way_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
-    """Chunks [n, k] to [k]: device r has the sum of chunk r. For n = 6 that of chunk 3 comes from both sides and meets on device 3:
+    """Chunks [n, k] to [k]: device r has the sum of chunk r.
+
+    For n = 6 that of chunk 3 comes from both sides and meets on device 3:
 
         device     0         1         2         3         4         5
         step 1     3 ──────► +3                            +3 ◄───── 3
@@ -174,7 +191,8 @@ def _two_way_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
 
     Likewise chunk r meets on device r.
     """
-    rank, (right, left) = lax.axis_index(axes), _reaches(len(chunks))
+    rank = lax.axis_index(axes)
+    (right, left) = _reaches(len(chunks))
     from_left = _at(chunks, rank + right)
     for step in range(1, right + 1):
         from_left = _shifted(from_left, axes, 1) + _at(chunks, rank + right - step)
@@ -189,9 +207,11 @@ def _two_way_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
 
 def _two_way_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     """Chunks [k] to [n, k]: the chunk of every device, which leaves both ways, half-way around."""
-    n, rank = lax.axis_size(axes), lax.axis_index(axes)
+    n = lax.axis_size(axes)
+    rank = lax.axis_index(axes)
     right, left = _reaches(n)
-    before, after = [chunk], [chunk]
+    before = [chunk]
+    after = [chunk]
     for _ in range(right):
         before.append(_shifted(before[-1], axes, 1))
     for _ in range(left):
@@ -203,7 +223,8 @@ def _two_way_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
 TWO_WAY_RING = _in_two_passes(_two_way_reduce_scatter, _two_way_all_gather)
 
 
-# --- recursive halving, then doubling (Thakur et al. 2005, section 4.5; Rabenseifner 2004): partners first far apart, then near
+# --- recursive halving, then doubling (Thakur et al. 2005, section 4.5; Rabenseifner 2004): partners first far apart,
+# then near
 
 
 def _halving_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
@@ -217,11 +238,14 @@ def _halving_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
 
     The all-gather takes the same steps backwards.
     """
-    members, rank = len(chunks), lax.axis_index(axes)
+    members = len(chunks)
+    rank = lax.axis_index(axes)
     distance = members // 2
     while distance:
-        halves, upper = chunks.reshape(2, distance, -1), (rank & distance) > 0
-        keep, give = jnp.where(upper, halves[1], halves[0]), jnp.where(upper, halves[0], halves[1])
+        halves = chunks.reshape(2, distance, -1)
+        upper = (rank & distance) > 0
+        keep = jnp.where(upper, halves[1], halves[0])
+        give = jnp.where(upper, halves[0], halves[1])
         chunks = keep + _exchanged(give, axes, distance, members)
         distance //= 2
     return chunks[0]
@@ -229,12 +253,16 @@ def _halving_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
 
 def _doubling_all_gather(chunk: jax.Array, axes: Axes, members: int | None = None) -> jax.Array:
     """Chunks [k] to [m, k]: the chunks of the first m devices (by default of all), m a power of two."""
-    members, rank = members or lax.axis_size(axes), lax.axis_index(axes)
-    chunks, distance = chunk[None], 1
+    members = members or lax.axis_size(axes)
+    rank = lax.axis_index(axes)
+    chunks = chunk[None]
+    distance = 1
     while distance < members:
         others = _exchanged(chunks, axes, distance, members)
         upper = (rank & distance) > 0
-        chunks = jnp.where(upper, jnp.concatenate([others, chunks]), jnp.concatenate([chunks, others]))
+        chunks = jnp.where(
+            upper, jnp.concatenate([others, chunks]), jnp.concatenate([chunks, others])
+        )
         distance *= 2
     return chunks
 
@@ -242,14 +270,17 @@ def _doubling_all_gather(chunk: jax.Array, axes: Axes, members: int | None = Non
 def _halving_doubling(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over all devices, of any shape.
 
-    Of n devices that are no power of two those beyond one give all they have to one of the others first, and get the sum last: two
+    Of n devices that are no power of two those beyond one give all they have to one of the others first, and get the
+    sum last: two
         steps and, for their partners, S bytes more.
     """
     n = lax.axis_size(axes)
     members = 1 << (n.bit_length() - 1)
     beyond = [(i, i - members) for i in range(members, n)]
     partial = x + _sent(x, axes, beyond) if beyond else x
-    total = joined(_doubling_all_gather(_halving_reduce_scatter(cut(partial, members), axes), axes, members), x)
+    total = joined(
+        _doubling_all_gather(_halving_reduce_scatter(cut(partial, members), axes), axes, members), x
+    )
     if not beyond:
         return total
     returned = _sent(total, axes, [(partner, i) for i, partner in beyond])
@@ -271,9 +302,9 @@ def _hierarchical(x: jax.Array, axes: Axes) -> jax.Array:
                             1 ────────────── 5
         all-gather          └─ring─┘         └─ring─┘        fast links: S (m-1)/m
 
-    An m-th part of what a flat ring sends crosses between islands. Not "one representative per island", which would send all of S over
-    one device's link and leave the others idle. With ZeRO it is the order of HSDP (Zhao et al. 2023), which keeps the shards and gathers
-    weights in place of gradients.
+    An m-th part of what a flat ring sends crosses between islands. Not "one representative per island", which would
+    send all of S over one device's link and leave the others idle. With ZeRO it is the order of HSDP (Zhao et al.
+    2023), which keeps the shards and gathers weights in place of gradients.
     """
     if isinstance(axes, str):
         return RING.all_reduce(x, axes)

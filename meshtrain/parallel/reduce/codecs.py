@@ -5,17 +5,18 @@ float8, int8 and int4 in blocks with a float32 scale each (ZeRO++, section 3.3):
     a row of k numbers      ├── block ──┤├── block ──┤├─ rest ┤
     as it is sent, u8       │ values: k (int4: k/2)           │ scales: 4 bytes a block │
 
-A block's largest number becomes the largest that the values have, so that rounding is off by half a step at most: in int8 by the largest
-over 254, in int4 over 14, in float8 by 1/16 of each number (e4m3: 3 bits behind the point). Everything is sent as u8, since XLA's CPU
-widens float8 and bfloat16 on their way. What is not finite must stay so, or a loss scale would never see an overflow: its block has the
-scale NaN.
+A block's largest number becomes the largest that the values have, so that rounding is off by half a step at most: in
+int8 by the largest over 254, in int4 over 14, in float8 by 1/16 of each number (e4m3: 3 bits behind the point).
+Everything is sent as u8, since XLA's CPU widens float8 and bfloat16 on their way. What is not finite must stay so, or a
+loss scale would never see an overflow: its block has the scale NaN.
 
 Top-k sends of each row, what one rank sends to another, only the numbers of largest magnitude, and where they stood:
 
     a row           0.1  -3   0.2   0   2   0.3          as it is sent, u8    │ -3, 2 │ 1, 4 │
     what arrives    0    -3   0     0   2   0                                  float32  int32
 
-JAX is imported where rows are encoded, so that a plan, which asks for bytes alone, needs none. `meshtrain.compression` names them.
+JAX is imported where rows are encoded, so that a plan, which asks for bytes alone, needs none. `meshtrain.compression`
+names them.
 """
 
 from __future__ import annotations
@@ -88,19 +89,25 @@ class Scaled(BlockCodec):
 
         k = rows.shape[1]
         blocks = _filled_up(rows, self.blocks(k) * self.block).reshape(len(rows), -1, self.block)
-        # XLA makes such a product of a division by a constant, but not everywhere: the bits are to be the same on all devices.
+        # XLA makes such a product of a division by a constant, but not everywhere: the bits are to be the same on all
+        # devices.
         scales = jnp.max(jnp.abs(blocks), axis=2) * jnp.float32(1 / self.most)
         # Smaller ones are no normal numbers, which devices may take for zero.
         scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0.0, scales)
         # By itself: a CPU's largest may pass over NaN.
         scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=2), scales, jnp.nan)
         values = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]
-        return jnp.concatenate([self.packed(values.reshape(len(rows), -1)[:, :k]), _as_bytes(scales)], axis=1)
+        return jnp.concatenate(
+            [self.packed(values.reshape(len(rows), -1)[:, :k]), _as_bytes(scales)], axis=1
+        )
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
         count = self.blocks(k)
-        values, scales = sent[:, : -SCALE * count], sent[:, -SCALE * count :].reshape(len(sent), count, SCALE)
-        blocks = _filled_up(self.unpacked(values, k), count * self.block).reshape(len(sent), count, self.block)
+        values = sent[:, : -SCALE * count]
+        scales = sent[:, -SCALE * count :].reshape(len(sent), count, SCALE)
+        blocks = _filled_up(self.unpacked(values, k), count * self.block).reshape(
+            len(sent), count, self.block
+        )
         return (blocks * _from_bytes(scales, "float32")[..., None]).reshape(len(sent), -1)[:, :k]
 
     def packed(self, values: jax.Array) -> jax.Array:
@@ -182,7 +189,8 @@ class TopK:
 
         n = len(sent)
         pairs = sent.reshape(n, 2, -1, 4)
-        values, places = _from_bytes(pairs[:, 0], "float32"), _from_bytes(pairs[:, 1], "int32")
+        values = _from_bytes(pairs[:, 0], "float32")
+        places = _from_bytes(pairs[:, 1], "int32")
         row = jnp.arange(n)[:, None]
         return jnp.zeros((n, k), jnp.float32).at[row, places].set(values, unique_indices=True)
 

@@ -1,7 +1,8 @@
 """Two binary trees, each for half of the array (Sanders, Speck & Träff 2009; NCCL 2.4).
 
-A number goes up a tree, summed on the way, and comes down again: few steps. But half of a tree are leaves, which send one message up
-and none down. So there are two trees, the second the first moved on by one: whoever is a leaf of one is within the other.
+A number goes up a tree, summed on the way, and comes down again: few steps. But half of a tree are leaves, which send
+one message up and none down. So there are two trees, the second the first moved on by one: whoever is a leaf of one is
+within the other.
 
     n = 8     first tree   7          second tree   0
                            │                        │
@@ -11,9 +12,9 @@ and none down. So there are two trees, the second the first moved on by one: who
                        ┌┴┐   ┌┴┐                ┌┴┐   ┌┴┐
                        0 2   4 6                1 3   5 7
 
-Each half goes in p pieces, one behind the other, so that all levels work at once. A device sends up in both trees, and hears from two
-below in the tree that it is within. The edges are coloured so that neither the two up nor the two from below are alike; then those of
-a colour make one permutation, in which each device sends one message and receives one:
+Each half goes in p pieces, one behind the other, so that all levels work at once. A device sends up in both trees, and
+hears from two below in the tree that it is within. The edges are coloured so that neither the two up nor the two from
+below are alike; then those of a colour make one permutation, in which each device sends one message and receives one:
 
     step          1         2         3         4         5         6         7         8
     first tree    0 ─0► 1   2 ─0► 1   0 ─1► 1   2 ─1► 1   1 ─1► 3   3 ─0► 7             3 ─1► 7       n = 8, pieces 0 and 1
@@ -112,7 +113,11 @@ def first_tree(n: int) -> dict[int, int]:
 
 def edges(n: int) -> list[Edge]:
     """The edges of both trees."""
-    return [Edge(t, (c + t) % n, (p + t) % n) for t in range(TREES) for c, p in sorted(first_tree(n).items())]
+    return [
+        Edge(t, (c + t) % n, (p + t) % n)
+        for t in range(TREES)
+        for c, p in sorted(first_tree(n).items())
+    ]
 
 
 @functools.cache
@@ -138,10 +143,15 @@ def colours(n: int) -> dict[Edge, int]:
 
 @functools.lru_cache(maxsize=256)
 def messages_up(n: int, pieces: int) -> tuple[tuple[Message, ...], ...]:
-    """Messages to the roots, by step: each edge of the step's colour carries its next piece, if that has come from all below."""
+    """Messages to the roots, by step: each edge of the step's colour carries its next piece, if that has come from all
+    below.
+    """
     coloured = colours(n)
     passed = dict.fromkeys(coloured, 0)
-    below = {edge: [e for e in coloured if (e.tree, e.parent) == (edge.tree, edge.child)] for edge in coloured}
+    below = {
+        edge: [e for e in coloured if (e.tree, e.parent) == (edge.tree, edge.child)]
+        for edge in coloured
+    }
     steps: list[tuple[Message, ...]] = []
     while any(count < pieces for count in passed.values()):
         ready = [

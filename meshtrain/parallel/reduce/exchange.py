@@ -7,10 +7,10 @@ Each number is encoded once on its way to where it is summed, and summed in floa
     rank 1   [to 0][to 1]  ─┘ of u8               more: each sums one chunk of it, and sends the sum on, encoded once more
              decode, sum
 
-A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the gather of more do.
-Of top-k each destination gets the largest of what it is to sum: k numbers of a row cost 8 k bytes, once. To gather the pairs of all
-ranks everywhere would send N times as much. What stays behind is most of a gradient, which error feedback adds to later ones
-(Aji & Heafield 2017; Stich et al. 2018).
+A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the
+gather of more do. Of top-k each destination gets the largest of what it is to sum: k numbers of a row cost 8 k bytes,
+once. To gather the pairs of all ranks everywhere would send N times as much. What stays behind is most of a gradient,
+which error feedback adds to later ones (Aji & Heafield 2017; Stich et al. 2018).
 """
 
 import jax
@@ -30,7 +30,8 @@ class Exchange:
     """Which sums of a config are compressed, and those sums. PowerSGD's have no codec, and are made by `feedback`."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.codec = config, codec_of(config.parallel.reduce)
+        self.config = config
+        self.codec = codec_of(config.parallel.reduce)
 
     def crosses(self, weight: Placed) -> bool:
         """A weight's gradient is compressed on its way across islands."""
@@ -44,12 +45,21 @@ class Exchange:
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced | None:
         """An island's shard, summed over all islands; None where it is not compressed."""
-        return all_reduce(shard, self.codec) if self.codec is not None and self.crosses(weight) else None
+        return (
+            all_reduce(shard, self.codec)
+            if self.codec is not None and self.crosses(weight)
+            else None
+        )
 
 
 def scatter(weight: Placed, g: jax.Array, codec: Codec) -> Reduced:
-    """A gradient's shard, summed over the data ranks of an island, by one all-to-all. Takes stacked leaves and single layers of them."""
-    ranks, dim, full = weight.zero_degree, zero_dimension(weight, g), padded(weight, g.astype(jnp.float32))
+    """A gradient's shard, summed over the data ranks of an island, by one all-to-all.
+
+    Takes stacked leaves and single layers of them.
+    """
+    ranks = weight.zero_degree
+    dim = zero_dimension(weight, g)
+    full = padded(weight, g.astype(jnp.float32))
     rows = _to_rows(full, dim, ranks)
     k = rows.shape[1]
     sent = _encoded(codec, rows)
@@ -61,7 +71,8 @@ def scatter(weight: Placed, g: jax.Array, codec: Codec) -> Reduced:
 
 def all_reduce(shard: jax.Array, codec: Codec) -> Reduced:
     """An array summed over all islands, the same bits in each."""
-    flat, islands = shard.astype(jnp.float32).reshape(-1), lax.axis_size(ISLAND)
+    flat = shard.astype(jnp.float32).reshape(-1)
+    islands = lax.axis_size(ISLAND)
     total, arrived = (_swapped if islands == 2 else _in_chunks)(flat, codec, islands)
     return Reduced(total.reshape(shard.shape), arrived.reshape(shard.shape))
 
@@ -74,7 +85,10 @@ def _swapped(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, ja
 
 
 def _in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
-    """The sum by an exchange and a gather of the sums. What the second encoding leaves out counts as left out by who made the sum."""
+    """The sum by an exchange and a gather of the sums.
+
+    What the second encoding leaves out counts as left out by who made the sum.
+    """
     k = chunk_length(len(flat), islands)
     rows = jnp.pad(flat, (0, islands * k - len(flat))).reshape(islands, k)
     sent = _encoded(codec, rows)
@@ -87,7 +101,8 @@ def _in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, 
 
 
 def _encoded(codec: Codec, rows: jax.Array) -> jax.Array:
-    # XLA's GPU compiler takes a number that is narrowed and widened again for the number itself: nothing would seem to be left out.
+    # XLA's GPU compiler takes a number that is narrowed and widened again for the number itself: nothing would seem to
+    # be left out.
     return lax.optimization_barrier(codec.encode(rows))
 
 

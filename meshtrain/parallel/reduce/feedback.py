@@ -1,11 +1,13 @@
-"""Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what compression leaves out of a step is added to the next one's gradient.
+"""Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what compression leaves out of a step is added to the
+next one's gradient.
 
     gradient g ──+──► g' ──compressed──► summed over the ranks ──► shard
                  │     └── less what of it came through ──► residual
                  └────────────── next step ◄────────────────┘
 
-Whatever the compression, what was sent in all steps and the residuals add up to the sum of all gradients. Residuals are in units of the
-gradient itself, without float16's loss scale, so that it may change; a step that is skipped leaves them as they were.
+Whatever the compression, what was sent in all steps and the residuals add up to the sum of all gradients. Residuals are
+in units of the gradient itself, without float16's loss scale, so that it may change; a step that is skipped leaves them
+as they were.
 """
 
 from functools import cached_property
@@ -19,7 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.config.reduce import scatters_at_use
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed
-from meshtrain.parallel.reduce.reduction import ReducedGradient, Reduction, padded, squares, unpadded
+from meshtrain.parallel.reduce.reduction import (
+    ReducedGradient,
+    Reduction,
+    padded,
+    squares,
+    unpadded,
+)
 from meshtrain.parallel.reduce.sizes import (
     Spread,
     as_matrix,
@@ -41,10 +49,15 @@ class FeedbackState(NamedTuple):
 
 
 class Feedback:
-    """Gradients of a layout that are summed with what earlier steps have kept. ConfigError where PowerSGD would compress nothing."""
+    """Gradients of a layout that are summed with what earlier steps have kept.
+
+    ConfigError where PowerSGD would compress nothing.
+    """
 
     def __init__(self, layout: Layout, reduction: Reduction) -> None:
-        self.layout, self.config, self.reduction = layout, layout.config, reduction
+        self.layout = layout
+        self.config = layout.config
+        self.reduction = reduction
         check_rank(self.config)
 
     @cached_property
@@ -55,9 +68,14 @@ class Feedback:
             if spread is None:
                 return None
             spec = PartitionSpec(*(axes or None for axes in spread.over))
-            return jax.ShapeDtypeStruct(spread.shape, jnp.float32, sharding=NamedSharding(self.layout.mesh, spec))
+            return jax.ShapeDtypeStruct(
+                spread.shape, jnp.float32, sharding=NamedSharding(self.layout.mesh, spec)
+            )
 
-        parts = [self.layout.map(lambda w, of=of: shape(of(self.config, w))) for of in (residual_spread, q_spread)]
+        parts = [
+            self.layout.map(lambda w, of=of: shape(of(self.config, w)))
+            for of in (residual_spread, q_spread)
+        ]
         return FeedbackState(*parts) if jax.tree.leaves(parts) else None
 
     @property
@@ -66,24 +84,37 @@ class Feedback:
         return jax.tree.map(lambda x: x.sharding.spec, self.shapes)
 
     def init(self, key: jax.Array) -> FeedbackState | None:
-        """Before the first step: nothing is left out yet, and Q is drawn. Call it under jit with `shapes`' shardings as output."""
+        """Before the first step: nothing is left out yet, and Q is drawn.
+
+        Call it under jit with `shapes`' shardings as output.
+        """
         if self.shapes is None:
             return None
         return FeedbackState(
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes.residual), self.init_q(key)
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes.residual),
+            self.init_q(key),
         )
 
     def init_q(self, key: jax.Array) -> Tree:
         """Q as it begins, the same on all ranks that are summed."""
         assert self.shapes is not None
         leaves, tree = jax.tree.flatten(self.shapes.q)
-        drawn = [jax.random.normal(jax.random.fold_in(key, n), x.shape) for n, x in enumerate(leaves)]
+        drawn = [
+            jax.random.normal(jax.random.fold_in(key, n), x.shape) for n, x in enumerate(leaves)
+        ]
         return jax.tree.unflatten(tree, drawn)
 
     def reduce(
-        self, weight: Placed, g: jax.Array, residual: jax.Array | None, q: jax.Array | None, scale: jax.Array
+        self,
+        weight: Placed,
+        g: jax.Array,
+        residual: jax.Array | None,
+        q: jax.Array | None,
+        scale: jax.Array,
     ) -> ReducedGradient:
-        """A gradient, times `scale`, of a weight of which something is kept; inside shard_map, on a device's own blocks."""
+        """A gradient, times `scale`, of a weight of which something is kept; inside shard_map, on a device's own
+        blocks.
+        """
         across = over_islands(self.config)
         compensated = self._in_island(weight, g) if across else g.astype(jnp.float32)
         if residual is not None:
@@ -102,17 +133,25 @@ class Feedback:
         return _summed(shard, compensated, left_out)
 
     def _in_island(self, weight: Placed, g: jax.Array) -> jax.Array:
-        """What is summed across islands: the shard of the island's gradient, float32, of which no model-parallel rank has a part alone."""
+        """What is summed across islands: the shard of the island's gradient, float32, of which no model-parallel rank
+        has a part alone.
+        """
         scattered = scatters_at_use(self.config) and weight.zero_dim is not None
-        shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(jnp.float32)
+        shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(
+            jnp.float32
+        )
         return lax.psum(shard, weight.replicated) if weight.replicated else shard
 
-    def _low_rank(self, weight: Placed, compensated: jax.Array, q: jax.Array, across: bool) -> ReducedGradient:
+    def _low_rank(
+        self, weight: Placed, compensated: jax.Array, q: jax.Array, across: bool
+    ) -> ReducedGradient:
         from meshtrain.parallel.reduce import powersgd
 
         seen = as_matrix(self.config, weight)
         assert seen is not None
-        sent = powersgd.summed(weight, seen, compensated, q, summed_over(self.config, weight), shard=not across)
+        sent = powersgd.summed(
+            weight, seen, compensated, q, summed_over(self.config, weight), shard=not across
+        )
         return _summed(sent.sum, compensated, compensated - sent.arrived, sent.q)
 
     def next_state(self, reduced: Tree, scale: jax.Array) -> FeedbackState | None:
@@ -122,9 +161,15 @@ class Feedback:
         fed_back = self.config.parallel.reduce.feedback
 
         def residual(_: Placed, x: ReducedGradient | None) -> jax.Array | None:
-            return x.left_out[None] / scale if fed_back and x is not None and x.left_out is not None else None
+            return (
+                x.left_out[None] / scale
+                if fed_back and x is not None and x.left_out is not None
+                else None
+            )
 
-        return FeedbackState(self.layout.map(residual, reduced), self.layout.map(lambda _, x: x and x.q, reduced))
+        return FeedbackState(
+            self.layout.map(residual, reduced), self.layout.map(lambda _, x: x and x.q, reduced)
+        )
 
 
 def _summed(
@@ -135,7 +180,8 @@ def _summed(
 
 def _with_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:
     """A data rank's gradient with something added to the part of it that the rank sums."""
-    dim, whole = weight.zero_dim, padded(weight, g)
+    dim = weight.zero_dim
+    whole = padded(weight, g)
     assert dim is not None
     each = shard.shape[dim]
     at = lax.axis_index(weight.zero_axes) * each

@@ -1,14 +1,15 @@
-"""PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithm 1): a gradient M [n, c] is summed as two thin matrices, P [n, r] and Q [c, r].
+"""PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithm 1): a gradient M [n, c] is summed as two thin matrices, P [n,
+r] and Q [c, r].
 
     rank i                          all ranks
     P_i = M_i Q      ──sum──►       P   ──orthonormalised──► P̂
     Q_i = M_iᵀ P̂     ──sum──►       Q                              the sum of all M_i is taken to be  P̂ Qᵀ
                                                                    of M_i there came through          P̂ Q_iᵀ = P̂ P̂ᵀ M_i
 
-The next step begins from this Q, so that over the steps it is a power iteration (section 3, "warm-start"). A device sends
-2 (N-1)/N · 4 r (n + c) bytes in the place of (N-1)/N · 4 n c. P is orthonormalised by Householder's QR and not by Gram and Schmidt:
-columns that depend on each other (a layer that only pads a stage, a gradient of lower rank) stay orthonormal, and what is zero
-in every M_i stays zero.
+The next step begins from this Q, so that over the steps it is a power iteration (section 3, "warm-start"). A device
+sends 2 (N-1)/N · 4 r (n + c) bytes in the place of (N-1)/N · 4 n c. P is orthonormalised by Householder's QR and not by
+Gram and Schmidt: columns that depend on each other (a layer that only pads a stage, a gradient of lower rank) stay
+orthonormal, and what is zero in every M_i stays zero.
 """
 
 import math
@@ -31,7 +32,9 @@ class Factors(NamedTuple):
 
 
 def factors(m: jax.Array, q: jax.Array, ranks: tuple[str, ...]) -> Factors:
-    """P̂ and Q of the sum over `ranks` of the matrices `m` float32 [L, n, c], begun from `q` [L, c, r]; inside shard_map."""
+    """P̂ and Q of the sum over `ranks` of the matrices `m` float32 [L, n, c], begun from `q` [L, c, r]; inside
+    shard_map.
+    """
     p, _ = jnp.linalg.qr(lax.psum(_product("lnc,lcr->lnr", m, q), ranks))
     own = _product("lnc,lnr->lcr", m, p)
     return Factors(p, own, lax.psum(own, ranks))
@@ -46,14 +49,22 @@ class LowRankSum(NamedTuple):
 
 
 def summed(
-    weight: Placed, matrix: GradientMatrix, g: jax.Array, q: jax.Array, ranks: tuple[str, ...], shard: bool
+    weight: Placed,
+    matrix: GradientMatrix,
+    g: jax.Array,
+    q: jax.Array,
+    ranks: tuple[str, ...],
+    shard: bool,
 ) -> LowRankSum:
     """A device's gradient `g` float32, summed over `ranks`; its `q` as `sizes.q_spread` has it, on one device.
 
     shard: of the sum only what ZeRO gives this data rank is computed.
     """
-    first, columns = matrix.first, matrix.first + matrix.rows
-    layers, row_dims, column_dims = g.shape[:first], g.shape[first:columns], g.shape[columns:]
+    first = matrix.first
+    columns = matrix.first + matrix.rows
+    layers = g.shape[:first]
+    row_dims = g.shape[first:columns]
+    column_dims = g.shape[columns:]
     m = g.reshape(math.prod(layers), math.prod(row_dims), math.prod(column_dims))
     of_all = factors(m, q.reshape(len(m), m.shape[2], matrix.rank), ranks)
     arrived = _product("lnr,lcr->lnc", of_all.p, of_all.own).reshape(g.shape)
@@ -63,10 +74,14 @@ def summed(
         p, total = _of_this_rank(weight, first, columns, p, total)
     shape = (*p.shape[:-1], *total.shape[first:-1])
     thin = [x.reshape(math.prod(p.shape[:first]), -1, matrix.rank) for x in (p, total)]
-    return LowRankSum(_product("lnr,lcr->lnc", *thin).reshape(shape), arrived, of_all.total.reshape(q.shape))
+    return LowRankSum(
+        _product("lnr,lcr->lnc", *thin).reshape(shape), arrived, of_all.total.reshape(q.shape)
+    )
 
 
-def _of_this_rank(weight: Placed, first: int, columns: int, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_this_rank(
+    weight: Placed, first: int, columns: int, p: jax.Array, q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """P and Q with of the dimension that ZeRO shards this data rank's part alone, padded where it is."""
     dim = weight.zero_dim
     assert dim is not None

@@ -1,4 +1,5 @@
-"""The sums of gradients over data: scattered within an island, then all-reduced across islands (HSDP, Zhao et al. 2023, section 3.2.2).
+"""The sums of gradients over data: scattered within an island, then all-reduced across islands (HSDP, Zhao et al. 2023,
+section 3.2.2).
 
     island 0            island 1                    sent by a device, of S bytes of gradients on N data ranks in R islands
     data 0   data 1     data 0   data 1
@@ -33,7 +34,8 @@ Statistics = dict[str, jax.Array]
 class Reduced(NamedTuple):
     """A sum: this rank's part of it, and what of this rank's own gradient came through.
 
-    Over all ranks `arrived` adds up to the sum, so that what is given less what arrived is what was left out, nothing twice.
+    Over all ranks `arrived` adds up to the sum, so that what is given less what arrived is what was left out, nothing
+    twice.
     """
 
     shard: jax.Array
@@ -45,12 +47,16 @@ class ReducedGradient(NamedTuple):
 
     shard: jax.Array  # float32
     squares: list[jax.Array]  # see `left_out`
-    left_out: jax.Array | None = None  # what of this rank's gradient and residual did not come through
+    left_out: jax.Array | None = (
+        None  # what of this rank's gradient and residual did not come through
+    )
     q: jax.Array | None = None  # PowerSGD's
 
 
 class Reduction:
-    """The sums of one config; every method is called inside shard_map, and sums in the dtype of `precision.reduce`, in float32 what is compressed."""
+    """The sums of one config; every method is called inside shard_map, and sums in the dtype of `precision.reduce`, in
+    float32 what is compressed.
+    """
 
     exchange: "Exchange | None" = None  # of what is compressed
 
@@ -73,11 +79,17 @@ class Reduction:
             between = self.islands and self.exchange is not None and self.exchange.crosses(weight)
             axes = (ISLAND, *weight.zero_axes) if self.islands and not between else weight.zero_axes
             return Reduced(self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g)
-        if self.exchange is not None and (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
+        if (
+            self.exchange is not None
+            and (reduced := self.exchange.reduce_scatter(weight, g)) is not None
+        ):
             return reduced
-        dim, full = zero_dimension(weight, g), padded(weight, g).astype(self.dtype)
+        dim = zero_dimension(weight, g)
+        full = padded(weight, g).astype(self.dtype)
         if self.algorithm == "psum":
-            return Reduced(lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True), g)
+            return Reduced(
+                lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True), g
+            )
         from meshtrain.parallel.reduce.algorithms import reduce_scatter
 
         return Reduced(reduce_scatter(self.algorithm, full, weight.zero_axes, dim), g)
@@ -85,7 +97,10 @@ class Reduction:
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced:
         """A shard that is summed in its island, summed over all islands."""
         exchange = self.exchange if self.islands else None
-        if exchange is not None and (reduced := exchange.all_reduce_islands(weight, shard)) is not None:
+        if (
+            exchange is not None
+            and (reduced := exchange.all_reduce_islands(weight, shard)) is not None
+        ):
             return reduced
         if not self.islands or weight.zero_dim is None:
             return Reduced(shard, shard)
@@ -109,7 +124,10 @@ def zero_dimension(weight: Placed, x: jax.Array) -> int:
 
 
 def padded(weight: Placed, g: jax.Array) -> jax.Array:
-    """A gradient with zeros where the weight is padded so that data divides it. Takes stacked leaves and single layers of them."""
+    """A gradient with zeros where the weight is padded so that data divides it.
+
+    Takes stacked leaves and single layers of them.
+    """
     if weight.padded == weight.whole:
         return g
     dim = zero_dimension(weight, g)
@@ -138,16 +156,22 @@ def squares(gradient: jax.Array, lost: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (lost, gradient)])
 
 
-def statistics(squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.Array, fed_back: bool) -> Statistics:
-    """`reduce_error`, the norm of all that was left out over that of all that was given, on the devices of `axes`; by one sum.
+def statistics(
+    squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.Array, fed_back: bool
+) -> Statistics:
+    """`reduce_error`, the norm of all that was left out over that of all that was given, on the devices of `axes`; by
+    one sum.
 
-    With feedback also `residual_norm`, that of all residuals, which are what was left out, without the loss `scale`. Nothing where
-    nothing was compressed, or only where its gradient was made, inside the backward pass.
+    With feedback also `residual_norm`, that of all residuals, which are what was left out, without the loss `scale`.
+    Nothing where nothing was compressed, or only where its gradient was made, inside the backward pass.
     """
     if not squares:
         return {}
     # What several devices have alike counts once.
-    once = [x / math.prod(lax.axis_size(axis) for axis in axes if axis not in varying(x)) for x in squares]
+    once = [
+        x / math.prod(lax.axis_size(axis) for axis in axes if axis not in varying(x))
+        for x in squares
+    ]
     lost, total = lax.psum(sum(vary(once, axes)), axes)
     error = {"reduce_error": jnp.sqrt(lost / jnp.where(total == 0.0, 1.0, total))}
     return error | ({"residual_norm": jnp.sqrt(lost) / scale} if fed_back else {})

@@ -1,11 +1,13 @@
-"""What compression makes of each weight's gradient, in plain numbers (no JAX), so that the planner adds up what a step sends and keeps.
+"""What compression makes of each weight's gradient, in plain numbers (no JAX), so that the planner adds up what a step
+sends and keeps.
 
                   over: data                                     over: islands
     compressed    the gradient of each data rank                 its shard, once it is summed within the island
     residual      [ranks, *gradient], float32                    [islands, *shard of each data rank]
     Q             PowerSGD: of each matrix, the same on all ranks that are summed
 
-A weight that is replicated on several tensor or pipeline ranks has a partial gradient on each of them: those count among the ranks.
+A weight that is replicated on several tensor or pipeline ranks has a partial gradient on each of them: those count
+among the ranks.
 
 k numbers of a row that goes to one device are sent as
 
@@ -38,17 +40,21 @@ class Spread:
 
     def local(self, config: Config) -> tuple[int, ...]:
         """The shape on one device."""
-        return tuple(n // _ways(config, axes) for n, axes in zip(self.shape, self.over, strict=True))
+        return tuple(
+            n // _ways(config, axes) for n, axes in zip(self.shape, self.over, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class GradientMatrix:
-    """A weight's gradient as PowerSGD sees it: its dimensions but those of layers and experts, the first `rows` of them as rows.
+    """A weight's gradient as PowerSGD sees it: its dimensions but those of layers and experts, the first `rows` of them
+    as rows.
 
         mlp.up    [embed | mlp]             attention.q     [embed | heads, head]
         mlp.down  [mlp | embed]             attention.out   [heads, head | embed]
 
-    Each layer, and of it each expert, has a matrix of its own, and so has each device along the axes that split the weight.
+    Each layer, and of it each expert, has a matrix of its own, and so has each device along the axes that split the
+    weight.
     """
 
     first: int  # dimensions before: of layers and experts
@@ -58,11 +64,15 @@ class GradientMatrix:
 
 def over_islands(config: Config) -> bool:
     """Sums across islands alone are compressed: it is asked for, or there are no others."""
-    return config.mesh.islands > 1 and (config.parallel.reduce.over == "islands" or config.mesh.shards == 1)
+    return config.mesh.islands > 1 and (
+        config.parallel.reduce.over == "islands" or config.mesh.shards == 1
+    )
 
 
 def compresses(config: Config, weight: Placed) -> bool:
-    """Whether a weight's gradient is compressed at all: norms and biases never are, and what ZeRO does not shard only across islands."""
+    """Whether a weight's gradient is compressed at all: norms and biases never are, and what ZeRO does not shard only
+    across islands.
+    """
     reduce = config.parallel.reduce
     if reduce.compression == "none" or not (weight.trained and weight.decayed):
         return False
@@ -88,13 +98,17 @@ def residual_spread(config: Config, weight: Placed) -> Spread | None:
     """The error-feedback residual of a weight; None where there is none."""
     if not (config.parallel.reduce.feedback and compresses(config, weight)):
         return None
-    what, axes = compressed_part(config, weight), summed_over(config, weight)
+    what = compressed_part(config, weight)
+    axes = summed_over(config, weight)
     return Spread((_ways(config, axes), *what.shape), (axes, *what.over))
 
 
 def as_matrix(config: Config, weight: Placed) -> GradientMatrix | None:
-    """How PowerSGD sees a gradient; None for what is no matrix, and where P and Q of this rank were no less than the matrix."""
-    rows, rank = _rows(weight), config.parallel.reduce.rank
+    """How PowerSGD sees a gradient; None for what is no matrix, and where P and Q of this rank were no less than the
+    matrix.
+    """
+    rows = _rows(weight)
+    rank = config.parallel.reduce.rank
     if rows is None or rank > _largest_rank(config, weight, rows):
         return None
     return GradientMatrix(_first(weight), rows, rank)
@@ -102,15 +116,25 @@ def as_matrix(config: Config, weight: Placed) -> GradientMatrix | None:
 
 def check_rank(config: Config) -> None:
     """ConfigError where PowerSGD would compress nothing."""
-    reduce, mesh = config.parallel.reduce, config.mesh
-    if not _is_low_rank(config) or mesh.data == 1 or (reduce.over == "islands" and mesh.islands == 1):
+    reduce = config.parallel.reduce
+    mesh = config.mesh
+    if (
+        not _is_low_rank(config)
+        or mesh.data == 1
+        or (reduce.over == "islands" and mesh.islands == 1)
+    ):
         return
-    matrices = [(w, rows) for w in all_placed(config) if w.trained and w.decayed and (rows := _rows(w)) is not None]
+    matrices = [
+        (w, rows)
+        for w in all_placed(config)
+        if w.trained and w.decayed and (rows := _rows(w)) is not None
+    ]
     most = max((_largest_rank(config, weight, rows) for weight, rows in matrices), default=0)
     if reduce.rank > most:
         legal = f"legal are at most {most}" if most else "leave parallel.reduce.compression out"
         raise ConfigError(
-            f"parallel.reduce.rank is {reduce.rank}, but no matrix of a device gets smaller by two of so many columns; {legal}."
+            f"parallel.reduce.rank is {reduce.rank}, but no matrix of a device gets smaller by two of so many "
+            f"columns; {legal}."
         )
 
 
@@ -131,17 +155,21 @@ def _rows(weight: Placed) -> int | None:
 def _largest_rank(config: Config, weight: Placed, rows: int) -> int:
     """The largest rank of P and Q that are together smaller than the matrix on a device."""
     local = compressed_part(config, weight).local(config)[_first(weight) :]
-    n, c = math.prod(local[:rows]), math.prod(local[rows:])
+    n = math.prod(local[:rows])
+    c = math.prod(local[rows:])
     return (n * c - 1) // (n + c)
 
 
 def q_spread(config: Config, weight: Placed) -> Spread | None:
-    """PowerSGD's Q of a weight: [layers, experts, devices that split the rows, *columns, rank], without what it does not have of the first two."""
+    """PowerSGD's Q of a weight: [layers, experts, devices that split the rows, *columns, rank], without what it does
+    not have of the first two.
+    """
     if not _is_low_rank(config) or not compresses(config, weight):
         return None
     matrix = as_matrix(config, weight)
     assert matrix is not None
-    what, first = compressed_part(config, weight), matrix.first
+    what = compressed_part(config, weight)
+    first = matrix.first
     columns = first + matrix.rows
     splitting = tuple(axis for axes in what.over[first:columns] for axis in axes)
     shape = (*what.shape[:first], _ways(config, splitting), *what.shape[columns:], matrix.rank)
@@ -154,7 +182,8 @@ def feedback_bytes(config: Config) -> dict[str, int]:
         return {}
     spreads = {"residual": residual_spread, "q": q_spread}
     return {
-        name: sum(_nbytes(config, of(config, weight)) for weight in all_placed(config)) for name, of in spreads.items()
+        name: sum(_nbytes(config, of(config, weight)) for weight in all_placed(config))
+        for name, of in spreads.items()
     }
 
 
@@ -174,8 +203,11 @@ def _ways(config: Config, axes: tuple[str, ...]) -> int:
 
 
 def message_length(reduce: ReduceConfig, numbers: Iterable[int], islands: int) -> int:
-    """Numbers of one message of several weights' numbers, across islands. Each weight has blocks of its own, also in an island's chunk:
-    what it is decoded to depends on nothing beside it, so that ranks which have the same of it, and other neighbours, stay alike."""
+    """Numbers of one message of several weights' numbers, across islands.
+
+    Each weight has blocks of its own, also in an island's chunk: what it is decoded to depends on nothing beside it, so
+    that ranks which have the same of it, and other neighbours, stay alike.
+    """
     codec = codec_of(reduce)
     return codec.in_blocks(sum(map(codec.in_blocks, numbers)), islands)
 
@@ -186,11 +218,16 @@ def scatters_compressed(config: Config, weight: Placed) -> bool:
 
 
 def crosses_compressed(config: Config, weight: Placed) -> bool:
-    """Whether a weight's gradient is compressed on its way across islands. PowerSGD over data sums over all of data at once."""
+    """Whether a weight's gradient is compressed on its way across islands.
+
+    PowerSGD over data sums over all of data at once.
+    """
     at_once = _is_low_rank(config) and not over_islands(config)
     return config.mesh.islands > 1 and compresses(config, weight) and not at_once
 
 
 def chunk_length(k: int, islands: int) -> int:
-    """Numbers of a shard of k of which an island makes the sum (`exchange.all_reduce`); the last ones are filled up with zeros."""
+    """Numbers of a shard of k of which an island makes the sum (`exchange.all_reduce`); the last ones are filled up
+    with zeros.
+    """
     return math.ceil(k / islands)

@@ -11,6 +11,6 @@
 - `outer`: the exchange across islands and the outer step, on one device.
 - `states`: what a `State` holds besides, and how it lies.
 
-The compiled programs of a run are put together in `meshtrain.parallel.sync.steps`. Sources: Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo,
-algorithm 1), Douillard et al. 2025 (Streaming DiLoCo, algorithm 2).
+The compiled programs of a run are put together in `meshtrain.parallel.sync.steps`. Sources: Stich 2019 (local SGD),
+Douillard et al. 2023 (DiLoCo, algorithm 1), Douillard et al. 2025 (Streaming DiLoCo, algorithm 2).
 """

@@ -71,17 +71,24 @@ def where_island(is_finite: jax.Array, x: jax.Array, other: jax.Array) -> jax.Ar
 
 
 def visible(metrics: Mapping[str, jax.Array | float]) -> dict[str, float]:
-    """Metrics as this process sees them, without COUNTED: of what each island has, the mean over the islands on its devices where it is
-    finite, by how much they learned from; of counts the largest."""
-    own = {name: _by_island(x) for name, x in metrics.items() if isinstance(x, jax.Array) and x.ndim}
+    """Metrics as this process sees them, without COUNTED: of what each island has, the mean over the islands on its
+    devices where it is finite, by how much they learned from; of counts the largest.
+    """
+    own = {
+        name: _by_island(x) for name, x in metrics.items() if isinstance(x, jax.Array) and x.ndim
+    }
     alike = jax.device_get({name: x for name, x in metrics.items() if name not in own})
     weights = own.get(COUNTED)
     wanted = [name for name in metrics if name != COUNTED]
-    return {name: _of_all(own[name], weights) if name in own else float(alike[name]) for name in wanted}
+    return {
+        name: _of_all(own[name], weights) if name in own else float(alike[name]) for name in wanted
+    }
 
 
 def _by_island(metric: jax.Array) -> dict[int, Any]:
-    """The numbers on this process's devices: of its own islands, or of all where XLA knows them everywhere, as of a constant."""
+    """The numbers on this process's devices: of its own islands, or of all where XLA knows them everywhere, as of a
+    constant.
+    """
     return {
         (shard.index[0].start or 0) + i: number
         for shard in metric.addressable_shards

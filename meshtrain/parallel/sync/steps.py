@@ -1,4 +1,5 @@
-"""The compiled programs of a run whose islands take steps by themselves (`parallel.sync`), and which of them is due after which step.
+"""The compiled programs of a run whose islands take steps by themselves (`parallel.sync`), and which of them is due
+after which step.
 
     steps taken       program                                           sent across islands
     < start           gradients summed over all islands                 a shard, every step
@@ -8,8 +9,8 @@
                         after d steps: apply outer update               nothing
     island broken     mend: moments from the other islands              its optimizer state, once
 
-JAX runs the programs of a device one after the other, so that with a delay the all-reduce stands in the program of a step, where XLA may
-run it behind that step's compute: nothing in forward and backward waits for it.
+JAX runs the programs of a device one after the other, so that with a delay the all-reduce stands in the program of a
+step, where XLA may run it behind that step's compute: nothing in forward and backward waits for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,8 +40,11 @@ class IslandSteps:
     """The programs of `program`, whose config has parallel.sync.every."""
 
     def __init__(self, program: "Program") -> None:
-        self.program, self.config, self.layout = program, program.config, program.layout
-        self.sync, self.islands = program.config.parallel.sync, program.config.mesh.islands
+        self.program = program
+        self.config = program.config
+        self.layout = program.layout
+        self.sync = program.config.parallel.sync
+        self.islands = program.config.mesh.islands
         self.outer = Outer(program.layout)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
@@ -51,14 +55,20 @@ class IslandSteps:
         optimizer, scale = states.stacked((state.optimizer, state.scale), self.islands)
         trained = self.layout.only_trained(state.params)
         sharding = NamedSharding(self.program.mesh, PartitionSpec(ISLAND))
-        counted = jax.ShapeDtypeStruct((self.islands, self.sync.fragments), jnp.float32, sharding=sharding)
+        counted = jax.ShapeDtypeStruct(
+            (self.islands, self.sync.fragments), jnp.float32, sharding=sharding
+        )
         own = self._kept(trained, trained, states.stacked(trained, self.islands), counted)
         return state._replace(optimizer=optimizer, scale=scale, islands=own)
 
     def begin(self, state: "State") -> "State":
-        """A state before the first step, inside jit, with what every island has; its scale is of every island already."""
+        """A state before the first step, inside jit, with what every island has; its scale is of every island
+        already.
+        """
         trained = self.layout.only_trained(state.params)
-        return state._replace(optimizer=self.every_island(state.optimizer), islands=self.begun(trained))
+        return state._replace(
+            optimizer=self.every_island(state.optimizer), islands=self.begun(trained)
+        )
 
     def begun(self, trained: Tree) -> states.Islands:
         """What islands keep before the first step, inside jit: each has the shared model, and nothing has moved."""
@@ -89,8 +99,13 @@ class IslandSteps:
         fragment = when.due(self.sync, taken) if self.sync.delay else None
         return self.local_step if fragment is None else self.sending[fragment]
 
-    def finish(self, state: "State", metrics: Mapping[str, Any], taken: int) -> tuple["State", dict[str, Any]]:
-        """What is due after `taken` steps, the last of which gave `metrics`. Waits for an exchange, to see whether an island is broken."""
+    def finish(
+        self, state: "State", metrics: Mapping[str, Any], taken: int
+    ) -> tuple["State", dict[str, Any]]:
+        """What is due after `taken` steps, the last of which gave `metrics`.
+
+        Waits for an exchange, to see whether an island is broken.
+        """
         metrics = dict(metrics)
         if not self.sync.delay and (fragment := when.due(self.sync, taken)) is not None:
             state, more = self._compile(self.synchronize[fragment])(state)
@@ -128,7 +143,10 @@ class IslandSteps:
     @cached_property
     def sending(self) -> list["TrainStep"]:
         """By fragment: the step that also sends what islands had before it."""
-        return [self.program.jitted_step(partial(self._sending, fragment)) for fragment in range(self.sync.fragments)]
+        return [
+            self.program.jitted_step(partial(self._sending, fragment))
+            for fragment in range(self.sync.fragments)
+        ]
 
     @cached_property
     def _within_island(self) -> LocalStep:
@@ -158,29 +176,43 @@ class IslandSteps:
 
         # The fragment joins the others that are under way, each in its own places.
         replaced = self._shard_map(
-            partial(self.outer.replaced, fragment), in_specs=(self._shared, self._shared), out_specs=self._shared
+            partial(self.outer.replaced, fragment),
+            in_specs=(self._shared, self._shared),
+            out_specs=self._shared,
         )
         islands = state.islands._replace(under_way=replaced(state.islands.under_way, mean))
         state, metrics = self._local_step(state._replace(islands=islands), batch)
         return state, metrics | exchanged
 
-    def _step_of_each(self, local: LocalStep, state: "State", batch: Batch) -> tuple["State", Metrics]:
+    def _step_of_each(
+        self, local: LocalStep, state: "State", batch: Batch
+    ) -> tuple["State", Metrics]:
         """Every island's step, with metrics [islands]; `local` says over what gradients are summed."""
         gradients = self._gradients(local, state, batch)
         each = state._replace(
-            params=state.islands.params, optimizer=self.program.on_device(state.optimizer), islands=None
+            params=state.islands.params,
+            optimizer=self.program.on_device(state.optimizer),
+            islands=None,
         )
         # The step's number is one for all, the rest has a first axis of islands.
         axes = type(state)(step=None, params=0, optimizer=0, scale=0)
-        update = jax.vmap(self.program.update, in_axes=(axes, 0), out_axes=(axes, 0), spmd_axis_name=ISLAND)
+        update = jax.vmap(
+            self.program.update, in_axes=(axes, 0), out_axes=(axes, 0), spmd_axis_name=ISLAND
+        )
         after, metrics = update(each, gradients._replace(counted=None))
         islands = state.islands._replace(params=after.params)
-        return after._replace(params=state.params, islands=islands), metrics | {states.COUNTED: gradients.counted}
+        return after._replace(params=state.params, islands=islands), metrics | {
+            states.COUNTED: gradients.counted
+        }
 
     def _gradients(self, local: LocalStep, state: "State", batch: Batch) -> Gradients:
-        """Gradients [islands, ...], each island's at its own weights, with means of losses and what they are over, [islands]."""
+        """Gradients [islands, ...], each island's at its own weights, with means of losses and what they are over,
+        [islands].
+        """
 
-        def of_island(own: Tree, shared: Tree, batch: Batch, step: jax.Array, scale: jax.Array) -> Gradients:
+        def of_island(
+            own: Tree, shared: Tree, batch: Batch, step: jax.Array, scale: jax.Array
+        ) -> Gradients:
             masters = self.layout.with_frozen(_first(own), shared)
             gradients = local.gradients(masters, batch, step, scale[0], counts=True)
             return _as_island(gradients._replace(feedback=None, statistics={}))
@@ -189,7 +221,9 @@ class IslandSteps:
         per_island = PartitionSpec(ISLAND)
         in_specs = (self._own, self.layout.shards, self.program.rows, PartitionSpec(), per_island)
         out_specs = Gradients(per_island, self._own, measured=per_island, counted=per_island)
-        mapped = jax.shard_map(of_island, mesh=self.program.mesh, in_specs=in_specs, out_specs=out_specs)
+        mapped = jax.shard_map(
+            of_island, mesh=self.program.mesh, in_specs=in_specs, out_specs=out_specs
+        )
         return mapped(state.islands.params, state.params, batch, state.step, scale)
 
     # --- between steps
@@ -208,25 +242,37 @@ class IslandSteps:
     def apply_outer_update(self) -> list[Any]:
         """By fragment, with a delay: state -> state, the outer step with what was sent."""
         return self._between(
-            lambda f, state: self._outer_step(f, state, state.islands.under_way, OWN_SHARE), metrics=False
+            lambda f, state: self._outer_step(f, state, state.islands.under_way, OWN_SHARE),
+            metrics=False,
         )
 
     @cached_property
     def mend(self) -> Any:
-        """state -> state: islands with numbers that are not finite take the shared weights, and the mean of the others' moments."""
+        """state -> state: islands with numbers that are not finite take the shared weights, and the mean of the others'
+        moments.
+        """
 
         def run(state: "State") -> "State":
             def finite(tree: Tree) -> jax.Array:
                 return jnp.all(jnp.stack([states.finite(x) for x in jax.tree.leaves(tree)]), axis=0)
 
             optimizer = self.program.on_device(state.optimizer)
-            weights, moments = finite(state.islands.params), finite(optimizer)
+            weights = finite(state.islands.params)
+            moments = finite(optimizer)
             shared = states.every_island(self.layout.only_trained(state.params), self.islands)
-            params = jax.tree.map(partial(states.where_island, weights), state.islands.params, shared)
-            counted = states.where_island(weights, state.islands.counted, jnp.zeros_like(state.islands.counted))
-            means = states.every_island(jax.tree.map(partial(states.mean_of, moments), optimizer), self.islands)
+            params = jax.tree.map(
+                partial(states.where_island, weights), state.islands.params, shared
+            )
+            counted = states.where_island(
+                weights, state.islands.counted, jnp.zeros_like(state.islands.counted)
+            )
+            means = states.every_island(
+                jax.tree.map(partial(states.mean_of, moments), optimizer), self.islands
+            )
             optimizer = jax.tree.map(partial(states.where_island, moments), optimizer, means)
-            return state._replace(optimizer=optimizer, islands=state.islands._replace(params=params, counted=counted))
+            return state._replace(
+                optimizer=optimizer, islands=state.islands._replace(params=params, counted=counted)
+            )
 
         return jax.jit(run, donate_argnums=0, out_shardings=self.program.state_shardings)
 
@@ -241,29 +287,48 @@ class IslandSteps:
     def _exchange(self, fragment: int, state: "State") -> tuple["State", Tree, Metrics]:
         def of_island(shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
             exchanged = self.outer.exchange(fragment, shared, _first(own), _first(counted))
-            return exchanged._replace(own=_as_island(exchanged.own), counted=_as_island(exchanged.counted))
+            return exchanged._replace(
+                own=_as_island(exchanged.own), counted=_as_island(exchanged.counted)
+            )
 
-        per_island, everywhere = PartitionSpec(ISLAND), PartitionSpec()
+        per_island = PartitionSpec(ISLAND)
+        everywhere = PartitionSpec()
         out_specs = Exchanged(self._shared, self._own, per_island, everywhere, everywhere)
-        exchange = self._shard_map(of_island, in_specs=(self._shared, self._own, per_island), out_specs=out_specs)
-        before, trained = state.islands, self.layout.only_trained(state.params)
+        exchange = self._shard_map(
+            of_island, in_specs=(self._shared, self._own, per_island), out_specs=out_specs
+        )
+        before = state.islands
+        trained = self.layout.only_trained(state.params)
         exchanged = exchange(trained, before.params, before.counted)
-        state = state._replace(islands=before._replace(params=exchanged.own, counted=exchanged.counted))
-        return state, exchanged.mean, {"sync_drift": exchanged.drift, "sync_islands": exchanged.islands}
+        state = state._replace(
+            islands=before._replace(params=exchanged.own, counted=exchanged.counted)
+        )
+        return (
+            state,
+            exchanged.mean,
+            {"sync_drift": exchanged.drift, "sync_islands": exchanged.islands},
+        )
 
     def _outer_step(self, fragment: int, state: "State", mean: Tree, own_share: float) -> "State":
         """`own_share`: of its own weights that an island keeps, see `outer.OWN_SHARE`."""
 
-        def of_island(shared: Tree, momentum: Tree, mean: Tree, own: Tree) -> tuple[Tree, Tree, Tree]:
+        def of_island(
+            shared: Tree, momentum: Tree, mean: Tree, own: Tree
+        ) -> tuple[Tree, Tree, Tree]:
             shared, momentum = self.outer.step(fragment, shared, momentum, mean)
-            return shared, momentum, _as_island(self.outer.follow(fragment, shared, _first(own), own_share))
+            return (
+                shared,
+                momentum,
+                _as_island(self.outer.follow(fragment, shared, _first(own), own_share)),
+            )
 
         outer_step = self._shard_map(
             of_island,
             in_specs=(self._shared, self._shared, self._shared, self._own),
             out_specs=(self._shared, self._shared, self._own),
         )
-        trained, before = self.layout.only_trained(state.params), state.islands.momentum
+        trained = self.layout.only_trained(state.params)
+        before = state.islands.momentum
         momentum = jax.tree.map(jnp.zeros_like, trained) if before is None else before
         shared, momentum, own = outer_step(trained, momentum, mean, state.islands.params)
         islands = state.islands._replace(params=own, momentum=None if before is None else momentum)
@@ -272,10 +337,17 @@ class IslandSteps:
     # --- helpers
 
     def is_finite(self, state: "State") -> jax.Array:
-        """Whether a state is one to train on from: the shared model is finite, and an island is. A broken one is mended when it is sent."""
+        """Whether a state is one to train on from: the shared model is finite, and an island is.
+
+        A broken one is mended when it is sent.
+        """
         precision, optimizer = self.config.precision, self.program.on_device(state.optimizer)
-        own = jax.vmap(lambda params, moments: is_finite(params, moments, precision))(state.islands.params, optimizer)
-        return is_finite(state.params, (state.islands.momentum, state.islands.under_way), precision) & jnp.any(own)
+        own = jax.vmap(lambda params, moments: is_finite(params, moments, precision))(
+            state.islands.params, optimizer
+        )
+        return is_finite(
+            state.params, (state.islands.momentum, state.islands.under_way), precision
+        ) & jnp.any(own)
 
     @cached_property
     def _shared(self) -> Tree:
@@ -288,10 +360,21 @@ class IslandSteps:
         """PartitionSpecs of the islands' own weights, [islands, ...]."""
         return jax.tree.map(lambda spec: PartitionSpec(ISLAND, *spec), self._shared)
 
-    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` on every device's shards. What it makes of islands' own weights may be shared only if it is the same on all of them:
-        JAX cannot know, so it does not check. Copies are compared before each save (`survive.health`)."""
-        return jax.shard_map(function, mesh=self.program.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def _shard_map(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`function` on every device's shards.
+
+        What it makes of islands' own weights may be shared only if it is the same on all of them: JAX cannot know, so
+        it does not check. Copies are compared before each save (`survive.health`).
+        """
+        return jax.shard_map(
+            function,
+            mesh=self.program.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
 
 
 def _first(tree: Tree) -> Tree:

@@ -4,8 +4,8 @@
     fragment 0: layers 0, 2, 4 ...                            sent    in              sent
     fragment 1: layers 1, 3, 5 ...                                        sent    in
 
-Fragments are spread evenly over the interval, and their layers over the depth of the model: strided, as in Streaming DiLoCo
-(section 3.1). The embedding goes with the first one, the head with the last.
+Fragments are spread evenly over the interval, and their layers over the depth of the model: strided, as in Streaming
+DiLoCo (section 3.1). The embedding goes with the first one, the head with the last.
 """
 
 from meshtrain.config import Config
@@ -28,7 +28,9 @@ def due(sync: SyncConfig, taken: int) -> int | None:
     if alone <= 0:
         return None
     place = (alone - 1) % sync.every + 1
-    return next((f for f in range(sync.fragments) if sync.every * (f + 1) // sync.fragments == place), None)
+    return next(
+        (f for f in range(sync.fragments) if sync.every * (f + 1) // sync.fragments == place), None
+    )
 
 
 def arrives(sync: SyncConfig, taken: int) -> int | None:
@@ -37,12 +39,16 @@ def arrives(sync: SyncConfig, taken: int) -> int | None:
 
 
 def summed_axes(config: Config) -> tuple[str, ...]:
-    """The mesh axes over which a step of an island by itself sums gradients: those of data, but for islands that step by themselves."""
+    """The mesh axes over which a step of an island by itself sums gradients: those of data, but for islands that step
+    by themselves.
+    """
     return config.mesh.token_axes(across=not config.parallel.sync.every)
 
 
 def sent_compressed(config: Config, weight: Placed) -> bool:
-    """Whether islands send what they moved of a weight as `parallel.reduce.compression` has it: matrices, over islands."""
+    """Whether islands send what they moved of a weight as `parallel.reduce.compression` has it: matrices, over
+    islands.
+    """
     return over_islands(config) and crosses_compressed(config, weight)
 
 
@@ -54,4 +60,6 @@ def has_weight(config: Config, fragment: int, weight: Placed) -> bool:
     """Whether anything of a weight is in the fragment."""
     if weight.stacked:
         return True
-    return fragment == (0 if weight.name.startswith("embedding.") else config.parallel.sync.fragments - 1)
+    return fragment == (
+        0 if weight.name.startswith("embedding.") else config.parallel.sync.fragments - 1
+    )

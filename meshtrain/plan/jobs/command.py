@@ -30,7 +30,11 @@ def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
     if options.kueue:
         kueue.check(jobs, cluster, options.kueue)
     result = place(jobs, cluster)
-    reasons = [sentence for request in result.packing.requests if (sentence := report.reason(result, request))]
+    reasons = [
+        sentence
+        for request in result.packing.requests
+        if (sentence := report.reason(result, request))
+    ]
     if options.json:
         print(json.dumps(report.as_json(result), indent=2))
     elif not options.html:
@@ -49,11 +53,15 @@ def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
 def place(jobs: Jobs, cluster: Cluster) -> Result:
     """Every strategy's packing of the jobs."""
     speeds = Speeds(cluster)
-    return Result(jobs, strategies(Packer(cluster, requests(jobs, cluster, speeds), speeds), jobs), speeds)
+    return Result(
+        jobs, strategies(Packer(cluster, requests(jobs, cluster, speeds), speeds), jobs), speeds
+    )
 
 
 def _cluster(jobs: Jobs, name: str) -> Cluster:
-    """The cluster of --cluster with the nodes that the file gives; a name without them is as large as all jobs together need."""
+    """The cluster of --cluster with the nodes that the file gives; a name without them is as large as all jobs together
+    need.
+    """
 
     def together(per_node: int) -> int:
         """Devices of whole nodes that all jobs need at once."""

@@ -7,8 +7,9 @@
                  WorkloadPriorityClass  one for each priority
     NAME.yaml    ConfigMap, JobSet      as `meshtrain.launch.kubernetes` writes them, with its queue, its priority and where its pods belong
 
-Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself: it is told what the placement has
-of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must (`together`).
+Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself: it is told what the
+placement has of each job, the nodes and the devices on each, and to keep a job in one block where it can, or must
+(`together`).
 """
 
 import re
@@ -44,12 +45,15 @@ LEGAL = {
 def check(jobs: Jobs, cluster: Cluster, directory: str) -> None:
     """Refuses at once what would be found missing when all is placed, and makes the directory."""
     if cluster.accelerator.platform != "gpu":
-        raise ConfigError(f"--kueue is for NVIDIA GPUs ({GPU}); cluster {cluster.name} has {cluster.accelerator.name}.")
+        raise ConfigError(
+            f"--kueue is for NVIDIA GPUs ({GPU}); cluster {cluster.name} has {cluster.accelerator.name}."
+        )
     with_config = [job.name for job in jobs.jobs if job.config]
     for name in ("image", "volume"):
         if with_config and not getattr(jobs.kueue, name):
             raise ConfigError(
-                f"--kueue needs kueue.{name} in the file of jobs: job {with_config[0]} has a config, so that a JobSet is written."
+                f"--kueue needs kueue.{name} in the file of jobs: job {with_config[0]} has a config, so that a JobSet "
+                "is written."
             )
     for name, (pattern, legal) in LEGAL.items():
         value = getattr(jobs.kueue, name)
@@ -72,7 +76,9 @@ def check(jobs: Jobs, cluster: Cluster, directory: str) -> None:
     try:
         Path(directory).mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--kueue {short(directory)}: no such directory can be made: {refusal(error)}.") from None
+        raise ConfigError(
+            f"--kueue {short(directory)}: no such directory can be made: {refusal(error)}."
+        ) from None
 
 
 def files(result: Result, directory: str) -> dict[str, str]:
@@ -89,19 +95,23 @@ def files(result: Result, directory: str) -> dict[str, str]:
             manifests[str(Path(directory) / f"{request.job.name}.yaml")] = manifest(*documents)
     if bare:
         say(
-            f"{', '.join(bare)}: without a config there is no JobSet; give yours the label {_QUEUE}: {result.jobs.kueue.queue}."
+            f"{', '.join(bare)}: without a config there is no JobSet; give yours the label {_QUEUE}: "
+            f"{result.jobs.kueue.queue}."
         )
     return manifests
 
 
-_QUEUE, _PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+_QUEUE = "kueue.x-k8s.io/queue-name"
+_PRIORITY = "kueue.x-k8s.io/priority-class"
 # Of the nodes of a block, or where that is only a wish of one block after the other.
-_REQUIRED, _PREFERRED = "kueue.x-k8s.io/podset-required-topology", "kueue.x-k8s.io/podset-preferred-topology"
+_REQUIRED = "kueue.x-k8s.io/podset-required-topology"
+_PREFERRED = "kueue.x-k8s.io/podset-preferred-topology"
 
 
 def queues(result: Result) -> list[dict[str, Any]]:
     """The objects that say what there is and who may have it: one flavor, all devices as the quota of one queue."""
-    kueue, cluster = result.jobs.kueue, result.packing.cluster
+    kueue = result.jobs.kueue
+    cluster = result.packing.cluster
     label, _, value = kueue.node_label.partition("=")
     named = {"name": kueue.queue}
     levels = [kueue.block_label] if kueue.block_label else []
@@ -110,13 +120,34 @@ def queues(result: Result) -> list[dict[str, Any]]:
     mine = {"matchLabels": {"kubernetes.io/metadata.name": kueue.namespace}}
     priorities = sorted({job.priority for job in result.jobs.jobs}, reverse=True)
     return [
-        _object("Topology", named, spec={"levels": [{"nodeLabel": name} for name in (*levels, HOSTNAME)]}),
-        _object("ResourceFlavor", named, spec={"nodeLabels": {label: value}, "topologyName": kueue.queue}),
+        _object(
+            "Topology",
+            named,
+            spec={"levels": [{"nodeLabel": name} for name in (*levels, HOSTNAME)]},
+        ),
+        _object(
+            "ResourceFlavor",
+            named,
+            spec={"nodeLabels": {label: value}, "topologyName": kueue.queue},
+        ),
         # A job that has no room does not hold up those behind it, as in `meshtrain.plan.jobs.packing`.
-        _object("ClusterQueue", named, spec={"namespaceSelector": mine, "queueingStrategy": "BestEffortFIFO", "resourceGroups": [group]}),
-        _object("LocalQueue", named | {"namespace": kueue.namespace}, spec={"clusterQueue": kueue.queue}),
-        *(_object("WorkloadPriorityClass", {"name": _class(priority)}, value=priority) for priority in priorities),
-    ]  # fmt: skip
+        _object(
+            "ClusterQueue",
+            named,
+            spec={
+                "namespaceSelector": mine,
+                "queueingStrategy": "BestEffortFIFO",
+                "resourceGroups": [group],
+            },
+        ),
+        _object(
+            "LocalQueue", named | {"namespace": kueue.namespace}, spec={"clusterQueue": kueue.queue}
+        ),
+        *(
+            _object("WorkloadPriorityClass", {"name": _class(priority)}, value=priority)
+            for priority in priorities
+        ),
+    ]
 
 
 def _object(kind: str, metadata: dict[str, str], **content: Any) -> dict[str, Any]:
@@ -128,16 +159,32 @@ def _class(priority: int) -> str:
 
 
 def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
-    """A job's config and its JobSet for the nodes and devices that it was given, which Kueue lets start when there is room."""
+    """A job's config and its JobSet for the nodes and devices that it was given, which Kueue lets start when there is
+    room.
+    """
     kueue = jobs.kueue
     assert shape.config is not None
     overrides = [*job.set, *settings(configured(job), shape.config)]
     if job.steps:
         overrides.append(f"train.steps={job.steps}")
     words = [
-        "--config", job.config, "--name", job.name, "--nodes", str(shape.nodes), "--gpus-per-node", str(shape.each), "--image", kueue.image,
-        "--volume", kueue.volume, "--mount", kueue.mount, "--namespace", kueue.namespace,
-    ]  # fmt: skip
+        "--config",
+        job.config,
+        "--name",
+        job.name,
+        "--nodes",
+        str(shape.nodes),
+        "--gpus-per-node",
+        str(shape.each),
+        "--image",
+        kueue.image,
+        "--volume",
+        kueue.volume,
+        "--mount",
+        kueue.mount,
+        "--namespace",
+        kueue.namespace,
+    ]
     for override in overrides:
         words += ["--set", override]
     parser = Parser(prog="python -m meshtrain.launch jobset")

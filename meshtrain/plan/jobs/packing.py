@@ -4,10 +4,11 @@
     best fit    the block of links that is left with least, lowest level first; in it the fullest nodes that have room
     balance     the emptiest nodes
 
-First fit and best fit are bin packing's (Johnson et al. 1974), with blocks of links as the bins of jobs of several nodes.
+First fit and best fit are bin packing's (Johnson et al. 1974), with blocks of links as the bins of jobs of several
+nodes.
 
-Jobs of a higher priority are tried first, those of one priority in their order. When a job ends, all that still wait are tried again:
-one that has no room does not hold up those behind it (backfilling), and nobody who runs is stopped.
+Jobs of a higher priority are tried first, those of one priority in their order. When a job ends, all that still wait
+are tried again: one that has no room does not hold up those behind it (backfilling), and nobody who runs is stopped.
 """
 
 import heapq
@@ -36,10 +37,16 @@ class Blocks:
 
 def blocks_of(cluster: Cluster) -> Blocks:
     """The blocks of nodes that a cluster's links make. A block of a fraction of a node is not looked at."""
-    nodes, lowest = cluster.nodes, first_block(cluster)
+    nodes = cluster.nodes
+    lowest = first_block(cluster)
     sizes = [link.devices // cluster.devices_per_node for _, link in cluster.levels()]
     sizes = [*(size for size in sizes if lowest <= size < nodes), nodes]
-    return Blocks(tuple(tuple(range(at, min(at + size, nodes)) for at in range(0, nodes, size)) for size in sizes))
+    return Blocks(
+        tuple(
+            tuple(range(at, min(at + size, nodes)) for at in range(0, nodes, size))
+            for size in sizes
+        )
+    )
 
 
 def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
@@ -51,8 +58,12 @@ def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bo
 
 
 def best_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
-    levels = blocks.levels[-1:] if shape.nodes == 1 else blocks.levels[:1] if together else blocks.levels
-    return next((nodes for level in levels if (nodes := _chosen(shape, free, level, fullest=True))), None)
+    levels = (
+        blocks.levels[-1:] if shape.nodes == 1 else blocks.levels[:1] if together else blocks.levels
+    )
+    return next(
+        (nodes for level in levels if (nodes := _chosen(shape, free, level, fullest=True))), None
+    )
 
 
 def balance(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
@@ -63,14 +74,18 @@ def _room(shape: JobShape, free: Sequence[int], block: range) -> Nodes:
     return [node for node in block if free[node] >= shape.each]
 
 
-def _chosen(shape: JobShape, free: Sequence[int], level: Sequence[range], fullest: bool) -> Nodes | None:
+def _chosen(
+    shape: JobShape, free: Sequence[int], level: Sequence[range], fullest: bool
+) -> Nodes | None:
     """The fullest or emptiest nodes of the fullest or emptiest block of a level, of those with room."""
     sign = 1 if fullest else -1
     fitting = [block for block in level if len(_room(shape, free, block)) >= shape.nodes]
     if not fitting:
         return None
     block = min(fitting, key=lambda block: (sign * sum(free[n] for n in block), block.start))
-    return sorted(sorted(_room(shape, free, block), key=lambda n: (sign * free[n], n))[: shape.nodes])
+    return sorted(
+        sorted(_room(shape, free, block), key=lambda n: (sign * free[n], n))[: shape.nodes]
+    )
 
 
 Rule = Callable[[JobShape, Sequence[int], Blocks, bool], Nodes | None]
@@ -136,14 +151,21 @@ class Packing:
 
     @property
     def fragmentation(self) -> float:
-        """1 - largest free block / free devices, now. A block is what a job could have without a neighbour on its nodes' devices: the
-        free devices of one node, or all nodes that are free as a whole. 0 where nothing is free."""
-        free, per_node = self.free, self.cluster.devices_per_node
+        """1 - largest free block / free devices, now.
+
+        A block is what a job could have without a neighbour on its nodes' devices: the free devices of one node, or all
+        nodes that are free as a whole. 0 where nothing is free.
+        """
+        free = self.free
+        per_node = self.cluster.devices_per_node
         return 1 - max(max(free), free.count(per_node) * per_node) / sum(free) if sum(free) else 0.0
 
     @property
     def balance(self) -> float:
-        """1 - standard deviation / mean of the nodes' load now; 1 where all are idle. It is below 0 where few nodes have all of it."""
+        """1 - standard deviation / mean of the nodes' load now; 1 where all are idle.
+
+        It is below 0 where few nodes have all of it.
+        """
         load = [self.cluster.devices_per_node - left for left in self.free]
         return 1 - pstdev(load) / fmean(load) if any(load) else 1.0
 
@@ -154,10 +176,15 @@ class Packing:
 
     @property
     def ends(self) -> list[float]:
-        """Hours until each job is done that fits the cluster and of which one knows how long it takes; infinite where it waits for one of
-        which nobody knows."""
+        """Hours until each job is done that fits the cluster and of which one knows how long it takes; infinite where
+        it waits for one of which nobody knows.
+        """
         there = {placed.request.job.name for placed in self.placed}
-        waiting = [math.inf for request in self.requests if request.shapes and request.job.name not in there]
+        waiting = [
+            math.inf
+            for request in self.requests
+            if request.shapes and request.job.name not in there
+        ]
         return [placed.end for placed in self.placed if placed.end < math.inf] + waiting
 
     @property
@@ -173,7 +200,9 @@ class Packer:
     """Packs one list of requests on one cluster, again and again."""
 
     def __init__(self, cluster: Cluster, requests: Sequence[JobRequest], speeds: Speeds) -> None:
-        self.cluster, self.requests, self.speeds = cluster, requests, speeds
+        self.cluster = cluster
+        self.requests = requests
+        self.speeds = speeds
         self.blocks: Blocks = blocks_of(cluster)
 
     def by_priority(self) -> tuple[int, ...]:
@@ -188,7 +217,8 @@ class Packer:
         """Places the jobs in an order; with `later` those too that have to wait for others to end."""
         per_node = self.cluster.devices_per_node
         free = [list(range(per_node)) for _ in range(self.cluster.nodes)]
-        waiting, placed = list(order.jobs), list[PlacedJob]()
+        waiting = list(order.jobs)
+        placed = list[PlacedJob]()
         running: list[tuple[float, int]] = []
         now = 0.0
         while True:
@@ -209,8 +239,11 @@ class Packer:
             for left in free:
                 left.sort()
 
-    def _place(self, number: int, order: Order, free: list[list[int]], now: float) -> PlacedJob | None:
-        request, first = self.requests[number], order.first[number]
+    def _place(
+        self, number: int, order: Order, free: list[list[int]], now: float
+    ) -> PlacedJob | None:
+        request = self.requests[number]
+        first = order.first[number]
         counts = [len(left) for left in free]
         rule = RULES[order.rule]
         for shape in (request.shapes[first], *request.shapes[:first], *request.shapes[first + 1 :]):
@@ -218,7 +251,9 @@ class Packer:
             if nodes is None:
                 continue
             per_node = self.cluster.devices_per_node
-            devices = tuple(node * per_node + device for node in nodes for device in free[node][: shape.each])
+            devices = tuple(
+                node * per_node + device for node in nodes for device in free[node][: shape.each]
+            )
             for node in nodes:
                 del free[node][: shape.each]
             plan = self.speeds.at(shape, devices)

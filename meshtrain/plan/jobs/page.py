@@ -1,4 +1,7 @@
-"""A packing as one self-contained page: a row a node, a cell a device, a colour and a letter a job. No script, nothing fetched."""
+"""A packing as one self-contained page: a row a node, a cell a device, a colour and a letter a job.
+
+No script, nothing fetched.
+"""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,16 +13,24 @@ from meshtrain.plan.jobs import report
 from meshtrain.plan.jobs.report import JobRow, Result
 from meshtrain.units import count
 
-ROW, LABEL = 26, 64  # units of the picture: a node's height, the width of its name
+# units of the picture: a node's height, the width of its name
+ROW = 26
+LABEL = 64
 
 
 def page(result: Result, reasons: Sequence[str]) -> str:
     """The page of a result, with the sentences on jobs that do not run now."""
-    title, packing = report.headline(result), result.packing
+    title = report.headline(result)
+    packing = result.packing
     device = packing.cluster.accelerator.name
     strategies = dict(report.figures(result))
-    heads = [f"{report.words(name)}{' ✓' if name == result.jobs.strategy else ''}" for name in strategies]
-    figures = [(name, *map(escape, values)) for name, *values in zip(report.FIGURES, *strategies.values(), strict=True)]
+    heads = [
+        f"{report.words(name)}{' ✓' if name == result.jobs.strategy else ''}" for name in strategies
+    ]
+    figures = [
+        (name, *map(escape, values))
+        for name, *values in zip(report.FIGURES, *strategies.values(), strict=True)
+    ]
     tiles = [
         (f"{packing.utilisation:.1%}", "of the devices are busy now"),
         (f"{len(packing.now)} of {len(packing.requests)}", "jobs run now"),
@@ -30,7 +41,9 @@ def page(result: Result, reasons: Sequence[str]) -> str:
     ]
     waits = "".join(f'<p class="note">{escape(reason)}</p>' for reason in reasons) or "<p>None.</p>"
     # Four columns, which a phone has room for.
-    jobs = pages.table(("job", "where", "a step", "time"), [_job(row, device) for row in report.job_rows(result)])
+    jobs = pages.table(
+        ("job", "where", "a step", "time"), [_job(row, device) for row in report.job_rows(result)]
+    )
     parts = [
         f"<h1>{escape(title)}</h1>",
         pages.tiles(tiles),
@@ -53,7 +66,8 @@ def picture(result: Result) -> str:
     width = (WIDTH - LABEL) / result.packing.cluster.devices_per_node
     body = [f'<text x="{LABEL - 8}" y="12" text-anchor="end" fill="{FAINT}">node</text>']
     for place, (nodes, devices) in enumerate(rows):
-        y, x = place * ROW + 18, float(LABEL)
+        y = place * ROW + 18
+        x = float(LABEL)
         body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end">{escape(nodes)}</text>')
         for number, group in groupby(devices):
             cells = len(list(group))
@@ -67,7 +81,8 @@ def _box(x: float, y: float, width: float, count: int, number: int | None, name:
     """`count` devices side by side with the job's letter, and its name where there is room."""
     colour = EMPTY if number is None else _colour(number)
     cells = [
-        f'<rect x="{x + i * width + 0.5:.1f}" y="{y + 2}" width="{width - 1:.1f}" height="{ROW - 4}" rx="2" fill="{colour}"/>'
+        f'<rect x="{x + i * width + 0.5:.1f}" y="{y + 2}" width="{width - 1:.1f}" height="{ROW - 4}" rx="2" '
+        f'fill="{colour}"/>'
         for i in range(count)
     ]
     if number is None:
@@ -75,7 +90,10 @@ def _box(x: float, y: float, width: float, count: int, number: int | None, name:
     # A letter takes about 7 units.
     shown = f" {escape(name)}" if len(name) * 7 < count * width - 22 else ""
     text = f'<tspan font-weight="700">{report.letter(number)}</tspan>{shown}'
-    return [*cells, f'<text x="{x + 6:.1f}" y="{y + 17}" fill="{INK}">{text}<title>{escape(name)}</title></text>']
+    return [
+        *cells,
+        f'<text x="{x + 6:.1f}" y="{y + 17}" fill="{INK}">{text}<title>{escape(name)}</title></text>',
+    ]
 
 
 def _colour(number: int) -> str:
@@ -89,5 +107,12 @@ def _job(row: JobRow, device: str) -> tuple[str, str, str, str]:
     if not row.devices:
         return name, row.nodes, "", ""
     node = "node" if row.nodes.partition(":")[0].isdigit() and ";" not in row.nodes else "nodes"
-    where = f"{row.devices} × {device}, {node} {row.nodes}" + (f"<br>{report.MESH}: {row.mesh}" if row.mesh else "")
-    return name, where, row.step, row.starts if row.ends == "not known" else f"{row.starts} to {row.ends}"
+    where = f"{row.devices} × {device}, {node} {row.nodes}" + (
+        f"<br>{report.MESH}: {row.mesh}" if row.mesh else ""
+    )
+    return (
+        name,
+        where,
+        row.step,
+        row.starts if row.ends == "not known" else f"{row.starts} to {row.ends}",
+    )

@@ -75,13 +75,22 @@ def job_rows(result: Result) -> Iterator[JobRow]:
     """Every job, in the order of the file."""
     per_node = result.packing.cluster.devices_per_node
     for number, request in enumerate(result.packing.requests):
-        job, placed = request.job, result.placed.get(request.job.name)
+        job = request.job
+        placed = result.placed.get(request.job.name)
         if placed is None:
-            yield JobRow(number, job.name, str(job.priority), "", "waits" if request.shapes else "nowhere", *[""] * 5)
+            yield JobRow(
+                number,
+                job.name,
+                str(job.priority),
+                "",
+                "waits" if request.shapes else "nowhere",
+                *[""] * 5,
+            )
             continue
         mesh = step = tokens = ""
         if plan := placed.plan:
-            shape, slower = plan.config.mesh, result.slowdown(placed) - 1
+            shape = plan.config.mesh
+            slower = result.slowdown(placed) - 1
             islands = f", {shape.islands} islands" if shape.islands > 1 else ""
             mesh = f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
             step = units.duration(plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
@@ -93,7 +102,11 @@ def job_rows(result: Result) -> Iterator[JobRow]:
 def _place(placed: PlacedJob, per_node: int) -> str:
     parts = []
     for devices, group in groupby(placed.by_node(per_node).items(), key=lambda pair: pair[1]):
-        where = "" if len(devices) == per_node else f": device{'s' * (len(devices) > 1)} {spans(devices)}"
+        where = (
+            ""
+            if len(devices) == per_node
+            else f": device{'s' * (len(devices) > 1)} {spans(devices)}"
+        )
         parts.append(spans([node for node, _ in group]) + where)
     return "; ".join(parts)
 
@@ -139,7 +152,9 @@ def when(hours: float) -> str:
 
 def reason(result: Result, request: JobRequest) -> str:
     """Why a job does not run now, in one sentence; empty where it does."""
-    name, free, devices = request.job.name, result.packing.free, result.packing.cluster.devices
+    name = request.job.name
+    free = result.packing.free
+    devices = result.packing.cluster.devices
     placed = result.placed.get(name)
     if not request.shapes:
         return f"{name} does not fit: {request.reason}."
@@ -148,8 +163,15 @@ def reason(result: Result, request: JobRequest) -> str:
     least = min(request.shapes, key=lambda shape: (shape.devices, shape.nodes))
     needs = "1 device" if least.each == 1 else f"{least.each} devices"
     if least.nodes > 1:
-        needs = f"{least.nodes} nodes with {needs} each" + ", all in one block of links" * request.job.together
-    waits = f"waits {when(placed.start)}" if placed else "waits for others to end, and nobody knows when"
+        needs = (
+            f"{least.nodes} nodes with {needs} each"
+            + ", all in one block of links" * request.job.together
+        )
+    waits = (
+        f"waits {when(placed.start)}"
+        if placed
+        else "waits for others to end, and nobody knows when"
+    )
     there = f"all {devices} devices are taken"
     if any(free):
         there = f"{sum(free)} of {devices} devices are free, at most {max(free)} on one node"
@@ -160,7 +182,10 @@ def choices(result: Result) -> list[str]:
     """The speeds on each number of devices, of jobs that any of several will do for."""
     return [
         f"{request.job.name}: "
-        + ", ".join(f"{p.devices} devices {units.count(p.tokens_per_second)} tokens/s" for p in request.plans)
+        + ", ".join(
+            f"{p.devices} devices {units.count(p.tokens_per_second)} tokens/s"
+            for p in request.plans
+        )
         for request in result.packing.requests
         if len(request.plans) > 1
     ]
@@ -169,7 +194,11 @@ def choices(result: Result) -> list[str]:
 def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
     """Each strategy and its `FIGURES` in words."""
     for name, packing in result.packings.items():
-        shares = f"{packing.utilisation:.1%}", f"{packing.fragmentation:.2f}", f"{packing.balance:.2f}"
+        shares = (
+            f"{packing.utilisation:.1%}",
+            f"{packing.fragmentation:.2f}",
+            f"{packing.balance:.2f}",
+        )
         tokens = units.count(packing.tokens_per_second)
         yield name, [*shares, tokens, when(packing.mean_hours), when(packing.last_hours)]
 
@@ -179,8 +208,18 @@ def render(result: Result) -> RenderableType:
     jobs = report.table("", "", "job", ">priority", ">devices", "nodes", ">starts", ">ends")
     speeds = report.table("", "", "job", MESH, ">a step", ">tokens/s")
     for row in job_rows(result):
-        of_job, style = Text(row.letter, _style(row.number)), "" if row.devices else "yellow"
-        jobs.add_row(of_job, row.name, row.priority, row.devices, row.nodes, row.starts, row.ends, style=style)
+        of_job = Text(row.letter, _style(row.number))
+        style = "" if row.devices else "yellow"
+        jobs.add_row(
+            of_job,
+            row.name,
+            row.priority,
+            row.devices,
+            row.nodes,
+            row.starts,
+            row.ends,
+            style=style,
+        )
         if row.step:
             speeds.add_row(of_job, row.name, row.mesh, row.step, row.tokens)
     nodes = report.table("", ">node", "devices now")
@@ -191,10 +230,14 @@ def render(result: Result) -> RenderableType:
         nodes.add_row(name, text)
     strategies = report.table("", "", *(f">{name}" for name in FIGURES))
     for name, values in figures(result):
-        strategies.add_row(words(name), *values, style="bold" if name == result.jobs.strategy else "")
+        strategies.add_row(
+            words(name), *values, style="bold" if name == result.jobs.strategy else ""
+        )
     title = Text(headline(result), style="bold")
     timed = (Text(), speeds) if speeds.row_count else ()
-    return Group(title, jobs, *timed, *map(Text, choices(result)), Text(), nodes, Text(), strategies)
+    return Group(
+        title, jobs, *timed, *map(Text, choices(result)), Text(), nodes, Text(), strategies
+    )
 
 
 def _style(number: int | None) -> Style:
@@ -202,12 +245,15 @@ def _style(number: int | None) -> Style:
         return Style(dim=True)
     # A terminal's 6 x 6 x 6 colours; without colours the letters say it.
     red, green, blue = ((number * step + start) % 4 for step, start in ((1, 1), (3, 2), (2, 0)))
-    return Style(color="black", bgcolor=f"color({16 + 36 * (red + 2) + 6 * (green + 2) + blue + 2})")
+    return Style(
+        color="black", bgcolor=f"color({16 + 36 * (red + 2) + 6 * (green + 2) + blue + 2})"
+    )
 
 
 def as_json(result: Result) -> dict:
     """The object that `--jobs FILE --json` prints. Times in seconds; null: not known."""
-    packing, cluster = result.packing, result.packing.cluster
+    packing = result.packing
+    cluster = result.packing.cluster
     return {
         "cluster": cluster.name,
         "accelerator": cluster.accelerator.name,
@@ -222,7 +268,8 @@ def as_json(result: Result) -> dict:
 
 
 def _job_json(result: Result, request: JobRequest) -> dict:
-    placed, per_node = result.placed.get(request.job.name), result.packing.cluster.devices_per_node
+    placed = result.placed.get(request.job.name)
+    per_node = result.packing.cluster.devices_per_node
     plan, nodes = (placed.plan, placed.by_node(per_node)) if placed else (None, {})
     return {
         "name": request.job.name,

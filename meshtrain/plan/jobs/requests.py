@@ -1,7 +1,8 @@
-"""The shapes that a job may take, each so many nodes with as many devices in every one, and how fast it is where it lies.
+"""The shapes that a job may take, each so many nodes with as many devices in every one, and how fast it is where it
+lies.
 
-Nodes share a run's devices evenly (`meshtrain.launch`), and a tensor axis that a node can hold stays inside one. A job takes as few
-nodes as it can, or up to twice as many where those are not free.
+Nodes share a run's devices evenly (`meshtrain.launch`), and a tensor axis that a node can hold stays inside one. A job
+takes as few nodes as it can, or up to twice as many where those are not free.
 """
 
 import functools
@@ -64,8 +65,11 @@ class Speeds:
         return self.known[shape, place]
 
     def side_by_side(self, shape: JobShape) -> Plan | None:
-        """The plan of a shape where no other job is: on the first nodes, or evenly in the fewest blocks of links, whichever is faster."""
-        block, per_node = first_block(self.cluster), self.cluster.devices_per_node
+        """The plan of a shape where no other job is: on the first nodes, or evenly in the fewest blocks of links,
+        whichever is faster.
+        """
+        block = first_block(self.cluster)
+        per_node = self.cluster.devices_per_node
         blocks = math.ceil(shape.nodes / block)
         layouts: list[Sequence[int]] = [range(shape.nodes)]
         if shape.nodes % blocks == 0:
@@ -73,7 +77,10 @@ class Speeds:
             evenly = [at * block + node for at in range(blocks) for node in inside]
             # The last block may be smaller.
             layouts += [evenly] if evenly[-1] < self.cluster.nodes else []
-        plans = [self.at(shape, [n * per_node + d for n in nodes for d in range(shape.each)]) for nodes in layouts]
+        plans = [
+            self.at(shape, [n * per_node + d for n in nodes for d in range(shape.each)])
+            for nodes in layouts
+        ]
         return min((plan for plan in plans if plan), key=lambda plan: plan.seconds, default=None)
 
 
@@ -87,9 +94,15 @@ def _share(devices: Sequence[int], block: int) -> int:
 def _as_seen_by(cluster: Cluster, shape: JobShape, sizes: tuple[int, ...]) -> Cluster:
     """The cluster as the devices of a job see it: of each level the devices of its own that a block holds."""
     levels: dict[str, Any] = {
-        name: replace(link, devices=size) for (name, link), size in zip(cluster.levels(), sizes, strict=True)
+        name: replace(link, devices=size)
+        for (name, link), size in zip(cluster.levels(), sizes, strict=True)
     }
-    return replace(cluster, nodes=shape.nodes, devices_per_node=shape.each, links=replace(cluster.links, **levels))
+    return replace(
+        cluster,
+        nodes=shape.nodes,
+        devices_per_node=shape.each,
+        links=replace(cluster.links, **levels),
+    )
 
 
 def requests(jobs: Jobs, cluster: Cluster, speeds: Speeds) -> list[JobRequest]:
@@ -121,7 +134,9 @@ class _DoesNotFit(Exception):
 
 
 def _request(job: JobSpec, goal: str, cluster: Cluster, speeds: Speeds) -> JobRequest:
-    reasons, plans, shapes = list[str](), list[Plan](), list[JobShape]()
+    reasons = list[str]()
+    plans = list[Plan]()
+    shapes = list[JobShape]()
     for devices in dict.fromkeys(job.any_of or (wanted(job),)):
         try:
             legal = _legal(job, devices, cluster)
@@ -137,7 +152,9 @@ def _request(job: JobSpec, goal: str, cluster: Cluster, speeds: Speeds) -> JobRe
         return plan.tokens_per_second if plan else 0.0
 
     shapes.sort(key=lambda shape: (-tokens_per_second(shape), -shape.devices, shape.nodes))
-    return JobRequest(job, tuple(shapes), "" if shapes else "; ".join(dict.fromkeys(reasons)), tuple(plans))
+    return JobRequest(
+        job, tuple(shapes), "" if shapes else "; ".join(dict.fromkeys(reasons)), tuple(plans)
+    )
 
 
 def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
@@ -146,24 +163,33 @@ def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
     if devices > cluster.devices:
         raise _DoesNotFit(f"it takes {devices} devices, and {cluster.name} has {cluster.devices}")
     sizes = [
-        (devices // each, each) for each in range(min(devices, per_node), 0, -1)
+        (devices // each, each)
+        for each in range(min(devices, per_node), 0, -1)
         if devices % each == 0 and devices // each <= cluster.nodes
-    ]  # fmt: skip
+    ]
     if not sizes:
-        raise _DoesNotFit(f"{devices} devices do not divide into at most {cluster.nodes} nodes of {per_node}")
+        raise _DoesNotFit(
+            f"{devices} devices do not divide into at most {cluster.nodes} nodes of {per_node}"
+        )
     least = sizes[0][0]
     sizes = [(nodes, each) for nodes, each in sizes if nodes <= MOST_SPREAD * least]
     if job.together:
         block = first_block(cluster)
-        sizes = [(nodes, each) for nodes, each in sizes if nodes <= (1 if devices <= per_node else block)]
+        sizes = [
+            (nodes, each) for nodes, each in sizes if nodes <= (1 if devices <= per_node else block)
+        ]
         if not sizes:
-            raise _DoesNotFit(f"together it takes {least} nodes of one block of links, and a block has {block}")
+            raise _DoesNotFit(
+                f"together it takes {least} nodes of one block of links, and a block has {block}"
+            )
     if not job.config:
         return [JobShape(*sizes[0])]
     config = _layout(job, devices, cluster)
     wanted_nodes = config.survive.wanted
     inside = [each for _, each in sizes if each % config.mesh.tensor == 0] or [sizes[0][1]]
-    shapes = [JobShape(n, each, config) for n, each in sizes if each in inside and wanted_nodes in (1, n)]
+    shapes = [
+        JobShape(n, each, config) for n, each in sizes if each in inside and wanted_nodes in (1, n)
+    ]
     if not shapes:
         raise _DoesNotFit(
             f"its config is for {wanted_nodes} nodes (survive.wanted), which cannot share its {devices} devices"
@@ -173,7 +199,8 @@ def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
 
 def _layout(job: JobSpec, devices: int, cluster: Cluster) -> Config:
     """The config on so many devices: its own mesh, or the fastest layout that fits."""
-    config, cluster = configured(job), resized(cluster, devices)
+    config = configured(job)
+    cluster = resized(cluster, devices)
     if not job.devices and not job.any_of:
         plan = estimate(config, cluster)
         if not plan.fits:
@@ -186,7 +213,8 @@ def _layout(job: JobSpec, devices: int, cluster: Cluster) -> Config:
     if fastest is None:
         device = cluster.accelerator
         raise _DoesNotFit(
-            f"no layout on {devices} devices fits into the {device.usable_bytes / 2**30:.1f} GiB that {device.name} has for it"
+            f"no layout on {devices} devices fits into the {device.usable_bytes / 2**30:.1f} GiB that {device.name} "
+            "has for it"
         )
     return fastest
 
@@ -200,7 +228,11 @@ def _fastest(config: Config, cluster: Cluster, devices: int) -> Config | None:
 def settings(before: Config, after: Config) -> list[str]:
     """Settings for `--set` that make one config of another that a search found: only mesh and parallel differ."""
     changed = differences(asdict(before), asdict(after))
-    return [f"{path}={as_text(value)}" for path, _, value in changed if path.startswith(("mesh.", "parallel."))]
+    return [
+        f"{path}={as_text(value)}"
+        for path, _, value in changed
+        if path.startswith(("mesh.", "parallel."))
+    ]
 
 
 def hours(job: JobSpec, plan: Plan | None) -> float:

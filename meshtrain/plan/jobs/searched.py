@@ -1,8 +1,9 @@
 """The four strategies, and what makes one packing better than another: the goal, a higher priority before a lower one.
 
-The search begins with what the three rules give, and tries other orders of jobs of one priority, other shapes of a job and other rules:
-all of them where they are few, else a walk that never takes a worse one (hill climbing, Russell & Norvig, section 4.1) from seeded
-random changes. It is bounded by the number of packings and not by a clock, so that the same input gives the same output.
+The search begins with what the three rules give, and tries other orders of jobs of one priority, other shapes of a job
+and other rules: all of them where they are few, else a walk that never takes a worse one (hill climbing, Russell &
+Norvig, section 4.1) from seeded random changes. It is bounded by the number of packings and not by a clock, so that the
+same input gives the same output.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from meshtrain.plan.jobs.listed import Jobs
 from meshtrain.plan.jobs.packing import RULES, Order, Packer, Packing
 
 STRATEGIES = (*RULES, "search")
-MOST_PACKINGS, LEAST_PACKINGS = 2000, 50
+MOST_PACKINGS = 2000
+LEAST_PACKINGS = 50
 WORK = 400_000  # jobs x nodes that all packings of a search may look at: a few seconds
 
 Score = tuple[float, ...]
@@ -29,8 +31,9 @@ def strategies(packer: Packer, jobs: Jobs) -> dict[str, Packing]:
 
 
 def score(packing: Packing, goal: str) -> Score:
-    """How good a packing is, the larger the better, as far as it is known now: the goal's figure of each priority, highest first; then
-    the rest of the goals, fewer nodes a job, and larger free blocks."""
+    """How good a packing is, the larger the better, as far as it is known now: the goal's figure of each priority,
+    highest first; then the rest of the goals, fewer nodes a job, and larger free blocks.
+    """
     priorities = sorted({request.job.priority for request in packing.requests}, reverse=True)
     figures = {"utilisation": _busy, "throughput": _tokens, "latency": _done}
     by_priority = [part for priority in priorities for part in figures[goal](packing, priority)]
@@ -39,7 +42,9 @@ def score(packing: Packing, goal: str) -> Score:
 
 
 def _busy(packing: Packing, priority: int | None = None) -> Score:
-    return (sum(p.shape.devices for p in packing.now if priority in (None, p.request.job.priority)),)
+    return (
+        sum(p.shape.devices for p in packing.now if priority in (None, p.request.job.priority)),
+    )
 
 
 def _tokens(packing: Packing, priority: int | None = None) -> Score:
@@ -56,7 +61,9 @@ class Search:
     """A search for the best order of a packer's jobs."""
 
     def __init__(self, packer: Packer, goal: str, seed: int) -> None:
-        self.packer, self.goal, self.random = packer, goal, random.Random(seed)
+        self.packer = packer
+        self.goal = goal
+        self.random = random.Random(seed)
         size = max(1, len(packer.by_priority())) * packer.cluster.nodes
         self.most = max(LEAST_PACKINGS, min(MOST_PACKINGS, WORK // size))
 
@@ -66,7 +73,8 @@ class Search:
         top, best = max(scores, key=lambda pair: pair[0])
         for order in self._all() if self._count() <= self.most else ():
             if (found := self._score(order)) > top:
-                top, best = found, order
+                top = found
+                best = order
         if self._count() > self.most:
             top, best = self._climb(top, best)
         return best
@@ -77,17 +85,24 @@ class Search:
     def _classes(self) -> list[list[int]]:
         """The jobs of each priority, highest first."""
         priority = [request.job.priority for request in self.packer.requests]
-        return [list(group) for _, group in itertools.groupby(self.packer.by_priority(), key=lambda n: priority[n])]
+        return [
+            list(group)
+            for _, group in itertools.groupby(self.packer.by_priority(), key=lambda n: priority[n])
+        ]
 
     def _count(self) -> int:
         shapes = math.prod(len(self.packer.requests[n].shapes) for n in self.packer.by_priority())
-        return shapes * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
+        return (
+            shapes * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
+        )
 
     def _all(self) -> Iterator[Order]:
         orders = itertools.product(*(itertools.permutations(group) for group in self._classes()))
         for classes in orders:
             jobs = tuple(itertools.chain.from_iterable(classes))
-            for first in itertools.product(*(range(max(1, len(r.shapes))) for r in self.packer.requests)):
+            for first in itertools.product(
+                *(range(max(1, len(r.shapes))) for r in self.packer.requests)
+            ):
                 yield from (Order(jobs, first, rule) for rule in RULES)
 
     def _climb(self, top: Score, best: Order) -> tuple[Score, Order]:
@@ -95,7 +110,8 @@ class Search:
             order = self._changed(best)
             # What is as good is taken too: a better one may lie behind it.
             if (found := self._score(order)) >= top:
-                top, best = found, order
+                top = found
+                best = order
         return top, best
 
     def _changed(self, order: Order) -> Order:
@@ -109,11 +125,16 @@ class Search:
         if kind < 0.1:
             return replace(order, rule=self.random.choice(list(RULES)))
         at = self.random.randrange(len(order.jobs))
-        job, requests = order.jobs[at], self.packer.requests
+        job = order.jobs[at]
+        requests = self.packer.requests
         if kind < 0.3 and len(requests[job].shapes) > 1:
             first = self.random.randrange(len(requests[job].shapes))
             return replace(order, first=(*order.first[:job], first, *order.first[job + 1 :]))
-        like = [n for n, other in enumerate(order.jobs) if requests[other].job.priority == requests[job].job.priority]
+        like = [
+            n
+            for n, other in enumerate(order.jobs)
+            if requests[other].job.priority == requests[job].job.priority
+        ]
         to = self.random.choice(like)
         jobs = [other for other in order.jobs if other != job]
         return replace(order, jobs=(*jobs[:to], job, *jobs[to:]))

@@ -4,6 +4,7 @@
                                                                           ▲
                                                             plan of the config on its cluster
 
-`rules` has one function a reason, `layouts` those that the planner must confirm; `tracing` takes the trace of a run that has none, from a
-short training beside it. `python -m experiments.watch.slowdowns` makes eight slowdowns on purpose, and compares the findings with them.
+`rules` has one function a reason, `layouts` those that the planner must confirm; `tracing` takes the trace of a run
+that has none, from a short training beside it. `python -m experiments.watch.slowdowns` makes eight slowdowns on
+purpose, and compares the findings with them.
 """

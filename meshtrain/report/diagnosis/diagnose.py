@@ -1,4 +1,6 @@
-"""Diagnoses a run: from its files to evidence, by rules to findings, beside the plan. `python -m meshtrain.report RUN --diagnose`.
+"""Diagnoses a run: from its files to evidence, by rules to findings, beside the plan.
+
+`python -m meshtrain.report RUN --diagnose`.
 
 What is not there, or cannot be read, becomes a sentence. RUN/findings.json keeps the diagnosis.
 """
@@ -20,7 +22,8 @@ from meshtrain.run.lock import in_use
 
 
 def run(directory: Path, cluster: str | None = None) -> Diagnosis:
-    """Diagnoses a run, with the trace that it has or one that is made beside it, planned for a cluster as `plan --cluster` takes it.
+    """Diagnoses a run, with the trace that it has or one that is made beside it, planned for a cluster as `plan
+    --cluster` takes it.
 
     ConfigError if it is no run. What is done is said on stderr.
     """
@@ -32,10 +35,14 @@ def run(directory: Path, cluster: str | None = None) -> Diagnosis:
     attribution, missing = _attribution(directory, config)
     diagnosis = diagnose(read(directory, attribution, cluster), missing)
     try:
-        write_atomically(directory / FINDINGS, (json.dumps(diagnosis.as_json(), indent=1) + "\n").encode())
+        write_atomically(
+            directory / FINDINGS, (json.dumps(diagnosis.as_json(), indent=1) + "\n").encode()
+        )
     # The run may be somebody else's.
     except OSError as error:
-        say(f"{directory / FINDINGS} cannot be written: {refusal(error)}; the findings stand here alone.")
+        say(
+            f"{directory / FINDINGS} cannot be written: {refusal(error)}; the findings stand here alone."
+        )
     return diagnosis
 
 
@@ -47,7 +54,8 @@ def _attribution(directory: Path, config: Config) -> tuple[Attribution | None, t
             return attributed(trace), ()
         if in_use(directory):
             return None, (
-                "where the time of a step goes: the run has no trace and is still going on, so that one made beside it would show how they "
+                "where the time of a step goes: the run has no trace and is still going on, so that one made beside "
+                "it would show how they "
                 "disturb each other; ask for one with telemetry.trace_at.",
             )
         return trace_beside(config), ()
@@ -55,8 +63,11 @@ def _attribution(directory: Path, config: Config) -> tuple[Attribution | None, t
         return None, (f"where the time of a step went: {problem}",)
 
 
-def read(directory: Path, attribution: Attribution | None = None, cluster: str | None = None) -> Evidence:
-    """Returns the evidence of a run, with a trace's attribution if there is one, planned for a cluster as `plan --cluster` takes it.
+def read(
+    directory: Path, attribution: Attribution | None = None, cluster: str | None = None
+) -> Evidence:
+    """Returns the evidence of a run, with a trace's attribution if there is one, planned for a cluster as `plan
+    --cluster` takes it.
 
     ConfigError if it is no run, or has a config that cannot be read.
     """
@@ -74,12 +85,17 @@ def read(directory: Path, attribution: Attribution | None = None, cluster: str |
 def _devices_are_known(facts: RunFacts, attribution: Attribution | None) -> bool:
     assert facts.config is not None
     name = likely(facts.config, facts.steps, facts.samples)
-    # A config that asks for fake devices runs on GPUs where there are some, of which a trace tells even where no row does.
-    return name is not None and (name != "cpu" or attribution is None or attribution.platform == "cpu")
+    # A config that asks for fake devices runs on GPUs where there are some, of which a trace tells even where no row
+    # does.
+    return name is not None and (
+        name != "cpu" or attribution is None or attribution.platform == "cpu"
+    )
 
 
 def diagnose(evidence: Evidence, missing: tuple[str, ...] = ()) -> Diagnosis:
-    """Returns findings, the most severe first. On a shared machine there is no other verdict on speed, and that one comes first.
+    """Returns findings, the most severe first.
+
+    On a shared machine there is no other verdict on speed, and that one comes first.
 
     `missing`: why there is no trace.
     """
@@ -113,7 +129,9 @@ def _parts(evidence: Evidence) -> list[DiagnosisPart]:
     if evidence.attribution is not None:
         scale = max(0.0, step - data - saves) / evidence.attribution.wall_seconds
         measured = evidence.attribution.parts.items()
-        parts = [DiagnosisPart(name, seconds * scale, expected.get(name)) for name, seconds in measured]
+        parts = [
+            DiagnosisPart(name, seconds * scale, expected.get(name)) for name, seconds in measured
+        ]
     else:
         parts = [DiagnosisPart(name, None, seconds) for name, seconds in expected.items()]
     return [

@@ -17,7 +17,9 @@ from meshtrain.report.trace.attribution import Attribution
 from meshtrain.survive import history as histories
 from meshtrain.survive.heartbeat import STEPPING
 
-LATEST = 500  # rows that are looked at: what a run was like a day ago is no reason for how it is now
+LATEST = (
+    500  # rows that are looked at: what a run was like a day ago is no reason for how it is now
+)
 PHASE = "phase_seconds."  # columns of the seconds that a process spent in each phase
 
 
@@ -56,7 +58,8 @@ class Evidence:
     def sampled(self, rank: int, name: str) -> np.ndarray:
         """Returns the finite values of one process's samples that were taken while the newest rows were written."""
         columns = self.samples[rank]
-        values, times = columns[name], self.step("time")
+        values = columns[name]
+        times = self.step("time")
         known = np.isfinite(values)
         if np.isfinite(times).any():
             known &= columns["time"] >= np.nanmin(times)
@@ -84,7 +87,9 @@ class Evidence:
         return 1 - float(np.mean(busy)) if busy else None
 
     def phases(self) -> dict[int, dict[str, float]]:
-        """Returns, by rank, the shares of a process's time in the phases of a step, together 1, where its samples say."""
+        """Returns, by rank, the shares of a process's time in the phases of a step, together 1, where its samples
+        say.
+        """
         shares = {}
         for rank in self.samples:
             spent = {phase: float(self.sampled(rank, PHASE + phase).sum()) for phase in STEPPING}
@@ -107,7 +112,9 @@ class Finding:
     severity: float
     sentence: str
     advice: str
-    settings: tuple[str, ...] = ()  # of the advice, as for --set; the planner has shown that they are faster
+    settings: tuple[
+        str, ...
+    ] = ()  # of the advice, as for --set; the planner has shown that they are faster
     sure: bool = True  # not where the figures allow for another reason
 
     @property
@@ -126,7 +133,10 @@ class DiagnosisPart:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings, the most severe first. None of them and nothing in `cannot_tell`: healthy, as far as a run's files can say."""
+    """Findings, the most severe first.
+
+    None of them and nothing in `cannot_tell`: healthy, as far as a run's files can say.
+    """
 
     findings: tuple[Finding, ...]
     parts: tuple[DiagnosisPart, ...] = ()

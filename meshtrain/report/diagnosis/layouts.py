@@ -1,6 +1,8 @@
-"""Layouts that cost more than they need to: a part of the step that is large, and a change that the planner shows to be faster.
+"""Layouts that cost more than they need to: a part of the step that is large, and a change that the planner shows to be
+faster.
 
-    measured: tensor collectives 31% of the step ──► fewer ways over tensor, each planned ──► the fastest, if it wins enough: the advice
+    measured: tensor collectives 31% of the step ──► fewer ways over tensor, each planned ──► the fastest, if it wins
+    enough: the advice
 
 A part may be large and nothing be better by the plan: that is a remark, and no advice.
 """
@@ -17,8 +19,8 @@ from meshtrain.report.diagnosis.evidence import Evidence, Finding
 from meshtrain.report.trace.attribution import Attribution
 
 LARGE = 0.1  # share of the step that a part must take
-# Share of the step that another layout must win: the planner itself is off by 3% in the median on what it was fitted to, and by more
-# on a machine that it only has described.
+# Share of the step that another layout must win: the planner itself is off by 3% in the median on what it was fitted
+# to, and by more on a machine that it only has described.
 WORTH = 0.1
 SLOW_LINK = 1.5  # times what the plan expects
 
@@ -56,30 +58,42 @@ def layouts(evidence: Evidence) -> Iterator[Finding]:
         sure = plan.cluster.accelerator.platform != "cpu"
         sentence = f"{_words(evidence, part, share)}."
         signal = f"share of the step: {part}"
-        yield Finding(part, signal, share, expected, severity, sentence, advice, cure.settings, sure)
+        yield Finding(
+            part, signal, share, expected, severity, sentence, advice, cure.settings, sure
+        )
 
 
 def remarks(evidence: Evidence) -> Iterator[str]:
     """Large parts of a step that no other layout makes smaller, so that there is nothing to advise."""
     for part, share, plan in _large(evidence):
         if fastest(plan, part) is None:
-            yield f"{_words(evidence, part, share)}; by the plan for {plan.cluster.name} no other layout is faster by more than {WORTH:.0%}."
+            yield (
+                f"{_words(evidence, part, share)}; by the plan for {plan.cluster.name} no other layout is faster by "
+                f"more than {WORTH:.0%}."
+            )
 
 
 def links(evidence: Evidence) -> Iterator[Finding]:
-    """Collectives of an axis that take longer than the described links allow. A machine that fakes its devices has no links."""
-    plan, attribution = evidence.plan, evidence.attribution
+    """Collectives of an axis that take longer than the described links allow.
+
+    A machine that fakes its devices has no links.
+    """
+    plan = evidence.plan
+    attribution = evidence.attribution
     if plan is None or attribution is None or plan.cluster.accelerator.platform == "cpu":
         return
     for axis in (*AXES, CONTEXT):
-        took, expected = _took(attribution, axis), dict(plan.time.parts())[axis]
+        took = _took(attribution, axis)
+        expected = dict(plan.time.parts())[axis]
         excess = (took - expected) / attribution.wall_seconds
         if excess < LARGE or took < SLOW_LINK * expected:
             continue
         slow = f"{took:.3f} s, where the links of {plan.cluster.name} allow for {expected:.3f} s"
         sentence = f"{_words(evidence, axis, took / attribution.wall_seconds)}, {slow}."
         advice = "Measure the links with `meshtrain probe`: one may be slow, or all of them slower than described."
-        yield Finding("links", f"seconds of a step: {axis}", took, expected, excess, sentence, advice)
+        yield Finding(
+            "links", f"seconds of a step: {axis}", took, expected, excess, sentence, advice
+        )
 
 
 def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
@@ -93,16 +107,22 @@ def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
 
 def _words(evidence: Evidence, part: str, share: float) -> str:
     what = WORDS[part]
-    words = f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
-    across = evidence.attribution.share("island") if evidence.attribution is not None and part == DATA else 0.0
+    words = (
+        f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
+    )
+    across = (
+        evidence.attribution.share("island")
+        if evidence.attribution is not None and part == DATA
+        else 0.0
+    )
     return f"{words}, {across:.0%} of it across islands" if across else words
 
 
 def measured(evidence: Evidence, part: str) -> float | None:
     """The share of the step that a part took; None where it cannot be told."""
     if part == "bubble" and evidence.plan is not None:
-        # The schedule's table is exact. A trace of accelerators shows compute in idle slots; of fake devices, which share their cores, an
-        # idle one leaves them to the others: what is lost is at most what the cores stand idle.
+        # The schedule's table is exact. A trace of accelerators shows compute in idle slots; of fake devices, which
+        # share their cores, an idle one leaves them to the others: what is lost is at most what the cores stand idle.
         slots = evidence.plan.bubble_fraction
         if evidence.plan.cluster.accelerator.platform != "cpu":
             return slots
@@ -114,7 +134,9 @@ def measured(evidence: Evidence, part: str) -> float | None:
 
 def _took(attribution: Attribution, part: str) -> float:
     """Seconds of a step, those of data with what crosses islands, as the planner has them."""
-    return attribution.parts[part] + (attribution.seconds.get("island", 0.0) if part == DATA else 0.0)
+    return attribution.parts[part] + (
+        attribution.seconds.get("island", 0.0) if part == DATA else 0.0
+    )
 
 
 def shares(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -134,14 +156,21 @@ def fastest(plan: Plan, part: str) -> Cure | None:
         with contextlib.suppress(ConfigError):
             config = replaced(plan.config, **change)
             check(config)
-            cures.append(Cure(_settings(plan.config, config, change), estimate(config, plan.cluster)))
-    best = min((cure for cure in cures if cure.planned.fits), key=lambda cure: cure.planned.seconds, default=None)
+            cures.append(
+                Cure(_settings(plan.config, config, change), estimate(config, plan.cluster))
+            )
+    best = min(
+        (cure for cure in cures if cure.planned.fits),
+        key=lambda cure: cure.planned.seconds,
+        default=None,
+    )
     return best if best and best.planned.seconds <= (1 - WORTH) * plan.seconds else None
 
 
 def changes(config: Config, part: str) -> Iterator[Change]:
     """Yields what makes a part smaller, on the same number of devices."""
-    mesh, parallel = config.mesh, config.parallel
+    mesh = config.mesh
+    parallel = config.parallel
     more = [m * parallel.microbatches for m in (2, 4, 8)]
     if part == "tensor":
         if not parallel.sequence_parallel:
@@ -149,7 +178,13 @@ def changes(config: Config, part: str) -> Iterator[Change]:
         for change in _onto_data(config, "tensor"):
             # Without tensor parallelism there is no sequence to split.
             unsplit = parallel.sequence_parallel and change["mesh"]["tensor"] == 1
-            yield {**change, "parallel": {**change["parallel"], **({"sequence_parallel": False} if unsplit else {})}}
+            yield {
+                **change,
+                "parallel": {
+                    **change["parallel"],
+                    **({"sequence_parallel": False} if unsplit else {}),
+                },
+            }
     if part == "context":
         for strategy in ("ring", "all_gather", "ulysses"):
             if strategy != parallel.context_strategy:
@@ -167,7 +202,13 @@ def changes(config: Config, part: str) -> Iterator[Change]:
             yield {"parallel": {"microbatches": microbatches}}
         for chunks in (2, 4, 8):
             for microbatches in (parallel.microbatches, *more):
-                yield {"parallel": {"schedule": "interleaved", "virtual_stages": chunks, "microbatches": microbatches}}
+                yield {
+                    "parallel": {
+                        "schedule": "interleaved",
+                        "virtual_stages": chunks,
+                        "microbatches": microbatches,
+                    }
+                }
     if part == "pipeline":
         for fewer in _powers(parallel.microbatches):
             yield {"parallel": {"microbatches": parallel.microbatches // fewer}}
@@ -182,10 +223,14 @@ def changes(config: Config, part: str) -> Iterator[Change]:
 
 def _onto_data(config: Config, axis: str) -> Iterator[Change]:
     """Yields meshes with fewer ranks over an axis and more over data, with as many microbatches or fewer."""
-    ranks, microbatches = getattr(config.mesh, axis), config.parallel.microbatches
+    ranks = getattr(config.mesh, axis)
+    microbatches = config.parallel.microbatches
     for by in _powers(ranks):
         for m in {microbatches, max(1, microbatches // by)}:
-            yield {"mesh": {axis: ranks // by, "data": config.mesh.data * by}, "parallel": {"microbatches": m}}
+            yield {
+                "mesh": {axis: ranks // by, "data": config.mesh.data * by},
+                "parallel": {"microbatches": m},
+            }
 
 
 def _powers(size: int) -> Iterator[int]:

@@ -1,4 +1,5 @@
-"""The newest trace of a run; of a run that has none a trace of a few steps of its config on this machine, from new weights, beside the run.
+"""The newest trace of a run; of a run that has none a trace of a few steps of its config on this machine, from new
+weights, beside the run.
 
     parent   trace_beside(config) ──► child ──► SCRATCH/traces/4/ ──► Attribution; SCRATCH is removed
     child    build, compile, 3 steps, 3 traced ones, 3 more; no checkpoint, nothing in the run's directory
@@ -20,10 +21,17 @@ from meshtrain.registry import NotImported, Unimported
 from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
 from meshtrain.run.directory import CONFIG, METRICS, TRACES
 
-WARM, TRACED = 3, 3  # steps before the trace, and in it
+# steps before the trace, and in it
+WARM = 3
+TRACED = 3
 STEPS = WARM + 2 * TRACED
 # What would make the child one of several processes, or a supervisor's.
-NOT_ITS_OWN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "MESHTRAIN_SUPERVISED")
+NOT_ITS_OWN = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "MESHTRAIN_SUPERVISED",
+)
 
 
 def newest_trace(directory: Path) -> Path | None:
@@ -57,8 +65,16 @@ def trace_beside(config: Config) -> Attribution:
 
 
 def steps_traced(config: Config, directory: Path) -> Path:
-    """The trace of the child's steps, and what else it leaves in a directory; RuntimeError, in a sentence, if it fails."""
-    telemetry = {"trace_at": (WARM + 1,), "trace_steps": TRACED, "endpoint": 0, "trackers": (), "alerts": ()}
+    """The trace of the child's steps, and what else it leaves in a directory; RuntimeError, in a sentence, if it
+    fails.
+    """
+    telemetry = {
+        "trace_at": (WARM + 1,),
+        "trace_steps": TRACED,
+        "endpoint": 0,
+        "trackers": (),
+        "alerts": (),
+    }
     steps = {"steps": max(STEPS, config.train.steps)}
     chosen = replaced(config, run={"directory": str(directory)}, telemetry=telemetry, train=steps)
     (directory / CONFIG).write_text(to_yaml(chosen))
@@ -79,7 +95,9 @@ def steps_traced(config: Config, directory: Path) -> Path:
 
 
 def main(directory: Path) -> None:
-    """The child: takes the steps of the config in a directory, one of them after the other, and leaves rows and a trace there."""
+    """The child: takes the steps of the config in a directory, one of them after the other, and leaves rows and a trace
+    there.
+    """
     import jax
 
     from meshtrain.data import open_data

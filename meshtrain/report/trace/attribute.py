@@ -3,7 +3,8 @@
     CPU   all devices share the cores: at each instant the wall goes to those that run, and to those that wait only where none runs
     GPU   each device by itself: compute; collectives where no compute hides them; idle; then the mean over the devices
 
-The wall is shared among what ran: at each instant equally among those of the first rank that is there, so that the shares sum to the wall.
+The wall is shared among what ran: at each instant equally among those of the first rank that is there, so that the
+shares sum to the wall.
 Summed durations mislead: on fake devices, more of which run than there are cores, they are several times the wall.
 
     rank 0   ████████          ███     a ran alone, then a and b half each, then c
@@ -20,11 +21,20 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from meshtrain.report.trace.attribution import COLLECTIVES, KINDS, NO_BUFFERS, Attribution, Kind, axis_kind
+from meshtrain.report.trace.attribution import (
+    COLLECTIVES,
+    KINDS,
+    NO_BUFFERS,
+    Attribution,
+    Kind,
+    axis_kind,
+)
 from meshtrain.report.trace.instructions import Instruction, instructions
 from meshtrain.report.trace.read import Span, Trace, TraceEvent
 
-Spending = tuple[Kind, str]  # a kind, and of collectives whether they move, wait or cannot tell: both
+Spending = tuple[
+    Kind, str
+]  # a kind, and of collectives whether they move, wait or cannot tell: both
 Ranked = tuple[float, float, int, Spending]  # begin, end, rank, key: see `share`
 Instructions = Mapping[str, Instruction]
 Key = TypeVar("Key", bound=Hashable)
@@ -40,15 +50,24 @@ UNNAMED = (
     "What ran in command buffers does not tell its names; trace a short run of its own with "
     f"XLA_FLAGS={NO_BUFFERS} (nothing behind the sign, not even quotes), and see from its step time what that changes."
 )
-TOGETHER = "{} wait and move in one: a collective's seconds may be waiting for a device that comes later."
-SHARED = "Fake devices share the cores, so an idle stage leaves its own to the others: the bubble shows only where no device runs."
+TOGETHER = (
+    "{} wait and move in one: a collective's seconds may be waiting for a device that comes later."
+)
+SHARED = (
+    "Fake devices share the cores, so an idle stage leaves its own to the others: the bubble shows only where no "
+    "device runs."
+)
 
 
 def attribute(trace: Trace) -> Attribution:
     """Where the time of the traced steps went."""
     table = instructions(trace.module, trace.facts.mesh)
     # Those that share a wall: all fake devices, or each GPU for itself.
-    walls = [_cpu_spans(trace, table)] if trace.facts.platform == "cpu" else _gpu_spans(trace, table) or [[]]
+    walls = (
+        [_cpu_spans(trace, table)]
+        if trace.facts.platform == "cpu"
+        else _gpu_spans(trace, table) or [[]]
+    )
     totals: dict[Spending, float] = defaultdict(float)
     scale = 1e-9 / len(trace.steps) / len(walls)
     for spans in walls:
@@ -58,9 +77,13 @@ def attribute(trace: Trace) -> Attribution:
                 totals[key] += nanoseconds * scale
     devices = len({event.device for event in trace.events})
     counts = Counter(_collective(event, table) for event in trace.events)
-    unjoined = sum(event.op not in table for event in trace.events if event.op or trace.facts.platform == "cpu")
+    unjoined = sum(
+        event.op not in table for event in trace.events if event.op or trace.facts.platform == "cpu"
+    )
     states = {
-        state: {kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))}
+        state: {
+            kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))
+        }
         for state in ("move", "wait")
     }
     return Attribution(
@@ -71,7 +94,9 @@ def attribute(trace: Trace) -> Attribution:
         seconds=_by_kind(totals, trace.facts.masked),
         moving=states["move"],
         waiting=states["wait"],
-        collectives=Counter({key: n / len(trace.steps) / devices for key, n in counts.items() if key}),
+        collectives=Counter(
+            {key: n / len(trace.steps) / devices for key, n in counts.items() if key}
+        ),
         events=len(trace.events),
         unjoined=unjoined,
         untraced_seconds=trace.untraced_seconds,
@@ -80,11 +105,18 @@ def attribute(trace: Trace) -> Attribution:
 
 
 def _by_kind(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
-    """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is masked."""
+    """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is
+    masked.
+    """
     seconds: dict[Kind, float] = defaultdict(float)
     for (kind, state), spent in totals.items():
         seconds["bubble" if (kind, state) == ("pipeline", "wait") else kind] += spent
-    slots: dict[Kind, str] = {"forward": "forward", "backward": "backward", "recomputation": "backward", "head": "head"}
+    slots: dict[Kind, str] = {
+        "forward": "forward",
+        "backward": "backward",
+        "recomputation": "backward",
+        "head": "head",
+    }
     for kind, slot in slots.items():
         idle = seconds[kind] * masked.get(slot, 0.0)
         seconds[kind] -= idle
@@ -114,10 +146,13 @@ def _cpu_spans(trace: Trace, table: Instructions) -> list[Ranked]:
         elif not alone:
             spans.append((event.begin, event.end, 1, (_kind(one), "both")))
         else:
-            at, kind = event.begin, _kind(one)
+            at = event.begin
+            kind = _kind(one)
             waits = trace.waits.get(event.line, [])
             first = bisect.bisect_left(waits, (event.begin, event.begin))
-            for begin, end in waits[first : bisect.bisect_left(waits, (event.end, event.end), first)]:
+            for begin, end in waits[
+                first : bisect.bisect_left(waits, (event.end, event.end), first)
+            ]:
                 spans += [(at, begin, 0, (kind, "move")), (begin, end, 1, (kind, "wait"))]
                 at = end
             spans.append((at, event.end, 0, (kind, "move")))
@@ -130,7 +165,11 @@ def _gpu_spans(trace: Trace, table: Instructions) -> list[list[Ranked]]:
     for event in trace.events:
         one = table.get(event.op)
         if collective := _collective(event, table):
-            kind = _kind(one) if one is not None and one.collective else axis_kind(tuple(collective[1].split("+")))
+            kind = (
+                _kind(one)
+                if one is not None and one.collective
+                else axis_kind(tuple(collective[1].split("+")))
+            )
             ranked: tuple[int, Spending] = (1, (kind, "both"))
         elif one is not None and not one.container:
             ranked = (0, (_kind(one), ""))
@@ -145,12 +184,15 @@ def _gpu_spans(trace: Trace, table: Instructions) -> list[list[Ranked]]:
 def _collective(event: TraceEvent, table: Instructions) -> tuple[str, str] | None:
     """Which collective an event is and over which axis.
 
-    Of a kernel of NCCL's that names no instruction the axis is known if all instructions of that kind have the same one, and else `unknown`.
+    Of a kernel of NCCL's that names no instruction the axis is known if all instructions of that kind have the same
+    one, and else `unknown`.
     """
     one = table.get(event.op)
     if one is not None and one.collective:
         return one.collective, one.axis
-    if not (named := re.match(r"nccl\w*?_(AllReduce|AllGather|ReduceScatter|SendRecv)", event.name)):
+    if not (
+        named := re.match(r"nccl\w*?_(AllReduce|AllGather|ReduceScatter|SendRecv)", event.name)
+    ):
         return None
     kind = NCCL[named.group(1)]
     axes = {other.axis for other in table.values() if other.collective == kind}
@@ -158,7 +200,8 @@ def _collective(event: TraceEvent, table: Instructions) -> tuple[str, str] | Non
 
 
 def _cannot_tell(trace: Trace, table: Instructions, unjoined: int) -> list[str]:
-    facts, sentences = trace.facts, []
+    facts = trace.facts
+    sentences = []
     if facts.platform == "cpu":
         if facts.mesh.get("pipeline", 1) > 1:
             sentences.append(SHARED)
@@ -166,15 +209,25 @@ def _cannot_tell(trace: Trace, table: Instructions, unjoined: int) -> list[str]:
         sentences.append(f"Traces of a {facts.platform} are not read, only those of CPUs and GPUs.")
     else:
         if not trace.events:
-            sentences.append("The trace holds nothing that ran on a GPU: the profiler could not reach CUPTI, which needs its library and the right to use it.")  # fmt: skip
-        if any(event.op not in table or table[event.op].container for event in trace.events if _buffered(event, table)):
+            sentences.append(
+                "The trace holds nothing that ran on a GPU: the profiler could not reach CUPTI, which needs its "
+                "library and the right to use it."
+            )
+        if any(
+            event.op not in table or table[event.op].container
+            for event in trace.events
+            if _buffered(event, table)
+        ):
             sentences.append(UNNAMED)
         if any(_collective(event, table) for event in trace.events):
             sentences.append(TOGETHER.format("NCCL's kernels"))
     if facts.processes > 1:
         if facts.platform == "cpu":
             sentences.append(TOGETHER.format("Collectives between processes"))
-        sentences.append(f"Only the {len(facts.local)} devices of the first of {facts.processes} processes were traced, of {len(facts.devices)}.")  # fmt: skip
+        sentences.append(
+            f"Only the {len(facts.local)} devices of the first of {facts.processes} processes were traced, of "
+            f"{len(facts.devices)}."
+        )
     if unjoined:
         sentences.append(
             f"{unjoined:,} of {len(trace.events):,} events name no instruction of the program beside the trace."
@@ -183,15 +236,24 @@ def _cannot_tell(trace: Trace, table: Instructions, unjoined: int) -> list[str]:
 
 
 def _buffered(event: TraceEvent, table: Instructions) -> bool:
-    return event.op.startswith("command_buffer") or event.graph or (event.op in table and table[event.op].buffered)
+    return (
+        event.op.startswith("command_buffer")
+        or event.graph
+        or (event.op in table and table[event.op].buffered)
+    )
 
 
-def share(spans: Iterable[tuple[float, float, int, Key]], window: Span) -> tuple[dict[Key, float], float, float]:
-    """Returns the time of each key of spans (begin, end, rank, key) in a window, that outside all spans, and the gaps between them."""
+def share(
+    spans: Iterable[tuple[float, float, int, Key]], window: Span
+) -> tuple[dict[Key, float], float, float]:
+    """Returns the time of each key of spans (begin, end, rank, key) in a window, that outside all spans, and the gaps
+    between them.
+    """
     begin, end = window
     edges = []
     for a, b, rank, key in spans:
-        a, b = max(a, begin), min(b, end)
+        a = max(a, begin)
+        b = min(b, end)
         if b > a:
             edges += [(a, 1, rank, key), (b, -1, rank, key)]
     if not edges:
@@ -199,7 +261,8 @@ def share(spans: Iterable[tuple[float, float, int, Key]], window: Span) -> tuple
     edges.sort(key=lambda edge: edge[0])
     live: dict[int, Counter[Key]] = defaultdict(Counter)
     totals: dict[Key, float] = defaultdict(float)
-    gaps, last = 0.0, edges[0][0]
+    gaps = 0.0
+    last = edges[0][0]
     for at, more, rank, key in edges:
         if at > last:
             running = next((live[r] for r in sorted(live) if live[r]), None)

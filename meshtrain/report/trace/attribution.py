@@ -1,8 +1,10 @@
 """Says where the time of a step went: the kinds, each once, and how they lie beside the planner's.
 
-    traces/STEP/ ──read──► events, instructions ──attribute──► Attribution: seconds of a step by kind, summing to its wall
+    traces/STEP/ ──read──► events, instructions ──attribute──► Attribution: seconds of a step by kind, summing to its
+    wall
 
-The kinds share the wall: what hides behind something else has no seconds of its own. So a collective counts with what of it no compute hides.
+The kinds share the wall: what hides behind something else has no seconds of its own. So a collective counts with what
+of it no compute hides.
 """
 
 from collections import Counter
@@ -11,10 +13,25 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Kind = Literal[
-    "forward", "backward", "recomputation", "head", "embedding", "optimizer", "data", "island", "tensor", "context", "expert", "pipeline", "masked",
+    "forward",
+    "backward",
+    "recomputation",
+    "head",
+    "embedding",
+    "optimizer",
+    "data",
+    "island",
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+    "masked",
     "bubble",
-    "schedule", "host", "idle", "unknown",
-]  # fmt: skip
+    "schedule",
+    "host",
+    "idle",
+    "unknown",
+]
 
 MEANING: dict[Kind, str] = {
     "forward": "the layers, forward",
@@ -29,20 +46,24 @@ MEANING: dict[Kind, str] = {
     "context": "keys, values and their gradients over context that no compute hides",
     "expert": "rows on their way to their experts and back that no compute hides",
     "pipeline": "messages between stages, and sums over the stages that share the vocabulary, that no compute hides",
-    "masked": "slots that are idle in the schedule's table and computed all the same, since every device runs one program",
+    "masked": "slots that are idle in the schedule's table and computed all the same, since every device runs one "
+    "program",
     "bubble": "a stage without work waits for another",
-    "schedule": "upkeep of microbatches and stages: stash written and read, slices, rows of the table, sums of gradients",
+    "schedule": "upkeep of microbatches and stages: stash written and read, slices, rows of the table, sums of "
+    "gradients",
     "host": "no device ran, and the step had not reached them yet or had left them: batches, dispatch, metrics",
     "idle": "no device ran between the first and the last instruction of the step",
     "unknown": "instructions of which the program does not say what they are for",
 }
-NO_BUFFERS = "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: the empty list of what may go into one
+NO_BUFFERS = (
+    "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: the empty list of what may go into one
+)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COLLECTIVES: tuple[Kind, ...] = ("data", "island", "tensor", "context", "expert", "pipeline")
 
-# What trace and planner both know: a name, the kinds of a trace, and the fields of `plan.seconds.StepTime` that it stands beside. The
-# planner knows forward and backward of a layer only together, sums across islands as data's, and nothing of schedule's upkeep, host and
-# unknown; hosts that wait for the slowest are idle in a trace.
+# What trace and planner both know: a name, the kinds of a trace, and the fields of `plan.seconds.StepTime` that it
+# stands beside. The planner knows forward and backward of a layer only together, sums across islands as data's, and
+# nothing of schedule's upkeep, host and unknown; hosts that wait for the slowest are idle in a trace.
 PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "layers": (("forward", "backward"), ("matmul", "attention", "memory", "reference")),
     "recomputation": (("recomputation",), ("recompute",)),
@@ -62,7 +83,10 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
 
 
 def axis_kind(axes: tuple[str, ...]) -> Kind:
-    """The kind of a collective along some mesh axes. One along several counts with the outermost of them, as the planner has it."""
+    """The kind of a collective along some mesh axes.
+
+    One along several counts with the outermost of them, as the planner has it.
+    """
     for kind in ("island", "data", "expert", "context", "pipeline", "tensor"):
         if kind in axes:
             return kind  # type: ignore[return-value]
@@ -70,20 +94,26 @@ def axis_kind(axes: tuple[str, ...]) -> Kind:
 
 
 def planned(parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a plan (`StepTime.parts()`, or `plan --json`'s) by the names of `PARTS`; those that no plan knows are left out."""
+    """Seconds of a plan (`StepTime.parts()`, or `plan --json`'s) by the names of `PARTS`; those that no plan knows are
+    left out.
+    """
     return {name: sum(parts[f] for f in fields) for name, (_, fields) in PARTS.items() if fields}
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Seconds of a step by kind. All are means over the traced steps, and over the devices where these are looked at apart."""
+    """Seconds of a step by kind.
+
+    All are means over the traced steps, and over the devices where these are looked at apart.
+    """
 
     platform: str  # cpu, gpu
     devices: int
     steps: int  # traced
     wall_seconds: float  # of a traced step
     seconds: dict[Kind, float]  # by kind, together at most `wall_seconds`
-    # Of the collectives' exposed seconds, where they can be told apart: those that move bytes, and that wait for later devices.
+    # Of the collectives' exposed seconds, where they can be told apart: those that move bytes, and that wait for later
+    # devices.
     moving: dict[Kind, float] = field(default_factory=dict)
     waiting: dict[Kind, float] = field(default_factory=dict)
     # (kind, axis) → executions a step and device, as `hlo.collectives` counts `times`
@@ -96,7 +126,10 @@ class Attribution:
     @property
     def attributed(self) -> float:
         """Share of the wall of which is known what it went into: all but `idle` and `unknown`."""
-        return sum(s for kind, s in self.seconds.items() if kind not in ("idle", "unknown")) / self.wall_seconds
+        return (
+            sum(s for kind, s in self.seconds.items() if kind not in ("idle", "unknown"))
+            / self.wall_seconds
+        )
 
     def share(self, kind: Kind) -> float:
         return self.seconds.get(kind, 0.0) / self.wall_seconds
@@ -104,4 +137,6 @@ class Attribution:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by the names of `PARTS`, to compare with `planned`."""
-        return {name: sum(self.seconds.get(k, 0.0) for k in kinds) for name, (kinds, _) in PARTS.items()}
+        return {
+            name: sum(self.seconds.get(k, 0.0) for k in kinds) for name, (kinds, _) in PARTS.items()
+        }

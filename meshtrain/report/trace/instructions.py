@@ -8,9 +8,10 @@ What it is for says its `op_name`, made of JAX's transformations and `meshtrain.
     …/checkpoint/rematted_computation/layer/dot_general                 recomputation
     …/forward_slot/…/dynamic_update_slice                               schedule: in a slot, and of no layer
 
-On one device JAX leaves the shard_map out. Where the table splits the backward, both halves stand in a backward_slot. XLA gives some
-instructions no `op_name`: a fusion is for what most of what it holds is for, others for what the loop or call around them is for; and in
-the entry, for what takes their result, or gave it.
+On one device JAX leaves the shard_map out. Where the table splits the backward, both halves stand in a backward_slot.
+XLA gives some
+instructions no `op_name`: a fusion is for what most of what it holds is for, others for what the loop or call around
+them is for; and in the entry, for what takes their result, or gave it.
 """
 
 import re
@@ -27,7 +28,9 @@ from meshtrain.hlo.traffic import axes_of
 from meshtrain.report.trace.attribution import Kind
 
 # What they call has events of its own.
-CONTAINERS = frozenset({"while", "conditional", "call", "async-start", "async-update", "async-done"})
+CONTAINERS = frozenset(
+    {"while", "conditional", "call", "async-start", "async-update", "async-done"}
+)
 AGAIN = "rematted_computation"  # jax.checkpoint's own name for what it computes once more
 
 
@@ -50,14 +53,17 @@ class Instruction:
 
 def instructions(module: Module, mesh: Mapping[str, int]) -> dict[str, Instruction]:
     """Returns the instructions of all computations by name, for a mesh of these axes and sizes."""
-    abstract, kinds = AbstractMesh(tuple(mesh.values()), tuple(mesh)), _Kinds(module)
+    abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    kinds = _Kinds(module)
     table = {}
     for computation, ops in module.computations.items():
         for op in ops:
             axes = axes_of(op, abstract)[0] if op.kind else ()
             names = [computation, *(module.called(op) if op.opcode == "call" else ())]
             buffered = any(name.startswith("command_buffer") for name in names)
-            table[op.name] = Instruction(kinds.of(computation, op), op.opcode, op.kind, axes, buffered)
+            table[op.name] = Instruction(
+                kinds.of(computation, op), op.opcode, op.kind, axes, buffered
+            )
     return table
 
 
@@ -65,12 +71,17 @@ class _Kinds:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.callers: dict[str, tuple[str, Operation]] = {}
-        self.users: dict[str, dict[str, Operation]] = defaultdict(dict)  # the first one of each instruction's
+        self.users: dict[str, dict[str, Operation]] = defaultdict(
+            dict
+        )  # the first one of each instruction's
         for computation, ops in module.computations.items():
             for op in ops:
                 for operand in op.operands:
                     self.users[computation].setdefault(operand, op)
-                for called in [*module.called(op), *(module.loop(op)[:2] if op.opcode == "while" else ())]:
+                for called in [
+                    *module.called(op),
+                    *(module.loop(op)[:2] if op.opcode == "while" else ()),
+                ]:
                     self.callers.setdefault(called, (computation, op))
 
     def of(self, computation: str, op: Operation) -> Kind:
@@ -91,7 +102,9 @@ class _Kinds:
         if user := self.users[computation].get(op.name):
             return self.of(computation, user)
         operands = [self.module.named(computation).get(name) for name in op.operands]
-        return next((kind for o in operands if o and (kind := kind_of(o.source)) != "unknown"), "unknown")
+        return next(
+            (kind for o in operands if o and (kind := kind_of(o.source)) != "unknown"), "unknown"
+        )
 
 
 def kind_of(source: str) -> Kind:

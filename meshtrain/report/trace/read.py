@@ -6,8 +6,9 @@
     traces/STEP/module.hlo.txt    what the events' `hlo_op` names
     traces/STEP/trace.json        `telemetry.trace.Facts`
 
-What a GPU's event tells (stats hlo_op, hlo_module, cuda_graph_id): openxla/xla, xla/backends/profiler/gpu/cupti_collector.cc.
-With command buffers kernels name the buffer, not the instruction: openxla/xprof, issues 2544 and 3070.
+What a GPU's event tells (stats hlo_op, hlo_module, cuda_graph_id): openxla/xla,
+xla/backends/profiler/gpu/cupti_collector.cc. With command buffers kernels name the buffer, not the instruction:
+openxla/xprof, issues 2544 and 3070.
 """
 
 import bisect
@@ -69,7 +70,9 @@ def read_trace(directory: Path) -> Trace:
         module = Module((directory / MODULE).read_text())
         content = (directory / EVENTS).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{directory} holds no whole trace: {error.filename}: {refusal(error)}.") from None
+        raise ConfigError(
+            f"{directory} holds no whole trace: {error.filename}: {refusal(error)}."
+        ) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{directory} holds no trace that can be read: {error}.") from None
     try:
@@ -79,27 +82,45 @@ def read_trace(directory: Path) -> Trace:
         raise ConfigError(f"{directory / EVENTS} is no trace of JAX's profiler: {error}.") from None
     planes = list(profile.planes)
     with warnings.catch_warnings():
-        # Of its own types when they are first needed, where Python 3.13 misses something; as an error it would end the process.
+        # Of its own types when they are first needed, where Python 3.13 misses something; as an error it would end the
+        # process.
         warnings.simplefilter("ignore", DeprecationWarning)
         steps = _steps(planes, facts)
     if not steps:
-        raise ConfigError(f"{directory / EVENTS} holds none of the steps {facts.steps}; trace them again.")
-    events, waits = _on_cpu(planes, facts) if facts.platform == "cpu" else (_on_gpu(planes, facts), {})
+        raise ConfigError(
+            f"{directory / EVENTS} holds none of the steps {facts.steps}; trace them again."
+        )
+    events, waits = (
+        _on_cpu(planes, facts) if facts.platform == "cpu" else (_on_gpu(planes, facts), {})
+    )
     within = [e for e in events if any(e.begin < end and e.end > begin for begin, end in steps)]
-    return Trace(facts, module, steps, within, waits, _untraced(directory.parent.parent / "metrics.jsonl", facts.steps))
+    return Trace(
+        facts,
+        module,
+        steps,
+        within,
+        waits,
+        _untraced(directory.parent.parent / "metrics.jsonl", facts.steps),
+    )
 
 
 def _steps(planes: Iterable[Any], facts: Facts) -> list[Span]:
     lines = [line for plane in planes if plane.name.startswith("/host:") for line in plane.lines]
     annotations = [event for line in lines for event in line.events if event.name == STEP]
-    return sorted({(e.start_ns, e.end_ns) for e in annotations if dict(e.stats).get("step_num") in facts.steps})
+    return sorted(
+        {
+            (e.start_ns, e.end_ns)
+            for e in annotations
+            if dict(e.stats).get("step_num") in facts.steps
+        }
+    )
 
 
 def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
     """Every event tells its device; a line is a thread, which serves all of them in turn.
 
-    An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are done, or, where what
-    needs it goes on at once, some time after that has begun.
+    An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are
+    done, or, where what needs it goes on at once, some time after that has begun.
     """
     events: list[TraceEvent] = []
     waits: dict[str, list[Span]] = defaultdict(list)
@@ -118,8 +139,11 @@ def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict
                 elif not name.startswith(("ThreadpoolListener", "Wait", "Invoke")):
                     stats = dict(event.stats)
                     if stats.get("hlo_module") == facts.module:
-                        op, device = str(stats["hlo_op"]), int(stats["device_ordinal"])
-                        events.append(TraceEvent(name, op, device, name_of_line, event.start_ns, event.end_ns))
+                        op = str(stats["hlo_op"])
+                        device = int(stats["device_ordinal"])
+                        events.append(
+                            TraceEvent(name, op, device, name_of_line, event.start_ns, event.end_ns)
+                        )
                         numbers.append(stats.get("_p", -1))
     begins: dict[int, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
@@ -146,7 +170,11 @@ def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
                     op = str(stats.get("hlo_op", ""))
                     graph = "cuda_graph_id" in stats or "cuda_graph_exec_id" in stats
                     device = int(number.group(1))
-                    events.append(TraceEvent(event.name, op, device, line.name, event.start_ns, event.end_ns, graph))
+                    events.append(
+                        TraceEvent(
+                            event.name, op, device, line.name, event.start_ns, event.end_ns, graph
+                        )
+                    )
     return events
 
 
@@ -156,7 +184,10 @@ def _untraced(metrics: Path, traced: list[int], around: int = 20) -> float | Non
         columns, _ = rows.read(metrics)
     except OSError:
         return None
-    steps, seconds, first, last = columns["step"], columns["step_seconds"], min(traced), max(traced)
+    steps = columns["step"]
+    seconds = columns["step_seconds"]
+    first = min(traced)
+    last = max(traced)
     near = (steps >= first - around) & (steps <= last + around) & ((steps < first) | (steps > last))
     seconds = np.sort(seconds[near & np.isfinite(seconds)])
     return float(seconds[len(seconds) // 2]) if len(seconds) else None

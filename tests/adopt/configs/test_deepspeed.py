@@ -13,15 +13,40 @@ FP16 = {"fp16.enabled": True}
 
 # (key, value, other keys, {our path: value})
 TAKEN = [
-    ("train_batch_size", 64, {}, {"train.global_batch_size": 64, "mesh.data": 8, "parallel.microbatches": 1}),
-    ("train_micro_batch_size_per_gpu", 4, {}, {"train.global_batch_size": 32, "parallel.microbatches": 1}),
-    ("gradient_accumulation_steps", 2, {"train_batch_size": 64}, {"train.global_batch_size": 64, "parallel.microbatches": 2}),
+    (
+        "train_batch_size",
+        64,
+        {},
+        {"train.global_batch_size": 64, "mesh.data": 8, "parallel.microbatches": 1},
+    ),
+    (
+        "train_micro_batch_size_per_gpu",
+        4,
+        {},
+        {"train.global_batch_size": 32, "parallel.microbatches": 1},
+    ),
+    (
+        "gradient_accumulation_steps",
+        2,
+        {"train_batch_size": 64},
+        {"train.global_batch_size": 64, "parallel.microbatches": 2},
+    ),
     ("gradient_clipping", 0.5, {}, {"optimizer.grad_clip": 0.5}),
     ("seed", 7, {}, {"run.seed": 7}),
-    ("optimizer.type", "Lion", {}, {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}),
+    (
+        "optimizer.type",
+        "Lion",
+        {},
+        {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0},
+    ),
     ("optimizer.type", "Adam", {}, {"optimizer.name": "adamw", "optimizer.beta2": 0.999}),
     ("optimizer.params.lr", 3e-5, ADAM, {"optimizer.learning_rate": 3e-5}),
-    ("optimizer.params.betas", [0.8, 0.95], ADAM, {"optimizer.beta1": 0.8, "optimizer.beta2": 0.95}),
+    (
+        "optimizer.params.betas",
+        [0.8, 0.95],
+        ADAM,
+        {"optimizer.beta1": 0.8, "optimizer.beta2": 0.95},
+    ),
     ("optimizer.params.eps", 1e-6, ADAM, {"optimizer.eps": 1e-6}),
     ("optimizer.params.weight_decay", 3e-7, ADAM, {"optimizer.weight_decay": 3e-7}),
     ("optimizer.params.max_grad_norm", 0.7, ADAM, {"optimizer.grad_clip": 0.7}),
@@ -31,12 +56,37 @@ TAKEN = [
     ("optimizer.type", "Lion", {}, {"optimizer.beta1": 0.9, "optimizer.beta2": 0.99}),
     ("optimizer.type", "Muon", {}, {"optimizer.beta1": 0.95}),
     # without a scheduler there is none
-    ("optimizer.params.lr", 3e-5, ADAM, {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0}),
+    (
+        "optimizer.params.lr",
+        3e-5,
+        ADAM,
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0},
+    ),
     ("optimizer.params.lr", 3e-5, ADAM | WARMUP, {"optimizer.learning_rate": 1e-3}),
-    ("optimizer.params.lr", 3e-5, ADAM | COSINE, {"optimizer.learning_rate": 3e-5, "optimizer.schedule": "cosine"}),
-    ("scheduler.type", "WarmupLR", {}, {"optimizer.schedule": "constant", "optimizer.warmup_steps": 1000}),
-    ("scheduler.type", "WarmupDecayLR", {}, {"optimizer.schedule": "linear", "optimizer.final_ratio": 0.0}),
-    ("scheduler.type", "WarmupCosineLR", {}, {"optimizer.schedule": "cosine", "optimizer.final_ratio": 0.0001}),
+    (
+        "optimizer.params.lr",
+        3e-5,
+        ADAM | COSINE,
+        {"optimizer.learning_rate": 3e-5, "optimizer.schedule": "cosine"},
+    ),
+    (
+        "scheduler.type",
+        "WarmupLR",
+        {},
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 1000},
+    ),
+    (
+        "scheduler.type",
+        "WarmupDecayLR",
+        {},
+        {"optimizer.schedule": "linear", "optimizer.final_ratio": 0.0},
+    ),
+    (
+        "scheduler.type",
+        "WarmupCosineLR",
+        {},
+        {"optimizer.schedule": "cosine", "optimizer.final_ratio": 0.0001},
+    ),
     ("scheduler.params.cos_min_ratio", 0.1, COSINE, {"optimizer.final_ratio": 0.1}),
     ("scheduler.params.warmup_max_lr", 2e-4, WARMUP, {"optimizer.learning_rate": 2e-4}),
     ("scheduler.params.warmup_num_steps", 50, WARMUP, {"optimizer.warmup_steps": 50}),
@@ -52,13 +102,23 @@ TAKEN = [
     ("zero_optimization", True, {}, {"parallel.zero_stage": 1}),
     ("zero_optimization.stage", 3, {}, {"parallel.zero_stage": 3}),
     ("zero_optimization.offload_optimizer.device", "cpu", {}, {"parallel.offload_optimizer": True}),
-    ("zero_optimization.offload_optimizer.device", "none", {}, {"parallel.offload_optimizer": None}),
+    (
+        "zero_optimization.offload_optimizer.device",
+        "none",
+        {},
+        {"parallel.offload_optimizer": None},
+    ),
     ("zero_optimization.cpu_offload", True, {}, {"parallel.offload_optimizer": True}),
-    ("tensor_parallel.autotp_size", 4, {"train_micro_batch_size_per_gpu": 3}, {"mesh.tensor": 4, "mesh.data": 2, "train.global_batch_size": 6}),
+    (
+        "tensor_parallel.autotp_size",
+        4,
+        {"train_micro_batch_size_per_gpu": 3},
+        {"mesh.tensor": 4, "mesh.data": 2, "train.global_batch_size": 6},
+    ),
     ("activation_checkpointing.partition_activations", True, {}, {"parallel.remat": "full"}),
     ("tensorboard.enabled", True, {}, {"telemetry.trackers": ["tensorboard"]}),
     ("wandb.enabled", True, {}, {"telemetry.trackers": ["wandb"]}),
-]  # fmt: skip
+]
 
 
 def nested(keys):
@@ -73,23 +133,36 @@ def nested(keys):
     return found
 
 
-@pytest.mark.parametrize("key, value, others, becomes", TAKEN, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "key, value, others, becomes", TAKEN, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_a_key_becomes_ours(converted, key, value, others, becomes):
     sections, _, _ = converted(ds=nested({"steps_per_print": 10, **others, key: value}))
-    found = {path: sections.get(path.partition(".")[0], {}).get(path.partition(".")[2]) for path in becomes}
+    found = {
+        path: sections.get(path.partition(".")[0], {}).get(path.partition(".")[2])
+        for path in becomes
+    }
     assert found == becomes
 
 
 def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     methods = {key for key, row in TABLE.items() if row.becomes} - {key for key, *_ in TAKEN}
     assert methods == {
-        "optimizer.params.adam_w_mode", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio",
-        "scheduler.params.warmup_type", "fp16.loss_scale", "sequence_parallel_size",
-    } | {key for key, row in TABLE.items() if row.becomes and row.why}  # fmt: skip
+        "optimizer.params.adam_w_mode",
+        "scheduler.params.warmup_min_lr",
+        "scheduler.params.warmup_min_ratio",
+        "scheduler.params.warmup_type",
+        "fp16.loss_scale",
+        "sequence_parallel_size",
+    } | {key for key, row in TABLE.items() if row.becomes and row.why}
 
 
 def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
-    keys = [f"{key}inner" if key.endswith(".") else key for key, row in TABLE.items() if row.becomes is None]
+    keys = [
+        f"{key}inner" if key.endswith(".") else key
+        for key, row in TABLE.items()
+        if row.becomes is None
+    ]
     keys = sorted(set(keys) - {"zero_optimization.zenflow.inner"})
     given = nested({"optimizer.type": "Adam"} | {key: f"word{k}" for k, key in enumerate(keys)})
     _, text, _ = converted(ds=given)
@@ -103,18 +176,38 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
 @pytest.mark.parametrize(
     "key, value, others, says",
     [
-        ("scheduler.params.warmup_type", "log", WARMUP, "warmup_type log (line 6): the warm-up is linear here"),
-        ("scheduler.params.warmup_min_lr", 1e-6, WARMUP, "the warm-up begins at its first rung here"),
+        (
+            "scheduler.params.warmup_type",
+            "log",
+            WARMUP,
+            "warmup_type log (line 6): the warm-up is linear here",
+        ),
+        (
+            "scheduler.params.warmup_min_lr",
+            1e-6,
+            WARMUP,
+            "the warm-up begins at its first rung here",
+        ),
         ("fp16.loss_scale", 1024, FP16, "the loss scale is always dynamic here"),
-        ("zero_optimization.offload_optimizer.device", "nvme", {}, "goes to host memory here, or nowhere"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            "nvme",
+            {},
+            "goes to host memory here, or nowhere",
+        ),
         ("optimizer.type", "Lamb", {}, "which changes what is learned: optimizer.type Lamb"),
         ("scheduler.type", "OneCycle", {}, "no schedule of this name is here, so cosine stands"),
         ("optimizer.params.adam_w_mode", False, ADAM, "weight decay is always decoupled here"),
         ("_comment", "hello", {}, "it is a comment"),
-        ("optimizer.params.momentum", 0.9, ADAM, "momentum 0.9 (line 6): sgd and muon alone have a momentum"),
+        (
+            "optimizer.params.momentum",
+            0.9,
+            ADAM,
+            "momentum 0.9 (line 6): sgd and muon alone have a momentum",
+        ),
         ("train_batch_size", "auto", {}, "the trainer's file, which is not here, would say it"),
     ],
-)  # fmt: skip
+)
 def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
     _, text, _ = converted(ds=nested({"steps_per_print": 10, **others, key: value}))
     assert says in " ".join(text.replace("\n#  ", "").split())
@@ -124,29 +217,72 @@ def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
     "key, value, others, says",
     [
         ("scheduler.type", "WarmupLR", {}, "scheduler.type WarmupLR ("),
-        ("scheduler.type", "WarmupCosineLR", ADAM, "the warm-up is linear here, theirs logarithmic unless warmup_type is linear"),
+        (
+            "scheduler.type",
+            "WarmupCosineLR",
+            ADAM,
+            "the warm-up is linear here, theirs logarithmic unless warmup_type is linear",
+        ),
         ("scheduler.params.warmup_type", "log", WARMUP, "the warm-up is linear here"),
-        ("scheduler.params.warmup_min_lr", 1e-6, WARMUP, "the warm-up begins at its first rung here"),
+        (
+            "scheduler.params.warmup_min_lr",
+            1e-6,
+            WARMUP,
+            "the warm-up begins at its first rung here",
+        ),
         ("fp16.loss_scale", 1024, FP16, "the loss scale is always dynamic here"),
-        ("optimizer.params.bias_correction", False, ADAM, "optimizer.params.bias_correction false ("),
-        ("optimizer.params.nesterov", True, {"optimizer.type": "SGD"}, "optimizer.params.nesterov true ("),
+        (
+            "optimizer.params.bias_correction",
+            False,
+            ADAM,
+            "optimizer.params.bias_correction false (",
+        ),
+        (
+            "optimizer.params.nesterov",
+            True,
+            {"optimizer.type": "SGD"},
+            "optimizer.params.nesterov true (",
+        ),
         ("optimizer.type", "Muon", {}, "how large Muon's updates are"),
-        *((f"{key}.enabled", True, {}, f"{key}.enabled true (") for key in (
-            "curriculum_learning", "data_efficiency", "progressive_layer_drop", "quantize_training", "elasticity", "amp", "torch_autocast",
-        )),
-        ("compression_training.weight_quantization.shared_parameters.enabled", True, {}, "compression_training."),
+        *(
+            (f"{key}.enabled", True, {}, f"{key}.enabled true (")
+            for key in (
+                "curriculum_learning",
+                "data_efficiency",
+                "progressive_layer_drop",
+                "quantize_training",
+                "elasticity",
+                "amp",
+                "torch_autocast",
+            )
+        ),
+        (
+            "compression_training.weight_quantization.shared_parameters.enabled",
+            True,
+            {},
+            "compression_training.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_changes_what_is_learned_is_said_at_once(converted, key, value, others, says):
     given = nested({"steps_per_print": 10, **others, key: value})
     _, _, said = converted(ds=given)
-    assert any(says in sentence and "which changes what is learned" in sentence for sentence in said), said
+    assert any(
+        says in sentence and "which changes what is learned" in sentence for sentence in said
+    ), said
 
 
 @pytest.mark.parametrize(
-    "key, value", [("curriculum_learning.enabled", False), ("optimizer.params.bias_correction", True), ("optimizer.params.torch_adam", True),
-                   ("scheduler.params.warmup_type", "linear"), ("fp16.loss_scale", 0), ("scheduler.params.warmup_min_lr", 0)],
-)  # fmt: skip
+    "key, value",
+    [
+        ("curriculum_learning.enabled", False),
+        ("optimizer.params.bias_correction", True),
+        ("optimizer.params.torch_adam", True),
+        ("scheduler.params.warmup_type", "linear"),
+        ("fp16.loss_scale", 0),
+        ("scheduler.params.warmup_min_lr", 0),
+    ],
+)
 def test_what_is_as_here_is_not(converted, key, value):
     linear = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_type": "linear"}
     _, _, said = converted(ds=nested(ADAM | linear | {"steps_per_print": 10, key: value}))
@@ -155,9 +291,14 @@ def test_what_is_as_here_is_not(converted, key, value):
 
 def test_a_rate_and_an_optimizer_that_only_a_script_can_know_are_said(converted):
     _, _, said = converted(ds={"steps_per_print": 10})
-    assert "no file has an optimizer" in said[0] and "no file has a scheduler, so the rate is constant here" in said[1]
+    assert (
+        "no file has an optimizer" in said[0]
+        and "no file has a scheduler, so the rate is constant here" in said[1]
+    )
 
 
 def test_ranks_for_which_there_is_no_axis_are_refused(converted):
-    with pytest.raises(ConfigError, match="sequence_parallel_size is 2; there is no context parallelism here"):
+    with pytest.raises(
+        ConfigError, match="sequence_parallel_size is 2; there is no context parallelism here"
+    ):
         converted(ds={"sequence_parallel_size": 2, "steps_per_print": 1})

@@ -22,12 +22,18 @@ from meshtrain.errors import ConfigError
         ((None, 2, 4), None, 1, 8, 4),
     ],
 )
-def test_batch_and_microbatches_follow_from_the_devices(converted, batch, devices, data, rows, microbatches):
+def test_batch_and_microbatches_follow_from_the_devices(
+    converted, batch, devices, data, rows, microbatches
+):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    sections, _, said = converted(ds={name: n for name, n in zip(names, batch, strict=True) if n}, devices=devices)
+    sections, _, said = converted(
+        ds={name: n for name, n in zip(names, batch, strict=True) if n}, devices=devices
+    )
     assert sections["mesh"]["data"] == data and sections["train"]["global_batch_size"] == rows
     assert sections["parallel"]["microbatches"] == microbatches
-    assert any("--devices is not given" in sentence for sentence in said) == (devices is None and data == 1)
+    assert any("--devices is not given" in sentence for sentence in said) == (
+        devices is None and data == 1
+    )
 
 
 def test_devices_that_tensor_ranks_do_not_divide_are_refused(converted):
@@ -38,7 +44,9 @@ def test_devices_that_tensor_ranks_do_not_divide_are_refused(converted):
 def test_a_warm_up_that_is_a_share_of_unknown_steps_is_said(converted):
     sections, text, said = converted({"stage": "sft", "warmup_ratio": 0.1})
     assert sections["optimizer"]["warmup_steps"] == 0
-    assert "warmup_ratio 0.1" in said[0] and "set optimizer.warmup_steps, or give --steps" in said[0]
+    assert (
+        "warmup_ratio 0.1" in said[0] and "set optimizer.warmup_steps, or give --steps" in said[0]
+    )
     assert "# To do: warmup_ratio" in text
 
 
@@ -65,10 +73,18 @@ def test_a_dataset_of_pictures_is_refused(write, media):
     mine = {"file_name": "x.json", "columns": {"messages": "messages", media: media}}
     write(json.dumps({"mine": mine}), "data/dataset_info.json")
     file = write({"stage": "sft", "dataset": "mine"}, "examples/x.yaml")
-    with pytest.raises(ConfigError, match=f"dataset mine has {media} beside its text, which are not read here"):
+    with pytest.raises(
+        ConfigError, match=f"dataset mine has {media} beside its text, which are not read here"
+    ):
         convert([file], 1)
 
 
 def test_what_counts_with_lora_alone_is_left_out_of_full_fine_tuning(converted):
-    sections, text, _ = converted({"finetuning_type": "full", "lora_rank": 16, "lora_target": "all"})
-    assert "lora" not in sections and "lora_rank 16 (line 2)" in text and "finetuning_type is full" in text
+    sections, text, _ = converted(
+        {"finetuning_type": "full", "lora_rank": 16, "lora_target": "all"}
+    )
+    assert (
+        "lora" not in sections
+        and "lora_rank 16 (line 2)" in text
+        and "finetuning_type is full" in text
+    )

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from meshtrain.config.images import ImagesConfig
-from meshtrain.data.images.augment import RATIO, augmented, mix, mixes, partners, random_box, shifted
+from meshtrain.data.images.augment import (
+    RATIO,
+    augmented,
+    mix,
+    mixes,
+    partners,
+    random_box,
+    shifted,
+)
 
 PIXELS = np.random.default_rng(0).integers(1, 256, (6, 6, 1), dtype=np.uint8)
 
@@ -27,7 +35,9 @@ def test_a_crop_keeps_its_share_of_the_area_and_about_its_shape(height, width):
         assert RATIO[0] * 0.85 < w / h < RATIO[1] * 1.15
         shares.append(w * h / (height * width))
     if height < 10:
-        assert max(shares) == pytest.approx(9 * 7 / (7 * 300))  # none that is drawn fits, but for the smallest
+        assert max(shares) == pytest.approx(
+            9 * 7 / (7 * 300)
+        )  # none that is drawn fits, but for the smallest
     else:
         assert 0.06 < min(shares) < 0.2 and 0.6 < max(shares) <= 1 and 0.3 < np.mean(shares) < 0.6
 
@@ -54,10 +64,15 @@ def test_without_anything_asked_for_an_image_stays_as_it_is():
 def test_a_row_is_mixed_with_the_one_beside_it_in_its_batch(count):
     rows = np.arange(count)
     other = partners(rows, np.full(count, count))
-    assert other.tolist() == {1: [0], 2: [1, 0], 5: [1, 0, 3, 2, 3], 8: [1, 0, 3, 2, 5, 4, 7, 6]}[count]
+    assert (
+        other.tolist()
+        == {1: [0], 2: [1, 0], 5: [1, 0, 3, 2, 3], 8: [1, 0, 3, 2, 5, 4, 7, 6]}[count]
+    )
 
 
-def blended(images: ImagesConfig, draw: np.random.Generator, size: int = 16) -> tuple[np.ndarray, float]:
+def blended(
+    images: ImagesConfig, draw: np.random.Generator, size: int = 16
+) -> tuple[np.ndarray, float]:
     """Of an image of ones and one of zeros: what is left of the first at each place, and its share."""
     first = np.ones((size, size, 2), np.float32)
     share = mix(first, np.zeros_like(first), images, draw)
@@ -93,7 +108,9 @@ def test_both_are_switched_between_and_some_images_are_left_alone():
     draw, kinds = np.random.default_rng(0), []
     for _ in range(2000):
         left, share = blended(ImagesConfig(mixup=0.8, cutmix=1.0, switch=0.25, mixed=0.6), draw)
-        kinds.append("none" if share == 1 else "cutmix" if set(np.unique(left)) <= {0.0, 1.0} else "mixup")
+        kinds.append(
+            "none" if share == 1 else "cutmix" if set(np.unique(left)) <= {0.0, 1.0} else "mixup"
+        )
     shares = [kinds.count(kind) / 2000 for kind in ("none", "cutmix", "mixup")]
     # Some boxes fall out so small that nothing is pasted.
     np.testing.assert_allclose(shares, [0.4, 0.15, 0.45], atol=0.04)

@@ -30,7 +30,9 @@ def names(batches: ImageBatches) -> list[str]:
     """Class and file of each image of a split."""
     rows = batches.batches.rows  # type: ignore[attr-defined]
     paths = [Path(rows.pictures.paths[i]) for i in rows.indices]
-    assert [batches.classes[rows.pictures.labels[i]] for i in rows.indices] == [path.parent.name for path in paths]
+    assert [batches.classes[rows.pictures.labels[i]] for i in rows.indices] == [
+        path.parent.name for path in paths
+    ]
     return sorted(f"{path.parent.name}/{path.name}" for path in paths)
 
 
@@ -43,7 +45,9 @@ def test_a_folder_with_train_and_validation_has_its_own_split(tmp_path, validati
     assert names(train) == ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png", "dog/2.png"]
     assert names(held) == ["cat/0.png", "cat/1.png", "cat/2.png"]
     assert "2 classes (cat, dog)" in train.describe()
-    assert f"has a folder {validation} of its own; leave the key out" in refusal(tmp_path, validation=0.1)
+    assert f"has a folder {validation} of its own; leave the key out" in refusal(
+        tmp_path, validation=0.1
+    )
     write_images(tmp_path / validation, {"fox": 1})
     assert "has a class fox that" in refusal(tmp_path)
     (tmp_path / "val").mkdir(exist_ok=True)
@@ -103,7 +107,9 @@ def test_files_that_are_no_whole_images_are_skipped_and_named(tmp_path, caplog):
     said = caplog.text
     assert "4 files are skipped" in said and "cut.png: no whole image" in said
     log = Path(said.split("all are named in ")[1].split("\n")[0])
-    assert sorted(line.split("\t")[0].rsplit("/", 1)[1] for line in log.read_text().splitlines()) == [
+    assert sorted(
+        line.split("\t")[0].rsplit("/", 1)[1] for line in log.read_text().splitlines()
+    ) == [
         "cut.png",
         "empty.png",
         "text.jpg",
@@ -144,16 +150,26 @@ def test_a_cache_without_room_is_a_sentence(tmp_path, monkeypatch):
     write_images(tmp_path / "data", {"a": 3})
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "set XDG_CACHE_HOME to a directory with room" in refusal(tmp_path / "data", validation=0.0)
+    assert "set XDG_CACHE_HOME to a directory with room" in refusal(
+        tmp_path / "data", validation=0.0
+    )
 
 
 def test_pictures_of_every_kind_are_read_as_grey_or_colours_the_right_way_up(tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8)
     image = Image.fromarray(colours)
     saved: dict[str, Image.Image] = {
-        "a.png": image, "a.bmp": image, "a.tiff": image, "a.ppm": image, "grey.png": image.convert("L"), "alpha.png": image.convert("RGBA"),
-        "palette.png": image.quantize(16), "one.png": image.convert("1"), "cmyk.tiff": image.convert("CMYK"), "a.gif": image.quantize(16),
-    }  # fmt: skip
+        "a.png": image,
+        "a.bmp": image,
+        "a.tiff": image,
+        "a.ppm": image,
+        "grey.png": image.convert("L"),
+        "alpha.png": image.convert("RGBA"),
+        "palette.png": image.quantize(16),
+        "one.png": image.convert("1"),
+        "cmyk.tiff": image.convert("CMYK"),
+        "a.gif": image.quantize(16),
+    }
     for name, picture in saved.items():
         picture.save(tmp_path / name)
         data = (tmp_path / name).read_bytes()
@@ -178,7 +194,10 @@ def test_without_pillow_a_sentence_names_the_extra(tmp_path, monkeypatch):
         return real(name, *more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'" in refusal(tmp_path)
+    assert (
+        "needs the Pillow library, which is not installed: pip install 'meshtrain[vision]'"
+        in refusal(tmp_path)
+    )
 
 
 def test_a_jpeg_of_fewer_than_eight_pixels_a_side_is_an_image():

@@ -13,7 +13,15 @@ from meshtrain.data.batches import digests
 from meshtrain.data.images.pixels import unpatched
 from meshtrain.errors import ConfigError
 
-EVERYTHING = {"crop": 0.5, "flip": 0.5, "policy": "randaugment", "shift": 1, "mixup": 0.8, "cutmix": 1.0, "mixed": 0.8}
+EVERYTHING = {
+    "crop": 0.5,
+    "flip": 0.5,
+    "policy": "randaugment",
+    "shift": 1,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "mixed": 0.8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +54,23 @@ def pictures(batches: SplitBatches, k: int, **rows) -> np.ndarray:
 def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(policy, last, folder):
     for size in (6, 5):
         images = EVERYTHING | {"policy": policy}
-        given = image_config(folder, channels=3, batch=size, images=images, validation=0.0, last=last)
+        given = image_config(
+            folder, channels=3, batch=size, images=images, validation=0.0, last=last
+        )
         train, _ = open_data(given)
         for k in (0, train.batches_per_epoch - 1, 7):
             batch = train.batch(k)
             assert {"patches", "labels", "labels_b", "mix"} <= batch.keys()
-            for rows in (slice(0, 1), slice(1, 2), slice(1, size), slice(2, 4), slice(size - 1, size), slice(0, 0)):
+            for rows in (
+                slice(0, 1),
+                slice(1, 2),
+                slice(1, size),
+                slice(2, 4),
+                slice(size - 1, size),
+                slice(0, 0),
+            ):
                 fresh, _ = open_data(given)
-                assert same(fresh.batch(k, rows), part(batch, rows)), (size, k, rows)  # fmt: skip
+                assert same(fresh.batch(k, rows), part(batch, rows)), (size, k, rows)
 
 
 def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder):
@@ -68,13 +85,22 @@ def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder):
 
 
 def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(folder):
-    train, _ = open_data(image_config(folder, size=10, channels=3, validation=0.0, last="pad", batch=6))
+    train, _ = open_data(
+        image_config(folder, size=10, channels=3, validation=0.0, last="pad", batch=6)
+    )
     assert train.batches_per_epoch == 4
     epochs = []
     for epoch in range(2):
         batches = [train.batch(k) for k in range(4 * epoch, 4 * epoch + 4)]
-        assert sum(int(batch["weights"].sum()) for batch in batches) == 23 and not batches[3]["weights"][5:].any()
-        rows = [row.tobytes() for batch in batches for row in batch["patches"][batch["weights"][:, 0] > 0]]
+        assert (
+            sum(int(batch["weights"].sum()) for batch in batches) == 23
+            and not batches[3]["weights"][5:].any()
+        )
+        rows = [
+            row.tobytes()
+            for batch in batches
+            for row in batch["patches"][batch["weights"][:, 0] > 0]
+        ]
         assert len(set(rows)) == 23
         epochs.append(rows)
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
@@ -105,7 +131,9 @@ def test_mixed_images_are_what_their_labels_and_shares_say(folder, last):
 
 
 def test_held_out_images_are_not_changed_and_none_is_left_out(folder):
-    given = image_config(folder, size=10, channels=3, images={**EVERYTHING, "crop": 0.3}, validation=0.3, batch=4)
+    given = image_config(
+        folder, size=10, channels=3, images={**EVERYTHING, "crop": 0.3}, validation=0.3, batch=4
+    )
     plain = image_config(folder, size=10, channels=3, validation=0.3, batch=4)
     (_, held), (_, untouched) = open_data(given), open_data(plain)
     many = held.batches_per_epoch
@@ -126,7 +154,9 @@ def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder):
 
 
 def test_many_threads_make_of_large_images_what_one_makes(folder, monkeypatch):
-    given = image_config(folder, size=64, patch=16, channels=3, images=EVERYTHING, validation=0.0, batch=8)
+    given = image_config(
+        folder, size=64, patch=16, channels=3, images=EVERYTHING, validation=0.0, batch=8
+    )
     threaded = open_data(given)[0].batch(3)
     monkeypatch.setattr("meshtrain.data.images.image_batches.LARGE", 1000)
     assert same(open_data(given)[0].batch(3), threaded)
@@ -136,21 +166,36 @@ def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     train, _ = open_data(image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23))
     (tmp_path / "copy" / "dog" / "4.png").unlink()
-    with pytest.raises(ConfigError, match=r"dog/4\.png could be read when the data was opened, and cannot be now"):
+    with pytest.raises(
+        ConfigError, match=r"dog/4\.png could be read when the data was opened, and cannot be now"
+    ):
         train.batch(0)
 
 
 @pytest.mark.thorough
 def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same():
     train, held = open_data(image_config("digits", batch=36))
-    assert held is not None and train.describe() == "digits: 39 batches an epoch of 36 images; 10 classes"
+    assert (
+        held is not None
+        and train.describe() == "digits: 39 batches an epoch of 36 images; 10 classes"
+    )
     assert held.batches_per_epoch == 10 and "weights" not in held.batch(0)
     pixels = [held.batch(k)["patches"].tobytes() for k in range(10)]
     other, again = open_data(image_config("digits", batch=36, seed=5))
-    assert again is not None and again.digest == held.digest and other.digest == train.digest != held.digest
-    rows = lambda found: sorted(row.tobytes() for k in range(10) for row in found.batch(k)["patches"])  # noqa: E731
-    assert rows(again) == rows(held) and pixels != [again.batch(k)["patches"].tobytes() for k in range(10)]
-    classes = np.bincount(np.concatenate([held.batch(k)["labels"][:, 0] for k in range(10)]), minlength=10)
+    assert (
+        again is not None
+        and again.digest == held.digest
+        and other.digest == train.digest != held.digest
+    )
+    rows = lambda found: sorted(
+        row.tobytes() for k in range(10) for row in found.batch(k)["patches"]
+    )
+    assert rows(again) == rows(held) and pixels != [
+        again.batch(k)["patches"].tobytes() for k in range(10)
+    ]
+    classes = np.bincount(
+        np.concatenate([held.batch(k)["labels"][:, 0] for k in range(10)]), minlength=10
+    )
     assert classes.min() >= 20 and classes.sum() == 360
 
 
@@ -174,7 +219,9 @@ def test_drawn_images_follow_from_the_seed_and_fill_the_classes():
 def test_more_classes_than_the_model_has_are_refused_with_their_number(tmp_path):
     write_images(tmp_path, {"a": 3, "b": 3, "c": 3})
     said = refusal(tmp_path, channels=3, classes=2)
-    assert "model.vocab_size 2 is less than the 3 classes of data.source" in said and said.endswith("give at least 3.")
+    assert "model.vocab_size 2 is less than the 3 classes of data.source" in said and said.endswith(
+        "give at least 3."
+    )
     open_data(image_config(tmp_path, channels=3, classes=3))
 
 
@@ -182,7 +229,9 @@ def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_p
     write_images(tmp_path, {"a": 3, "b": 2})
     train, held = open_data(image_config(tmp_path, channels=3, validation=0.0, batch=6))
     assert held is None and train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 5
-    assert "it fills no batch of train.global_batch_size 6, so that one is padded" in train.describe()
+    assert (
+        "it fills no batch of train.global_batch_size 6, so that one is padded" in train.describe()
+    )
     asked = load(image_config(tmp_path, channels=3, validation=0.0, batch=5), ["eval.every=1"])
     says = r"eval\.every is 1, but of held-out images .* holds no image for validation; hold out"
     with pytest.raises(ConfigError, match=says):
@@ -200,12 +249,26 @@ def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_
     write_images(tmp_path / "two", {"a": 2, "b": 3}, seed=1)
     write_images(tmp_path / "three", {"a": 2, "c": 3}, seed=2)
     write_images(tmp_path / "four", {"b": 2}, seed=3)
-    given = image_config(tmp_path / "one", channels=3, validation=0.0, batch=4, validation_source=str(tmp_path / "two"))
+    given = image_config(
+        tmp_path / "one",
+        channels=3,
+        validation=0.0,
+        batch=4,
+        validation_source=str(tmp_path / "two"),
+    )
     train, held = open_data(given)
     assert held is not None and len(held.batches.rows.indices) == 5  # type: ignore[attr-defined]
     assert digests(given, train, held).keys() == {"digest", "validation_digest"}
-    for name, says in (("three", "has a class c that data.source has not"), ("four", "its labels mean others")):
-        own = {"channels": 3, "validation": 0.0, "batch": 4, "validation_source": str(tmp_path / name)}
+    for name, says in (
+        ("three", "has a class c that data.source has not"),
+        ("four", "its labels mean others"),
+    ):
+        own = {
+            "channels": 3,
+            "validation": 0.0,
+            "batch": 4,
+            "validation_source": str(tmp_path / name),
+        }
         assert says in refusal(tmp_path / "one", **own)
 
 

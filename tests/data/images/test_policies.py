@@ -7,7 +7,13 @@ import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
 from meshtrain.data.images import policies
-from meshtrain.data.images.policies import IMAGENET, OPERATIONS, RANDAUGMENT, autoaugment, randaugment
+from meshtrain.data.images.policies import (
+    IMAGENET,
+    OPERATIONS,
+    RANDAUGMENT,
+    autoaugment,
+    randaugment,
+)
 
 
 @pytest.fixture
@@ -18,7 +24,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, int]]:
     def noting(name: str):
         return lambda image, share, sign: found.append((name, share, sign)) or image
 
-    monkeypatch.setattr(policies, "OPERATIONS", {name: noting(name) for name in policies.OPERATIONS})
+    monkeypatch.setattr(
+        policies, "OPERATIONS", {name: noting(name) for name in policies.OPERATIONS}
+    )
     return found
 
 
@@ -63,7 +71,8 @@ PILLOW = {
     "contrast": lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.45),
     "sharpness": lambda image, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.45),
     "rotate": lambda image, sign: image.rotate(sign * 15, Image.Resampling.BILINEAR),
-    # Where a pixel comes from: (x + 0.15 y, y) and (x, y + 0.15 x); of 60 x 48 pixels 150 / 331 are 27 x 21, half of them 13 x 10.
+    # Where a pixel comes from: (x + 0.15 y, y) and (x, y + 0.15 x); of 60 x 48 pixels 150 / 331 are 27 x 21, half of
+    # them 13 x 10.
     "shear_x": lambda image, sign: moved(image, 1, sign * 0.15, 0, 0, 1, 0),
     "shear_y": lambda image, sign: moved(image, 1, 0, 0, sign * 0.15, 1, 0),
     "translate_x": lambda image, sign: moved(image, 1, 0, sign * 13, 0, 1, 0),
@@ -79,7 +88,21 @@ def after(name: str, pixels: np.ndarray, share: float, sign: int = 1) -> np.ndar
     return np.asarray(OPERATIONS[name](Image.fromarray(pixels), share, sign)).astype(int)
 
 
-@pytest.mark.parametrize("name", ["shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness", "identity"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shear_x",
+        "shear_y",
+        "translate_x",
+        "translate_y",
+        "rotate",
+        "brightness",
+        "color",
+        "contrast",
+        "sharpness",
+        "identity",
+    ],
+)
 def test_a_magnitude_of_nothing_changes_nothing(name):
     for sign in (1, -1):
         assert np.array_equal(after(name, COLOURS, 0.0, sign), COLOURS)

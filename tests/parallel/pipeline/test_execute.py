@@ -1,7 +1,8 @@
-"""The executor computes the gradients of one device (tests/helpers/reference.py), whatever the schedule, the stages and the microbatches.
+"""The executor computes the gradients of one device (tests/helpers/reference.py), whatever the schedule, the stages and
+the microbatches.
 
-Its two ways are both tried on CPU: idle slots skipped (lax.cond), and computed but masked as on accelerators. Every continuous run
-takes a handful of cells by hand, `pytest -m slow` a pairwise covering of all that is legal.
+Its two ways are both tried on CPU: idle slots skipped (lax.cond), and computed but masked as on accelerators. Every
+continuous run takes a handful of cells by hand, `pytest -m slow` a pairwise covering of all that is legal.
 """
 
 import dataclasses
@@ -62,7 +63,13 @@ class Cell:
 
     def __str__(self) -> str:
         mode = "masked" if self.masked else "skipped"
-        words = [self.schedule, "x".join(map(str, self.mesh)), f"{self.chunks}chunks", f"{self.microbatches}m", mode]
+        words = [
+            self.schedule,
+            "x".join(map(str, self.mesh)),
+            f"{self.chunks}chunks",
+            f"{self.microbatches}m",
+            mode,
+        ]
         words += [self.layers, self.vocab, f"remat_{self.remat}", f"zero{self.zero}"]
         return "-".join([*words, "sp" if self.sequence_parallel else "tp", self.family])
 
@@ -76,7 +83,14 @@ def configuration(cell: Cell, folder: Path, **model: Any) -> Config:
     if schedule == "csv":
         schedule = str(folder / "own.csv")
         Path(schedule).write_text(ragged_table(stages, cell.microbatches, cell.chunks).to_csv())
-    sizes = {"layers": layers, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": VOCABULARY}
+    sizes = {
+        "layers": layers,
+        "d_model": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 24,
+        "vocab_size": VOCABULARY,
+    }
     return load(
         {
             "model": {"family": cell.family, **sizes, **model},
@@ -105,12 +119,16 @@ def program_of(config: Config, masked: bool) -> Program:
 
 
 def parameters_of(layout: Layout) -> Tree:
-    """Numbers that do not amplify rounding with depth: a residual stream of about unit size, to which each layer adds little."""
+    """Numbers that do not amplify rounding with depth: a residual stream of about unit size, to which each layer adds
+    little.
+    """
     scales = {"embedding.tokens": 4.0, "attention.out": layout.config.model.layers**-0.5}
     scales["mlp.down"] = scales["attention.out"]
 
     def scaled(leaf: Placed, x: np.ndarray) -> np.ndarray:
-        return x * np.float32(next((s for name, s in scales.items() if leaf.name.endswith(name)), 1.0))
+        return x * np.float32(
+            next((s for name, s in scales.items() if leaf.name.endswith(name)), 1.0)
+        )
 
     return layout.map(scaled, canonical_numbers(layout))
 
@@ -121,9 +139,9 @@ def expected(config: Config) -> tuple[Tree, float, Tree]:
     parameters = parameters_of(Layout(config, make_mesh(config)))
     model = reference.Model(config.model.family)
     tokens, labels = token_batches(config, 1)[0]
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: reference.loss(model, p, tokens=tokens, labels=labels)))(
-        parameters
-    )
+    loss, gradient = jax.jit(
+        jax.value_and_grad(lambda p: reference.loss(model, p, tokens=tokens, labels=labels))
+    )(parameters)
     return parameters, float(loss), jax.tree.map(np.asarray, gradient)
 
 
@@ -145,7 +163,9 @@ def assert_gradients(config: Config, masked: bool) -> None:
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(right)))
 
     def compare(leaf: Placed, seen: np.ndarray, right: np.ndarray) -> None:
-        own = norm if leaf.name.endswith("k_bias") else np.linalg.norm(right)  # a key's bias has no gradient in theory
+        own = (
+            norm if leaf.name.endswith("k_bias") else np.linalg.norm(right)
+        )  # a key's bias has no gradient in theory
         error = np.linalg.norm(seen - right) / own
         assert error <= TOLERANCE, f"{leaf.name}: gradient off by {error:.1e}"
 
@@ -159,7 +179,9 @@ CHOSEN = [
     Cell("gpipe", (1, 2, 4), 1, 2, masked=True, sequence_parallel=True),
     Cell("1f1b", (2, 1, 4), 1, 16, layers="split", zero=3),
     Cell("1f1b", (1, 1, 8), 1, 5, masked=True, remat="full"),
-    Cell("1f1b", (2, 2, 2), 1, 1, masked=True, layers="uneven", vocab="edge", zero=2, family="gpt2"),
+    Cell(
+        "1f1b", (2, 2, 2), 1, 1, masked=True, layers="uneven", vocab="edge", zero=2, family="gpt2"
+    ),
     Cell("interleaved", (2, 2, 2), 3, 5, layers="uneven", zero=2, sequence_parallel=True),
     Cell("interleaved", (1, 1, 4), 2, 8, masked=True, layers="split", vocab="edge"),
     Cell("looped_bfs", (2, 1, 2), 4, 2, masked=True, zero=3, remat="full"),
@@ -199,7 +221,9 @@ def test_gradients_are_those_of_one_device(cell, tmp_path):
 
 
 def test_the_chosen_cells_have_every_schedule_in_both_modes():
-    assert {(c.schedule, c.masked) for c in CHOSEN} == set(product((*SCHEDULES, "csv"), (False, True)))
+    assert {(c.schedule, c.masked) for c in CHOSEN} == set(
+        product((*SCHEDULES, "csv"), (False, True))
+    )
 
 
 OWN_PAIRS = """\
@@ -239,12 +263,21 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("feature", FEATURES)
 def test_on_one_stage_pairs_give_the_gradients_of_microbatches_one_after_the_other(feature):
-    model = {"layers": 2, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": VOCABULARY}
+    model = {
+        "layers": 2,
+        "d_model": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 24,
+        "vocab_size": VOCABULARY,
+    }
     more, found = FEATURES[feature], []
     mesh = {"tensor": 2} | more.get("mesh", {})
     for schedule in ("auto", "paired"):
         given = more | {
-            "model": {key: value for key, value in (model | more.get("model", {})).items() if value},
+            "model": {
+                key: value for key, value in (model | more.get("model", {})).items() if value
+            },
             "mesh": mesh,
             "parallel": {"schedule": schedule, "microbatches": 3},
             "train": {"global_batch_size": 3 * mesh.get("data", 1), "sequence_length": LENGTH},
@@ -279,12 +312,20 @@ def innermost_loops(jaxpr: Any) -> list[set[str]]:
     return loops
 
 
-@pytest.mark.parametrize("schedule, stages", [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    "schedule, stages", [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)]
+)
 def test_a_pair_is_one_loop_over_layers(schedule, stages, tmp_path):
-    program = program_of(configuration(Cell(schedule, (1, 2, stages), 1, 4, layers="uneven"), tmp_path), True)
+    program = program_of(
+        configuration(Cell(schedule, (1, 2, stages), 1, 4, layers="uneven"), tmp_path), True
+    )
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    jaxpr = jax.make_jaxpr(program.gradients)(program.layout.masters, program.batch_shapes(), *scalars)
-    assert ({xla.FORWARD, xla.BACKWARD} in innermost_loops(jaxpr.jaxpr)) == (schedule != "interleaved")
+    jaxpr = jax.make_jaxpr(program.gradients)(
+        program.layout.masters, program.batch_shapes(), *scalars
+    )
+    assert ({xla.FORWARD, xla.BACKWARD} in innermost_loops(jaxpr.jaxpr)) == (
+        schedule != "interleaved"
+    )
 
 
 def test_a_ragged_table_is_legal():
@@ -308,7 +349,9 @@ def test_evaluation_runs_the_forward_slots_and_gives_the_reference_loss(masked, 
     program = program_of(config, masked)
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
-    np.testing.assert_allclose(float(program.eval_step(place(program.layout, parameters), batch)), loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        float(program.eval_step(place(program.layout, parameters), batch)), loss, rtol=TOLERANCE
+    )
 
 
 # --- memory and size of the program
@@ -324,7 +367,9 @@ def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
 
 
 def used_places(program: Program) -> np.ndarray:
-    """Places of each stage's stash that were written in one step, [stages]: those of the stage inputs that are not zero any more."""
+    """Places of each stage's stash that were written in one step, [stages]: those of the stage inputs that are not zero
+    any more.
+    """
     config, specs = program.config, program.layout.shards
 
     def local(masters: Tree, batch: Tree) -> jax.Array:
@@ -333,7 +378,9 @@ def used_places(program: Program) -> np.ndarray:
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     out = PartitionSpec(("data", "pipeline"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=(specs, PartitionSpec("data")), out_specs=out)
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=(specs, PartitionSpec("data")), out_specs=out
+    )
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
     live = place(program.layout, parameters_of(program.layout))
@@ -344,7 +391,9 @@ def used_places(program: Program) -> np.ndarray:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_interleaved"])
 def test_entries_held_are_those_that_the_simulator_counts(schedule, tmp_path):
     chunks = legal_chunks(schedule) or 2
-    program = program_of(configuration(Cell(schedule, (1, 1, 4), chunks, 8), tmp_path), masked=False)
+    program = program_of(
+        configuration(Cell(schedule, (1, 1, 4), chunks, 8), tmp_path), masked=False
+    )
     table = make_table(schedule, 4, 8, chunks)
     assert used_places(program).tolist() == simulate(table, Durations()).peak_in_flight.tolist()
 
@@ -352,13 +401,17 @@ def test_entries_held_are_those_that_the_simulator_counts(schedule, tmp_path):
 def in_both_modes(schedules: Sequence[str], now: set[tuple[str, bool]]) -> list[Any]:
     """(schedule, masked), slow but for those in `now`."""
     slow = pytest.mark.slow
-    return [pytest.param(*c, marks=() if c in now else slow) for c in product(schedules, (False, True))]
+    return [
+        pytest.param(*c, marks=() if c in now else slow) for c in product(schedules, (False, True))
+    ]
 
 
 def lowered(program: Program) -> jax.stages.Lowered:
     """The gradients' program on abstract arrays."""
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.jit(program.gradients).lower(program.layout.masters, program.batch_shapes(), *scalars)
+    return jax.jit(program.gradients).lower(
+        program.layout.masters, program.batch_shapes(), *scalars
+    )
 
 
 def temp_bytes(program: Program) -> int:
@@ -375,7 +428,12 @@ FLAT = [s for s in SCHEDULES if s not in ("gpipe", "looped_bfs")]
 def test_memory_does_not_grow_with_the_microbatches(schedule, masked, tmp_path):
     cell = Cell(schedule, (1, 1, 2), legal_chunks(schedule) or 2, masked=masked)
     few, many = (
-        temp_bytes(program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path, d_model=128), masked))
+        temp_bytes(
+            program_of(
+                configuration(dataclasses.replace(cell, microbatches=m), tmp_path, d_model=128),
+                masked,
+            )
+        )
         for m in (8, 64)
     )
     assert few <= many <= 1.03 * few
@@ -385,7 +443,9 @@ def test_memory_does_not_grow_with_the_microbatches(schedule, masked, tmp_path):
 def test_gpipe_holds_every_microbatch(tmp_path):
     cell = Cell("gpipe", (1, 1, 2))
     few, many = (
-        temp_bytes(program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), False))
+        temp_bytes(
+            program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), False)
+        )
         for m in (8, 64)
     )
     assert many > 3 * few
@@ -394,7 +454,9 @@ def test_gpipe_holds_every_microbatch(tmp_path):
 def test_full_remat_keeps_the_layers_inputs_and_nothing_else(tmp_path):
     kept = {}
     for remat in ("none", "full"):
-        program = program_of(configuration(Cell("1f1b", (1, 1, 4), layers="uneven", remat=remat), tmp_path), False)
+        program = program_of(
+            configuration(Cell("1f1b", (1, 1, 4), layers="uneven", remat=remat), tmp_path), False
+        )
         kept[remat] = stash_shapes(program)
     depth, layers = make_table("1f1b", 4, 8).stages * 2 - 1, 2
     assert kept["full"] == [(depth, layers, 1, LENGTH, 16)]
@@ -423,7 +485,9 @@ def stash_shapes(program: Program) -> list[tuple[int, ...]]:
 def test_the_program_is_no_larger_for_more_microbatches(schedule, masked, tmp_path):
     cell = Cell(schedule, (1, 1, 4), legal_chunks(schedule) or 2, masked=masked)
     operations = [
-        lowered(program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), masked))
+        lowered(
+            program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), masked)
+        )
         .as_text()
         .count(" = stablehlo.")
         for m in (16, 256)
@@ -433,9 +497,16 @@ def test_the_program_is_no_larger_for_more_microbatches(schedule, masked, tmp_pa
 
 # --- all that is legal, pairwise
 
-CHUNKS = {schedule: [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3, 4] for schedule in SCHEDULES}
+CHUNKS = {
+    schedule: [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3, 4]
+    for schedule in SCHEDULES
+}
 FACTORS: list[list[Any]] = [
-    [(schedule, chunks) for schedule, many in {**CHUNKS, "csv": [1, 2, 3, 4]}.items() for chunks in many],
+    [
+        (schedule, chunks)
+        for schedule, many in {**CHUNKS, "csv": [1, 2, 3, 4]}.items()
+        for chunks in many
+    ],
     [(1, 1, 2), (2, 2, 2), (4, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 1, 8)],
     ["one", "fewer than the stages", "as many", "one more than twice", "four times as many"],
     [False, True],  # masked
@@ -449,19 +520,48 @@ FACTORS: list[list[Any]] = [
 
 
 def cell_of(levels: tuple[Any, ...]) -> Cell | None:
-    """None for what changes nothing (ZeRO on one data rank, sequence parallelism on one tensor rank), so as not to try it twice."""
-    (schedule, chunks), mesh, many, masked, layers, vocab, remat, zero, sequence_parallel, family = levels
+    """None for what changes nothing (ZeRO on one data rank, sequence parallelism on one tensor rank), so as not to try
+    it twice.
+    """
+    (
+        (schedule, chunks),
+        mesh,
+        many,
+        masked,
+        layers,
+        vocab,
+        remat,
+        zero,
+        sequence_parallel,
+        family,
+    ) = levels
     if (zero and mesh[0] == 1) or (sequence_parallel and mesh[1] == 1):
         return None
     p = mesh[2]
     microbatches = dict(zip(FACTORS[2], (1, max(1, p - 1), p, 2 * p + 1, 4 * p), strict=True))[many]
-    return Cell(schedule, mesh, chunks, microbatches, masked, layers, vocab, remat, zero, sequence_parallel, family)
+    return Cell(
+        schedule,
+        mesh,
+        chunks,
+        microbatches,
+        masked,
+        layers,
+        vocab,
+        remat,
+        zero,
+        sequence_parallel,
+        family,
+    )
 
 
 def everything() -> list[Cell]:
     """A covering of the pairs of levels that meet in some thousands of cells drawn from the product."""
-    draws = np.random.default_rng(0).integers(0, [len(factor) for factor in FACTORS], (6000, len(FACTORS)))
-    levels = [tuple(factor[i] for factor, i in zip(FACTORS, draw, strict=True)) for draw in draws.tolist()]
+    draws = np.random.default_rng(0).integers(
+        0, [len(factor) for factor in FACTORS], (6000, len(FACTORS))
+    )
+    levels = [
+        tuple(factor[i] for factor, i in zip(FACTORS, draw, strict=True)) for draw in draws.tolist()
+    ]
     chosen = covering([drawn for drawn in dict.fromkeys(levels) if cell_of(drawn)])
     return [cell for drawn in chosen if (cell := cell_of(drawn))]
 

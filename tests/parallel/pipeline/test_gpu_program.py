@@ -1,5 +1,5 @@
-"""The program that XLA's CUDA compiler makes for 8 described GPUs: nothing waits for a predicate, messages travel under matrix products,
-rings are worked on where they lie, and the stages are summed over only where the table needs it.
+"""The program that XLA's CUDA compiler makes for 8 described GPUs: nothing waits for a predicate, messages travel under
+matrix products, rings are worked on where they lie, and the stages are summed over only where the table needs it.
 
 The sizes are those of a real model, since the compiler weighs what it overlaps; nothing is allocated.
 """
@@ -27,16 +27,38 @@ pytestmark = needs_compiler
 MICROBATCHES = 16
 SMALL = {"d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768}
 LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
-LAYOUTS = {  # messages beside the layers' collectives of each sort, and alone: (model, layers of a chunk, tokens, parallel's keys, mesh)
+# messages beside the layers' collectives of each sort, and alone: (model, layers of a chunk, tokens, parallel's keys,
+# mesh)
+LAYOUTS = {
     "tensor": (SMALL, 2, 2048, {"schedule": "1f1b"}, {"tensor": 2, "pipeline": 4}),
     # as full as a device gets: short of memory the compiler starts messages late
-    "sequence": (LLAMA_8B, 8, 8192, {"schedule": "1f1b", "sequence_parallel": True}, {"tensor": 2, "pipeline": 4}),
-    "remat": (
-        SMALL, 2, 2048, {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, "remat": "full"},
+    "sequence": (
+        LLAMA_8B,
+        8,
+        8192,
+        {"schedule": "1f1b", "sequence_parallel": True},
         {"tensor": 2, "pipeline": 4},
     ),
-    "zero bubble": (SMALL, 2, 2048, {"schedule": "zb_interleaved", "virtual_stages": 2}, {"data": 2, "pipeline": 4}),
-}  # fmt: skip
+    "remat": (
+        SMALL,
+        2,
+        2048,
+        {
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "sequence_parallel": True,
+            "remat": "full",
+        },
+        {"tensor": 2, "pipeline": 4},
+    ),
+    "zero bubble": (
+        SMALL,
+        2,
+        2048,
+        {"schedule": "zb_interleaved", "virtual_stages": 2},
+        {"data": 2, "pipeline": 4},
+    ),
+}
 REACHED = 0.7  # share of the peak that a matrix product reaches
 
 
@@ -47,7 +69,10 @@ def given(layout: str) -> dict[str, Any]:
         "mesh": mesh,
         "parallel": {"microbatches": MICROBATCHES, "remat": "none", **parallel},
         "precision": {"compute": "bfloat16"},
-        "train": {"global_batch_size": MICROBATCHES * mesh.get("data", 1), "sequence_length": tokens},
+        "train": {
+            "global_batch_size": MICROBATCHES * mesh.get("data", 1),
+            "sequence_length": tokens,
+        },
     }
 
 
@@ -66,11 +91,17 @@ def program(layout: str) -> Work:
 
 
 def steady(work: Work) -> dict[str, list[IssuedCollective]]:
-    """Bodies of the loops over clocks in which there is a forward and a backward: they send activations and cotangents."""
+    """Bodies of the loops over clocks in which there is a forward and a backward: they send activations and
+    cotangents.
+    """
     by_body: dict[str, list[IssuedCollective]] = {}
     for message in work.issued("collective-permute"):
         by_body.setdefault(message.body, []).append(message)
-    found = {body: messages for body, messages in by_body.items() if len(messages) == 2 and messages[0].loops}
+    found = {
+        body: messages
+        for body, messages in by_body.items()
+        if len(messages) == 2 and messages[0].loops
+    }
     assert found
     return found
 
@@ -85,14 +116,22 @@ def squeezed(array: tuple[int, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_stage_work_stands_under_a_conditional(layout):
-    assert not [op for ops in program(layout).module.computations.values() for op in ops if op.opcode == "conditional"]
+    assert not [
+        op
+        for ops in program(layout).module.computations.values()
+        for op in ops
+        if op.opcode == "conditional"
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_their_time(layout):
     config = load(given(layout))
     cluster = named("h100", config.mesh.devices)
-    link, rate = cluster.axis(PIPELINE, config.mesh), REACHED * cluster.accelerator.flops("bfloat16")
+    link, rate = (
+        cluster.axis(PIPELINE, config.mesh),
+        REACHED * cluster.accelerator.flops("bfloat16"),
+    )
     for messages in steady(program(layout)).values():
         for message in messages:
             assert message.bytes == stream(config)
@@ -102,9 +141,13 @@ def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_steady_clock_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
-    """Residuals lie in rings [slots, layers, ...]: a clock's loops over layers write and read them there, and nothing else does."""
+    """Residuals lie in rings [slots, layers, ...]: a clock's loops over layers write and read them there, and nothing
+    else does.
+    """
     work, config, layers = program(layout), load(given(layout)), LAYOUTS[layout][1]
-    table = make_table(config.parallel.schedule, config.mesh.pipeline, MICROBATCHES, config.parallel.virtual_stages)
+    table = make_table(
+        config.parallel.schedule, config.mesh.pipeline, MICROBATCHES, config.parallel.virtual_stages
+    )
     depth = allocate(table).depths.stash
     for body in steady(work):
         ops = work.module.computations[body]
@@ -127,6 +170,7 @@ def test_the_stages_are_summed_over_as_often_as_the_table_needs(layout):
         for c in collectives(program(layout).module, mesh)
         if c.kind == "all-reduce" and PIPELINE in c.axes and c.dtype == "bf16"
     ]
-    # XLA may sum two arrays in one go. Where chunks are sent over data, clocks are made alike by an embedding or two of no microbatch.
+    # XLA may sum two arrays in one go. Where chunks are sent over data, clocks are made alike by an embedding or two of
+    # no microbatch.
     idle = sum(c.times * c.bytes for c in summed) / stream(config) - 4 * MICROBATCHES
     assert 0 <= idle <= 2 * sends_by_table(config)

@@ -1,4 +1,6 @@
-"""A schedule from outside the package: registered with one call, then legal, trained, planned, drawn and searched by its name."""
+"""A schedule from outside the package: registered with one call, then legal, trained, planned, drawn and searched by
+its name.
+"""
 
 import dataclasses
 
@@ -33,7 +35,14 @@ def registered():
 def configuration(schedule: str):
     return load(
         {
-            "model": {"layers": 4, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 40},
+            "model": {
+                "layers": 4,
+                "d_model": 16,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 24,
+                "vocab_size": 40,
+            },
             "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
             "parallel": {"schedule": schedule, "microbatches": 4},
             "train": {"global_batch_size": 8, "sequence_length": 8},
@@ -42,7 +51,9 @@ def configuration(schedule: str):
 
 
 def test_without_its_entry_it_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel.schedule is 'lazy'; it must be one of auto, gpipe, 1f1b"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.schedule is 'lazy'; it must be one of auto, gpipe, 1f1b"
+    ):
         load(None, ["parallel.schedule=lazy"])
 
 
@@ -50,7 +61,8 @@ def test_one_that_cannot_run_is_refused():
     SCHEDULES.register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
     try:
         with pytest.raises(
-            ConfigError, match=r"parallel.schedule cannot run: schedule hasty: clock .* B0 is too early"
+            ConfigError,
+            match=r"parallel.schedule cannot run: schedule hasty: clock .* B0 is too early",
         ):
             plan(configuration("hasty"), named("h100", 8))
     finally:
@@ -58,7 +70,9 @@ def test_one_that_cannot_run_is_refused():
 
 
 def test_clocks_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"must give the clocks of F, of B and perhaps of W, each \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"must give the clocks of F, of B and perhaps of W, each \(2, 4\)"
+    ):
         Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
 
 

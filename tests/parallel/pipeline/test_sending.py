@@ -1,6 +1,8 @@
-"""Gradients of a table with G and R are those of the same one without, and take the same bytes over data, in more pieces.
+"""Gradients of a table with G and R are those of the same one without, and take the same bytes over data, in more
+pieces.
 
-As on accelerators, where collectives travel beside compute; on CPU, where they would be waited for, the cells are left out.
+As on accelerators, where collectives travel beside compute; on CPU, where they would be waited for, the cells are left
+out.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "own table": {},
 }  # fmt: skip
 
-# Those that are rounded in other places: unrolled clocks round sums less often, and a chunk's blocks share other scales than a stage's.
+# Those that are rounded in other places: unrolled clocks round sums less often, and a chunk's blocks share other scales
+# than a stage's.
 ROUNDED = {"sums in bfloat16": 2**-7, "compressed": 0.02}
 
 
@@ -82,10 +85,14 @@ def program_of(config: Config, sends: bool) -> Program:
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_sent_beside_the_clocks_are_those_sent_before_and_after_them(cell, tmp_path):
     config = config_of(cell, tmp_path)
-    (loss, right), (same, seen) = (loss_and_gradients(program_of(config, sends)) for sends in (False, True))
+    (loss, right), (same, seen) = (
+        loss_and_gradients(program_of(config, sends)) for sends in (False, True)
+    )
     assert float(same) == pytest.approx(float(loss), rel=1e-6)
     if cell in ROUNDED:
-        off = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), seen, right)
+        off = jax.tree.map(
+            lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), seen, right
+        )
         assert max(jax.tree.leaves(off)) < ROUNDED[cell]
         return
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), seen, right)

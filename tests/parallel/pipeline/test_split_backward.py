@@ -34,7 +34,9 @@ def arguments() -> tuple[Any, jax.Array, jax.Array]:
     """Weights, input and cotangent."""
     random = np.random.default_rng(0)
     shapes = [(WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (BATCH, WIDTH), (BATCH, WIDTH)]
-    scale, up, down, x, cotangent = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
+    scale, up, down, x, cotangent = (
+        jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes
+    )
     return (scale, up, down), x, cotangent
 
 
@@ -58,7 +60,9 @@ def products(jaxpr: Jaxpr, times: int = 1) -> Counter:
         if eqn.primitive.name == "dot_general":
             found[(*sorted(str(v.aval) for v in eqn.invars), str(eqn.outvars[0].aval))] += times
         turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             if hasattr(value, "jaxpr"):
                 value = value.jaxpr
             if hasattr(value, "eqns"):
@@ -94,7 +98,9 @@ def test_no_matrix_product_is_done_twice():
     first = products(jax.make_jaxpr(halves.first)(kept, cotangent).jaxpr)
     second = products(jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr)
     assert first + second == whole
-    assert total(whole) == 4  # two products, each with a gradient of its input and one of its weight
+    assert (
+        total(whole) == 4
+    )  # two products, each with a gradient of its input and one of its weight
     assert total(first) == total(second) == 2
 
 
@@ -113,7 +119,9 @@ def test_the_stash_holds_only_what_w_reads_of_i():
     _, kept, cotangent, halves = split(remat=False)
     stash = jax.eval_shape(halves.first, kept, cotangent)[1]
     second = jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr
-    read = {v for eqn in second.eqns for v in eqn.invars if not hasattr(v, "val")} | set(second.outvars)
+    read = {v for eqn in second.eqns for v in eqn.invars if not hasattr(v, "val")} | set(
+        second.outvars
+    )
     assert all(v in read for v in second.invars[: len(stash)])
     elements = sum(np.prod(s.shape) for s in stash)
     # the output cotangent of each product (HIDDEN and WIDTH), and what the norm's scale needs (WIDTH)
@@ -143,13 +151,18 @@ def test_a_loop_is_taken_whole():
 
 
 @pytest.mark.parametrize("platform, product", [("cpu", "scan"), ("gpu", "pallas_call")])
-def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(monkeypatch, platform, product):
+def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
+    monkeypatch, platform, product
+):
     """As those of experts are. A loop without products is run at once, like any other gradient that takes none."""
     call = pallas.pallas_call
-    monkeypatch.setattr(pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True}))
+    monkeypatch.setattr(
+        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+    )
     random = np.random.default_rng(0)
     up, down, rows, cotangent = (
-        jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((2, 16, 32), (2, 32, 16), (48, 16), (48, 16))
+        jnp.asarray(random.standard_normal(s), jnp.float32)
+        for s in ((2, 16, 32), (2, 32, 16), (48, 16), (48, 16))
     )
 
     def run(rows: jax.Array, blocks: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
@@ -171,11 +184,15 @@ def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(mo
     for ours, theirs in zip((to_rows, *gradients), (right_to_rows, *right), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     first = jax.make_jaxpr(halves.first)(*given).jaxpr
-    second = jax.make_jaxpr(lambda stash, *kept: halves.second(stash, *kept, None))(stash, *given[:2]).jaxpr
+    second = jax.make_jaxpr(lambda stash, *kept: halves.second(stash, *kept, None))(
+        stash, *given[:2]
+    ).jaxpr
     names = [eqn.primitive.name for eqn in second.eqns]
     assert [name for name in names if name in ("while", "scan", "pallas_call")] == [product] * 2
     turns = 2 if product == "scan" else 1  # one for each expert
-    assert total(products(first)) == 3 * turns  # the first product once more, and the input gradients of both
+    assert (
+        total(products(first)) == 3 * turns
+    )  # the first product once more, and the input gradients of both
     assert total(products(second)) == 2 * turns
 
 
@@ -194,15 +211,27 @@ def slots_products(**parallel: Any) -> list[Counter]:
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(program.local.forward, 1, program.local.zero.gather_params(masters), batches, None)
+        stage = Stage(
+            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
+        )
         zero, x = jnp.int32(0), stage.zeros()
         work = Slot(jnp.array(True), zero, zero, zero)
         stash, left = (empty((1, stage.layers), of) for of in stage.stash_shapes(split=True))
         sums = vary(jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated), AXES)
         for function, *given in (
             (lambda stash, x, sums: stage.backward(stash, x, sums, work), stash, x, sums),
-            (lambda stash, x, left: stage.input_gradient(stash, x, left, zero, work), stash, x, left),
-            (lambda stash, left, sums: stage.weight_gradient(stash, left, sums, zero, work), stash, left, sums),
+            (
+                lambda stash, x, left: stage.input_gradient(stash, x, left, zero, work),
+                stash,
+                x,
+                left,
+            ),
+            (
+                lambda stash, left, sums: stage.weight_gradient(stash, left, sums, zero, work),
+                stash,
+                left,
+                sums,
+            ),
         ):
             traced = jax.make_jaxpr(function)(*given)
             # less the forward that a vjp traces, where its residuals are in the stash
@@ -216,11 +245,19 @@ def slots_products(**parallel: Any) -> list[Counter]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "remat"), [
-        pytest.param(zero, remat, marks=pytest.mark.thorough if (zero, remat) in ((1, "dots"), (3, "none"), (3, "full")) else pytest.mark.slow)
-        for zero in (1, 3) for remat in ("none", "full", "dots")
+    ("zero", "remat"),
+    [
+        pytest.param(
+            zero,
+            remat,
+            marks=pytest.mark.thorough
+            if (zero, remat) in ((1, "dots"), (3, "none"), (3, "full"))
+            else pytest.mark.slow,
+        )
+        for zero in (1, 3)
+        for remat in ("none", "full", "dots")
     ],
-)  # fmt: skip
+)
 def test_of_a_stage_i_and_w_together_do_the_products_of_b(zero, remat):
     whole, first, second = slots_products(zero_stage=zero, remat=remat)
     assert total(second) == 3 * 7  # the weights: q, k, v, out, gate, up, down

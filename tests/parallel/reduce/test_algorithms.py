@@ -1,4 +1,5 @@
-"""Every program equals psum on 2 to 8 devices, to the last bit the same on all of them, and sends what theory says, in messages alone.
+"""Every program equals psum on 2 to 8 devices, to the last bit the same on all of them, and sends what theory says, in
+messages alone.
 
 all-reduce          messages one after the other    bytes of S that a device sends on average
 ring                2 (n-1)                         2 (n-1)/n
@@ -85,7 +86,10 @@ every_program = pytest.mark.parametrize("name", [*FLAT, "pipelined"])
 @every_n
 @every_program
 def test_the_sum_is_that_of_psum_and_bit_for_bit_the_same_on_all_devices(n, name):
-    found, exact = flat(n, "float32").results[name], np.asarray(numbers(n, "float32"), np.float64).sum(0)
+    found, exact = (
+        flat(n, "float32").results[name],
+        np.asarray(numbers(n, "float32"), np.float64).sum(0),
+    )
     assert (found == found[0]).all()
     assert np.linalg.norm(found[0] - exact) < 1e-6 * np.linalg.norm(exact)
 
@@ -115,7 +119,9 @@ def test_messages_follow_each_other_as_often_as_theory_says(n):
     assert counts["ring"] == counts["two_way_ring"] == 2 * (n - 1)
     assert steps(n, "ring") == 2 * (n - 1) and steps(n, "two_way_ring") == 2 * (n // 2)
     assert counts["halving_doubling"] == 2 * k + folded
-    assert counts["double_tree"] <= 4 * (1 + math.log2(n)) and counts["pipelined"] <= 4 * (PIECES + math.log2(n))
+    assert counts["double_tree"] <= 4 * (1 + math.log2(n)) and counts["pipelined"] <= 4 * (
+        PIECES + math.log2(n)
+    )
 
 
 def steps(n, name):
@@ -131,7 +137,9 @@ def steps(n, name):
 @every_n
 def test_two_trees_leave_no_device_idle_or_overtaxed(n):
     """Each is within one tree at most, and in a step sends one message and receives one."""
-    within = [{p for tree, _, p in double_tree.edges(n) if tree == t} for t in range(double_tree.TREES)]
+    within = [
+        {p for tree, _, p in double_tree.edges(n) if tree == t} for t in range(double_tree.TREES)
+    ]
     assert not within[0] & within[1]
     passed = defaultdict(int)
     for step in double_tree.messages_up(n, PIECES):
@@ -148,7 +156,10 @@ HALVES = [name for name in FLAT if ALGORITHMS[name].programs().reduce_scatter]
 @functools.cache
 def halves(n, dtype):
     names = [name for name in HALVES if name != "halving_doubling" or n & (n - 1) == 0]
-    programs = {f"{name} scatter": functools.partial(reduce_scatter, name, axes="x", dim=1) for name in names}
+    programs = {
+        f"{name} scatter": functools.partial(reduce_scatter, name, axes="x", dim=1)
+        for name in names
+    }
     programs |= {f"{name} gather": functools.partial(all_gather, name, axis="x") for name in names}
     return Compiled(mesh_of((n,), ("x",)), programs, numbers(n, dtype, (3, 7 * n, 5)))
 
@@ -171,12 +182,23 @@ def test_the_halves_scatter_along_a_dimension_and_gather_along_the_first(n, dtyp
             assert compiled.bytes(name) == pytest.approx(4 * sent, rel=0.01), name
 
 
-@pytest.mark.parametrize("shape", [(2, 3), pytest.param((2, 4), marks=pytest.mark.slow), pytest.param((4, 2), marks=pytest.mark.thorough)])  # fmt: skip
-def test_over_two_axes_the_hierarchical_one_sends_a_share_across_and_the_others_take_them_for_one(shape):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3),
+        pytest.param((2, 4), marks=pytest.mark.slow),
+        pytest.param((4, 2), marks=pytest.mark.thorough),
+    ],
+)
+def test_over_two_axes_the_hierarchical_one_sends_a_share_across_and_the_others_take_them_for_one(
+    shape,
+):
     islands, inside = shape
     n = islands * inside
     names = ["ring", "double_tree", "hierarchical"]
-    programs = {name: functools.partial(all_reduce, name, axes=("island", "data")) for name in names}
+    programs = {
+        name: functools.partial(all_reduce, name, axes=("island", "data")) for name in names
+    }
     compiled = Compiled(mesh_of(shape, ("island", "data")), programs, numbers(n, "float32"))
     exact, nbytes = np.asarray(numbers(n, "float32"), np.float64).sum(0), 4 * math.prod(ODD)
     for name, found in compiled.results.items():
@@ -187,7 +209,9 @@ def test_over_two_axes_the_hierarchical_one_sends_a_share_across_and_the_others_
     for c in compiled.collectives["hierarchical"]:
         by_axis[c.axis] += c.sent
     across = 2 * (islands - 1) / islands * nbytes / inside
-    assert by_axis == pytest.approx({"data": 2 * (inside - 1) / inside * nbytes, "island": across}, rel=0.01)
+    assert by_axis == pytest.approx(
+        {"data": 2 * (inside - 1) / inside * nbytes, "island": across}, rel=0.01
+    )
 
 
 def test_what_all_devices_have_is_typed_so_and_the_axes_that_were_not_summed_over_are_kept():
@@ -201,8 +225,13 @@ def test_what_all_devices_have_is_typed_so_and_the_axes_that_were_not_summed_ove
 
     mesh = mesh_of((2, 2, 2), ("island", "data", "tensor"))
     everywhere = PartitionSpec(mesh.axis_names)
-    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere), numbers(8, "float32"))
-    kept = {name: {"tensor"} if name == "hierarchical" else {"island", "tensor"} for name in ALGORITHMS}
+    jax.eval_shape(
+        jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere),
+        numbers(8, "float32"),
+    )
+    kept = {
+        name: {"tensor"} if name == "hierarchical" else {"island", "tensor"} for name in ALGORITHMS
+    }
     assert seen == kept
 
 
@@ -213,7 +242,10 @@ def test_one_device_has_the_sum_already():
         numbers(1, "float32"),
     )
     assert not compiled.collectives
-    assert all((found == np.asarray(numbers(1, "float32"), np.float64)).all() for found in compiled.results.values())
+    assert all(
+        (found == np.asarray(numbers(1, "float32"), np.float64)).all()
+        for found in compiled.results.values()
+    )
 
 
 def test_an_algorithm_says_where_it_has_no_reduce_scatter():

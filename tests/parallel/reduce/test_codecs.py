@@ -1,4 +1,6 @@
-"""Codecs in blocks against others in NumPy, one number after the other, by the definition of each format; top-k, alone and with feedback."""
+"""Codecs in blocks against others in NumPy, one number after the other, by the definition of each format; top-k, alone
+and with feedback.
+"""
 
 import dataclasses
 import struct
@@ -20,7 +22,9 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 def codec(name, block=256):
-    return codec_of(dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block))
+    return codec_of(
+        dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block)
+    )
 
 
 def through(name, rows, block=256):
@@ -37,11 +41,17 @@ def rows_of(k, n=3, seed=0):
 
 
 def e4m3_numbers():
-    """Every number of the OCP's e4m3, by its definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F is NaN."""
+    """Every number of the OCP's e4m3, by its definition: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F is
+    NaN.
+    """
     found = []
     for byte in range(0x7F):
         exponent, mantissa = byte >> 3, byte & 7
-        found.append((mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+        found.append(
+            (mantissa / 8) * 2.0**-6
+            if exponent == 0
+            else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        )
     return np.array(found)
 
 
@@ -107,7 +117,9 @@ def test_the_error_is_at_most_half_a_step(name):
     rows = rows_of(1000)
     arrived = through(name, rows)[0]
     error, size = np.abs(arrived.astype(np.float64) - rows), np.abs(rows.astype(np.float64))
-    largest = np.stack([np.abs(rows[:, s : s + 256]).max(axis=1) for s in range(0, 1000, 256)], axis=1)
+    largest = np.stack(
+        [np.abs(rows[:, s : s + 256]).max(axis=1) for s in range(0, 1000, 256)], axis=1
+    )
     largest = np.repeat(largest, 256, axis=1)[:, :1000].astype(np.float64)
     # Half a step of each format, and what float32 loses of scale, quotient and product.
     half = {
@@ -136,7 +148,9 @@ def test_what_is_not_finite_stays_so_and_leaves_other_blocks_alone(name, bad):
     assert not np.isfinite(arrived[1, 20])
     there = np.ones_like(rows, bool)
     there[1, 16:32] = False
-    np.testing.assert_array_equal(arrived[there], reference(name, np.where(np.isfinite(rows), rows, 0), 16)[there])
+    np.testing.assert_array_equal(
+        arrived[there], reference(name, np.where(np.isfinite(rows), rows, 0), 16)[there]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -195,8 +209,13 @@ def test_what_is_not_finite_is_always_sent(bad):
 
 @pytest.mark.thorough
 def test_five_steps_with_feedback_are_those_of_numpy():
-    made, random = Closing({"data": 4}, {"compression": "topk", "ratio": RATIO}), np.random.default_rng(1)
-    owed = {name: np.zeros((4, *w.whole), np.float32) for name, w in made.weights.items() if w.decayed}
+    made, random = (
+        Closing({"data": 4}, {"compression": "topk", "ratio": RATIO}),
+        np.random.default_rng(1),
+    )
+    owed = {
+        name: np.zeros((4, *w.whole), np.float32) for name, w in made.weights.items() if w.decayed
+    }
     assert owed
     for _ in range(5):
         gradients = made.draw(random)
@@ -208,7 +227,8 @@ def test_five_steps_with_feedback_are_those_of_numpy():
                 padding = [(0, m - n) for n, m in zip(weight.whole, weight.padded, strict=True)]
                 parts = np.split(np.pad(given, padding), 4, axis=weight.zero_dim)
                 sent = np.concatenate(
-                    [largest(part.reshape(-1), RATIO).reshape(part.shape) for part in parts], axis=weight.zero_dim
+                    [largest(part.reshape(-1), RATIO).reshape(part.shape) for part in parts],
+                    axis=weight.zero_dim,
                 )[tuple(slice(n) for n in weight.whole)]
                 residual[rank] = given - sent
                 total += sent

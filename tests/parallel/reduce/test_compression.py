@@ -1,5 +1,6 @@
-"""Compression in the compiled step: it is there, it sends what it says, and the numbers that come of it are those of float32 but for
-what it leaves out."""
+"""Compression in the compiled step: it is there, it sends what it says, and the numbers that come of it are those of
+float32 but for what it leaves out.
+"""
 
 from functools import cache
 from typing import Any
@@ -29,11 +30,19 @@ def configuration(compression: str = "none", data: int = 4, **sections: Any):
             "mesh": {"data": data},
             "parallel": {"zero_stage": 1, "reduce": reduce},
             # Plain descent, so that what is left out of a gradient is left out of the step, and no more.
-            "optimizer": {"name": "sgd", "beta1": 0.0, "learning_rate": 0.03, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.0, "weight_decay": 0.0},
+            "optimizer": {
+                "name": "sgd",
+                "beta1": 0.0,
+                "learning_rate": 0.03,
+                "warmup_steps": 0,
+                "schedule": "constant",
+                "grad_clip": 0.0,
+                "weight_decay": 0.0,
+            },
             "train": {"global_batch_size": 8, "sequence_length": 16},
             **sections,
         }
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -53,10 +62,21 @@ def stepped(compression: str):
 
 def gradient_bytes(found) -> float:
     """That a device sends over data, norms included; weights are gathered."""
-    return sum(c.sent * c.times for c in found if c.axis == "data" and c.kind in ("reduce-scatter", "all-to-all"))
+    return sum(
+        c.sent * c.times
+        for c in found
+        if c.axis == "data" and c.kind in ("reduce-scatter", "all-to-all")
+    )
 
 
-cheap = [pytest.param(name, marks=marks) for name, marks in zip(("int8", "int4", "float8", "bfloat16"), ((), pytest.mark.thorough, *[pytest.mark.slow] * 2), strict=True)]  # fmt: skip
+cheap = [
+    pytest.param(name, marks=marks)
+    for name, marks in zip(
+        ("int8", "int4", "float8", "bfloat16"),
+        ((), pytest.mark.thorough, *[pytest.mark.slow] * 2),
+        strict=True,
+    )
+]
 LEAST = {"int8": 3.9, "int4": 7.7, "float8": 3.9, "bfloat16": 1.99}
 
 
@@ -66,7 +86,9 @@ def test_gradients_take_so_much_fewer_bytes_in_the_compiled_step(name):
     plain, packed = stepped("none"), stepped(name)
     assert gradient_bytes(plain[1]) / gradient_bytes(packed[1]) >= LEAST[name]
     program, found, _ = packed
-    matrices = [weight for weight in program.layout.flat if scatters_compressed(program.config, weight)]
+    matrices = [
+        weight for weight in program.layout.flat if scatters_compressed(program.config, weight)
+    ]
     assert len(matrices) > 5
     exchanges = [c for c in found if c.kind == "all-to-all" and c.axes]
     assert len(exchanges) == len(matrices)
@@ -77,7 +99,9 @@ def test_gradients_take_so_much_fewer_bytes_in_the_compiled_step(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", cheap)
 def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
-    """Of a step along g' in the place of g the loss falls by g . g', that is by a share of at most |g' - g| / |g| more or less."""
+    """Of a step along g' in the place of g the loss falls by g . g', that is by a share of at most |g' - g| / |g| more
+    or less.
+    """
     plain, packed = ([m["loss"] for m in stepped(of)[2]] for of in ("none", name))
     errors = [float(m["reduce_error"]) for m in stepped(name)[2]]
     fell, falls = plain[0] - plain[-1], packed[0] - packed[-1]
@@ -86,9 +110,15 @@ def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
     # The error of the sum is at most that of its parts where those are as large; twice as much for the curvature.
     ranks = stepped(name)[0].config.mesh.data
     assert abs(falls / fell - 1) <= 2 * np.sqrt(ranks) * max(errors)
-    # A block's steps are its largest number over 127 or 7, and numbers of a normal distribution a third of that: an even error in
-    # a step is a third of half of it, so about 1.2% in int8; relative ones are 2^-9 / sqrt 3 to 2^-4 / sqrt 3.
-    low, high = {"int8": (0.005, 0.03), "int4": (0.08, 0.4), "float8": (0.01, 0.04), "bfloat16": (0.0005, 0.003)}[name]
+    # A block's steps are its largest number over 127 or 7, and numbers of a normal distribution a third of that: an
+    # even error in a step is a third of half of it, so about 1.2% in int8; relative ones are 2^-9 / sqrt 3 to 2^-4 /
+    # sqrt 3.
+    low, high = {
+        "int8": (0.005, 0.03),
+        "int4": (0.08, 0.4),
+        "float8": (0.01, 0.04),
+        "bfloat16": (0.0005, 0.003),
+    }[name]
     assert all(low < error < high for error in errors)
     assert "reduce_error" not in stepped("none")[2][0]
 
@@ -96,9 +126,11 @@ def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
 @pytest.mark.thorough
 def test_an_overflow_is_seen_through_compression_and_its_step_skipped():
     config = configuration(
-        "int8", data=2, precision={"compute": "float16", "loss_scale": 2.0**30, "loss_scale_hysteresis": 1},
+        "int8",
+        data=2,
+        precision={"compute": "float16", "loss_scale": 2.0**30, "loss_scale_hysteresis": 1},
         model=MODEL | {"layers": 1, "d_model": 32, "d_ff": 32},
-    )  # fmt: skip
+    )
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout))
     before = jax.device_get(state.params)
@@ -111,15 +143,27 @@ def test_an_overflow_is_seen_through_compression_and_its_step_skipped():
 
 EVERYWHERE = {
     "at use, ZeRO-2, tied": ({"data": 4}, {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
-    "1f1b at use, all axes": ({"data": 2, "tensor": 2, "pipeline": 2}, {"zero_stage": 3, "zero_hold": False, "microbatches": 4}),
-    "interleaved, islands": ({"data": 4, "pipeline": 2, "islands": 4}, {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 2}),
-}  # fmt: skip
+    "1f1b at use, all axes": (
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        {"zero_stage": 3, "zero_hold": False, "microbatches": 4},
+    ),
+    "interleaved, islands": (
+        {"data": 4, "pipeline": 2, "islands": 4},
+        {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 2},
+    ),
+}
 
 
-@pytest.mark.parametrize("name", thorough_but(EVERYWHERE, lambda _: False, ["1f1b at use, all axes"]))
+@pytest.mark.parametrize(
+    "name", thorough_but(EVERYWHERE, lambda _: False, ["1f1b at use, all axes"])
+)
 def test_every_stage_and_schedule_descends_as_far(name):
     mesh, parallel = EVERYWHERE[name]
-    model = MODEL | {"layers": 4, "d_model": 64, "d_ff": 96} | ({"family": "gpt2"} if "tied" in name else {})
+    model = (
+        MODEL
+        | {"layers": 4, "d_model": 64, "d_ff": 96}
+        | ({"family": "gpt2"} if "tied" in name else {})
+    )
     fell = {}
     for compression in ("none", "int8"):
         reduce = {"reduce": {"compression": compression}}
@@ -129,8 +173,11 @@ def test_every_stage_and_schedule_descends_as_far(name):
         tokens, labels = token_batches(config, 1)[0]
         losses = []
         for _ in range(STEPS + 1):
-            state, metrics = program.train_step(state, program.place({"tokens": tokens, "labels": labels}))
+            state, metrics = program.train_step(
+                state, program.place({"tokens": tokens, "labels": labels})
+            )
             losses.append(float(metrics["loss"]))
         fell[compression] = losses[0] - losses[-1]
-    # int8 leaves 1% out of a gradient, see above; of four parts that add up to less than they are, twice as much, and across islands again.
+    # int8 leaves 1% out of a gradient, see above; of four parts that add up to less than they are, twice as much, and
+    # across islands again.
     assert 0 < abs(fell["int8"] / fell["none"] - 1) <= 0.05

@@ -22,23 +22,40 @@ HALF = {"bfloat16": 2.0**-8, "float8": 2.0**-4, "int8": 1 / 254, "int4": 1 / 14}
 
 
 def codec(name, block=16):
-    return codec_of(dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block))
+    return codec_of(
+        dataclasses.replace(ReduceConfig(feedback=False), compression=name, block=block)
+    )
 
 
 def mesh_of(data, islands=1):
-    return make_mesh(load({"mesh": {"data": data, "islands": islands}, "train": {"global_batch_size": data}}))
+    return make_mesh(
+        load({"mesh": {"data": data, "islands": islands}, "train": {"global_batch_size": data}})
+    )
 
 
 def weight(shape, zero_dim, data=8, stacked=True):
     """A weight of layers x rows x columns, or of rows x columns, whole but for ZeRO."""
     padded = tuple(-(-n // data) * data if d == zero_dim else n for d, n in enumerate(shape))
     axes = ("layers",) * stacked + ("embed", "mlp")
-    return Placed("w", axes, shape, shape, padded, ((),) * len(shape), (1,) * len(shape), zero_dim, (DATA,), data)
+    return Placed(
+        "w",
+        axes,
+        shape,
+        shape,
+        padded,
+        ((),) * len(shape),
+        (1,) * len(shape),
+        zero_dim,
+        (DATA,),
+        data,
+    )
 
 
 def gradients(ranks, shape, seed=0):
     draw = np.random.default_rng(seed)
-    return (draw.standard_normal((ranks, *shape)) * 10.0 ** draw.integers(-3, 2, (ranks, *shape))).astype(np.float32)
+    return (
+        draw.standard_normal((ranks, *shape)) * 10.0 ** draw.integers(-3, 2, (ranks, *shape))
+    ).astype(np.float32)
 
 
 WEIGHTS = {
@@ -83,7 +100,12 @@ def test_a_scatter_sums_each_shard_on_its_rank(name, compression):
     # One number of the sum is off by no more than the eight that were rounded, each by half a step of its block.
     error = np.abs(g - arrived)
     assert 0 < error.max() <= HALF[compression] * np.abs(g).max() * (1 + 1e-4)
-    np.testing.assert_allclose(np.take(got, range(g.shape[dim + 1]), axis=dim), arrived.sum(axis=0), rtol=1e-5, atol=1e-6 * np.abs(g).max())  # fmt: skip
+    np.testing.assert_allclose(
+        np.take(got, range(g.shape[dim + 1]), axis=dim),
+        arrived.sum(axis=0),
+        rtol=1e-5,
+        atol=1e-6 * np.abs(g).max(),
+    )
 
 
 @cache
@@ -99,13 +121,19 @@ def reduced(islands):
                 sent = all_reduce(g[0], codec(compression))
                 # Known to be the same in all islands: no axis of theirs in its type.
                 assert ISLAND not in varying(sent.shard)
-                out[name, compression] = sent.shard[None], vary(sent.shard, (ISLAND,))[None], sent.arrived[None]  # fmt: skip
+                out[name, compression] = (
+                    sent.shard[None],
+                    vary(sent.shard, (ISLAND,))[None],
+                    sent.arrived[None],
+                )
         return out
 
     rows = P((ISLAND, DATA))
     out_specs = {(n, c): (P(DATA), rows, rows) for n in shapes for c in NAMES}
     mesh = mesh_of(2 * islands, islands)
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=({n: rows for n in shapes},), out_specs=out_specs))
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=({n: rows for n in shapes},), out_specs=out_specs)
+    )
     return given, jax.device_get(run(given))
 
 
@@ -120,7 +148,9 @@ def test_an_all_reduce_is_the_same_sum_in_all_islands(islands, compression):
         by_rank = g.reshape(islands, 2, *g.shape[1:])
         whole, most = by_rank.sum(axis=0), np.abs(g).max()
         # With more than two islands the sum is rounded once more.
-        assert np.abs(by_island[0] - whole).max() <= HALF[compression] * most * (islands if islands == 2 else 2 * islands)  # fmt: skip
+        assert np.abs(by_island[0] - whole).max() <= HALF[compression] * most * (
+            islands if islands == 2 else 2 * islands
+        )
         came = arrived.reshape(by_rank.shape).sum(axis=0)
         np.testing.assert_allclose(by_island[0], came, rtol=1e-5, atol=1e-6 * most)
 

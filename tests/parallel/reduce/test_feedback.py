@@ -25,12 +25,26 @@ CELLS = NOW + [
 def closing(mesh, kind, over):
     stages = {"microbatches": 2} if mesh.get("pipeline", 1) > 1 else {}
     return Closing(
-        mesh, {"compression": kind, "over": over, "feedback": True, "ratio": 0.05, "rank": 2, "block": 32}, **stages
+        mesh,
+        {
+            "compression": kind,
+            "over": over,
+            "feedback": True,
+            "ratio": 0.05,
+            "rank": 2,
+            "block": 32,
+        },
+        **stages,
     )
 
 
 # The other kinds, each once: on stages, on one axis, on three islands, and on islands of one.
-FEW = [(STAGES, "topk", "data"), (FLAT, "bfloat16", "data"), (ODD, "int8", "islands"), (ALONE, "float8", "islands")]
+FEW = [
+    (STAGES, "topk", "data"),
+    (FLAT, "bfloat16", "data"),
+    (ODD, "int8", "islands"),
+    (ALONE, "float8", "islands"),
+]
 
 
 @pytest.mark.thorough
@@ -45,7 +59,9 @@ def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
         _, statistics = made.close(gradients, scale)
     owed = made.residuals()
     for name, x in wanted.items():
-        np.testing.assert_allclose(made.sent[name] + owed[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name)
+        np.testing.assert_allclose(
+            made.sent[name] + owed[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name
+        )
     lost = {name for name in owed if np.abs(owed[name]).max() > 1e-4 * np.abs(wanted[name]).max()}
     assert lost == {weight.name for weight in made.weights.values() if weight.decayed}, (
         "matrices lose something, norms nothing"
@@ -59,7 +75,11 @@ def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
     ("kind", "bad"),
     [
         pytest.param(
-            kind, bad, marks=pytest.mark.thorough if kind in ("topk", "powersgd", "int8") else pytest.mark.slow
+            kind,
+            bad,
+            marks=pytest.mark.thorough
+            if kind in ("topk", "powersgd", "int8")
+            else pytest.mark.slow,
         )
         for kind, bad in zip(KINDS, [np.inf, np.nan] * 3, strict=True)
     ],
@@ -70,7 +90,9 @@ def test_an_overflow_shows_in_the_sums_or_in_what_is_left_out(kind, bad):
     gradients = made.draw(np.random.default_rng(0))
     gradients["blocks.mlp.up"][3, 1, 0, 1, 5, 7] = bad
     sums, statistics = made.close(gradients)
-    assert not (np.isfinite(sums["blocks.mlp.up"]).all() and np.isfinite(statistics["residual_norm"]))
+    assert not (
+        np.isfinite(sums["blocks.mlp.up"]).all() and np.isfinite(statistics["residual_norm"])
+    )
 
 
 def leaves(tree):

@@ -1,4 +1,6 @@
-"""What compression keeps in a real step: its bytes in the compiled program, float16's skipped steps, a resume, the planner's memory."""
+"""What compression keeps in a real step: its bytes in the compiled program, float16's skipped steps, a resume, the
+planner's memory.
+"""
 
 from functools import cache
 from itertools import product
@@ -75,7 +77,9 @@ def test_topk_sends_a_fiftieth_in_one_exchange_a_matrix_and_no_dense_one():
     matrices = [weight for weight in program.layout.flat if weight.decayed]
     exchanges = [c for c in collectives(step, program.mesh) if c.kind == "all-to-all" and c.axes]
     assert len(exchanges) == len(matrices) > 5
-    each = {4 * 8 * round(0.01 * weight.on_rank()) * 3 / 4 for weight in matrices}  # of 4 rows one stays
+    each = {
+        4 * 8 * round(0.01 * weight.on_rank()) * 3 / 4 for weight in matrices
+    }  # of 4 rows one stays
     assert {c.sent for c in exchanges} == each
 
 
@@ -86,11 +90,17 @@ def test_powersgd_sends_two_thin_matrices_as_its_paper_says():
     thin = sum(
         layers * 4 * (n + c)
         for layers, n, c in [
-            (1, 264, 256), (1, 256, 264),  # embedding and head
-            (2, 256, 256), (2, 256, 128), (2, 256, 128), (2, 256, 256),  # q, k, v, out
-            (2, 256, 512), (2, 256, 512), (2, 512, 256),  # gate, up, down
+            (1, 264, 256),
+            (1, 256, 264),  # embedding and head
+            (2, 256, 256),
+            (2, 256, 128),
+            (2, 256, 128),
+            (2, 256, 256),  # q, k, v, out
+            (2, 256, 512),
+            (2, 256, 512),
+            (2, 512, 256),  # gate, up, down
         ]
-    )  # fmt: skip
+    )
     norms = sum(np.prod(shape) for shape in sizes if shape in ((2, 256), (256,)))
     wanted = 4 * (2 * 3 / 4 * thin + 3 / 4 * norms)
     assert gradient_bytes(program, step) == pytest.approx(wanted, rel=0.01)
@@ -101,18 +111,30 @@ def test_a_skipped_step_leaves_what_is_owed_as_it_was_and_a_new_scale_owes_the_s
     program, step = compiled("topk", compute="float16")
     state, metrics = go(program, step, program.init(), range(2))
     before = jax.device_get(state.reduce)
-    norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in before.residual["blocks"]["mlp"].values()))
+    norm = np.sqrt(
+        sum(
+            np.sum(np.square(x, dtype=np.float64))
+            for x in before.residual["blocks"]["mlp"].values()
+        )
+    )
     assert 0 < norm < metrics[-1]["residual_norm"], "in units of the gradient, whatever the scale"
     scale = float(state.scale.value)
     assert scale > 1000
     overflowing = jax.device_put(np.float32(1e30), state.scale.value.sharding)
-    state, metrics = go(program, step, state._replace(scale=state.scale._replace(value=overflowing)), [2])
+    state, metrics = go(
+        program, step, state._replace(scale=state.scale._replace(value=overflowing)), [2]
+    )
     assert metrics[0]["skipped"] == 1
     assert same(State(*[None] * 4, before), State(*[None] * 4, state.reduce))
     lower = jax.device_put(np.float32(scale / 4), state.scale.value.sharding)
     state, metrics = go(program, step, state._replace(scale=state.scale._replace(value=lower)), [3])
     assert metrics[0]["skipped"] == 1, "and no more"
-    after = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(jax.device_get(state.reduce))))
+    after = np.sqrt(
+        sum(
+            np.sum(np.square(x, dtype=np.float64))
+            for x in jax.tree.leaves(jax.device_get(state.reduce))
+        )
+    )
     assert after == pytest.approx(float(metrics[0]["residual_norm"]), rel=1e-4)
     assert metrics[0]["residual_norm"] < 10 * norm
 
@@ -138,11 +160,19 @@ def test_what_compression_keeps_goes_on_bit_for_bit_after_a_resume(tmp_path):
 
 KEPT = [TOPK, POWER, {**POWER, "over": "islands"}, {**POWER, "feedback": False}]
 MESHES = [FLAT, ISLANDS, CUBE, (2, 4, 1, 2), (4, 1, 2, 4)]
-NOW = [(FLAT, TOPK), (CUBE, POWER), ((2, 4, 1, 2), KEPT[2]), ((4, 1, 2, 4), POWER), (ISLANDS, KEPT[3])]
+NOW = [
+    (FLAT, TOPK),
+    (CUBE, POWER),
+    ((2, 4, 1, 2), KEPT[2]),
+    ((4, 1, 2, 4), POWER),
+    (ISLANDS, KEPT[3]),
+]
 
 
 @pytest.mark.parametrize(
-    "cell", thorough_but(list(product(MESHES, KEPT)), NOW.__contains__, [(CUBE, TOPK), (ISLANDS, KEPT[2])]), ids=str
+    "cell",
+    thorough_but(list(product(MESHES, KEPT)), NOW.__contains__, [(CUBE, TOPK), (ISLANDS, KEPT[2])]),
+    ids=str,
 )
 def test_the_planner_knows_what_is_kept_on_a_device(cell):
     mesh, reduce = cell
@@ -162,20 +192,33 @@ def test_the_planner_knows_what_is_kept_on_a_device(cell):
     planned = sum(item.nbytes for item in memory.between_steps(config))
     assert planned == pytest.approx(program.state_bytes, rel=0.005)
     if shapes is not None and reduce.get("feedback", True) and not reduce.get("over"):
-        matrices = sum(weight.on_device() for weight in program.layout.flat if sizes.compresses(config, weight))
-        assert sizes.feedback_bytes(config)["residual"] == 4 * matrices, "one whole float32 gradient a device"
+        matrices = sum(
+            weight.on_device() for weight in program.layout.flat if sizes.compresses(config, weight)
+        )
+        assert sizes.feedback_bytes(config)["residual"] == 4 * matrices, (
+            "one whole float32 gradient a device"
+        )
 
 
 @pytest.mark.parametrize(
     ("parallel", "told"),
     [
-        ({"zero_stage": 2, "reduce": POWER}, "parallel.zero_stage 2 scatters them wherever they are made; set parallel.zero_hold to true"),
-        ({"zero_stage": 3, "reduce": {"compression": "int8", "feedback": True}}, "with parallel.reduce.feedback compresses"),
+        (
+            {"zero_stage": 2, "reduce": POWER},
+            "parallel.zero_stage 2 scatters them wherever they are made; set parallel.zero_hold to true",
+        ),
+        (
+            {"zero_stage": 3, "reduce": {"compression": "int8", "feedback": True}},
+            "with parallel.reduce.feedback compresses",
+        ),
         ({"zero_stage": 3, "reduce": {**POWER, "feedback": False}}, "with its Q compresses"),
-        ({"reduce": {"compression": "topk", "ratio": 0.6}}, "parallel.reduce.ratio is 0.6, but topk sends 8 bytes"),
+        (
+            {"reduce": {"compression": "topk", "ratio": 0.6}},
+            "parallel.reduce.ratio is 0.6, but topk sends 8 bytes",
+        ),
         ({"zero_stage": 0, "reduce": TOPK}, "parallel.zero_stage is 0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_right_is_refused_in_one_sentence(parallel, told):
     with pytest.raises(ConfigError) as refused:
         load({"mesh": {"data": 4}, "parallel": parallel, "train": {"global_batch_size": 8}})

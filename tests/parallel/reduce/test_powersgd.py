@@ -21,7 +21,10 @@ def flat():
 
 def by_name(made, tree):
     flat = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    return {name: None if x is None else np.asarray(x, np.float64) for name, x in zip(made.weights, flat, strict=True)}
+    return {
+        name: None if x is None else np.asarray(x, np.float64)
+        for name, x in zip(made.weights, flat, strict=True)
+    }
 
 
 def as_matrices(name, x):
@@ -59,10 +62,14 @@ def test_five_steps_are_those_of_the_algorithm(flat):
                     left = m[rank][layer] - p @ p.T @ m[rank][layer]
                     as_matrices(name, owed[name][rank])[layer] = left
             want = np.stack(total).reshape(sums[name].shape)
-            np.testing.assert_allclose(sums[name], want, rtol=0, atol=2e-4 * np.abs(want).max(), err_msg=name)
+            np.testing.assert_allclose(
+                sums[name], want, rtol=0, atol=2e-4 * np.abs(want).max(), err_msg=name
+            )
     found = by_name(flat, flat.kept.residual)
     for name, wanted in owed.items():
-        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=2e-4 * np.abs(wanted).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], wanted, rtol=0, atol=2e-4 * np.abs(wanted).max(), err_msg=name
+        )
 
 
 @pytest.mark.thorough
@@ -76,18 +83,24 @@ def test_gradients_that_share_so_few_columns_arrive_whole():
     for name, weight in made.weights.items():
         if weight.decayed:
             m = as_matrices(name, gradients[name][0, 0, 0])
-            thin = np.einsum("lnr,lcr->lnc", m[:, :, :RANK], random.standard_normal((len(m), m.shape[2], RANK)))
+            thin = np.einsum(
+                "lnr,lcr->lnc", m[:, :, :RANK], random.standard_normal((len(m), m.shape[2], RANK))
+            )
             gradients[name][...] = thin.reshape(weight.whole)
     sums, statistics = made.close(gradients)
     for name, wanted in made.total(gradients).items():
-        np.testing.assert_allclose(sums[name], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
+        np.testing.assert_allclose(
+            sums[name], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max(), err_msg=name
+        )
     assert statistics["reduce_error"] < 1e-4
     assert "residual_norm" not in statistics
 
 
 @pytest.mark.thorough
 def test_layers_that_only_pad_a_stage_stay_zero():
-    made = Closing({"data": 2, "pipeline": 2}, {"compression": "powersgd", "rank": RANK}, microbatches=2)
+    made = Closing(
+        {"data": 2, "pipeline": 2}, {"compression": "powersgd", "rank": RANK}, microbatches=2
+    )
     assert not made.layout.even
     gradients, padding = made.draw(np.random.default_rng(5)), made.layout.layer_at.reshape(-1) < 0
     for name, weight in made.weights.items():
@@ -107,7 +120,14 @@ def test_layers_that_only_pad_a_stage_stay_zero():
 def configuration(rank, mesh=None, **reduce):
     return load(
         {
-            "model": {"layers": 4, "d_model": 64, "heads": 8, "kv_heads": 4, "d_ff": 160, "vocab_size": 257},
+            "model": {
+                "layers": 4,
+                "d_model": 64,
+                "heads": 8,
+                "kv_heads": 4,
+                "d_ff": 160,
+                "vocab_size": 257,
+            },
             "mesh": mesh or {"data": 2, "tensor": 2},
             "parallel": {"reduce": {"compression": "powersgd", "rank": rank, **reduce}},
             "train": {"global_batch_size": 8, "sequence_length": 16},
@@ -141,10 +161,23 @@ def test_each_devices_part_of_a_weight_is_a_matrix_of_inputs_and_outputs(name, n
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "tensor": 2}])
 def test_each_expert_has_a_matrix_of_its_own(mesh):
     moe = {"experts": 8, "top_k": 2, "d_ff": 48}
-    model = {"family": "mixtral", "layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "vocab_size": 61, "moe": moe}
+    model = {
+        "family": "mixtral",
+        "layers": 4,
+        "d_model": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 61,
+        "moe": moe,
+    }
     config = load(
-        {"model": model, "mesh": mesh, "parallel": {"reduce": {"compression": "powersgd", "rank": 3}}, "train": {"global_batch_size": 8}}
-    )  # fmt: skip
+        {
+            "model": model,
+            "mesh": mesh,
+            "parallel": {"reduce": {"compression": "powersgd", "rank": 3}},
+            "train": {"global_batch_size": 8},
+        }
+    )
     weights = {w.name: w for w in all_placed(config)}
     width = 48 // mesh.get("tensor", 1)
     for name, n, c in (("gate", 32, width), ("up", 32, width), ("down", width, 32)):
@@ -157,7 +190,9 @@ def test_each_expert_has_a_matrix_of_its_own(mesh):
 
 def test_a_matrix_that_would_not_get_smaller_goes_as_it_is():
     small, large = configuration(12), configuration(13)
-    k = next(w for w in all_placed(small) if w.name == "blocks.attention.k")  # 64 x 16: 12 * 80 < 1024 < 13 * 80
+    k = next(
+        w for w in all_placed(small) if w.name == "blocks.attention.k"
+    )  # 64 x 16: 12 * 80 < 1024 < 13 * 80
     assert sizes.compresses(small, k)
     assert not sizes.compresses(large, k)
     norm = next(w for w in all_placed(small) if w.name == "blocks.mlp_norm.scale")
@@ -167,14 +202,16 @@ def test_a_matrix_that_would_not_get_smaller_goes_as_it_is():
 def test_a_rank_that_compresses_nothing_is_refused_with_the_largest_that_does():
     """mlp.down is 80 x 64 on a device: 35 * 144 < 5120; the embedding is 129 x 64: 42 * 193 < 8256."""
     sizes.check_rank(configuration(42))
-    with pytest.raises(ConfigError, match=r"parallel.reduce.rank is 43, but no matrix .*; legal are at most 42.$"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.reduce.rank is 43, but no matrix .*; legal are at most 42.$"
+    ):
         sizes.check_rank(configuration(43))
     sizes.check_rank(configuration(43, {"data": 1, "tensor": 2}))
 
 
 @pytest.mark.thorough
 def test_q_begins_the_same_with_a_seed_and_otherwise_with_another(flat):
-    draw = lambda seed: by_name(flat, flat.zero.feedback.init_q(jax.random.key(seed)))  # noqa: E731
+    draw = lambda seed: by_name(flat, flat.zero.feedback.init_q(jax.random.key(seed)))
     one, same, other = draw(1), draw(1), draw(2)
     for name, x in one.items():
         if x is not None:

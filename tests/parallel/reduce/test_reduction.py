@@ -22,9 +22,20 @@ def configuration(algorithm, mesh, zero, reduce=None, **parallel):
     rows = 12 if mesh.get("data") == 3 else 8
     return load(
         {
-            "model": {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 50, "vocab_size": 97},
+            "model": {
+                "layers": 3,
+                "d_model": 24,
+                "heads": 4,
+                "kv_heads": 2,
+                "d_ff": 50,
+                "vocab_size": 97,
+            },
             "mesh": mesh,
-            "parallel": {"zero_stage": zero, "reduce": {"algorithm": algorithm, **(reduce or {})}, **parallel},
+            "parallel": {
+                "zero_stage": zero,
+                "reduce": {"algorithm": algorithm, **(reduce or {})},
+                **parallel,
+            },
             "train": {"global_batch_size": rows, "sequence_length": 16, "steps": STEPS},
             "optimizer": {"learning_rate": 0.01, "grad_clip": 0.5},
         }
@@ -33,7 +44,9 @@ def configuration(algorithm, mesh, zero, reduce=None, **parallel):
 
 @cache
 def run(algorithm, mesh, zero, **parallel):
-    """Losses, the program, the last weights, and bytes that a device sends over data by kind, the loss's and the norm's few left out."""
+    """Losses, the program, the last weights, and bytes that a device sends over data by kind, the loss's and the norm's
+    few left out.
+    """
     config = configuration(algorithm, dict(mesh), zero, **parallel)
     numbers = canonical_numbers(Layout(config, make_mesh(config)))
     metrics, program, (_, last) = train(config, STEPS, numbers)
@@ -41,7 +54,11 @@ def run(algorithm, mesh, zero, **parallel):
     for c in collectives(program.lower().compile(), program.mesh, program.busy):
         if c.axes and set(c.axes) <= {"island", "data"} and c.bytes > 100:
             sent[c.kind] += c.sent * c.senders * c.times
-    return [m["loss"] for m in metrics], jax.tree.leaves(program.layout.canonical(last.params)), dict(sent)
+    return (
+        [m["loss"] for m in metrics],
+        jax.tree.leaves(program.layout.canonical(last.params)),
+        dict(sent),
+    )
 
 
 CASES = {
@@ -58,13 +75,21 @@ MORE = {
     "hierarchical-zero1-islands2-tensor2": ("hierarchical", {"data": 4, "islands": 2, "tensor": 2}, 1, {}),
     "hierarchical-zero2-islands4-at-use": ("hierarchical", {"data": 8, "islands": 4}, 2, {"zero_hold": False}),
 }  # fmt: skip
-FEW = ("ring-zero3-all-three", "halving-zero2-held-pipeline", "tree-zero1-across-islands-alone")  # each algorithm once
+FEW = (
+    "ring-zero3-all-three",
+    "halving-zero2-held-pipeline",
+    "tree-zero1-across-islands-alone",
+)  # each algorithm once
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=() if name == "hierarchical-zero0-islands2" else pytest.mark.thorough)
+        pytest.param(
+            case,
+            id=name,
+            marks=() if name == "hierarchical-zero0-islands2" else pytest.mark.thorough,
+        )
         for name, case in CASES.items()
     ]
     + [
@@ -81,7 +106,10 @@ def test_a_run_is_that_of_psum_and_its_gradients_travel_in_messages_alone(case):
         np.testing.assert_allclose(seen, wanted, atol=2e-4)
     # Weights are gathered as before.
     assert sent.pop("all-gather", 0) == by_psum.pop("all-gather", 0)
-    assert sent.keys() == {"collective-permute"} and by_psum.keys() <= {"all-reduce", "reduce-scatter"}
+    assert sent.keys() == {"collective-permute"} and by_psum.keys() <= {
+        "all-reduce",
+        "reduce-scatter",
+    }
     # Of a leaf that the devices do not divide some numbers are padding.
     assert sent["collective-permute"] == pytest.approx(sum(by_psum.values()), rel=0.03)
 
@@ -89,14 +117,46 @@ def test_a_run_is_that_of_psum_and_its_gradients_travel_in_messages_alone(case):
 @pytest.mark.parametrize(
     ("algorithm", "mesh", "zero", "parallel", "said"),
     [
-        ("ring", {"data": 2}, 1, {"reduce": {"compression": "int8"}}, "which has an exchange of its own; leave one of them out"),
-        ("hierarchical", {"data": 2}, 0, {}, "mesh.islands is 1; give mesh.islands, or algorithm ring"),
-        ("double_tree", {"data": 2}, 1, {}, "has no reduce-scatter, but parallel.zero_stage is 1 .*; give zero_stage 0"),
-        ("halving_doubling", {"data": 6, "islands": 2}, 2, {}, "is for powers of two, .* 3 data ranks shard"),
-        ("ring", {"data": 2, "pipeline": 2}, 3, {"zero_hold": False}, "each stage scatters .*; set parallel.zero_hold to true"),
+        (
+            "ring",
+            {"data": 2},
+            1,
+            {"reduce": {"compression": "int8"}},
+            "which has an exchange of its own; leave one of them out",
+        ),
+        (
+            "hierarchical",
+            {"data": 2},
+            0,
+            {},
+            "mesh.islands is 1; give mesh.islands, or algorithm ring",
+        ),
+        (
+            "double_tree",
+            {"data": 2},
+            1,
+            {},
+            "has no reduce-scatter, but parallel.zero_stage is 1 .*; give zero_stage 0",
+        ),
+        (
+            "halving_doubling",
+            {"data": 6, "islands": 2},
+            2,
+            {},
+            "is for powers of two, .* 3 data ranks shard",
+        ),
+        (
+            "ring",
+            {"data": 2, "pipeline": 2},
+            3,
+            {"zero_hold": False},
+            "each stage scatters .*; set parallel.zero_hold to true",
+        ),
     ],
-)  # fmt: skip
-def test_what_an_algorithm_cannot_do_is_refused_in_a_sentence(algorithm, mesh, zero, parallel, said):
+)
+def test_what_an_algorithm_cannot_do_is_refused_in_a_sentence(
+    algorithm, mesh, zero, parallel, said
+):
     with pytest.raises(ConfigError, match=f"^parallel.reduce.algorithm is {algorithm}, .*{said}"):
         configuration(algorithm, mesh, zero, **parallel)
 

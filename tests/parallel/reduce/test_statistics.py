@@ -29,7 +29,9 @@ def test_the_error_is_the_norm_of_what_was_left_out_over_that_of_what_was_given(
     draw = np.random.default_rng(0)
     given = [draw.standard_normal(shape).astype(np.float32) for shape in ((8, 3), (4, 5))]
     arrived = [np.round(g, 1) for g in given]
-    lost = np.sqrt(sum(np.square(g.astype(float) - a).sum() for g, a in zip(given, arrived, strict=True)))
+    lost = np.sqrt(
+        sum(np.square(g.astype(float) - a).sum() for g, a in zip(given, arrived, strict=True))
+    )
     whole = np.sqrt(sum(np.square(g.astype(float)).sum() for g in given))
     assert error(given, arrived)["reduce_error"] == pytest.approx(lost / whole, rel=1e-5)
     kept = error(given, arrived, fed_back=True)

@@ -21,7 +21,9 @@ WHOLE_ON_SEVERAL = [
 
 
 @pytest.mark.parametrize(
-    "case", thorough_but(WHOLE_ON_SEVERAL, WHOLE_ON_SEVERAL[:1].__contains__, WHOLE_ON_SEVERAL[2:3]), ids=str
+    "case",
+    thorough_but(WHOLE_ON_SEVERAL, WHOLE_ON_SEVERAL[:1].__contains__, WHOLE_ON_SEVERAL[2:3]),
+    ids=str,
 )
 def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     """What lies beside it differs from rank to rank, and must share no scale with it."""
@@ -37,7 +39,9 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     random, state = np.random.default_rng(0), built.init()
 
     def apart(x):
-        return jax.device_put(np.asarray(x) + 1e-2 * random.standard_normal(x.shape, np.float32), x.sharding)
+        return jax.device_put(
+            np.asarray(x) + 1e-2 * random.standard_normal(x.shape, np.float32), x.sharding
+        )
 
     counted = jax.device_put(
         np.arange(1, mesh["islands"] + 1, dtype=np.float32)[:, None], state.islands.counted.sharding
@@ -50,4 +54,6 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     assert copies_differ(state) == []
     sent = sum(c.sent for c in collectives(exchange, built.mesh, built.busy) if c.axes == (ISLAND,))
     assert sent == pytest.approx(built.islands.outer.sent_bytes(0), rel=1e-6)
-    assert sum(flow.sent for flow in gradient_traffic.sync_transfers(built.config)) == pytest.approx(sent, rel=1e-6)
+    assert sum(
+        flow.sent for flow in gradient_traffic.sync_transfers(built.config)
+    ) == pytest.approx(sent, rel=1e-6)

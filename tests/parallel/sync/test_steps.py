@@ -14,7 +14,15 @@ from meshtrain.plan import gradient_traffic
 from meshtrain.precision import NumbersCheck
 from meshtrain.step import Program
 
-PLAIN_SGD = {"name": "sgd", "beta1": 0.0, "grad_clip": 0.0, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "learning_rate": 0.1}  # fmt: skip
+PLAIN_SGD = {
+    "name": "sgd",
+    "beta1": 0.0,
+    "grad_clip": 0.0,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "schedule": "constant",
+    "learning_rate": 0.1,
+}
 
 FLAT = {"data": 4, "islands": 2}  # no stages, which compile slowly
 
@@ -32,7 +40,9 @@ def streaming() -> Program:
 
 @pytest.fixture(scope="module")
 def whole() -> Program:
-    return program(FLAT, sync={"every": 3, "start": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9})
+    return program(
+        FLAT, sync={"every": 3, "start": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    )
 
 
 def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_does(whole):
@@ -42,7 +52,9 @@ def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_do
 
 def shard_elements(built: Program) -> int:
     """float32 masters on one device, counted on the arrays."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(built.layout.masters))
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(built.layout.masters)
+    )
 
 
 def test_islands_are_brought_together_by_one_all_reduce_of_a_shard(whole):
@@ -57,19 +69,39 @@ def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends
     total = 0
     for fragment, step in enumerate(streaming.islands.sending):
         (found,) = across(streaming, step, streaming.batch_shapes())
-        assert found.kind == "all-reduce" and found.sent == streaming.islands.outer.sent_bytes(fragment)
+        assert found.kind == "all-reduce" and found.sent == streaming.islands.outer.sent_bytes(
+            fragment
+        )
         total += found.bytes
-        text = streaming.islands.apply_outer_update[fragment].lower(streaming.state_shapes).compile().as_text()
-        assert "all-reduce" not in text and "collective-permute" not in text and "all-gather" not in text
+        text = (
+            streaming.islands.apply_outer_update[fragment]
+            .lower(streaming.state_shapes)
+            .compile()
+            .as_text()
+        )
+        assert (
+            "all-reduce" not in text
+            and "collective-permute" not in text
+            and "all-gather" not in text
+        )
     # layers 0, 1, 2 on one stage and 3, 4 on the other: the even ones are at most 2 on a stage, the odd ones 1
-    assert total == 4 * (shard_elements(streaming) + when.BESIDE * streaming.config.parallel.sync.fragments)
+    assert total == 4 * (
+        shard_elements(streaming) + when.BESIDE * streaming.config.parallel.sync.fragments
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("islands", "compression"), [pytest.param(2, "int8", marks=pytest.mark.slow), (4, "int4")])
+@pytest.mark.parametrize(
+    ("islands", "compression"), [pytest.param(2, "int8", marks=pytest.mark.slow), (4, "int4")]
+)
 def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, compression):
-    """In one exchange more, of which the metrics' and the planner's bytes are those of the compiled program; the mean is off by rounding."""
-    mesh, reduce = {"data": 4, "islands": islands}, {"compression": compression, "over": "islands", "block": 64}
+    """In one exchange more, of which the metrics' and the planner's bytes are those of the compiled program; the mean
+    is off by rounding.
+    """
+    mesh, reduce = (
+        {"data": 4, "islands": islands},
+        {"compression": compression, "over": "islands", "block": 64},
+    )
     large = {"d_model": 64, "d_ff": 96, "heads": 4, "kv_heads": 4}
     ours, plain = (
         program(mesh, model=large, parallel={"microbatches": 1, "sync": {"every": 2}, **more})
@@ -87,10 +119,14 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
         ours.islands.outer.sent_bytes(0), rel=0.01
     )
     assert (
-        plain.islands.outer.sent_bytes(0) / ours.islands.outer.sent_bytes(0) > {"int8": 3.3, "int4": 5.0}[compression]
+        plain.islands.outer.sent_bytes(0) / ours.islands.outer.sent_bytes(0)
+        > {"int8": 3.3, "int4": 5.0}[compression]
     )
     state, _ = run(plain, plain.init(), 1)
-    given, before = jax.device_put(copied(state), ours.state_shardings), [x.copy() for x in numbers(state.params)]
+    given, before = (
+        jax.device_put(copied(state), ours.state_shardings),
+        [x.copy() for x in numbers(state.params)],
+    )
     (a, (row,)), (b, (expected,)) = run(ours, given, 1), run(plain, state, 1)
     assert row["sync_drift"] == pytest.approx(float(expected["sync_drift"]), rel=0.05)
     assert 0 < largest_difference(a.params, b.params) < 0.2 * largest_difference(b.params, before)
@@ -100,12 +136,32 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
 @pytest.mark.parametrize(
     ("mesh", "sections"),
     [
-        pytest.param({"data": 2, "tensor": 2, "islands": 2}, {"parallel": {"zero_stage": 0}}, marks=pytest.mark.slow),
-        ({"data": 4, "tensor": 2, "islands": 2}, {"parallel": {"zero_stage": 2, "sequence_parallel": True}, "optimizer": {"name": "muon"}}),
-        ({"data": 4, "pipeline": 2, "islands": 2}, {"parallel": {"zero_stage": 3, "microbatches": 2}, "optimizer": {"name": "adafactor"}}),
-        ({"data": 4, "islands": 2}, {"precision": {"compute": "float16"}, "model": {"dropout": 0.1}, "lora": {"rank": 2, "targets": ["q", "v"]}}),
+        pytest.param(
+            {"data": 2, "tensor": 2, "islands": 2},
+            {"parallel": {"zero_stage": 0}},
+            marks=pytest.mark.slow,
+        ),
+        (
+            {"data": 4, "tensor": 2, "islands": 2},
+            {
+                "parallel": {"zero_stage": 2, "sequence_parallel": True},
+                "optimizer": {"name": "muon"},
+            },
+        ),
+        (
+            {"data": 4, "pipeline": 2, "islands": 2},
+            {"parallel": {"zero_stage": 3, "microbatches": 2}, "optimizer": {"name": "adafactor"}},
+        ),
+        (
+            {"data": 4, "islands": 2},
+            {
+                "precision": {"compute": "float16"},
+                "model": {"dropout": 0.1},
+                "lora": {"rank": 2, "targets": ["q", "v"]},
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_nothing_crosses_islands_whatever_the_layout_and_the_optimizer(mesh, sections):
     sync = {"every": 2}
     sections = {**sections, "parallel": {**sections.get("parallel", {}), "sync": sync}}
@@ -124,9 +180,14 @@ def test_islands_brought_together_after_every_step_of_sgd_are_plain_data_paralle
     before = ours.init()
     first = numbers(before.params)
     (a, rows), (b, expected) = run(ours, before, 3), run(plain, plain.init(), 3)
-    assert max(float(np.abs(x - y).max()) for x, y in zip(first, numbers(a.params), strict=True)) > 1e-2
+    assert (
+        max(float(np.abs(x - y).max()) for x, y in zip(first, numbers(a.params), strict=True))
+        > 1e-2
+    )
     assert largest_difference(a.params, b.params) < 1e-6
-    assert [row["loss"].mean() for row in rows] == pytest.approx([float(row["loss"]) for row in expected], abs=1e-6)
+    assert [row["loss"].mean() for row in rows] == pytest.approx(
+        [float(row["loss"]) for row in expected], abs=1e-6
+    )
 
 
 @pytest.mark.thorough
@@ -149,8 +210,11 @@ def test_synchronous_steps_are_those_of_plain_training_and_leave_all_islands_equ
     plain = program(FLAT)
     begun = numbers(plain.init().params)
     (a, rows), (b, expected) = run(whole, whole.init(), 2), run(plain, plain.init(), 2)
-    # by the norm: where a gradient is nearly zero, AdamW makes a whole step of its last bits, which differ between processors
-    assert distance(numbers(a.params), numbers(b.params)) < 1e-4 * distance(begun, numbers(b.params))
+    # by the norm: where a gradient is nearly zero, AdamW makes a whole step of its last bits, which differ between
+    # processors
+    assert distance(numbers(a.params), numbers(b.params)) < 1e-4 * distance(
+        begun, numbers(b.params)
+    )
     norms = [[float(row["grad_norm"]) for row in found] for found in (rows, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for leaf, shared in zip(numbers(a.islands.params), numbers(a.params), strict=True):
@@ -175,7 +239,10 @@ def canonical(built: Program, tree) -> list[np.ndarray]:
     def of(weight, x):
         return np.asarray(built.layout.canonical_leaf(weight, x))
 
-    return [of(w, x) if x.ndim == len(w.axes) else np.stack([of(w, part) for part in x]) for w, x in leaves]
+    return [
+        of(w, x) if x.ndim == len(w.axes) else np.stack([of(w, part) for part in x])
+        for w, x in leaves
+    ]
 
 
 def in_fragment(built: Program, fragment: int) -> list[np.ndarray]:
@@ -183,16 +250,23 @@ def in_fragment(built: Program, fragment: int) -> list[np.ndarray]:
     found = []
     for weight in built.layout.flat:
         if weight.stacked:
-            of_layer = [layer % built.config.parallel.sync.fragments == fragment for layer in range(weight.shape[0])]
+            of_layer = [
+                layer % built.config.parallel.sync.fragments == fragment
+                for layer in range(weight.shape[0])
+            ]
             found.append(np.array(of_layer).reshape(-1, *[1] * (len(weight.shape) - 1)))
         else:
             first = weight.name.startswith("embedding")
-            found.append(np.array(fragment == (0 if first else built.config.parallel.sync.fragments - 1)))
+            found.append(
+                np.array(fragment == (0 if first else built.config.parallel.sync.fragments - 1))
+            )
     return found
 
 
 @pytest.mark.thorough
-def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragment_with_its_delay(streaming):
+def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragment_with_its_delay(
+    streaming,
+):
     """Against NumPy: sgd(momentum, nesterov) as PyTorch has it, on the weights as they were when they were sent."""
     sync = streaming.config.parallel.sync
     state = streaming.init()
@@ -201,7 +275,9 @@ def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragm
     arrivals = 0
     for taken, batch in enumerate(batches(11), 1):
         # the step alone, and what is due after it by NumPy
-        alone, metrics = streaming.islands.step_after(taken - 1)(copied(state), streaming.place(batch))
+        alone, metrics = streaming.islands.step_after(taken - 1)(
+            copied(state), streaming.place(batch)
+        )
         shared, own = canonical(streaming, alone.params), canonical(streaming, alone.islands.params)
         state, _ = streaming.islands.finish(alone, metrics, taken)
         if (fragment := when.arrives(sync, taken)) is not None:
@@ -219,7 +295,9 @@ def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragm
             (canonical(streaming, state.islands.params), own),
             (canonical(streaming, state.islands.momentum), momentum),
         ):
-            assert max(float(np.abs(x - y).max()) for x, y in zip(got, wanted, strict=True)) < 2e-6, taken
+            assert (
+                max(float(np.abs(x - y).max()) for x, y in zip(got, wanted, strict=True)) < 2e-6
+            ), taken
     assert arrivals == 4
 
 
@@ -236,7 +314,9 @@ def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_share
     assert np.isnan(rows[0]["loss"][1]) and np.isfinite(rows[0]["loss"][0])
     (batch,) = batches(1, 4)
     alone, metrics = whole.islands.step_after(4)(state, whole.place(batch))
-    shared, own, momentum = (numbers(x) for x in (alone.params, alone.islands.params, alone.islands.momentum))
+    shared, own, momentum = (
+        numbers(x) for x in (alone.params, alone.islands.params, alone.islands.momentum)
+    )
     other = [x[0] for x in numbers(alone.optimizer)]
     state, metrics = whole.islands.finish(alone, metrics, 5)
     assert int(metrics["sync_islands"]) == 1
@@ -270,8 +350,12 @@ def test_without_a_single_sound_island_nothing_moves_and_the_run_is_told(whole):
     assert int(rows[1]["sync_islands"]) == 0
     assert all(np.array_equal(x, y) for x, y in zip(before, numbers(state.params), strict=True))
     watch = NumbersCheck(whole.config, 0)
-    with pytest.raises(FloatingPointError, match="no island has weights that are finite after step 5"):
-        watch.after_metrics({"step": 5, "loss": 1.0, "grad_norm": 1.0, "sync_islands": 0.0}, due=True)
+    with pytest.raises(
+        FloatingPointError, match="no island has weights that are finite after step 5"
+    ):
+        watch.after_metrics(
+            {"step": 5, "loss": 1.0, "grad_norm": 1.0, "sync_islands": 0.0}, due=True
+        )
 
 
 @pytest.mark.thorough
@@ -280,13 +364,17 @@ def test_a_state_with_a_broken_island_is_sound_as_long_as_another_one_is(whole):
     assert whole.is_finite(state)
     one = broken(copied(state), 0)
     assert whole.is_finite(one) and not whole.is_finite(broken(one, 1))
-    assert not whole.is_finite(state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params)))
+    assert not whole.is_finite(
+        state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+    )
 
 
 @pytest.mark.thorough
 def test_in_float16_an_overflow_in_one_island_touches_no_bit_of_the_others():
     built = program(
-        FLAT, sync={"every": 5}, precision={"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1}
+        FLAT,
+        sync={"every": 5},
+        precision={"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1},
     )
     state, _ = run(built, built.init(), 2)
     value = jax.device_put(np.array([1024.0, 2.0**33], np.float32), state.scale.value.sharding)
@@ -295,11 +383,14 @@ def test_in_float16_an_overflow_in_one_island_touches_no_bit_of_the_others():
     good, _ = run(built, copied(state), 1)
     bad, (row,) = run(built, overflowing, 1)
     for x, y in zip(
-        numbers((good.islands.params, good.optimizer)), numbers((bad.islands.params, bad.optimizer)), strict=True
+        numbers((good.islands.params, good.optimizer)),
+        numbers((bad.islands.params, bad.optimizer)),
+        strict=True,
     ):
         assert np.array_equal(x[0], y[0])
     assert all(
-        np.array_equal(x[1], y) for x, y in zip(numbers((bad.islands.params, bad.optimizer)), before, strict=True)
+        np.array_equal(x[1], y)
+        for x, y in zip(numbers((bad.islands.params, bad.optimizer)), before, strict=True)
     )
     assert row["loss_scale"].tolist() == [1024.0, 2.0**32] and row["skipped"].tolist() == [0, 1]
     # of 4 rows of 8 tokens a step, of the skipped one nothing
@@ -315,19 +406,28 @@ def test_what_is_frozen_is_not_copied_for_each_island():
     assert len(jax.tree.leaves(built.state_shapes.islands.params)) == len(trained)
     state = built.init()
     frozen = [
-        np.asarray(x) for w, x in zip(built.layout.flat, jax.tree.leaves(state.params), strict=True) if not w.trained
+        np.asarray(x)
+        for w, x in zip(built.layout.flat, jax.tree.leaves(state.params), strict=True)
+        if not w.trained
     ]
     state, rows = run(built, state, 2)
     after = [
-        np.asarray(x) for w, x in zip(built.layout.flat, jax.tree.leaves(state.params), strict=True) if not w.trained
+        np.asarray(x)
+        for w, x in zip(built.layout.flat, jax.tree.leaves(state.params), strict=True)
+        if not w.trained
     ]
     assert same_bits(frozen, after) and rows[1]["sync_drift"] > 0
 
 
 @pytest.mark.thorough
 def test_dropout_takes_the_keys_of_plain_training():
-    """Rows have the random numbers of their place in the whole batch: the first step of islands has plain training's losses."""
-    ours, plain = program(FLAT, sync={"every": 4}, model={"dropout": 0.3}), program(FLAT, model={"dropout": 0.3})
+    """Rows have the random numbers of their place in the whole batch: the first step of islands has plain training's
+    losses.
+    """
+    ours, plain = (
+        program(FLAT, sync={"every": 4}, model={"dropout": 0.3}),
+        program(FLAT, model={"dropout": 0.3}),
+    )
     (_, (a,)), (_, (b,)) = run(ours, ours.init(), 1), run(plain, plain.init(), 1)
     assert a["loss"].mean() == pytest.approx(b["loss"], abs=1e-6)
     assert abs(a["loss"][0] - a["loss"][1]) > 1e-4

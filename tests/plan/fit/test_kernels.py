@@ -37,13 +37,19 @@ def test_the_planner_gives_a_kernel_the_time_that_its_table_does(kernel, device)
     forward = compute.attention(accelerator, "bfloat16", 128, length, scores, profile)
     backward = compute.layer_backward(forward, accelerator, length, profile)
     flops = 4 * 128 * scores / 2
-    for seconds, work, (lengths, rates) in zip((forward, backward), (flops, 2.5 * flops), kernels.TABLES[name, "a100"], strict=True):  # fmt: skip
-        assert work / seconds.attention / 1e12 == pytest.approx(rates[lengths.index(length)], rel=0.05)
+    for seconds, work, (lengths, rates) in zip(
+        (forward, backward), (flops, 2.5 * flops), kernels.TABLES[name, "a100"], strict=True
+    ):
+        assert work / seconds.attention / 1e12 == pytest.approx(
+            rates[lengths.index(length)], rel=0.05
+        )
 
 
 def test_attention_slows_down_on_short_sequences_and_only_where_there_is_such_a_kernel():
     def rate(name, length):
-        seconds = compute.attention(ACCELERATORS[name], "float32", 64, length, length**2, DEFAULT_PROFILE)
+        seconds = compute.attention(
+            ACCELERATORS[name], "float32", 64, length, length**2, DEFAULT_PROFILE
+        )
         return length**2 / seconds.attention
 
     assert rate("h100", 512) < 0.7 * rate("h100", 16384)

@@ -13,7 +13,8 @@ from meshtrain.config import load
 from meshtrain.plan.estimate import plan
 
 ROWS = {
-    row["case"]: row for row in map(json.loads, (Path(gpu.__file__).parent / "h100.jsonl").read_text().splitlines())
+    row["case"]: row
+    for row in map(json.loads, (Path(gpu.__file__).parent / "h100.jsonl").read_text().splitlines())
 }
 OURS = [name for name in ROWS if not SPEED[name].plain]
 
@@ -33,7 +34,10 @@ def test_it_holds_what_is_planned_within_a_twentieth(name):
 
 def test_only_a_device_alone_is_planned_by_what_was_measured_of_one():
     alone, eight = (plan(load({"mesh": {"data": n}}), "h100").as_json() for n in (1, 8))
-    assert alone["share_of_peak"] == {"products": 0.818, "evidence": "fitted on steps of our own on one H100"}
+    assert alone["share_of_peak"] == {
+        "products": 0.818,
+        "evidence": "fitted on steps of our own on one H100",
+    }
     assert eight["share_of_peak"]["evidence"] == "fitted on published runs on H100s, four sources"
     assert alone["efficiencies_borrowed_from"] is None
     # a curve over numbers of devices begins with one, whichever it is drawn from

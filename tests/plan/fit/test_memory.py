@@ -12,7 +12,12 @@ def row(name):
 
 def test_published_memory_of_other_frameworks():
     found = sorted(abs(row.predicted / row.reported - 1) for row in ROWS)
-    assert len(found) > 30 and statistics.median(found) <= 0.05 and found[-2] <= 0.10 and found[-1] <= 0.25
+    assert (
+        len(found) > 30
+        and statistics.median(found) <= 0.05
+        and found[-2] <= 0.10
+        and found[-1] <= 0.25
+    )
 
 
 def test_of_published_layouts_that_ran_or_did_not_nineteen_of_twenty_are_called_right():
@@ -30,12 +35,22 @@ def test_sharding_over_more_devices_saves_what_is_sharded():
 
 def test_the_first_stage_holds_as_many_microbatches_as_there_are_stages():
     config = row("405B, 8 x 8 x 8, 1F1B").config
-    more = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, microbatches=16), train=dataclasses.replace(config.train, global_batch_size=512))  # fmt: skip
+    more = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, microbatches=16),
+        train=dataclasses.replace(config.train, global_batch_size=512),
+    )
     assert fullest(more, PIPELINE) == fullest(config, PIPELINE)
-    fewer = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, microbatches=4), train=dataclasses.replace(config.train, global_batch_size=128))  # fmt: skip
+    fewer = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, microbatches=4),
+        train=dataclasses.replace(config.train, global_batch_size=128),
+    )
     # 16 layers of the longest stage, each with 4 sequences of 8,192 tokens, an eighth of 16,384 wide, in 2 bytes
     a_microbatch = 16 * 4 * 8192 * 16384 / 8 * 2
-    assert fullest(config, PIPELINE) - fullest(fewer, PIPELINE) == pytest.approx(1.05 * 4 * a_microbatch, rel=1e-6)
+    assert fullest(config, PIPELINE) - fullest(fewer, PIPELINE) == pytest.approx(
+        1.05 * 4 * a_microbatch, rel=1e-6
+    )
 
 
 def test_what_is_kept_selectively_is_held_through_the_loss():
@@ -43,10 +58,14 @@ def test_what_is_kept_selectively_is_held_through_the_loss():
     full = dataclasses.replace(SELECTIVE, selective=False)
     # a layer and token: q, v, gate, down and attention's output beside the input; sums of 32 heads in float32
     more = 2 * (4096 + 1024 + 14336 + 4096 + 4096) + 4 * 32
-    assert fullest(config, SELECTIVE) - fullest(config, full) == pytest.approx(1.05 * 32 * 16384 * more)
+    assert fullest(config, SELECTIVE) - fullest(config, full) == pytest.approx(
+        1.05 * 32 * 16384 * more
+    )
 
 
 def test_a_gradient_that_is_summed_is_not_sharded():
     config = row("8B, data 4").config
     without = dataclasses.replace(KEMPNER, summed=0.0)
-    assert fullest(config, KEMPNER) - fullest(config, without) == pytest.approx(4 * 8.03e9, rel=0.001)
+    assert fullest(config, KEMPNER) - fullest(config, without) == pytest.approx(
+        4 * 8.03e9, rel=0.001
+    )

@@ -25,7 +25,11 @@ def test_all_published_rows_by_the_numbers_that_ship():
     assert statistics.median(sizes) <= 0.05 and sizes[int(0.9 * len(sizes))] <= 0.135
 
 
-@pytest.mark.parametrize("runs", [FITTED, HELD_OUT, ELSEWHERE, dgxc.runs()], ids=("fitted", "held out", "elsewhere", "dgxc"))  # fmt: skip
+@pytest.mark.parametrize(
+    "runs",
+    [FITTED, HELD_OUT, ELSEWHERE, dgxc.runs()],
+    ids=("fitted", "held out", "elsewhere", "dgxc"),
+)
 def test_no_run_of_a_team_that_says_what_it_ran_is_off_by_more_than_a_sixth(runs):
     assert errors(runs)[-1] <= 0.16
 
@@ -40,7 +44,11 @@ def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_
 
 def test_pytorch_s_fsdp_on_three_devices_is_predicted():
     found = errors(foundry.runs())
-    assert statistics.median(found) <= 0.05 and found[int(0.9 * len(found))] <= 0.12 and found[-1] <= 0.28
+    assert (
+        statistics.median(found) <= 0.05
+        and found[int(0.9 * len(found))] <= 0.12
+        and found[-1] <= 0.28
+    )
 
 
 def test_the_hardest_source_is_within_forty_percent():
@@ -52,15 +60,36 @@ def test_the_hardest_source_is_within_forty_percent():
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", [False, True], ids=("whole stream", "sequence parallel"))
 def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
-    """Of one team on one machine, where the error fell by 6% with each doubling before norms, logits and sums were each counted."""
-    chosen = [r for r in aleph_alpha.runs() if (r.config.mesh.tensor, r.config.parallel.sequence_parallel) == (tensor, split)]  # fmt: skip
+    """Of one team on one machine, where the error fell by 6% with each doubling before norms, logits and sums were each
+    counted.
+    """
+    chosen = [
+        r
+        for r in aleph_alpha.runs()
+        if (r.config.mesh.tensor, r.config.parallel.sequence_parallel) == (tensor, split)
+    ]
     assert chosen and abs(signed(chosen)) < 0.095
 
 
 def test_sequence_parallelism_saves_what_it_was_measured_to_save():
     """Pairs of rows that differ in nothing else: the norms of the whole stream, and sums of every product's input."""
-    rows = {(r.config.mesh, r.config.parallel.microbatches, r.config.parallel.remat, r.config.model, r.profile, r.config.train, r.config.parallel.sequence_parallel): r for r in aleph_alpha.runs()}  # fmt: skip
-    pairs = [(rows[(*key, False)], split) for (*key, sp), split in rows.items() if sp and (*key, False) in rows]
+    rows = {
+        (
+            r.config.mesh,
+            r.config.parallel.microbatches,
+            r.config.parallel.remat,
+            r.config.model,
+            r.profile,
+            r.config.train,
+            r.config.parallel.sequence_parallel,
+        ): r
+        for r in aleph_alpha.runs()
+    }
+    pairs = [
+        (rows[(*key, False)], split)
+        for (*key, sp), split in rows.items()
+        if sp and (*key, False) in rows
+    ]
     measured = statistics.median(split.seconds / whole.seconds for whole, split in pairs)
     planned = statistics.median(split.predicted() / whole.predicted() for whole, split in pairs)
     assert len(pairs) > 30 and measured < 0.97 and planned == pytest.approx(measured, abs=0.02)
@@ -72,13 +101,19 @@ def test_nodes_of_four_share_no_more_links_than_they_have():
 
 
 @pytest.mark.parametrize("accelerator", ["a100-40", "a100-80", "h100"])
-@pytest.mark.parametrize("lengths", [(512, 1024), (2048, 4096), (8192, 16384), (32768, 65536)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(512, 1024), (2048, 4096), (8192, 16384), (32768, 65536)], ids=str
+)
 def test_no_length_is_far_slower_or_faster_than_planned(accelerator, lengths):
     """Against the others of its device, since a device as a whole may be off."""
 
     def of(chosen):
         return signed(
-            [r for r in foundry.runs() if r.accelerator == accelerator and r.config.train.sequence_length in chosen]
+            [
+                r
+                for r in foundry.runs()
+                if r.accelerator == accelerator and r.config.train.sequence_length in chosen
+            ]
         )
 
     assert abs(of(lengths) - of((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
@@ -88,7 +123,10 @@ def test_rows_are_read_as_they_stand():
     rows = foundry.runs()
     assert len(rows) == 191
     first = rows[0]
-    assert first.name == "70b 2048 x 8 on 64 recomputed" and first.config.train.global_batch_size == 2048
+    assert (
+        first.name == "70b 2048 x 8 on 64 recomputed"
+        and first.config.train.global_batch_size == 2048
+    )
     assert first.seconds == pytest.approx(2048 * 2048 / 66523)
     theirs = aleph_alpha.runs()
     assert (len(theirs), len(aleph_alpha.rows())) == (246, 578)
@@ -107,5 +145,7 @@ def test_the_shipped_numbers_are_what_the_fit_gives():
 
 @pytest.mark.slow
 def test_sources_left_out_of_the_fit_are_predicted():
-    sizes = sorted(abs(row.error) for family in ("Ampere", "Hopper") for row in sources.left_out(family))
+    sizes = sorted(
+        abs(row.error) for family in ("Ampere", "Hopper") for row in sources.left_out(family)
+    )
     assert statistics.median(sizes) <= 0.055 and sizes[int(0.9 * len(sizes))] <= 0.14

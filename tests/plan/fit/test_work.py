@@ -1,4 +1,6 @@
-"""What instructions move and multiply: hand-written fusions of each sort, loops, messages, and a program compiled for real."""
+"""What instructions move and multiply: hand-written fusions of each sort, loops, messages, and a program compiled for
+real.
+"""
 
 import jax
 import numpy as np
@@ -50,40 +52,56 @@ def of_entry(text: str) -> Moved:
         (
             "  %n = f32[8,100]{1,0} negate(%r)\n"
             "  ROOT %c = f32[1,100]{1,0} dynamic-slice(%n, %i, %zero), dynamic_slice_sizes={1,100}",
-            "f32[1,100]{1,0}", 404, 400,
+            "f32[1,100]{1,0}",
+            404,
+            400,
         ),
         # put in, in place; under a mask the old value is read besides
         ("  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %i, %zero)", RING, 404, 400),
         (
-            SLICE + "  %p = pred[] parameter(3)\n  %b = pred[1,100]{1,0} broadcast(%p), dimensions={}\n"
+            SLICE
+            + "  %p = pred[] parameter(3)\n  %b = pred[1,100]{1,0} broadcast(%p), dimensions={}\n"
             "  %s = f32[1,100]{1,0} select(%b, %v, %old)\n"
             "  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %s, %i, %zero)",
-            RING, 400 + 400 + 4 + 1, 400,
+            RING,
+            400 + 400 + 4 + 1,
+            400,
         ),
         # read at another place than is written: XLA writes all of it anew
         (
             "  %other = f32[1,100]{1,0} dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={1,100}\n"
             "  %s = f32[1,100]{1,0} add(%v, %other)\n"
             "  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %s, %i, %zero)",
-            RING, 3200 + 400 + 4, 3200,
+            RING,
+            3200 + 400 + 4,
+            3200,
         ),
         # the buffer is made in the fusion
         (
             "  %n = f32[8,100]{1,0} negate(%r)\n  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%n, %v, %i, %zero)",
-            RING, 2800 + 400 + 4, 3200,
+            RING,
+            2800 + 400 + 4,
+            3200,
         ),
         # two results, one of them behind a bitcast
         (
             "  %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %i, %zero)\n  %c = f32[800]{0} bitcast(%u)\n"
             "  %n = f32[1,100]{1,0} negate(%v)\n  ROOT %t = (f32[800]{0}, f32[1,100]{1,0}) tuple(%c, %n)",
-            "(f32[800]{0}, f32[1,100]{1,0})", 404, 800,
+            "(f32[800]{0}, f32[1,100]{1,0})",
+            404,
+            800,
         ),
         # used twice, read once
-        ("  %n = f32[8,100]{1,0} negate(%r)\n  ROOT %s = f32[8,100]{1,0} add(%r, %n)", RING, 3200, 3200),
+        (
+            "  %n = f32[8,100]{1,0} negate(%r)\n  ROOT %s = f32[8,100]{1,0} add(%r, %n)",
+            RING,
+            3200,
+            3200,
+        ),
         # filled
         ("  ROOT %f = f32[8,100]{1,0} broadcast(%zero), dimensions={}", RING, 0, 3200),
     ],
-)  # fmt: skip
+)
 def test_a_fusion_reads_and_writes_what_it_must(inside, result, read, written):
     assert of_entry(fusion(PARAMETERS + inside, ALL, result)) == Moved(read, written)
 
@@ -114,14 +132,31 @@ ENTRY %main (ring: f32[8,100], value: f32[1,100], at: s32[]) -> f32[8,100] {{
         ("%i = f32[800]{0} bitcast(%ring)", 0, 0, True),
         ("%i = f32[8,100]{1,0} dynamic-update-slice(%ring, %value, %at, %at)", 400, 400, True),
         ("%i = f32[2,100]{1,0} slice(%ring), slice={[0:2], [0:100]}", 800, 800, True),
-        ("%i = f32[8,100]{1,0} scatter(%ring, %rows, %three), to_apply=%called", 12 + 2 * 1200, 1200, False),
+        (
+            "%i = f32[8,100]{1,0} scatter(%ring, %rows, %three), to_apply=%called",
+            12 + 2 * 1200,
+            1200,
+            False,
+        ),
         ("%i = f32[8,100]{1,0} call(%ring), to_apply=%called", 3200, 3200, False),
-        ('%i = (f32[8,100]{1,0}, s8[4096]{0}) custom-call(%ring), custom_call_target="mine"', 3200, 3200, False),
-        ("%i = (f32[8,100]{1,0}, f32[16,100]{1,0}) all-gather-start(%ring), replica_groups={{0,1}}", 3200, 6400, False),
+        (
+            '%i = (f32[8,100]{1,0}, s8[4096]{0}) custom-call(%ring), custom_call_target="mine"',
+            3200,
+            3200,
+            False,
+        ),
+        (
+            "%i = (f32[8,100]{1,0}, f32[16,100]{1,0}) all-gather-start(%ring), replica_groups={{0,1}}",
+            3200,
+            6400,
+            False,
+        ),
         ("%i = f32[8,100]{1,0} negate(%ring)", 3200, 3200, False),
     ],
 )
-def test_an_instruction_outside_fusions_moves_its_operands_and_results(instruction, read, written, moves):
+def test_an_instruction_outside_fusions_moves_its_operands_and_results(
+    instruction, read, written, moves
+):
     text = PLAIN.replace("INSTRUCTION", instruction)
     assert of_entry(text) == Moved(read, written)
     module = Module(text)
@@ -137,7 +172,9 @@ def test_what_fills_copies_or_masks_computes_nothing():
     moved = "  %n = s32[] add(%i, %i)\n  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %n, %zero)"
     assert only_moves(moved)
     assert not only_moves(
-        moved.replace("%v, %n", "%w, %n").replace("  ROOT", "  %w = f32[1,100]{1,0} negate(%v)\n  ROOT")
+        moved.replace("%v, %n", "%w, %n").replace(
+            "  ROOT", "  %w = f32[1,100]{1,0} negate(%v)\n  ROOT"
+        )
     )
 
 
@@ -201,7 +238,12 @@ def test_products_are_counted_through_fusions_loops_and_libraries():
 
 @pytest.mark.parametrize(
     ("target", "mask", "products"),
-    [("", "NO_MASK", 2), ("", "CAUSAL", 1), ("Backward", "NO_MASK", 5), ("Backward", "CAUSAL", 2.5)],
+    [
+        ("", "NO_MASK", 2),
+        ("", "CAUSAL", 1),
+        ("Backward", "NO_MASK", 5),
+        ("Backward", "CAUSAL", 2.5),
+    ],
 )
 def test_attention_of_cudnn_has_its_products_and_a_causal_mask_halves_them(target, mask, products):
     module = Module(PRODUCTS.replace("TARGET", target).replace("MASK", mask))
@@ -210,15 +252,26 @@ def test_attention_of_cudnn_has_its_products_and_a_causal_mask_halves_them(targe
 
 def test_a_message_travels_under_what_stands_between_its_start_and_its_done():
     up, down = Work(Module(PRODUCTS)).issued("collective-permute")
-    assert (up.op.name, up.body, up.bytes, up.loops, up.flops) == ("up", "tick", 6000, (7,), 5 * ONE)
+    assert (up.op.name, up.body, up.bytes, up.loops, up.flops) == (
+        "up",
+        "tick",
+        6000,
+        (7,),
+        5 * ONE,
+    )
     assert (down.op.name, down.flops) == ("down", 0), "a fill is no product"
     assert not list(Work(Module(PRODUCTS)).issued("all-gather"))
 
 
 def test_a_message_that_is_waited_for_at_once_travels_under_nothing():
     started = "(bf16[100,30]{1,0}, bf16[100,30]{1,0}) collective-permute-start"
-    text = PRODUCTS.replace(started, "bf16[100,30]{1,0} collective-permute").replace("collective-permute-done", "copy")
-    assert [(m.bytes, m.flops) for m in Work(Module(text)).issued("collective-permute")] == [(6000, 0), (6000, 0)]
+    text = PRODUCTS.replace(started, "bf16[100,30]{1,0} collective-permute").replace(
+        "collective-permute-done", "copy"
+    )
+    assert [(m.bytes, m.flops) for m in Work(Module(text)).issued("collective-permute")] == [
+        (6000, 0),
+        (6000, 0),
+    ]
 
 
 def test_a_compiled_loop_over_slots_moves_slots_not_the_ring():

@@ -10,7 +10,14 @@ from meshtrain.plan.jobs.requests import JobRequest, JobShape, Speeds
 
 CONFIG = {
     "run": {"directory": "runs/small"},
-    "model": {"layers": 8, "d_model": 2048, "heads": 16, "kv_heads": 8, "d_ff": 8192, "vocab_size": 32000},
+    "model": {
+        "layers": 8,
+        "d_model": 2048,
+        "heads": 16,
+        "kv_heads": 8,
+        "d_ff": 8192,
+        "vocab_size": 32000,
+    },
     "mesh": {"data": 4, "tensor": 2},
     "precision": {"compute": "bfloat16"},
     "train": {"global_batch_size": 32, "sequence_length": 2048, "steps": 100},
@@ -31,7 +38,9 @@ kueue: {queue: training, namespace: team, image: "meshtrain:1", volume: runs, bl
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A function (nodes, devices in each, nodes of a block, GB/s between blocks) -> an h100 cluster with a slow network between blocks."""
+    """A function (nodes, devices in each, nodes of a block, GB/s between blocks) -> an h100 cluster with a slow network
+    between blocks.
+    """
 
     def make(nodes: int, per_node: int, block: int, between: float = 5) -> Cluster:
         links = {
@@ -60,13 +69,19 @@ def config(tmp_path) -> Path:
 
 @pytest.fixture
 def packer():
-    """A function (cluster, jobs) -> a packer of jobs of which only devices and hours are known, each on as few nodes as can be."""
+    """A function (cluster, jobs) -> a packer of jobs of which only devices and hours are known, each on as few nodes as
+    can be.
+    """
 
     def make(cluster: Cluster, *jobs: JobSpec) -> Packer:
         def shape(devices: int) -> JobShape:
-            return JobShape(max(1, devices // cluster.devices_per_node), min(devices, cluster.devices_per_node))
+            return JobShape(
+                max(1, devices // cluster.devices_per_node), min(devices, cluster.devices_per_node)
+            )
 
-        requests = [JobRequest(job, tuple(map(shape, job.any_of or (job.devices,)))) for job in jobs]
+        requests = [
+            JobRequest(job, tuple(map(shape, job.any_of or (job.devices,)))) for job in jobs
+        ]
         return Packer(cluster, requests, Speeds(cluster))
 
     return make

@@ -17,35 +17,71 @@ from meshtrain.plan.jobs.requests import wanted
 def test_json_has_where_each_job_lies(written, capsys):
     assert main(["--jobs", written(), "--cluster", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    keys = {"cluster", "accelerator", "nodes", "devices_per_node", "strategy", "goal", "jobs", "strategies"}
+    keys = {
+        "cluster",
+        "accelerator",
+        "nodes",
+        "devices_per_node",
+        "strategy",
+        "goal",
+        "jobs",
+        "strategies",
+    }
     assert keys <= set(found)
     assert (found["nodes"], found["devices_per_node"], found["strategy"]) == (2, 8, "search")
-    figures = {"utilisation", "fragmentation", "balance", "tokens_per_second", "mean_seconds_until_done"}
+    figures = {
+        "utilisation",
+        "fragmentation",
+        "balance",
+        "tokens_per_second",
+        "mean_seconds_until_done",
+    }
     figures.add("seconds_until_all_done")
-    assert figures <= set(found) and all(set(other) == figures for other in found["strategies"].values())
+    assert figures <= set(found) and all(
+        set(other) == figures for other in found["strategies"].values()
+    )
     assert list(found["strategies"]) == ["first_fit", "best_fit", "balance", "search"]
     run, short, bare, large = found["jobs"]
-    assert run["runs_now"] and run["devices"] == 8 and run["mesh"] == {"data": 4, "tensor": 2, "pipeline": 1}
+    assert (
+        run["runs_now"]
+        and run["devices"] == 8
+        and run["mesh"] == {"data": 4, "tensor": 2, "pipeline": 1}
+    )
     assert run["step_seconds"] > 0 and run["slowdown"] >= 1
     assert run["ends_seconds"] == pytest.approx(100 * run["step_seconds"])
-    taken = [(n["node"], device) for job in (run, short, bare) for n in job["nodes"] for device in n["devices"]]
+    taken = [
+        (n["node"], device)
+        for job in (run, short, bare)
+        for n in job["nodes"]
+        for device in n["devices"]
+    ]
     assert len(taken) == len(set(taken)) == 14
     assert short["devices"] == 4 and [choice["devices"] for choice in short["choices"]] == [2, 4]
     assert bare["step_seconds"] is None and bare["ends_seconds"] == 3600
-    assert not large["runs_now"] and large["reason"] == "large does not fit: it takes 64 devices, and dgx-h100 has 16."
+    assert (
+        not large["runs_now"]
+        and large["reason"] == "large does not fit: it takes 64 devices, and dgx-h100 has 16."
+    )
     assert found["utilisation"] == 14 / 16
 
 
 def test_a_name_is_as_large_as_all_jobs_need(written, capsys):
-    jobs = written("jobs:\n  - {name: one, devices: 4, hours: 1}\n  - {name: two, devices: 9, hours: 3}")
+    jobs = written(
+        "jobs:\n  - {name: one, devices: 4, hours: 1}\n  - {name: two, devices: 9, hours: 3}"
+    )
     assert main(["--jobs", jobs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["accelerator"], found["nodes"]) == ("h100", 3)
-    assert (found["mean_seconds_until_done"], found["seconds_until_all_done"]) == (2 * 3600, 3 * 3600)
+    assert (found["mean_seconds_until_done"], found["seconds_until_all_done"]) == (
+        2 * 3600,
+        3 * 3600,
+    )
 
 
 def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
-    jobs = written("nodes: 2\njobs:\n  - {name: one, devices: 16, hours: 2}\n  - {name: two, devices: 8}")
+    jobs = written(
+        "nodes: 2\njobs:\n  - {name: one, devices: 16, hours: 2}\n  - {name: two, devices: 8}"
+    )
     assert main(["--jobs", jobs]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "0-1 AAAAAAAA" in out and "first fit 100.0%" in out
@@ -58,10 +94,18 @@ def test_in_80_columns_no_cell_is_cut(written, capsys, monkeypatch):
     assert main(["--jobs", written(), "--cluster", "h100"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
-    placed = [line for line in lines if re.match(r"[A-C]  \w+ +\d+ +\d+  \d.* now +\d\S* \w+( \d+ \w+)?$", line)]
-    speeds = [line for line in lines if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)]
+    placed = [
+        line
+        for line in lines
+        if re.match(r"[A-C]  \w+ +\d+ +\d+  \d.* now +\d\S* \w+( \d+ \w+)?$", line)
+    ]
+    speeds = [
+        line for line in lines if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)
+    ]
     assert (len(placed), len(speeds)) == (3, 2), lines
-    assert re.search("utilisation +fragmentation +balance +tokens/s +mean end +last end", "\n".join(lines))
+    assert re.search(
+        "utilisation +fragmentation +balance +tokens/s +mean end +last end", "\n".join(lines)
+    )
 
 
 def test_where_nothing_fits_all_is_free(written, capsys):
@@ -69,7 +113,9 @@ def test_where_nothing_fits_all_is_free(written, capsys):
     assert main(["--jobs", jobs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["utilisation"], found["fragmentation"], found["balance"]) == (0.0, 0.0, 1.0)
-    assert found["mean_seconds_until_done"] is None and not any(job["runs_now"] for job in found["jobs"])
+    assert found["mean_seconds_until_done"] is None and not any(
+        job["runs_now"] for job in found["jobs"]
+    )
 
 
 def test_a_job_that_waits_is_told_what_is_free(written, capsys):
@@ -78,7 +124,8 @@ def test_a_job_that_waits_is_told_what_is_free(written, capsys):
     )
     assert main(["--jobs", jobs, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["jobs"][2]["reason"] == (
-        "more waits for others to end, and nobody knows when: it needs 4 devices; 6 of 16 devices are free, at most 3 on one node."
+        "more waits for others to end, and nobody knows when: it needs 4 devices; 6 of 16 devices are free, at most 3 "
+        "on one node."
     )
 
 
@@ -91,7 +138,11 @@ def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path, cap
     assert not re.search('<script|src=|href="(?!data:,)', text) and 'name="viewport"' in text
     picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith("0 0 400 ")
-    assert {title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")} == {"run", "short", "bare"}
+    assert {title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")} == {
+        "run",
+        "short",
+        "bare",
+    }
 
 
 BAD = {
@@ -101,7 +152,8 @@ BAD = {
     "jobs: [3]": "section 'jobs[0]' must be a mapping",
     "jobs: [{nme: a}]": "there is no key jobs[0].nme; did you mean name?",
     "job: [{name: a}]": "there is no key job; did you mean jobs?",
-    "goal: trougput\njobs: [{name: a, devices: 1}]": "goal is 'trougput'; it must be one of utilisation, latency, throughput; did you mean throughput?",
+    "goal: trougput\njobs: [{name: a, devices: 1}]": "goal is 'trougput'; it must be one of utilisation, latency, "
+    "throughput; did you mean throughput?",
     "strategy: bestfit\njobs: [{name: a, devices: 1}]": "did you mean best_fit?",
     "jobs: [{name: a, devices: 1.5}]": "jobs[0].devices is '1.5'; it must be a whole number",
     "jobs: [{name: a, any_of: [0]}]": "jobs[0].any_of[0] is 0; it must be at least 1",
@@ -115,7 +167,8 @@ BAD = {
     "jobs: [{name: a, devices: 1, set: [mesh.data=1]}]": "job a has set but no config",
     "goal: latency\njobs: [{name: a, devices: 1}]": "job a has no hours, which goal: latency needs",
     "jobs: [{name: a, config: nowhere.yaml}]": "job a: there is no config file nowhere.yaml.",
-    "jobs: [{name: a, config: CONFIG, set: [mesh.dta=2]}]": "job a: --set mesh.dta=2: there is no key mesh.dta; did you mean data?",
+    "jobs: [{name: a, config: CONFIG, set: [mesh.dta=2]}]": "job a: --set mesh.dta=2: there is no key mesh.dta; did "
+    "you mean data?",
 }
 
 
@@ -133,7 +186,10 @@ def test_mistakes_are_one_sentence(written, capsys, text):
         (["--set", "mesh.data=2"], "--set and --jobs do not go together"),
         (["--search"], "--search and --jobs do not go together"),
         (["--cluster", "h1000"], "did you mean h100"),
-        (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html cannot be written: there is no directory"),
+        (
+            ["--html", "/nowhere/at/all.html"],
+            "/nowhere/at/all.html cannot be written: there is no directory",
+        ),
         (
             ["--kueue", "/nowhere/at/all"],
             "--kueue /nowhere/at/all: no such directory can be made: no such file or directory.",
@@ -157,7 +213,11 @@ def test_kueue_is_for_jobs(capsys):
 def test_the_example_is_placed_whole_by_the_search_alone(capsys):
     assert main(["--jobs", "configs/jobs/llama.yaml", "--cluster", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["strategies"]
-    assert found["search"]["utilisation"] == 1.0 > max(found[name]["utilisation"] for name in found if name != "search")
+    assert (
+        found["search"]["utilisation"]
+        == 1.0
+        > max(found[name]["utilisation"] for name in found if name != "search")
+    )
 
 
 def test_the_docstring_shows_a_file_of_jobs(written):

@@ -1,7 +1,7 @@
 """The manifests against the fields of Kueue's API and of JobSet's.
 
-Fields, whether they are required and what they hold: apis/kueue/v1beta2/*_types.go and config/components/crd/bases/*.yaml of
-kubernetes-sigs/kueue; JobSet: the models of the package kubeflow-trainer-api.
+Fields, whether they are required and what they hold: apis/kueue/v1beta2/*_types.go and
+config/components/crd/bases/*.yaml of kubernetes-sigs/kueue; JobSet: the models of the package kubeflow-trainer-api.
 """
 
 import re
@@ -19,11 +19,17 @@ def text(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-# A type, a pattern of a text, a list of one of them, a mapping of labels (str: str), or fields by name, of which those with ! are required.
+# A type, a pattern of a text, a list of one of them, a mapping of labels (str: str), or fields by name, of which those
+# with ! are required.
 SPECS = {
     "Topology": {"spec!": {"levels!": [{"nodeLabel!": text(LABEL)}]}},
     "ResourceFlavor": {
-        "spec": {"nodeLabels": {str: str}, "nodeTaints": list, "tolerations": list, "topologyName": text(NAME)}
+        "spec": {
+            "nodeLabels": {str: str},
+            "nodeTaints": list,
+            "tolerations": list,
+            "topologyName": text(NAME),
+        }
     },
     "ClusterQueue": {
         "spec": {
@@ -34,7 +40,12 @@ SPECS = {
                         {
                             "name!": text(NAME),
                             "resources!": [
-                                {"name!": str, "nominalQuota!": int, "borrowingLimit": int, "lendingLimit": int}
+                                {
+                                    "name!": str,
+                                    "nominalQuota!": int,
+                                    "borrowingLimit": int,
+                                    "lendingLimit": int,
+                                }
                             ],
                         }
                     ],
@@ -66,7 +77,9 @@ def check(value, schema, where):
         assert all(type(word) is str for pair in value.items() for word in pair), where
     else:
         fields = {name.rstrip("!"): inner for name, inner in schema.items()}
-        assert {name[:-1] for name in schema if name.endswith("!")} <= set(value) <= set(fields), where
+        assert {name[:-1] for name in schema if name.endswith("!")} <= set(value) <= set(fields), (
+            where
+        )
         for name, inner in value.items():
             check(inner, fields[name], f"{where}.{name}")
 
@@ -78,7 +91,9 @@ def manifests(written, tmp_path, capsys):
     def made(*text: str) -> dict[str, list[dict]]:
         directory = tmp_path / "out"
         assert main(["--jobs", written(*text), "--cluster", "h100", "--kueue", str(directory)]) == 0
-        return {path.name: list(yaml.safe_load_all(path.read_text())) for path in directory.iterdir()}
+        return {
+            path.name: list(yaml.safe_load_all(path.read_text())) for path in directory.iterdir()
+        }
 
     return made
 
@@ -103,7 +118,11 @@ def test_every_field_is_one_of_the_api(manifests):
 
 
 def test_the_check_finds_what_is_wrong():
-    check({"spec": {"levels": [{"nodeLabel": "kubernetes.io/hostname"}]}}, SPECS["Topology"], "Topology")
+    check(
+        {"spec": {"levels": [{"nodeLabel": "kubernetes.io/hostname"}]}},
+        SPECS["Topology"],
+        "Topology",
+    )
     levels: list[list] = [[], [{"nodeLabel": "a b"}], [{"label": "a"}]]
     for wrong in ({}, {"spec": {}}, *({"spec": {"levels": wrong}} for wrong in levels)):
         with pytest.raises(AssertionError):
@@ -115,22 +134,36 @@ def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     by_kind = {document["kind"]: document for document in found["queues.yaml"]}
     (group,) = by_kind["ClusterQueue"]["spec"]["resourceGroups"]
     (flavor,) = group["flavors"]
-    # A flavor has as many resources as are covered; a flavor with a topology has a label of nodes: validations of the API.
-    assert group["coveredResources"] == [resource["name"] for resource in flavor["resources"]] == ["nvidia.com/gpu"]
+    # A flavor has as many resources as are covered; a flavor with a topology has a label of nodes: validations of the
+    # API.
+    assert (
+        group["coveredResources"]
+        == [resource["name"] for resource in flavor["resources"]]
+        == ["nvidia.com/gpu"]
+    )
     assert flavor["resources"][0]["nominalQuota"] == 16
     assert flavor["name"] == by_kind["ResourceFlavor"]["metadata"]["name"]
     assert by_kind["ResourceFlavor"]["spec"]["nodeLabels"]
-    assert by_kind["ResourceFlavor"]["spec"]["topologyName"] == by_kind["Topology"]["metadata"]["name"]
+    assert (
+        by_kind["ResourceFlavor"]["spec"]["topologyName"] == by_kind["Topology"]["metadata"]["name"]
+    )
     labels = [level["nodeLabel"] for level in by_kind["Topology"]["spec"]["levels"]]
     assert labels == ["example.com/block", "kubernetes.io/hostname"]
-    assert by_kind["LocalQueue"]["spec"]["clusterQueue"] == by_kind["ClusterQueue"]["metadata"]["name"]
-    classes = {d["metadata"]["name"]: d["value"] for d in found["queues.yaml"] if d["kind"] == "WorkloadPriorityClass"}
+    assert (
+        by_kind["LocalQueue"]["spec"]["clusterQueue"] == by_kind["ClusterQueue"]["metadata"]["name"]
+    )
+    classes = {
+        d["metadata"]["name"]: d["value"]
+        for d in found["queues.yaml"]
+        if d["kind"] == "WorkloadPriorityClass"
+    }
     assert classes == {"priority-5": 5, "priority-0": 0}
     _, job = found["short.yaml"]
     assert job["metadata"]["namespace"] == by_kind["LocalQueue"]["metadata"]["namespace"] == "team"
     assert job["metadata"]["labels"] == {
-        "kueue.x-k8s.io/queue-name": by_kind["LocalQueue"]["metadata"]["name"], "kueue.x-k8s.io/priority-class": "priority-5",
-    }  # fmt: skip
+        "kueue.x-k8s.io/queue-name": by_kind["LocalQueue"]["metadata"]["name"],
+        "kueue.x-k8s.io/priority-class": "priority-5",
+    }
     assert job["spec"]["suspend"] is True
 
 
@@ -145,12 +178,17 @@ def test_a_job_takes_what_it_was_given(manifests):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     # Its config has tensor 2; the fastest layout of 4 devices, and the steps of the job.
     assert {"train.steps=10", "mesh.tensor=1"} <= set(container["command"])
-    assert pods(job)["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-required-topology": "kubernetes.io/hostname"}
+    assert pods(job)["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/podset-required-topology": "kubernetes.io/hostname"
+    }
 
 
 @pytest.mark.parametrize(
     "together, kind",
-    [("true", "kueue.x-k8s.io/podset-required-topology"), ("false", "kueue.x-k8s.io/podset-preferred-topology")],
+    [
+        ("true", "kueue.x-k8s.io/podset-required-topology"),
+        ("false", "kueue.x-k8s.io/podset-preferred-topology"),
+    ],
 )
 def test_a_job_of_several_nodes_asks_for_one_block(manifests, together, kind):
     _, job = manifests(

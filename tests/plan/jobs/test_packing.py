@@ -16,11 +16,15 @@ def names(packing: Packing) -> list[str]:
 
 
 def test_the_figures_of_a_packing_by_hand(cluster, packer):
-    made = packer(cluster(4, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((2, 3, 1, 2))))
+    made = packer(
+        cluster(4, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((2, 3, 1, 2)))
+    )
     packing = made.pack(made.usual("best_fit"))  # nodes 0 and 1 are full, 2 and 3 free
     assert packing.free == [0, 0, 4, 4]
     assert (packing.utilisation, packing.fragmentation, packing.balance) == (0.5, 0.0, 0.0)
-    packing = made.pack(made.usual("balance"))  # loads 2, 3, 1, 2: of 8 free devices 3 at most side by side
+    packing = made.pack(
+        made.usual("balance")
+    )  # loads 2, 3, 1, 2: of 8 free devices 3 at most side by side
     assert packing.free == [2, 1, 3, 2]
     assert packing.fragmentation == pytest.approx(1 - 3 / 8)
     assert packing.balance == pytest.approx(1 - 0.5**0.5 / 2)
@@ -37,7 +41,9 @@ def test_an_empty_and_a_full_cluster(cluster, packer):
 
 def test_the_search_finds_what_first_fit_and_best_fit_miss(cluster, packer):
     # 1 and 2 on the first node leave no room for the last 2; 1 + 3 and 2 + 2 fill both.
-    made = packer(cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))))
+    made = packer(
+        cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2)))
+    )
     found = strategies(made, Jobs())
     busy = {name: packing.utilisation for name, packing in found.items()}
     assert busy == {"first_fit": 0.75, "best_fit": 0.75, "balance": 1.0, "search": 1.0}
@@ -45,7 +51,9 @@ def test_the_search_finds_what_first_fit_and_best_fit_miss(cluster, packer):
 
 def test_a_job_that_ends_makes_room_and_latency_puts_the_short_one_first(cluster, packer):
     made = packer(
-        cluster(1, 4, 1), JobSpec(name="long", devices=4, hours=10), JobSpec(name="short", devices=4, hours=1)
+        cluster(1, 4, 1),
+        JobSpec(name="long", devices=4, hours=10),
+        JobSpec(name="short", devices=4, hours=1),
     )
     found = strategies(made, Jobs(goal="latency"))
     assert [(p.start, p.end) for p in found["first_fit"].placed] == [(0, 10), (10, 11)]
@@ -62,8 +70,13 @@ def test_one_without_room_does_not_hold_up_those_behind_it(cluster, packer):
     )
     made = packer(cluster(1, 4, 1), *jobs)
     placed = made.pack(made.usual("first_fit")).placed
-    # `one` is in at once; when `most` ends, three devices are free, which `all` cannot use, and `for-ever` has one of them for good.
-    assert [(p.request.job.name, p.start) for p in placed] == [("most", 0), ("one", 0), ("for-ever", 2)]
+    # `one` is in at once; when `most` ends, three devices are free, which `all` cannot use, and `for-ever` has one of
+    # them for good.
+    assert [(p.request.job.name, p.start) for p in placed] == [
+        ("most", 0),
+        ("one", 0),
+        ("for-ever", 2),
+    ]
     assert made.pack(made.usual("first_fit")).mean_hours == float("inf")
 
 
@@ -81,7 +94,9 @@ def test_those_that_end_together_leave_together(cluster, packer):
 
 
 def test_a_search_that_may_try_nothing_keeps_the_best_of_the_rules(cluster, packer):
-    made = packer(cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))))
+    made = packer(
+        cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2)))
+    )
     search = Search(made, "utilisation", seed=0)
     search.most = 0
     assert search.best([made.pack(made.usual(rule)) for rule in RULES]).rule == "balance"
@@ -118,10 +133,13 @@ def some_jobs(seed: int) -> tuple[tuple[int, int, int], list[JobSpec]]:
         sizes = [*range(1, per_node + 1), *(per_node * k for k in range(2, block + 1))]
         jobs.append(
             JobSpec(
-                name=f"job-{number}", devices=chance.choice(sizes), hours=chance.choice((0.0, 1.0, 2.5, 7.0)), together=chance.random() < 0.3,
+                name=f"job-{number}",
+                devices=chance.choice(sizes),
+                hours=chance.choice((0.0, 1.0, 2.5, 7.0)),
+                together=chance.random() < 0.3,
                 priority=chance.choice((0, 0, 3)) if seed % 2 else 0,
             )
-        )  # fmt: skip
+        )
     return (nodes, per_node, block), jobs
 
 
@@ -156,8 +174,12 @@ def test_no_device_is_given_twice_and_the_search_is_never_worse(cluster, packer,
 def test_few_jobs_are_packed_as_well_as_can_be(cluster, packer, seed):
     chance = random.Random(seed)
     sizes = [chance.randint(1, 4) for _ in range(6)]
-    made = packer(cluster(3, 4, 3), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate(sizes)))
-    assert strategies(made, Jobs())["search"].utilisation * 12 == pytest.approx(most_busy(sizes, (4, 4, 4)))
+    made = packer(
+        cluster(3, 4, 3), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate(sizes))
+    )
+    assert strategies(made, Jobs())["search"].utilisation * 12 == pytest.approx(
+        most_busy(sizes, (4, 4, 4))
+    )
 
 
 def most_busy(sizes: list[int], free: tuple[int, ...]) -> int:
@@ -168,7 +190,9 @@ def most_busy(sizes: list[int], free: tuple[int, ...]) -> int:
     found = most_busy(rest, free)
     for node, left in enumerate(free):
         if left >= first:
-            found = max(found, first + most_busy(rest, (*free[:node], left - first, *free[node + 1 :])))
+            found = max(
+                found, first + most_busy(rest, (*free[:node], left - first, *free[node + 1 :]))
+            )
     return found
 
 

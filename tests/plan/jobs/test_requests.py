@@ -32,7 +32,8 @@ def shapes(request) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "devices, expected", [(1, (1, 1)), (3, (1, 3)), (8, (2, 4)), (6, (2, 3)), (10, None), (12, (3, 4)), (13, None)]
+    "devices, expected",
+    [(1, (1, 1)), (3, (1, 3)), (8, (2, 4)), (6, (2, 3)), (10, None), (12, (3, 4)), (13, None)],
 )
 def test_devices_alone_take_the_fewest_nodes_that_share_them(asked, devices, expected):
     request = asked(JobSpec(name="bare", devices=devices))
@@ -70,11 +71,20 @@ def test_why_a_job_fits_nowhere(asked, job, reason):
 
 @pytest.mark.thorough
 def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
-    huge = ("model.layers=64", "model.d_model=8192", "mesh.data=2", "mesh.tensor=1", "train.global_batch_size=2")
+    huge = (
+        "model.layers=64",
+        "model.d_model=8192",
+        "mesh.data=2",
+        "mesh.tensor=1",
+        "train.global_batch_size=2",
+    )
     request = asked(JobSpec(name="huge", config=str(config), set=huge))
     assert not request.shapes and "more than the 73.2 GiB that h100 has for it" in request.reason
     fixed = asked(JobSpec(name="huge", config=str(config), set=huge, devices=2))
-    assert not fixed.shapes and fixed.reason == "no layout on 2 devices fits into the 73.2 GiB that h100 has for it"
+    assert (
+        not fixed.shapes
+        and fixed.reason == "no layout on 2 devices fits into the 73.2 GiB that h100 has for it"
+    )
     few = asked(JobSpec(name="few", config=str(config), set=huge, devices=3))
     assert not few.shapes and "no layout" in few.reason
 
@@ -83,7 +93,11 @@ def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(clus
     made = cluster(4, 4, 2, between=1)
     speeds, shape = Speeds(made), JobShape(2, 4, load(config))
     beside = speeds.at(shape, [0, 1, 2, 3, 4, 5, 6, 7]).seconds
-    assert beside == estimate(shape.config, resized(made, 8)).seconds == speeds.side_by_side(shape).seconds
+    assert (
+        beside
+        == estimate(shape.config, resized(made, 8)).seconds
+        == speeds.side_by_side(shape).seconds
+    )
     assert speeds.at(shape, [8, 9, 10, 11, 12, 13, 14, 15]).seconds == beside
     assert speeds.at(shape, [4, 5, 6, 7, 8, 9, 10, 11]).seconds > 1.1 * beside
     # As many devices on more nodes have less of the fast links.
@@ -91,7 +105,10 @@ def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(clus
 
 
 def test_the_block_with_the_fewest_of_its_devices_sets_the_pace(cluster, config):
-    speeds, shape = Speeds(cluster(6, 4, 3, between=1)), JobShape(4, 4, load(config, ["mesh.data=8"]))
+    speeds, shape = (
+        Speeds(cluster(6, 4, 3, between=1)),
+        JobShape(4, 4, load(config, ["mesh.data=8"])),
+    )
     # Nodes 1 and 2 with 3 and 4: two and two. Nodes 0 to 2 with 3: the one that is alone has all its traffic go out.
     even, uneven = speeds.at(shape, range(4, 20)), speeds.at(shape, range(16))
     assert uneven.seconds > even.seconds == speeds.side_by_side(shape).seconds
@@ -105,12 +122,16 @@ def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
     best = search(load(config), resized(cluster(4, 4, 2), 8), 8, best=1).plans[0]
     assert request.plans[1].config == best.config
     # The fastest first.
-    rates = [Speeds(cluster(4, 4, 2)).side_by_side(shape).tokens_per_second for shape in request.shapes]
+    rates = [
+        Speeds(cluster(4, 4, 2)).side_by_side(shape).tokens_per_second for shape in request.shapes
+    ]
     assert rates == sorted(rates, reverse=True) and request.shapes[0].devices == 8
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("given", [(), ("parallel.layer_split=[3, 5]", "mesh.pipeline=2", "mesh.data=2")])
+@pytest.mark.parametrize(
+    "given", [(), ("parallel.layer_split=[3, 5]", "mesh.pipeline=2", "mesh.data=2")]
+)
 def test_settings_make_the_config_that_was_found(asked, config, given):
     request = asked(JobSpec(name="run", config=str(config), set=given, devices=4))
     before, after = load(config, given), request.shapes[0].config
@@ -120,5 +141,10 @@ def test_settings_make_the_config_that_was_found(asked, config, given):
 
 def test_a_job_takes_its_steps_at_the_plans_pace_unless_it_says_for_how_long():
     fast = SimpleNamespace(seconds=0.5, config=SimpleNamespace(train=SimpleNamespace(steps=14_400)))
-    jobs = [SimpleNamespace(hours=hours, steps=steps) for hours, steps in ((None, 7_200), (None, None), (3, 7_200))]
-    assert [job_hours(job, fast) for job in jobs] == [1, 2, 3] and job_hours(jobs[0], None) == math.inf
+    jobs = [
+        SimpleNamespace(hours=hours, steps=steps)
+        for hours, steps in ((None, 7_200), (None, None), (3, 7_200))
+    ]
+    assert [job_hours(job, fast) for job in jobs] == [1, 2, 3] and job_hours(
+        jobs[0], None
+    ) == math.inf

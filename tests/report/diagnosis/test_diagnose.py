@@ -28,13 +28,26 @@ def run(tmp_path):
     """A run of two processes that waited for data half of the time."""
     directory = tmp_path / "run"
     (directory / "resources").mkdir(parents=True)
-    (directory / "config.yaml").write_text(to_yaml(load({}, [*CONFIG, f"run.directory={directory}"])))
-    rows = [{"step": s, "time": 100.0 + s, "step_seconds": 1.0, "data_wait_seconds": 0.5} for s in range(1, 9)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "da')
+    (directory / "config.yaml").write_text(
+        to_yaml(load({}, [*CONFIG, f"run.directory={directory}"]))
+    )
+    rows = [
+        {"step": s, "time": 100.0 + s, "step_seconds": 1.0, "data_wait_seconds": 0.5}
+        for s in range(1, 9)
+    ]
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "da'
+    )
     for rank in range(2):
-        half = ALONE | {"rank": rank, "host": f"h{rank}", "phase_seconds": {"data": 0.5, "wait": 0.5}}
+        half = ALONE | {
+            "rank": rank,
+            "host": f"h{rank}",
+            "phase_seconds": {"data": 0.5, "wait": 0.5},
+        }
         lines = [json.dumps({"time": 101.0 + k} | half) for k in range(4)]
-        (directory / "resources" / f"{rank}.jsonl").write_text("\n".join(["not json", *lines]) + "\n")
+        (directory / "resources" / f"{rank}.jsonl").write_text(
+            "\n".join(["not json", *lines]) + "\n"
+        )
     return directory
 
 
@@ -54,7 +67,9 @@ def no_trace(monkeypatch):
 def test_a_run_is_read_and_its_findings_are_said_and_kept(run, no_trace):
     found = diagnose.run(run)
     assert found.first == "loader" and found.findings[0].value == pytest.approx(0.5)
-    assert json.loads((run / "findings.json").read_text()) == json.loads(json.dumps(found.as_json()))
+    assert json.loads((run / "findings.json").read_text()) == json.loads(
+        json.dumps(found.as_json())
+    )
     facts = gather(run)
     said = render(facts, summarise(facts))
     assert "1. The devices wait for data 50% of the time" in said and "waiting for data" in said
@@ -75,7 +90,8 @@ def test_time_that_faults_took_is_read_of_a_supervised_run(run):
     evidence = diagnose.read(run)
     told = ledger(history.read(run))
     assert (
-        evidence.lost == pytest.approx((told.seconds["lost"] + told.seconds["down"]) / told.wall) and evidence.lost > 0
+        evidence.lost == pytest.approx((told.seconds["lost"] + told.seconds["down"]) / told.wall)
+        and evidence.lost > 0
     )
 
 
@@ -95,7 +111,9 @@ def test_a_run_that_goes_on_is_not_disturbed_by_a_trace(run, no_trace, monkeypat
     assert not no_trace and any("telemetry.trace_at" in sentence for sentence in found.cannot_tell)
 
 
-def test_a_directory_that_may_not_be_written_is_diagnosed_all_the_same(run, no_trace, monkeypatch, capsys):
+def test_a_directory_that_may_not_be_written_is_diagnosed_all_the_same(
+    run, no_trace, monkeypatch, capsys
+):
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
@@ -111,7 +129,11 @@ def test_a_directory_that_is_no_run_is_refused_in_a_sentence(tmp_path):
 
 def test_runs_on_gpus_are_held_against_a_named_cluster_alone(run, no_trace):
     path = run / "resources" / "0.jsonl"
-    path.write_text(path.read_text() + json.dumps({"time": 105.0, "device_memory_used_bytes": {"0": 5e9}}) + "\n")
+    path.write_text(
+        path.read_text()
+        + json.dumps({"time": 105.0, "device_memory_used_bytes": {"0": 5e9}})
+        + "\n"
+    )
     assert any("--cluster" in sentence for sentence in diagnose.run(run).cannot_tell)
     assert diagnose.run(run, "h100").cluster == "dgx-h100"
     with pytest.raises(ConfigError, match="there is no such file or accelerator"):

@@ -11,21 +11,38 @@ from meshtrain.report.rows import Columns
 from meshtrain.report.trace.attribution import Attribution
 
 MODEL = (
-    "model.layers=8", "model.d_model=256", "model.heads=8", "train.global_batch_size=64", "train.sequence_length=256",
-)  # fmt: skip
+    "model.layers=8",
+    "model.d_model=256",
+    "model.heads=8",
+    "train.global_batch_size=64",
+    "train.sequence_length=256",
+)
 CASES = {
     "tensor": ("mesh.tensor=8",),
     "pipeline": ("mesh.pipeline=8", "parallel.microbatches=32", "parallel.virtual_stages=1"),
-    "bubble": ("mesh.pipeline=4", "mesh.data=2", "parallel.microbatches=4", "parallel.schedule=1f1b", "parallel.virtual_stages=1"),
-    "recomputation": ("mesh.data=8", "parallel.remat=full", "model.d_model=2048", "train.sequence_length=1024"),
-}  # fmt: skip
+    "bubble": (
+        "mesh.pipeline=4",
+        "mesh.data=2",
+        "parallel.microbatches=4",
+        "parallel.schedule=1f1b",
+        "parallel.virtual_stages=1",
+    ),
+    "recomputation": (
+        "mesh.data=8",
+        "parallel.remat=full",
+        "model.d_model=2048",
+        "train.sequence_length=1024",
+    ),
+}
 
 
 def evidence(settings, cluster, shares, wall=1.0):
     config = load({}, [*MODEL, *settings])
     found = plan(config, cluster)
     seconds = {"forward": 1 - sum(shares.values())} | shares
-    attribution = Attribution("gpu", 8, 3, wall, {kind: share * wall for kind, share in seconds.items()})
+    attribution = Attribution(
+        "gpu", 8, 3, wall, {kind: share * wall for kind, share in seconds.items()}
+    )
     return Evidence(config, Columns(), attribution=attribution, plan=found)
 
 
@@ -37,7 +54,9 @@ def test_advice_is_a_config_that_the_planner_shows_to_be_faster(part):
     advised = plan(load({}, [*MODEL, *CASES[part], *finding.settings]), "h100")
     assert finding.settings
     assert advised.seconds <= (1 - layouts.WORTH) * given.plan.seconds
-    assert finding.severity == pytest.approx(min(finding.value, 1 - advised.seconds / given.plan.seconds))
+    assert finding.severity == pytest.approx(
+        min(finding.value, 1 - advised.seconds / given.plan.seconds)
+    )
     assert advised.devices == given.plan.devices and advised.fits
     assert all(setting in finding.advice for setting in finding.settings)
 
@@ -65,19 +84,36 @@ def test_advice_that_the_planner_does_not_show_to_be_faster_is_left_out_with_a_w
     monkeypatch.setattr(layouts, "changes", lambda config, part: iter([{"mesh": {"tensor": 8}}]))
     found = diagnose(given)
     assert not [f for f in found.findings if f.settings]
-    assert any("tensor" in remark and "no other layout is faster" in remark for remark in found.remarks)
+    assert any(
+        "tensor" in remark and "no other layout is faster" in remark for remark in found.remarks
+    )
 
 
 def test_a_layout_that_does_not_fit_is_no_advice():
     big = (
-        *("model.layers=32", "model.d_model=4096", "model.heads=32", "model.d_ff=14336", "model.vocab_size=128256"),
-        *("train.global_batch_size=16", "train.sequence_length=4096", "precision.compute=bfloat16", "mesh.data=8"),
+        *(
+            "model.layers=32",
+            "model.d_model=4096",
+            "model.heads=32",
+            "model.d_ff=14336",
+            "model.vocab_size=128256",
+        ),
+        *(
+            "train.global_batch_size=16",
+            "train.sequence_length=4096",
+            "precision.compute=bfloat16",
+            "mesh.data=8",
+        ),
         *("parallel.zero_stage=3", "parallel.remat=full"),
     )
     given = evidence(big, "a100-40", {"recomputation": 0.3, "data": 0.3})
     for part in ("recomputation", "data"):
         for change in layouts.changes(given.config, part):
-            settings = [f"{section}.{key}={value}" for section, keys in change.items() for key, value in keys.items()]
+            settings = [
+                f"{section}.{key}={value}"
+                for section, keys in change.items()
+                for key, value in keys.items()
+            ]
             if plan(load({}, [*MODEL, *big, *map(str.lower, settings)]), "a100-40").fits:
                 continue
             cure = layouts.fastest(given.plan, part)

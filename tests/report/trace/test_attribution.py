@@ -1,4 +1,6 @@
-"""The kinds stand once, beside the planner's, and the wall is shared among them without a rest, whatever runs at once."""
+"""The kinds stand once, beside the planner's, and the wall is shared among them without a rest, whatever runs at
+once.
+"""
 
 import dataclasses
 import random
@@ -8,12 +10,26 @@ import pytest
 
 from meshtrain.plan.seconds import StepTime
 from meshtrain.report.trace.attribute import share
-from meshtrain.report.trace.attribution import COLLECTIVES, KINDS, MEANING, PARTS, Attribution, axis_kind, planned
+from meshtrain.report.trace.attribution import (
+    COLLECTIVES,
+    KINDS,
+    MEANING,
+    PARTS,
+    Attribution,
+    axis_kind,
+    planned,
+)
 
 TOLD = Attribution(
-    "cpu", 8, 3, 0.5, {"forward": 0.1, "tensor": 0.2, "idle": 0.05, "unknown": 0.05, "masked": 0.1}, waiting={"tensor": 0.1},
-    collectives=Counter({("all-reduce", "data+tensor"): 1.5}), cannot_tell=["Something."],
-)  # fmt: skip
+    "cpu",
+    8,
+    3,
+    0.5,
+    {"forward": 0.1, "tensor": 0.2, "idle": 0.05, "unknown": 0.05, "masked": 0.1},
+    waiting={"tensor": 0.1},
+    collectives=Counter({("all-reduce", "data+tensor"): 1.5}),
+    cannot_tell=["Something."],
+)
 
 
 def test_every_kind_has_a_meaning_and_is_in_one_part():
@@ -67,7 +83,11 @@ def test_the_second_rank_counts_only_where_nothing_of_the_first_runs():
 
 
 def test_what_lies_outside_the_window_is_cut_off():
-    assert share([(-5, 3, 0, "a"), (8, 20, 0, "b"), (30, 40, 0, "c")], (0, 10)) == ({"a": 3, "b": 2}, 0, 5)
+    assert share([(-5, 3, 0, "a"), (8, 20, 0, "b"), (30, 40, 0, "c")], (0, 10)) == (
+        {"a": 3, "b": 2},
+        0,
+        5,
+    )
 
 
 def test_where_nothing_runs_all_is_outside():

@@ -1,4 +1,6 @@
-"""Each collective of a trace is told over the axis along which those devices lie that met in it, however the mesh lies on the devices."""
+"""Each collective of a trace is told over the axis along which those devices lie that met in it, however the mesh lies
+on the devices.
+"""
 
 import itertools
 import re
@@ -39,7 +41,9 @@ def met(path: Path, mesh: Mesh) -> Counter[tuple[str, str]]:
                     continue
                 places = np.array([place[int(n)] for n in devices.group(1).split(",")])
                 axis = "+".join(
-                    name for name, along in zip(AXES, (places != places[0]).any(axis=0), strict=True) if along
+                    name
+                    for name, along in zip(AXES, (places != places[0]).any(axis=0), strict=True)
+                    if along
                 )
                 (op,) = {stats["hlo_op"] for a, b, _, stats in ops if a <= begin and end <= b}
                 found[op, axis] += 1
@@ -55,10 +59,17 @@ def sent(mesh: Mesh, directory: Path) -> Path:
         return lax.psum_scatter(x, "tensor", tiled=True)
 
     specs = PartitionSpec(("data", "tensor", "pipeline"))
-    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))
+    step = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    )
     x = jnp.arange(64.0)
     compiled = step.lower(x).compile()
-    return traced(directory, mesh, compiled, lambda: compiled(jax.device_put(x, compiled.input_shardings[0][0])))
+    return traced(
+        directory,
+        mesh,
+        compiled,
+        lambda: compiled(jax.device_put(x, compiled.input_shardings[0][0])),
+    )
 
 
 @pytest.mark.thorough
@@ -71,7 +82,11 @@ def test_the_axis_of_a_collective_is_that_of_the_devices_that_met_in_it(order, t
     table = instructions(trace.module, trace.facts.mesh)
     meetings = met(path / EVENTS, mesh)
     # On CPUs all devices of the program meet for a permutation, whoever sends to whom.
-    reducing = {op: one.axis for op, one in table.items() if one.collective and one.opcode != "collective-permute"}
+    reducing = {
+        op: one.axis
+        for op, one in table.items()
+        if one.collective and one.opcode != "collective-permute"
+    }
     assert {op: axis for op, axis in meetings if op in reducing} == reducing
     assert told.collectives == {
         ("all-reduce", "data"): 1,

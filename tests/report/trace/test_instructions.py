@@ -31,7 +31,10 @@ ENTRY %main (state: f32[8]) -> f32[8] {
 
 def test_a_fusion_is_for_what_most_of_it_is_for_and_others_for_what_is_around_or_behind_them():
     table = instructions(Module(HLO), {"data": 1, "tensor": 1, "pipeline": 1})
-    kinds = {name: table[name].kind for name in ("three", "fused", "partly", "called", "copied", "result")}
+    kinds = {
+        name: table[name].kind
+        for name in ("three", "fused", "partly", "called", "copied", "result")
+    }
     assert kinds == {
         "three": "head",
         "fused": "forward",
@@ -46,9 +49,10 @@ def test_a_fusion_is_for_what_most_of_it_is_for_and_others_for_what_is_around_or
 def test_axes_are_those_of_the_mesh_whose_sizes_are_told():
     hlo = HLO.replace(
         "ROOT %result",
-        "%sum = f32[8]{0} all-reduce(%called), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%inside\n  ROOT %result",
+        "%sum = f32[8]{0} all-reduce(%called), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%inside\n  ROOT "
+        "%result",
     )
-    of = lambda **mesh: instructions(Module(hlo), mesh)["sum"].axis  # noqa: E731
+    of = lambda **mesh: instructions(Module(hlo), mesh)["sum"].axis
     assert of(data=2, tensor=2, pipeline=2) == "pipeline"
     assert of(data=2, tensor=4, pipeline=1) == "tensor"
     assert of(data=8, tensor=1, pipeline=1) == "data"
@@ -60,9 +64,15 @@ SLOT = "jit(_train)/shard_map/while/body/closed_call"
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
-        (f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/closed_call/jvp(layer)/dot_general", "forward"),
+        (
+            f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/closed_call/jvp(layer)/dot_general",
+            "forward",
+        ),
         (f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/dynamic_update_slice", "schedule"),
-        (f"{SLOT}/backward_slot/cond/branch_1_fun/while/body/transpose(jvp(layer))/mul", "backward"),
+        (
+            f"{SLOT}/backward_slot/cond/branch_1_fun/while/body/transpose(jvp(layer))/mul",
+            "backward",
+        ),
         (f"{SLOT}/backward_slot/while/body/transpose(jvp(jvp()))/add_any", "backward"),
         (f"{SLOT}/backward_slot/while/body/jvp(layer)/convert_element_type", "backward"),
         (f"{SLOT}/backward_slot/while/body/add", "schedule"),
@@ -70,7 +80,10 @@ SLOT = "jit(_train)/shard_map/while/body/closed_call"
             f"{SLOT}/backward_slot/transpose(jvp(jvp()))/checkpoint/rematted_computation/layer/dot_general",
             "recomputation",
         ),
-        ("jit(_train)/while/body/transpose(jvp())/while/body/layer/dot_general", "backward"),  # without stages
+        (
+            "jit(_train)/while/body/transpose(jvp())/while/body/layer/dot_general",
+            "backward",
+        ),  # without stages
         ("jit(_train)/while/body/jvp()/while/body/layer/dot_general", "forward"),
         (f"{SLOT}/loss_head/cond/branch_1_fun/transpose(jvp(loss_head))/dot_general", "head"),
         (f"{SLOT}/token_embedding/cond/branch_1_fun/scatter-add", "embedding"),

@@ -1,4 +1,6 @@
-"""A real train step traced: every event is an instruction of it, as many collectives ran as it has, and the wall has its kinds."""
+"""A real train step traced: every event is an instruction of it, as many collectives ran as it has, and the wall has
+its kinds.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -44,10 +46,15 @@ def traced_step(
         state, metrics = step(state, batch)
         return metrics
 
-    return program, step, attribute(read_trace(traced(directory, program.mesh, step, once, program.layout.table)))
+    return (
+        program,
+        step,
+        attribute(read_trace(traced(directory, program.mesh, step, once, program.layout.table))),
+    )
 
 
-# With chunks the shares of conditionals that `hlo.collectives` counts by do not hold for the loss head, which one chunk in several has.
+# With chunks the shares of conditionals that `hlo.collectives` counts by do not hold for the loss head, which one chunk
+# in several has.
 CASES = [
     ((2, 1, 1), {"zero_stage": 3}),
     ((2, 2, 2), {"zero_stage": 1, "sequence_parallel": True, "schedule": "1f1b"}),
@@ -74,7 +81,9 @@ def test_what_a_trace_tells_of_a_step_is_what_its_program_says(mesh, parallel, t
             expected[one.kind, one.axis] += one.times
     assert told.collectives == pytest.approx(expected)
     present = {"forward", "backward", "head", "embedding", "optimizer", "schedule"}
-    present |= {axis for axis, size in zip(("data", "tensor", "pipeline"), mesh, strict=True) if size > 1}
+    present |= {
+        axis for axis, size in zip(("data", "tensor", "pipeline"), mesh, strict=True) if size > 1
+    }
     present |= {"recomputation"} if parallel.get("remat") == "full" else set()
     assert present <= set(told.seconds)
 
