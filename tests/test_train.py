@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import load
 from meshtrain.optim import learning_rate
 from meshtrain.plan import memory
+from meshtrain.survive import heartbeat
 from meshtrain.survive.injector import _changed_at
 from meshtrain.survive.supervision import Supervision
 from meshtrain.train import main
@@ -299,6 +301,35 @@ def test_a_signal_before_the_first_step_gives_up_at_once_and_loses_nothing(
     )
     assert main(arguments) == 0
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_the_seconds_of_making_weights_count_as_init_and_those_of_reading_them_as_restore(
+    tmp_path, monkeypatch
+):
+    kinds = []
+
+    def starting(supervision, *arguments):
+        kinds.append(
+            {
+                kind
+                for kind, seconds in supervision.heartbeat.values()["seconds"].items()
+                if seconds >= slow
+            }
+        )
+        return start(supervision, *arguments)
+
+    def lasting(work):
+        return lambda *arguments: ahead.append(slow) or work(*arguments)
+
+    slow, ahead, start = 1000.0, [], Supervision.start
+    monkeypatch.setattr(
+        heartbeat, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(ahead))
+    )
+    monkeypatch.setattr(Supervision, "start", starting)
+    for name in ("_init", "_restore"):
+        monkeypatch.setattr(Checkpointer, name, lasting(getattr(Checkpointer, name)))
+    assert main(write(tmp_path)) == main(write(tmp_path)) == 0
+    assert kinds == [{"init"}, {"restore"}]
 
 
 def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the_run(

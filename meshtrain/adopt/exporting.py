@@ -103,6 +103,7 @@ def _open_directory(path: Path) -> ExportSource:
     files = TensorFiles(path)
     config = config_of(path)
     loading.check(config.model, files)
+    loading.check_finite(files)
     dtypes = {name: DTYPE_NAMES.get(files.dtype(name), "float32") for name in files.names}
     sizes = Counter[str]()
     for name, dtype in dtypes.items():

@@ -12,6 +12,7 @@ from meshtrain.checkpoint.finding import Start, find, set_aside_earlier
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
+from meshtrain.config.inject import Moment
 from meshtrain.errors import ConfigError, say
 from meshtrain.files import retried
 from meshtrain.run.directory import CHECKPOINTS
@@ -54,8 +55,12 @@ class Checkpointer(Saver):
             self._release_lock()
             raise
 
-    def restore_or_init(self) -> tuple[State, int]:
+    def restore_or_init(
+        self, enter: Callable[[Moment], object] = lambda phase: None
+    ) -> tuple[State, int]:
         """Returns the state to go on from, on the program's shardings, and the steps taken.
+
+        `enter` is called with "restore" before a checkpoint is looked for, and then with "init" if there is none.
 
         The files of an earlier run, from which this one does not go on, are set aside. ConfigError if the config or the
         data do not fit the checkpoint, or if all there is is damaged, lost or of a newer format.
@@ -64,7 +69,11 @@ class Checkpointer(Saver):
             raise ConfigError(
                 "the processes of this run read different data; on every machine the same must be under data.source."
             )
+        # Finding one reads all of it.
+        enter("restore")
         start = find(self.config, self.root, self.say)
+        if start is None:
+            enter("init")
         state, step = (self._init(), 0) if start is None else self._restore(start)
         if start is None or not start.own:
             first_decides(

@@ -16,7 +16,7 @@ from typing import Literal
 
 from meshtrain.errors import ConfigError, nearest, short
 
-Moment = Literal["join", "restore", "compile", "data", "dispatch", "save"]
+Moment = Literal["join", "restore", "init", "compile", "data", "dispatch", "save"]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from meshtrain.files import read_text
 
 CONFIG = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
+SPECIAL = "special_tokens_map.json"
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 # Beside chat_template.jinja, where a model has another template for conversations with tools.
@@ -67,7 +68,10 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     """
     beside = None if tokenizer == "byte" else Path(os.path.expanduser(tokenizer)).parent
     config = _config(beside / CONFIG) if beside is not None and (beside / CONFIG).is_file() else {}
-    special = _special_tokens(config)
+    mapped = (
+        _config(beside / SPECIAL) if beside is not None and (beside / SPECIAL).is_file() else {}
+    )
+    special = _special_tokens(mapped) | _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
         named = _of_config(_config(path), template) if path.suffix == ".json" else _of_jinja(path)

@@ -119,15 +119,20 @@ def schedule(config: Config) -> tuple[str, str]:
     for name, (other, holds) in plans.items():
         if name != best:
             without = f"with {name}" if name in pairs or plain != AUTO else "without pairs"
+            # A share, since the seconds of a plan are those of its whole timeline.
+            less = 1 - seconds / other
             words.append(
-                f", {duration(other)} {without}"
+                f"{abs(less):.1%} {'less' if less >= 0 else 'more'} than {without}"
                 + (
                     f", which holds {size(holds)} in place of {size(nbytes)}"
                     if holds > nbytes
                     else ""
                 )
             )
-    why = f"a step takes {duration(seconds)} by the plan for {cluster.name}{''.join(words)}"
+    why = f"by the plan for {cluster.name}"
+    why += (
+        f", a step takes {', '.join(words)}" if words else ", which has nothing to compare it with"
+    )
     return best if best in pairs else plain, why
 
 

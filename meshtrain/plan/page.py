@@ -52,6 +52,7 @@ KINDS_OF_TIME = {
 }
 PART_COLOURS = {part: colour for colour, parts in KINDS_OF_TIME.values() for part in parts}
 ROW = 34
+LEGEND = 520  # pixels of its width, at most: its letters are as large as those of the chart
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
 
 
@@ -187,7 +188,8 @@ def _pipeline(plan: Plan) -> str:
     line = plan.timeline
     if line is None:
         return ""
-    drawing = pages.wide(draw.gantt_svg(line, units.duration, headed=False))
+    drawing = f'<figure style="max-width:{LEGEND}px">{draw.legend_svg(line)}</figure>'
+    drawing += pages.wide(draw.gantt_svg(line, units.duration, headed=False))
     if len(line.kind) > MOST_CELLS:
         drawing = (
             f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"

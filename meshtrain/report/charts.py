@@ -154,6 +154,8 @@ def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] 
         about += (
             f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
         )
+    if any(curve.name == "smoothed" for curve in lines):
+        about += f"; smoothed: each point is the mean of about 1/{SMOOTH} of the run"
     base = 2 if spec.number is _bytes else 10
     label = f"{spec.title.lower()} over steps"
     return spec.title, about, chart(label, curves, spec.number, spec.zero, base, spec.spikes)

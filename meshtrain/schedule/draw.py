@@ -16,6 +16,7 @@ from meshtrain.draw.svg import (
     RULE,
     SKY,
     YELLOW,
+    chart,
     image,
     keys,
     mixed,
@@ -187,8 +188,8 @@ def gantt_svg(
     """An SVG: a row for each stage, idle time hatched, beneath it how many entries are in flight, and the axis of time.
 
     It is as wide as it takes to read the microbatch in most cells. Pointing at a cell shows its figures. `number`
-    writes a time with its unit; without one, times are in that of the durations. `headed`: with its `figures` at the
-    top.
+    writes a time with its unit; without one, times are in that of the durations. `headed`: with its `figures` and its
+    legend at the top.
     """
     table = timeline.table
     makespan = timeline.makespan or 1.0
@@ -196,15 +197,7 @@ def gantt_svg(
     plot = float(np.clip(makespan / _usual(timeline) * (4 + 6 * letters), 700, 12000))
     scale = plot / makespan
     width = _LEFT + plot + _RIGHT
-    colours = [
-        *((_FILL[kind], word) for kind, word in _words(timeline).items()),
-        ("url(#idle)", "idle"),
-    ]
-    colours += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
-    colours += [_SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})]
-    colours += [(INK, "critical path")] * (timeline.execution == "asynchronous")
-    colours += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (table.chunks > 1)
-    legend, end = keys(colours, 12, 52 if headed else 4, width - 24)
+    legend, end = keys(_colours(timeline), 12, 52, width - 24) if headed else ([], 0)
     top = int(end) + 6
     bottom = top + table.stages * _ROW
     height = bottom + 60 + _CURVE + 44
@@ -231,6 +224,29 @@ def gantt_svg(
     out += _curve(timeline, scale, bottom + 50)
     out += _times(makespan, scale, bottom + 50 + _CURVE, number)
     return svg(width, height, ["\n".join(["", *out, ""])], head, size=12)
+
+
+def legend_svg(timeline: Timeline) -> str:
+    """The legend of a picture that is not `headed`, as an SVG of its own, which stays where it is while the picture
+    scrolls.
+    """
+    legend, end = keys(_colours(timeline))
+    return chart(end, legend, "the colours of the schedule", size=12)
+
+
+def _colours(timeline: Timeline) -> list[tuple[str, str]]:
+    """Each colour of a picture, and what it stands for."""
+    colours = [
+        *((_FILL[kind], word) for kind, word in _words(timeline).items()),
+        ("url(#idle)", "idle"),
+    ]
+    colours += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
+    colours += [_SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})]
+    colours += [(INK, "critical path")] * (timeline.execution == "asynchronous")
+    colours += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (
+        timeline.table.chunks > 1
+    )
+    return colours
 
 
 def _times(

@@ -152,6 +152,26 @@ def test_an_adapter_with_a_number_that_is_none_is_refused_however_it_comes_in(
     )
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("tensor", ["first", "last"])
+@pytest.mark.parametrize("command", ["merge", "import", "inspect", "export"])
+def test_a_model_with_a_number_that_is_none_is_refused_however_it_comes_in(
+    command, tensor, value, tmp_path, capsys
+):
+    copy, out = shutil.copytree(GOLDEN / "qwen3", tmp_path / "model"), tmp_path / "out"
+    at = 0 if tensor == "first" else -1
+    file = sorted(copy.glob("*.safetensors"))[at]
+    tensors = load_file(file)
+    name = sorted(tensors)[at]
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[-1] = value
+    save_file(tensors, file)
+    adapter = ["--adapter", str(GOLDEN / "qwen3_lora")] if command == "merge" else []
+    assert main([command, str(copy), *([] if command == "inspect" else [str(out)]), *adapter]) == 2
+    said = capsys.readouterr().err
+    assert f"{name} in {copy} has NaN or infinity" in said.replace("\n", " ") and not out.exists()
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     return hugging_face(tmp_path_factory.mktemp("models") / "tiny-llama")

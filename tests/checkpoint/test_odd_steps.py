@@ -187,6 +187,23 @@ def test_a_step_whose_own_files_are_garbled_is_set_aside(name, garbled, run):
     )
 
 
+def a_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("put", [a_pipe, a_device])
+def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, run):
+    step = run / "checkpoints" / "3"
+    array = max(
+        (path for path in (step / steps.ARRAYS).rglob("*") if path.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
+    put(array)
+    taken, said = chosen(run)
+    assert taken == 2 and f"checkpoints/3 is damaged: {array.relative_to(step)} " in said[0]
+
+
 @pytest.mark.parametrize(
     "make, sentence",
     [

@@ -81,6 +81,31 @@ def test_a_template_is_found_beside_its_tokenizer(tmp_path):
     assert given.text == "mine" and given.special == found.special
 
 
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token", "unk_token"])
+@pytest.mark.parametrize("given", ["<|mine|>", {"content": "<|mine|>", "lstrip": False}])
+def test_a_special_token_may_stand_in_special_tokens_map_alone(name, given, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ " + name + " }}")
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({name: given, "additional_special_tokens": ["<x>"]})
+    )
+    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {name: "<|mine|>"}
+    # tokenizer_config.json goes first, but for what it leaves open
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: None}))
+    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {name: "<|mine|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "<s>", "sep_token": "<sep>"}))
+    found = find_template(str(tmp_path / "chat_template.jinja"), str(tmp_path / "tokenizer.json"))
+    assert found.special == {name: "<s>", "sep_token": "<sep>"}
+
+
+def test_a_special_tokens_map_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "special_tokens_map.json").write_text("[1]")
+    with pytest.raises(
+        ConfigError, match=r"special_tokens_map\.json is damaged: it is no JSON object"
+    ):
+        find_template(None, str(tmp_path / "tokenizer.json"))
+
+
 def test_bytes_have_no_template():
     with pytest.raises(
         ConfigError, match=r"the tokenizer byte has none; give one with data\.template"

@@ -25,6 +25,15 @@ def test_the_page_is_well_formed_and_fetches_nothing(page):
     check_page(page)
 
 
+def test_the_legend_of_the_schedule_stands_above_what_scrolls(page):
+    legend, scrolled = (
+        page.index('aria-label="the colours of the schedule"'),
+        page.index('<div class="wide"'),
+    )
+    assert legend < scrolled < page.index('<pattern id="idle"')
+    assert ">idle</text>" in page[legend:scrolled] and ">idle</text>" not in page[scrolled:]
+
+
 @pytest.mark.thorough
 def test_the_page_has_its_pictures_and_fits_a_phone(page):
     labels = re.findall(r'aria-label="([^"]+)"', page)

@@ -13,6 +13,7 @@ from meshtrain.report.charts import (
     OF_STEPS,
     Curve,
     _curves,
+    _figure,
     binned,
     chart,
     smoothed,
@@ -135,3 +136,12 @@ def test_many_values_have_a_smoothed_curve_too(steps, names):
     run = SimpleNamespace(steps={"step": np.arange(steps), "loss": np.ones(steps)})
     spec = SimpleNamespace(metric="loss", smooth=True, dots=None)
     assert [curve.name for curve in _curves(spec, run, "red", "blue")] == names
+
+
+@pytest.mark.parametrize("steps", [1000, 3])
+def test_a_figure_with_a_smoothed_curve_says_so_and_over_how_much(steps):
+    values = np.linspace(3.0, 1.0, steps)
+    run = SimpleNamespace(steps={"step": np.arange(steps), "loss": values})
+    spec = OF_STEPS[0]._replace(dots="")
+    _, about, _ = _figure(spec, list(_curves(spec, run, "#111111", "#222222")))
+    assert ("smoothed: each point is the mean of about 1/50 of the run" in about) == (steps == 1000)
