@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import logging
 import math
 import os
@@ -20,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from meshtrain.config.key import LARGEST, keys
+from meshtrain.config.key import LARGEST, keys, meant
+from meshtrain.config.places import CONFIGS
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.registry import TRUST
@@ -256,6 +258,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         self._check(words[: words.index("--")] if "--" in words else words)
+        if "--config" in self._option_string_actions and not any(
+            word.partition("=")[0] == "--config" for word in words
+        ):
+            self._refuse_bare_config(words)
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond and (setting := self._setting(*beyond[:1])):
             self.error(f"{short(beyond[0])} is no argument{setting}")
@@ -263,6 +269,19 @@ class Parser(argparse.ArgumentParser):
             already = os.environ.get(TRUST, "").split(os.pathsep)
             os.environ[TRUST] = os.pathsep.join(filter(None, dict.fromkeys([*already, *folders])))
         return parsed, beyond
+
+    def _refuse_bare_config(self, words: Sequence[str]) -> None:
+        """Refuses a config that is given without --config, with the right spelling."""
+        takes_words = any(not action.option_strings for action in self._actions)
+        for before, word in itertools.pairwise(["", *words]):
+            option = self._option_string_actions.get(before)
+            is_value = option is not None and option.nargs != 0
+            if (
+                not is_value
+                and is_config(word)
+                and (word.endswith((".yaml", ".yml")) or not takes_words)
+            ):
+                self.error(f"{short(word)} is no argument; did you mean --config {short(word)}?")
 
     def _setting(self, word: str, value: str = "", *_: str) -> str:
         """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is
@@ -273,6 +292,8 @@ class Parser(argparse.ArgumentParser):
         name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
         value = given if equals else "VALUE" if value.startswith("-") or not value else value
         paths = keys(Config) if "--set" in self._option_string_actions else {}
+        if paths and (path := meant(name)) and name not in paths:
+            return f"; did you mean --set {path}={short(value)}?"
         if "." not in name:
             paths = {path: key for path, key in paths.items() if path.endswith(f".{name}")}
             name = next(iter(paths)) if len(paths) == 1 else ""  # several sections may have it
@@ -365,6 +386,15 @@ def step(text: str) -> int | Literal["newest", "best"]:
             f"{short(repr(text))} is no step; it must be a number, best or newest"
         )
     return int(text)
+
+
+def is_config(word: str) -> bool:
+    """Returns whether a word names a config that --config takes."""
+    return (
+        not word.startswith("-")
+        and "=" not in word
+        and (word.endswith((".yaml", ".yml")) or (CONFIGS / f"{word}.yaml").is_file())
+    )
 
 
 def _folder(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshtrain.cli import DONE, Parser, command
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.key import Key
+from meshtrain.config.key import Key, meant
 from meshtrain.config.values import as_text, takes
 from meshtrain.errors import nearest, short
 
@@ -107,7 +107,10 @@ def _named(name: str | None) -> list[DeclaredKey]:
     if not named:
         paths = [entry.path for entry in every]
         alike = [path for path in paths if path.rpartition(".")[2] == name]
-        ending = f"; there is {', '.join(alike)}." if alike else nearest(str(name), paths)
+        near = (
+            f"; did you mean {meant(str(name))}?" if meant(str(name)) else nearest(str(name), paths)
+        )
+        ending = f"; there is {', '.join(alike)}." if alike else near
         raise ConfigError(
             f"there is no key {short(name)}{ending or '; meshtrain config lists all.'}"
         )

@@ -45,7 +45,7 @@ from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
-from meshtrain.run.directory import CHECKPOINTS, METRICS, run_directory
+from meshtrain.run.directory import CHECKPOINTS, METRICS, made_for_nothing, run_directory
 from meshtrain.run.garbage import GarbageCollection
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
 from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides
@@ -107,6 +107,7 @@ def train(
     after = as_hooks(callbacks)
     supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
+        closing.callback(made_for_nothing(config))
         closing.callback(supervision.close)
         directory = run_directory(config)
         try:
@@ -409,6 +410,7 @@ def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evalu
             if config.train.epochs
             else []
         ),
+        *_stands_in(program),
         *chosen(config),
         *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
     ]
@@ -423,6 +425,17 @@ def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evalu
             f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on",
         ]
     return [*lines, *evaluation.opening(), *([f"going on after step {start}"] if start else [])]
+
+
+def _stands_in(program: Program) -> list[str]:
+    """Returns the sentence on CPUs that compute in what accelerators are for."""
+    compute = program.config.precision.compute
+    if platform(program.mesh) != "cpu" or compute == "float32":
+        return []
+    return [
+        f"note: JAX finds no accelerator here: CPUs stand in and compute in {compute}, far slower, which is for "
+        "trying it out"
+    ]
 
 
 def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> list[str]:

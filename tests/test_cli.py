@@ -26,7 +26,10 @@ import pytest
 from meshtrain import cli
 from meshtrain.commands import COMMANDS as ALL
 from meshtrain.commands import parser_of
-from meshtrain.config import ConfigError
+from meshtrain.config import Config, ConfigError
+from meshtrain.config.key import SYNONYMS, keys
+from meshtrain.keys import main as keys_main
+from meshtrain.plan.__main__ import main as plan_main
 
 COMMANDS = {
     name: importlib.import_module(module).main
@@ -627,3 +630,80 @@ def test_a_command_by_its_name_alone_says_and_ends_as_its_module_does(words):
         long.stderr,
     )
     assert short.returncode == cli.USAGE and short.stderr
+
+
+BARE = ["train", "plan", "survive", "probe", "launch slurm", "launch local 2"]
+
+
+@pytest.mark.parametrize("words", BARE)
+@pytest.mark.parametrize("file", ["configs/x.yaml", "x.yml", "quickstart"])
+def test_a_config_without_its_option_is_answered_with_the_right_spelling(words, file, capsys):
+    if file == "quickstart" and words == "launch local 2":
+        pytest.skip("it takes words besides")
+    name, *rest = words.split()
+    with pytest.raises(SystemExit) as ended:
+        parser = parser_of(name)
+        if name == "survive":
+            from meshtrain.survive.__main__ import main
+
+            main([*rest, file])
+        parser.parse_args([*rest, file])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"did you mean --config {file}?" in said
+
+
+def test_a_file_that_another_option_takes_is_no_config():
+    assert parser_of("plan").parse_args(["--jobs", "configs/x.yaml"]).jobs == "configs/x.yaml"
+    assert parser_of("probe").parse_args(["--output", "x.yaml"]).output == "x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("word", "path"),
+    [
+        ("batch_size", "train.global_batch_size"),
+        ("lr", "optimizer.learning_rate"),
+        ("num_layers", "model.layers"),
+        ("n_layer", "model.layers"),
+        ("hidden_size", "model.d_model"),
+        ("n_heads", "model.heads"),
+        ("seq_len", "train.sequence_length"),
+        ("max_steps", "train.steps"),
+        ("tp", "mesh.tensor"),
+        ("pp", "mesh.pipeline"),
+        ("dp", "mesh.data"),
+        ("max_grad_norm", "optimizer.grad_clip"),
+        ("gradient_checkpointing", "parallel.remat"),
+        ("save_steps", "checkpoint.every"),
+        ("output_dir", "run.directory"),
+    ],
+)
+def test_what_others_call_a_key_is_answered_with_its_name_wherever_it_is_typed(
+    word, path, tmp_path, capsys
+):
+    section = path.partition(".")[0]
+    (tmp_path / "x.yaml").write_text(f"{section}: {{{word}: 3}}\n")
+    said = []
+    for main, words in (
+        (keys_main, [word]),
+        (keys_main, [f"{section}.{word}"]),
+        (plan_main, ["--config", str(tmp_path / "x.yaml")]),
+        (plan_main, ["--config", "quickstart", "--set", f"{section}.{word}=3"]),
+        (plan_main, ["--config", "quickstart", "--set", f"{word}=3"]),
+        (plan_main, ["--config", "quickstart", f"--{word}", "3"]),
+        (plan_main, ["--config", "quickstart", f"--{word.replace('_', '-')}=3"]),
+    ):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code
+        said.append(capsys.readouterr().err)
+        assert code == 2
+    assert all(f"did you mean {path}?" in one for one in said[:2])
+    assert all(f"did you mean {path.partition('.')[2]}?" in one for one in said[2:4])
+    assert all(f"did you mean --set {path}=3?" in one for one in said[4:])
+
+
+def test_every_synonym_leads_to_a_key_and_is_none():
+    paths = keys(Config)
+    assert not set(SYNONYMS.values()) - set(paths)
+    assert not {f"{path.rpartition('.')[0]}.{word}" for word, path in SYNONYMS.items()} & set(paths)

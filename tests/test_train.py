@@ -413,3 +413,35 @@ def test_too_few_devices_get_one_sentence_and_exit_code_2_from_the_command_itsel
     assert done.returncode == 2
     assert "needs 4 devices, but there are 2" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+
+
+REFUSED = {
+    "data.source=nowhere": "data.source",
+    "model.weights=nowhere": "nowhere",
+    "data.tokenizer=nowhere.json": "tokenizer",
+    "checkpoint.resume=nowhere": "checkpoint.resume",
+    "checkpoint.allow=[nope]": "checkpoint.allow",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_a_run_that_is_refused_leaves_no_directory(setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", "quickstart", "--set", "run.directory=runs/deep/x", "--set", setting]
+    assert main(words) == 2 and REFUSED[setting] in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    assert main(words) == 2
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]  # which was there before
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_cpus_that_stand_in_for_accelerators_are_named(compute, tmp_path, capsys):
+    settings = (f"run.directory={tmp_path / 'x'}", "train.steps=1", f"precision.compute={compute}")
+    assert (
+        main(["--config", "quickstart", *(word for each in settings for word in ("--set", each))])
+        == 0
+    )
+    said = "".join(capsys.readouterr())
+    assert ("no accelerator" in said and "bfloat16" in said) == (compute == "bfloat16")

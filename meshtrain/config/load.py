@@ -19,7 +19,7 @@ import yaml
 
 from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
-from meshtrain.config.key import Followed, Resume, keys
+from meshtrain.config.key import SYNONYMS, Followed, Resume, keys, meant
 from meshtrain.config.places import config_file, placed
 from meshtrain.config.schema import AUTO, Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
@@ -407,9 +407,13 @@ def _override(config: Config, text: str) -> Config:
     source = f"--set {short(text)}"
     *sections, name = path.split(".")
     if not (equals and sections and all(sections) and name):
-        raise ConfigError(
-            f"{source}: write --set section.key=value, for example --set mesh.data=2."
+        path_of = {key.rpartition(".")[2]: key for key in keys(Config)} | SYNONYMS
+        example = (
+            f"did you mean --set {path_of[path]}={short(new)}?"
+            if path in path_of and new
+            else "for example --set mesh.data=2."
         )
+        raise ConfigError(f"{source}: write --set section.key=value, {example}")
     kind: type = Config
     prefix = ""
     for section in sections:
@@ -444,6 +448,8 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
     if names_secret(name):
         secret = "a secret belongs into a variable of the environment, which no file of a run holds"
         return f"there is no key {prefix}{short(name)}; {secret}."
+    if path := meant(name):
+        return f"there is no key {prefix}{short(name)}; did you mean {path.removeprefix(prefix)}?"
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (

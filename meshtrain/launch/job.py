@@ -152,7 +152,8 @@ def make(
     # Its other rules, such as survive.least, count for the nodes that there are.
     config = load(options.config, overrides)
     words = [python, "-m", "meshtrain.survive", "--config", shipped or options.config]
-    trusted = options.trust
+    # callers in Python need not have it
+    trusted = getattr(options, "trust", [])
     if shipped and (files := [entry for entry in config.run.imports if entry.endswith(".py")]):
         # They lie beside the config there, in a directory that an engine makes as it will.
         there = PurePath(shipped).parent

@@ -2,14 +2,16 @@
 earlier-1/, earlier-2/ ...
 """
 
+import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshtrain.config import Config
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import sync, write_atomically
+from meshtrain.run.lock import LOCK, in_use
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -45,6 +47,30 @@ def run_directory(config: Config) -> Path:
     if (directory / CONFIG).is_dir():
         raise ConfigError(f"{directory / CONFIG} is a directory; remove it, or {elsewhere}.")
     return directory
+
+
+def made_for_nothing(config: Config) -> Callable[[], None]:
+    """Returns a function that removes a run directory, and those above it, as far as they are not there yet and nothing
+    came into them.
+    """
+    directory = Path(config.run.directory).absolute()
+    new = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+
+    def remove() -> None:
+        # What is not empty stays, and so do those above it.
+        with contextlib.suppress(OSError):
+            if (
+                new
+                and set(os.listdir(directory)) <= {CHECKPOINTS, LOCK}
+                and in_use(directory) is False
+            ):
+                if (directory / CHECKPOINTS).is_dir():
+                    (directory / CHECKPOINTS).rmdir()
+                (directory / LOCK).unlink(missing_ok=True)
+            for path in new:
+                path.rmdir()
+
+    return remove
 
 
 def _unwritable(path: Path) -> str | None:

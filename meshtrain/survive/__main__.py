@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.cli import DONE, Parser, command
+from meshtrain.cli import DONE, Parser, command, is_config
 from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, ConfigError, load
 from meshtrain.config.inject import KINDS, FaultRequest, parse, requests
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of_command, run = COMMANDS[words[0]]
         return run(of_command().parse_args(words[1:]))
     supervises = parser()
-    if words and not words[0].startswith("-"):
+    if words and not words[0].startswith("-") and not is_config(words[0]):
         ending = nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
         supervises.error(f"there is no command {short(words[0])}{ending}")
     options = supervises.parse_args(words)
