@@ -227,18 +227,22 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         }
         self.tests = {name: self._limited_test(name, test) for name, test in self.tests.items()}
         # With a context, so that nothing of it is computed while a template is compiled.
-        self.filters["_step"] = jinja2.pass_context(
-            lambda context, n: self.limits.spend(STEP + n) or True
-        )  # type: ignore[func-returns-value]
+        self.filters["_step"] = jinja2.pass_context(self._spend_step)
         self.filters["_shown"] = jinja2.pass_context(
             lambda context, value: self.limits.shown(value)
         )
         self.filters["_weighed"] = jinja2.pass_context(
             lambda context, value: self.limits.weigh(value)
         )
-        self.filters["_sized"] = jinja2.pass_context(
-            lambda context, value: self.limits.spend(size(value)) or value
-        )  # type: ignore[func-returns-value]
+        self.filters["_sized"] = jinja2.pass_context(self._spend_size)
+
+    def _spend_step(self, context: Any, n: int) -> bool:
+        self.limits.spend(STEP + n)
+        return True
+
+    def _spend_size(self, context: Any, value: Any) -> Any:
+        self.limits.spend(size(value))
+        return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = Spending().visit(super()._parse(source, name, filename))

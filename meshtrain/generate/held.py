@@ -61,10 +61,8 @@ def spec(weight: Placed, kind: str | None) -> Any:
     values = PartitionSpec(*axes)
     if by is None:
         return values
-    return Rounded(
-        values,
-        PartitionSpec(*(of if numbers else None for of, numbers in zip(axes, by, strict=True))),
-    )  # type: ignore[arg-type]
+    scales = PartitionSpec(*(of if numbers else None for of, numbers in zip(axes, by, strict=True)))
+    return Rounded(values, scales)  # type: ignore[arg-type]
 
 
 def round_weights(model: Model, kind: str) -> None:

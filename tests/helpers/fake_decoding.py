@@ -161,7 +161,7 @@ def faked(**settings: Any) -> Callable[..., FakeDecoding]:
 def continuation(
     prompt: bytes,
     most: int,
-    how: Sampling = Sampling(),
+    how: Sampling = Sampling(),  # noqa: B008
     choose: Choose = letters,
 ) -> list[int]:
     """The tokens that the fake gives a prompt on its own."""
