@@ -227,19 +227,21 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         }
         self.tests = {name: self._limited_test(name, test) for name, test in self.tests.items()}
         # With a context, so that nothing of it is computed while a template is compiled.
-        self.filters["_step"] = jinja2.pass_context(self._spend_step)
+        self.filters["_step"] = self._spend_step
         self.filters["_shown"] = jinja2.pass_context(
             lambda context, value: self.limits.shown(value)
         )
         self.filters["_weighed"] = jinja2.pass_context(
             lambda context, value: self.limits.weigh(value)
         )
-        self.filters["_sized"] = jinja2.pass_context(self._spend_size)
+        self.filters["_sized"] = self._spend_size
 
+    @jinja2.pass_context
     def _spend_step(self, context: Any, n: int) -> bool:
         self.limits.spend(STEP + n)
         return True
 
+    @jinja2.pass_context
     def _spend_size(self, context: Any, value: Any) -> Any:
         self.limits.spend(size(value))
         return value
