@@ -30,9 +30,7 @@ import sys
 
 
 def _is_command() -> bool:
-    """Returns whether the process is one of our commands: `meshtrain X`, or Python with `-m meshtrain` or `-m
-    meshtrain.X`.
-    """
+    """Returns whether the process is a command's: `meshtrain ...`, or Python with `-m` and a module of ours."""
     if sys.argv[:1] != ["-m"]:
         return os.path.basename(sys.argv[0] if sys.argv else "") == __name__
     # `-m`, which looks for the module still.

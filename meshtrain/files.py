@@ -69,6 +69,9 @@ def status(path: Path, follow: bool = True) -> os.stat_result | None:
     """
     try:
         return retried(lambda: os.stat(path, follow_symlinks=follow))
+    except ValueError:
+        # A NUL in the name, which no file has.
+        return None
     except OSError as error:
         if error.errno in ABSENT:
             return None
@@ -79,6 +82,9 @@ def entries(directory: Path) -> list[Path]:
     """Returns what is in a directory, in order; nothing where there is none. Unreadable if the system does not tell."""
     try:
         return sorted(retried(lambda: list(directory.iterdir())))
+    except ValueError:
+        # A NUL in the name, which no directory has.
+        return []
     except OSError as error:
         if error.errno in ABSENT:
             return []

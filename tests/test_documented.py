@@ -326,7 +326,16 @@ def test_the_guides_python_runs_and_shows_its_last_line(block, directory):
 
 
 def test_the_guides_blocks_are_of_kinds_that_are_run_or_shown():
-    assert {kind for kind, _ in BLOCKS} == {"", "bash", "py", "python", "sh", "text", "yaml"}
+    assert {kind for kind, _ in BLOCKS} == {
+        "",
+        "bash",
+        "jsonl",
+        "py",
+        "python",
+        "sh",
+        "text",
+        "yaml",
+    }
 
 
 # That of the file in docs/extending.md is trained by the test after it.

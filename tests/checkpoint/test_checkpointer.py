@@ -5,6 +5,7 @@ from checkpoint_runs import config, program
 
 from meshtrain.checkpoint import Checkpointer, steps
 from meshtrain.config import ConfigError
+from meshtrain.errors import Unreadable
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
@@ -18,7 +19,7 @@ def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out
 
     with monkeypatch.context() as patch:
         patch.setattr(steps, "remove_leftovers", refused)
-        with pytest.raises((ConfigError, KeyboardInterrupt), match=r"input/output error|^$"):
+        with pytest.raises((Unreadable, KeyboardInterrupt), match=r"input/output error|^$"):
             Checkpointer(config(tmp_path), program())
     Checkpointer(config(tmp_path), program()).close()
 

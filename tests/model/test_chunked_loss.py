@@ -12,7 +12,7 @@ from meshtrain.config import ConfigError, load
 from meshtrain.config.follow import CHUNK, loss_chunk
 from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
 from meshtrain.model.collectives import Collectives, VocabularyShards
-from meshtrain.model.loss import Vocabulary, cross_entropy
+from meshtrain.model.loss import LabelLosses, Vocabulary, cross_entropy
 from meshtrain.step import Program
 
 ROWS, LENGTH, WIDTH, SIZE = 3, 7, 6, 13  # 21 labels
@@ -42,7 +42,9 @@ def formula(smoothing: float, z_loss: float):
 
 
 def head(vocabulary: Vocabulary, smoothing: float = 0.0, z_loss: float = 0.0):
-    return lambda w, x, labels: cross_entropy(x @ w, labels, vocabulary, smoothing, z_loss)
+    return lambda w, x, labels: LabelLosses(
+        cross_entropy(x @ w, labels, vocabulary, smoothing, z_loss)
+    )
 
 
 def near(mine, right):
@@ -58,7 +60,7 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
 
     @jax.jit
     def run(w, x):
-        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, chunk), w, x)
+        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, chunk).losses, w, x)
         return losses, *vjp(jnp.asarray(WEIGHTS, jnp.float32))
 
     @jax.jit
@@ -67,7 +69,7 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
             loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32) / 3, chunk
         )
         _, vjp, losses = jax.vjp(of, w, x, has_aux=True)
-        return losses, *vjp(jnp.float32(3))
+        return losses.losses, *vjp(jnp.float32(3))
 
     right, right_x, right_w = formula(smoothing, z_loss)
     for losses, gw, gx in (run(w, x), run_summed(w, x)):
@@ -91,15 +93,15 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
     def rank(share, x):
         gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)
         loss = lambda w, x, labels: inner(w, gathered(x), labels)
-        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, 4), share, x)
+        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, 4).losses, share, x)
         summed = lambda w, x: summed_by_chunks(loss, w, x, labels, cotangents, 4)
         _, vjp_summed, losses_summed = jax.vjp(summed, share, x, has_aux=True)
-        return (losses, *vjp(cotangents)), (losses_summed, *vjp_summed(jnp.ones(())))
+        return (losses, *vjp(cotangents)), (losses_summed.losses, *vjp_summed(jnp.ones(())))
 
     parts = jnp.stack(jnp.split(jnp.asarray(x), 2, axis=1))
     found = jax.jit(jax.vmap(rank, axis_name="ranks"))(shares, parts)
     whole = head(Vocabulary(SIZE, Collectives()), 0.1, 0.1)
-    right, vjp = jax.vjp(lambda w, x: whole(w, x, labels), w, x)
+    right, vjp = jax.vjp(lambda w, x: whole(w, x, labels).losses, w, x)
     right_w, right_x = vjp(cotangents)
     for losses, gw, gx in found:
         near(losses[0], right)
@@ -110,8 +112,8 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
 def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
     x, w, labels = example()
     loss = head(Vocabulary(SIZE, Collectives()))
-    of_x = str(jax.make_jaxpr(jax.grad(lambda x: by_chunks(loss, w, x, labels, 5).sum()))(x))
-    both = str(jax.make_jaxpr(jax.grad(lambda w: by_chunks(loss, w, x, labels, 5).sum()))(w))
+    of_x = str(jax.make_jaxpr(jax.grad(lambda x: by_chunks(loss, w, x, labels, 5).losses.sum()))(x))
+    both = str(jax.make_jaxpr(jax.grad(lambda w: by_chunks(loss, w, x, labels, 5).losses.sum()))(w))
     ones = jnp.ones(labels.shape)
     summed_x = str(
         jax.make_jaxpr(jax.grad(lambda x: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(x)
@@ -130,8 +132,8 @@ def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
 def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():
     """Four hundred times 1: in bfloat16 the sum would stand still at 256."""
     x, labels = jnp.ones((1, 400, 1), jnp.bfloat16), jnp.zeros((1, 400), jnp.int32)
-    loss = lambda w, x, labels: (x @ w)[..., 0].astype(jnp.float32)
-    gradient = jax.grad(lambda w: by_chunks(loss, w, x, labels, 1).sum())(
+    loss = lambda w, x, labels: LabelLosses((x @ w)[..., 0].astype(jnp.float32))
+    gradient = jax.grad(lambda w: by_chunks(loss, w, x, labels, 1).losses.sum())(
         jnp.ones((1, 1), jnp.bfloat16)
     )
     assert gradient == 400

@@ -195,10 +195,9 @@ def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeyp
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     _set_flags(load({"mesh": {"tensor": 4, "pipeline": 4}}), "h100")
     permute = "xla_gpu_collective_permute_connected_components=true"
-    assert (
-        os.environ["XLA_FLAGS"] == f"--xla_dump_to=/x --{permute}"
-        and os.environ["NCCL_DEBUG"] == "INFO"
-    )
+    patience = "--xla_gpu_nccl_termination_timeout_seconds=3600"
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=/x", f"--{permute}", patience]
+    assert os.environ["NCCL_DEBUG"] == "INFO"
     said = capsys.readouterr().err
     assert (
         f"{permute}: messages go through" in said

@@ -153,12 +153,14 @@ class Execution:
     def run_clock(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Runs the ops that any stage has in this clock. A message travels under what stands beside its line.
 
-        send gx of the clock before ─┐
-        F                            │
-        receive gx                  ─┘   ┌─ send y
-        H                                │
-        B or I                           │
-        W                                └─ receive y, from behind B on
+            send gx of the clock before ─┐
+            F                            │
+            receive gx                  ─┘   ┌─ send y
+            H                                │
+            B or I                           │
+            W                                └─ receive y, from behind B on
+
+        A table of pairs has a clock of its own (`run_paired_clock`).
         """
         if self.table.paired:
             return self.run_paired_clock(ops, carry, row), None
@@ -180,11 +182,13 @@ class Execution:
     def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
         """Runs one clock of a table of pairs: F and B hide their own messages in one loop.
 
-        F+B, or I+W
-        send y and gx ─┐
-        H              │
-        W              │
-        receive both  ─┘
+            F+B, or I+W
+            send y and gx ─┐
+            H              │
+            W              │
+            receive both  ─┘
+
+        A weight gradient that ran in the loop is not run again.
         """
         clock = Clock(self, ops, row)
         carry, y, gx, weight_is_done = clock.pair(carry)
