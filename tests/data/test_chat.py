@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshtrain.data.chat import CHATS, FOREIGN, conversation, pair
-from meshtrain.data.messages import MARKS, Unfit, text_of
+from meshtrain.data.messages import Unfit, text_of
 
 ASKED = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 LAST = [{"role": "user", "content": "And\n3+3?"}, {"role": "assistant", "content": "6"}]
@@ -227,7 +227,7 @@ def test_documents_and_the_values_of_a_template_come_with_the_conversation():
 
 
 @pytest.mark.parametrize("spelt", ["role", "from"])
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("mark", ["weight", "train", "loss", "loss_mask"])
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0)])
 def test_an_answer_that_is_marked_as_context_is_not_learned(mark, spelt, no, yes):
     turns = [dict(turn) for turn in ([*ASKED, *LAST] if spelt == "role" else SHAREGPT)]

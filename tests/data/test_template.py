@@ -143,7 +143,11 @@ def test_several_without_a_default_are_refused(tmp_path):
 
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "nested loops that skip": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "nested loops that skip": "{% set r = range(99999) %}{% for a in r %}{% for b in r if false %}{% endfor %}{% "
+    "endfor %}",
+    "nested loops of one range": "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+    "a loop in a filter of one range": "{% set r = range(99999) %}{% for a in r %}{% set x = r | "
+    "map(attribute='real') | sum %}{% endfor %}",
     "a recursive loop": "{% for a in range(9) recursive %}{{ loop(range(9)) if loop.depth < 12 }}{% endfor %}",
     "macros that call each other": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
     "a loop in a filter": "{% for a in range(99999) %}{{ range(99999) | map('abs') | sum }}{% endfor %}",
