@@ -51,6 +51,7 @@ ROOMS = (
     "numbers",
     "features",
     "nodes",
+    "refused",
 )
 VERDICTS = ("named", "unclear", "silent", "traceback", "hang", "not tried")
 

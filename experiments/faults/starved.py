@@ -447,6 +447,8 @@ def forbidden(
     """As nobody.
 
     Told with these words, nothing is lost; or the run goes on after step `goes_on` (6: it could), having said them.
+
+    A step that may not be read is neither set aside nor passed over.
     """
 
     @fault(
@@ -510,31 +512,21 @@ forbidden(
 )
 forbidden("config.yaml of the run cannot be written", roots("run/config.yaml", 0o444), goes_on=LAST)
 forbidden(".lock cannot be written", roots("run/.lock", 0o444), "lock|run", "permission")
-forbidden(
-    "COMMIT of the newest step cannot be read",
-    mode("run/checkpoints/6/COMMIT", 0),
-    "COMMIT",
-    goes_on=4,
-)
+forbidden("COMMIT of the newest step cannot be read", mode("run/checkpoints/6/COMMIT", 0), "COMMIT")
 forbidden(
     "digests.json of the newest step cannot be read",
     mode("run/checkpoints/6/digests.json", 0),
     "digests.json",
-    goes_on=4,
 )
 forbidden(
     "manifest.json of the newest step cannot be read",
     mode("run/checkpoints/6/manifest.json", 0),
     "manifest.json",
-    goes_on=4,
 )
 forbidden(
-    "arrays/ of the newest step cannot be read",
-    mode("run/checkpoints/6/arrays", 0),
-    "arrays",
-    goes_on=4,
+    "arrays/ of the newest step cannot be read", mode("run/checkpoints/6/arrays", 0), "arrays"
 )
-forbidden("the newest step cannot be entered", mode("run/checkpoints/6", 0), "6", goes_on=4)
+forbidden("the newest step cannot be entered", mode("run/checkpoints/6", 0), "6")
 forbidden("the text cannot be read", mode("text", 0), "text", "permission", base="text")
 forbidden(
     "the shards' manifest cannot be read",
