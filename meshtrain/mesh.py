@@ -308,7 +308,7 @@ def platform(mesh: Mesh) -> str:
 def compiler_options(
     mesh: Mesh, overlaps_reduce_scatter: bool = False, sends_by_table: bool = False
 ) -> dict[str, int]:
-    """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
+    """Returns further options for XLA, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
     flags = os.environ.get("XLA_FLAGS", "")

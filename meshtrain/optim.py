@@ -79,7 +79,7 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
-    """What routers counted, for the row of metrics; nothing without experts."""
+    """Returns the routers' counts for the row of metrics; nothing without experts."""
     if not config.model.moe.experts:
         return {}
     from meshtrain.parallel.loads import metrics
@@ -145,7 +145,7 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
 
 
 def _of_layers(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
-    """What each layer has of its own though it is no moment: Muon's coefficients."""
+    """An array for each layer that mirrors none of its weights: Muon's coefficients."""
     shape = (layout.config.model.layers, *value.shape[1:])
     rest = value.ndim - 1
     axes = ("layers", *("one",) * rest)

@@ -64,7 +64,7 @@ def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradi
 def accumulate_overlapped(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, with matrices' gradients reduce-scattered during the last microbatch's backward
+    """Does the same, with matrices' gradients reduce-scattered during the last microbatch's backward
     (`zero.reduce_early`).
     """
     tokens = inputs(batches)
@@ -94,8 +94,8 @@ def accumulate_overlapped(
 def accumulate_in_place(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, each layer's gradients added to their sums where these lie: those of a microbatch are never all there
-    beside them.
+    """Does the same, but adds each layer's gradients to their sums in place: a microbatch's gradients never all exist
+    at once.
     """
     stage, zero = Stage(forward, 1, weights, batches, key), jnp.int32(0)
 

@@ -1,4 +1,4 @@
-"""What one device does of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to
+"""One device's part of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to
 shards.
 
     masters ──zero.gather_params──► weights ─┐

@@ -37,7 +37,7 @@ Messages = dict[int, jax.Array]  # by the number of the arrival
 
 
 class Carry(NamedTuple):
-    """What goes from clock to clock: every buffer's first axis counts its places."""
+    """The state carried from clock to clock: every buffer's first axis counts its places."""
 
     forward_received: jax.Array
     backward_received: jax.Array
@@ -222,9 +222,8 @@ class Execution:
         )
 
     def input_of(self, carry: Carry, row: Row) -> jax.Array:
-        """What F takes: the embedding on virtual stage 0 (which is the only one where nothing is ever received), else
-        what was received.
-        """
+        """Returns the input of F: the embedding on virtual stage 0 (which is the only one where nothing is ever
+        received), else the received array."""
         if not len(carry.forward_received):
             return carry.embedded
         return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
@@ -356,8 +355,8 @@ class Execution:
         return lambda *operands: jax.tree.map(select, run(*operands), idle(*operands))
 
     def settled(self, buffers: Tree) -> Tree:
-        """Written before the next slot reads: of a chunk of one layer, which is no loop, XLA would have both read what
-        was there before, and copy the buffer for that.
+        """Writes before the next slot reads. A chunk of one layer has no loop: without this, XLA would let both read
+        the old values, and copy the buffer.
         """
         return buffers if self.skips else jax.tree.map(lax.optimization_barrier, buffers)
 

@@ -150,7 +150,7 @@ class _Order:
         return self.left[i], -i
 
     def _run(self, i: int, behind: int | None = None) -> list[Any]:
-        """What an equation gives, computed after that of `behind`."""
+        """Returns the results of an equation, computed after the result of `behind`."""
         eqn = self.equations[i]
         self.ran.add(i)
         operands = [v.val if isinstance(v, Literal) else self.values[v] for v in eqn.invars]
@@ -160,8 +160,8 @@ class _Order:
         return bind(eqn, operands)
 
     def _of(self, i: int | None) -> Var | None:
-        """What has been made of an equation's result and is yet to be used, by others than `behind`'s: of what is not,
-        XLA ties nothing.
+        """Returns values derived from an equation's result that are yet to be used by others than `behind`: XLA ties
+        nothing to unused values.
         """
         if i is None:
             return None
@@ -199,7 +199,7 @@ def _sent(eqn: JaxprEqn) -> float:
 
 
 def _operations(eqn: JaxprEqn) -> float:
-    """Of the matrix products in an equation."""
+    """Counts the FLOPs of the matrix products in an equation."""
     name = eqn.primitive.name
     shapes = [_shape(v) for v in eqn.invars]
     if name == "dot_general":

@@ -1,4 +1,4 @@
-"""What one stage computes of one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
+"""One stage's computation for one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
 
 The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to
 its place:
@@ -37,7 +37,7 @@ Tree = Any
 
 
 class Slot(NamedTuple):
-    """What one slot of a clock is for: traced numbers, so that one program serves all."""
+    """The task of one slot of a clock: traced numbers, so that one program serves all."""
 
     active: jax.Array
     microbatch: jax.Array
@@ -131,7 +131,7 @@ class Stage:
         return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
 
     def label_losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> LabelLosses:
-        """The same label by label, [b, T] each."""
+        """Returns the same label by label, [b, T] each."""
         return self.model.label_losses(
             Weights(self.edge, self.constant), y, self._batch(microbatch), here
         )
@@ -505,8 +505,8 @@ def after(values: Tree, *others: Tree) -> Tree:
         values ──► start ─────────── done ──► what arrived         on the links
         carry  ─────────►   work   ──────────► its result          on the device
 
-    XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with
-    collectives of its own included (on GPUs as many at a time as `mesh.compiler_options` allows). Left alone it starts
+    XLA's scheduler lets a collective travel under whatever stands between its start and its done, even a whole loop
+    with collectives of its own. On GPUs `mesh.compiler_options` limits how many travel at a time. Left alone it starts
     one as soon as it can and waits for it at once. So what is sent waits for what the work begins with, and what is
     sent next for what arrives. It goes through the program from its end, and of a loop and a done takes the loop first,
     unless something stands behind the loop that needs its result.

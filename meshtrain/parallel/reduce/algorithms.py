@@ -1,6 +1,6 @@
 """All-reduce, written out: which device sends what to whom, a message at a time. `psum` leaves that to XLA and NCCL.
 
-What each costs stands in `meshtrain.allreduce`, where they have their names; the double tree has a file of its own.
+The cost of each stands in `meshtrain.allreduce`, where they have their names; the double tree has a file of its own.
 
 Each program works on the devices of one mesh axis, or of several as if they were one, and is called inside `shard_map`.
 The sum of a number is made on one device and copied to the others, so that all have the same bits; algorithms add in
@@ -175,7 +175,7 @@ RING = _in_two_passes(_ring_reduce_scatter, _ring_all_gather)
 
 
 def _reaches(n: int) -> tuple[int, int]:
-    """How far messages go to the right and to the left, so that together they meet all others."""
+    """Returns how far messages go to the right and to the left, so that together they meet all others."""
     return n // 2, (n - 1) // 2
 
 
@@ -270,9 +270,8 @@ def _doubling_all_gather(chunk: jax.Array, axes: Axes, members: int | None = Non
 def _halving_doubling(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over all devices, of any shape.
 
-    Of n devices that are no power of two those beyond one give all they have to one of the others first, and get the
-    sum last: two
-        steps and, for their partners, S bytes more.
+    If the number of devices is not a power of two, those beyond one first send all they have to a partner, and get the
+    sum last. That is two steps more, and S bytes more for the partners.
     """
     n = lax.axis_size(axes)
     members = 1 << (n.bit_length() - 1)

@@ -8,9 +8,9 @@ Each number is encoded once on its way to where it is summed, and summed in floa
              decode, sum
 
 A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the
-gather of more do. Of top-k each destination gets the largest of what it is to sum: k numbers of a row cost 8 k bytes,
-once. To gather the pairs of all ranks everywhere would send N times as much. What stays behind is most of a gradient,
-which error feedback adds to later ones (Aji & Heafield 2017; Stich et al. 2018).
+gather of more do. With top-k each destination gets the largest of the numbers that it sums: k numbers of a row cost 8 k
+bytes, once. To gather the pairs of all ranks everywhere would send N times as much. Most of a gradient stays behind,
+and error feedback adds it to later ones (Aji & Heafield 2017; Stich et al. 2018).
 """
 
 import jax
@@ -87,8 +87,7 @@ def _swapped(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, ja
 def _in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
     """The sum by an exchange and a gather of the sums.
 
-    What the second encoding leaves out counts as left out by who made the sum.
-    """
+    The rest that the second encoding leaves out counts as left out by the rank that made the sum."""
     k = chunk_length(len(flat), islands)
     rows = jnp.pad(flat, (0, islands * k - len(flat))).reshape(islands, k)
     sent = _encoded(codec, rows)
