@@ -116,7 +116,7 @@ def meet(name: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Calls kernels without types of manual mesh axes, for kernels that declare none.
+    """Turns off the types of manual mesh axes, for kernels that declare none.
 
     The caller types what comes out.
     """

@@ -207,7 +207,7 @@ class Program(Shown):
 
     @property
     def feedback_key(self) -> jax.Array:
-        """Of what compression begins from; run.seed is that of the weights, the next one dropout's."""
+        """Returns the key for compression's first state; run.seed is the weights' seed, the next one dropout's."""
         return jax.random.key(self.config.run.seed + 2)
 
     def from_weights(self, state: State, params: Tree) -> State:
@@ -290,7 +290,7 @@ class Program(Shown):
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Returns the shardings of a batch's arrays; `place` also sees to `column_order`."""
+        """Returns the sharding of a batch's arrays; `place` also sees to `column_order`."""
         return NamedSharding(self.mesh, self.rows)
 
     # --- the programs

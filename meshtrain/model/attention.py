@@ -35,7 +35,7 @@ class Residuals(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become weights, known while the program is made."""
+    """The rules by which scores become weights, known while the program is made."""
 
     rate: float  # of the dropout
     window: int  # positions that a query sees, its own and those before it; 0: all

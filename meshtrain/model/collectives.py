@@ -43,7 +43,7 @@ class Collectives:
         return weight
 
     def share_embedding(self, weight: jax.Array) -> jax.Array:
-        """The same for what is added before `leave_embedding`."""
+        """Does the same for a bias added before `leave_embedding`."""
         return weight
 
     def share_stream(self, weight: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ class Collectives:
         dropout: Any,
         sinks: Any = None,
     ) -> jax.Array:
-        """The same by `attend`, of all tokens and a share of the heads."""
+        """Computes the same by `attend`, for all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 
     def stream_axes(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def route(
         scores = jax.nn.sigmoid(logits_NE)
         probabilities = scores / scores.sum(-1, keepdims=True)
     biased = lax.stop_gradient(scores) + (bias_E if moe.balance == "bias" else 0)
-    chosen = lax.top_k(_in_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
+    chosen = lax.top_k(_keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
     one_hot = jax.nn.one_hot(chosen, moe.experts)
     weights = jnp.einsum("nke,ne->nk", one_hot, scores, precision="highest")
     if moe.router == "softmax_top_k":
@@ -67,7 +67,7 @@ def route(
     return RouterChoice(chosen, moe.route_scale * weights, probabilities)
 
 
-def _in_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
+def _keep_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
     """Scores that are -inf but in each token's best groups, those with the highest sums of their two best scores
     (DeepSeek-V3, 2.1.2).
     """

@@ -123,7 +123,7 @@ linear_float32.defvjp(
 
 
 def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collectives) -> None:
-    """Whether the block's adapters count, and with which dropout of their inputs: the same on every mesh."""
+    """Sets whether the block's adapters count, and the dropout of their inputs: the same on every mesh."""
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks

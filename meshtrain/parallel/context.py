@@ -281,7 +281,7 @@ def _gathered(sent: Any) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
 
 
-def _of_rank(number: Any, gathered: Any) -> Any:
+def _pick_rank(number: Any, gathered: Any) -> Any:
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
 
@@ -297,7 +297,7 @@ def _go_through(step: Step, gathered: Any) -> Any:
     """Returns what the last `step(number, before, here)` does, of all that is gathered."""
 
     def turn(number: Any, seen: Any) -> Any:
-        return step(number, seen, _of_rank(number, gathered))
+        return step(number, seen, _pick_rank(number, gathered))
 
     return lax.fori_loop(1, lax.axis_size(CONTEXT), turn, turn(0, None))
 
@@ -326,8 +326,8 @@ def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gat
     `step` and `chunk_by_itself` return both, the second of one rank.
     """
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    d_q, own = step(0, None, _of_rank(0, gathered))
-    d_q, more = chunk_by_itself(d_q, _of_rank(0, gathered))
+    d_q, own = step(0, None, _pick_rank(0, gathered))
+    d_q, more = chunk_by_itself(d_q, _pick_rank(0, gathered))
     d_kv = jax.tree.map(
         lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y),
         gathered[:2],
@@ -335,7 +335,7 @@ def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gat
     )
 
     def turn(number: Any, done: Any) -> Any:
-        d_q, more = step(number, done[0], _of_rank(number, gathered))
+        d_q, more = step(number, done[0], _pick_rank(number, gathered))
         return d_q, jax.tree.map(lambda x, y: x.at[(rank - number) % ranks].set(y), done[1], more)
 
     return lax.fori_loop(1, ranks, turn, (d_q, d_kv))

@@ -222,8 +222,8 @@ class Forward:
         here: jax.Array,
         counts: jax.Array | None = None,
     ) -> tuple[jax.Array | None, LabelLosses]:
-        """Returns the weighted sum of the losses by chunks if each loss `counts`; and the loss of each label, float32
-        [b, T], from the last stage's x (where `here` is true).
+        """Returns the sum weighted by `counts` if the losses are computed by chunks, else None; and the loss of each
+        label, float32 [b, T], from the last stage's x (where `here` is true).
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks

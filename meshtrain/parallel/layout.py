@@ -166,12 +166,12 @@ class Layout(Shown):
         return jax.tree.map(lambda x: x.sharding.spec, self.masters)
 
     def dtype(self, weight: Placed) -> jnp.dtype:
-        """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
+        """Returns the dtype of a weight in a state: float32 for a master, the compute dtype for a frozen one."""
         full = weight.float32 or (weight.trained and self.has_masters)
         return jnp.dtype(jnp.float32 if full else self.config.precision.compute)
 
     def array(self, weight: Placed) -> jax.ShapeDtypeStruct:
-        """Of a live weight: a float32 master, or what is frozen in the dtype that computes."""
+        """Returns shape and sharding of a live weight: a float32 master, or a frozen weight in the compute dtype."""
         return jax.ShapeDtypeStruct(
             weight.padded, self.dtype(weight), sharding=NamedSharding(self.mesh, shard_spec(weight))
         )
@@ -190,7 +190,7 @@ class Layout(Shown):
         return is_held(self.config, weight)
 
     def master(self, weight: Placed) -> Any:
-        """That of `array`, but a `Rounded` of them where a state has the weight in float8."""
+        """Returns the result of `array`, but a `Rounded` of them where a state has the weight in float8."""
         if not self.in_float8(weight):
             return self.array(weight)
         from meshtrain.parallel.float8 import shapes

@@ -144,7 +144,7 @@ class Execution:
         for phase, rows in phases:
             loops = [partial(self.run_clock, ops) for _, ops in phase.body]
             if phase.repeats > 1:
-                carry, _ = lax.scan(partial(_in_turn, loops), carry, rows)
+                carry, _ = lax.scan(partial(_run_in_turn, loops), carry, rows)
                 continue
             for run_clock, row in zip(loops, rows, strict=True):
                 carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
@@ -447,7 +447,7 @@ def arrives_after(result: Tree, messages: Tree) -> tuple[Tree, Tree]:
     )
 
 
-def _in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
+def _run_in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
     """The clocks of a phase once: a loop for each of its bodies."""
     for run_clock, row in zip(loops, rows, strict=True):
         carry, _ = lax.scan(run_clock, carry, row)

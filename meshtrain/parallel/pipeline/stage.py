@@ -140,7 +140,7 @@ class Stage:
 
     def run(self, x: jax.Array, slot: Slot) -> jax.Array:
         """Returns the chunk's output; no residuals are saved."""
-        return self._over_layers(self._run_layer, x, slot)[0]
+        return self._loop_over_layers(self._run_layer, x, slot)[0]
 
     def forward_only(
         self, x: jax.Array, stash: list[Tree], slot: Slot
@@ -150,7 +150,7 @@ class Stage:
 
     def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
-        return self._over_layers(
+        return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place)
         )
 
@@ -162,7 +162,7 @@ class Stage:
         """
         step = partial(self.backward_layer, slot.active)
         sources = [BufferSlot(stash, slot.place)]
-        return self._over_layers(
+        return self._loop_over_layers(
             step, (cotangent, gradients), slot, read_from=sources, reverse=True
         )[0]
 
@@ -177,7 +177,7 @@ class Stage:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
         sources = [BufferSlot(stash, slot.place)]
         target = BufferSlot(w_residuals, place)
-        return self._over_layers(
+        return self._loop_over_layers(
             self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
         )
 
@@ -192,9 +192,9 @@ class Stage:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
         step = partial(self.weight_layer, slot.active)
         sources = [BufferSlot(stash, slot.place), BufferSlot(w_residuals, place)]
-        return self._over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
+        return self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
 
-    def _over_layers(
+    def _loop_over_layers(
         self,
         step: Callable[..., tuple[Tree, Tree]],
         carry: Tree,

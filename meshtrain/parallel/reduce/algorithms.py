@@ -121,7 +121,7 @@ def _sent(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Arr
     return lax.ppermute(x, axes, pairs) if pairs else jnp.zeros_like(x)
 
 
-def _in_two_passes(
+def _join_passes(
     reduce_scatter: Callable[[jax.Array, Axes], jax.Array],
     all_gather: Callable[[jax.Array, Axes], jax.Array],
 ) -> Programs:
@@ -167,7 +167,7 @@ def _ring_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     return jnp.stack(chunks)[(rank - jnp.arange(n)) % n]
 
 
-RING = _in_two_passes(_ring_reduce_scatter, _ring_all_gather)
+RING = _join_passes(_ring_reduce_scatter, _ring_all_gather)
 
 
 # --- a ring whose links carry messages both ways at once (Jain & Sabharwal 2010, on tori: links have two directions,
@@ -220,7 +220,7 @@ def _two_way_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     return jnp.stack(before + after[:0:-1])[(rank - jnp.arange(n)) % n]
 
 
-TWO_WAY_RING = _in_two_passes(_two_way_reduce_scatter, _two_way_all_gather)
+TWO_WAY_RING = _join_passes(_two_way_reduce_scatter, _two_way_all_gather)
 
 
 # --- recursive halving, then doubling (Thakur et al. 2005, section 4.5; Rabenseifner 2004): partners first far apart,
