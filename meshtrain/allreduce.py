@@ -1,5 +1,5 @@
-"""Algorithms of an all-reduce by name: what `parallel.reduce.algorithm` takes, when it may, and what it costs in the
-alpha-beta model.
+"""Algorithms of an all-reduce by name: the values of `parallel.reduce.algorithm`, when each is legal, and its cost in
+the alpha-beta model.
 
     psum                what XLA and NCCL choose
     S bytes, n devices  steps                the busiest sends       time of a step                             reduce-scatter
@@ -10,7 +10,7 @@ alpha-beta model.
     hierarchical        those of two rings   2 S (n-1)/n             a ring in an island, then one across       the ring's
 
 **On average over the devices all of them send 2 S (n-1)/n bytes**: each number is added n - 1 times, for which n - 1
-messages must bring it, and n - 1 must take the sum to the others. What differs is who sends, how far, and in how many
+messages must bring it, and n - 1 must take the sum to the others. They differ in who sends, how far, and in how many
 steps. A step costs its latency: where arrays are small few steps win, where they are large the bytes of the busiest
 device do.
 

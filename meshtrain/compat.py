@@ -1,4 +1,4 @@
-"""What differs between JAX 0.10, 0.11 and 0.12 or is private to it, and nowhere else."""
+"""Holds all that differs between JAX 0.10, 0.11 and 0.12 or is private to JAX."""
 
 import contextlib
 import copy
@@ -41,12 +41,12 @@ def vary(tree: Tree, axes: Iterable[str]) -> Tree:
 
 
 def residuals(vjp: Callable) -> list[Any]:
-    """What a `jax.vjp` function keeps of the forward pass, less the function's own arguments."""
+    """Returns the arrays that a `jax.vjp` function keeps of the forward pass, less the function's own arguments."""
     return vjp.opaque_residuals  # type: ignore[attr-defined]
 
 
 def with_residuals(vjp: Callable, kept: list[Any]) -> Callable:
-    """The same vjp function over other residuals of the same shapes.
+    """Returns the same vjp function over other residuals of the same shapes.
 
     The forward pass that `vjp` itself traced is then dead code.
     """
@@ -72,9 +72,7 @@ def scopes_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def lines_as_they_are() -> Iterator[None]:
-    """What is compiled in here tells the lines of today's source: else JAX may give a program that it kept from before
-    they moved.
-    """
+    """Compiles with the lines of today's source: else JAX may reuse a cached program with the old lines."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -118,7 +116,7 @@ def meet(name: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """What is called in here has no types of manual mesh axes: for kernels that declare none.
+    """Turns off the types of manual mesh axes, for kernels that declare none.
 
     The caller types what comes out.
     """

@@ -6,7 +6,7 @@
     powersgd                       two thin matrices in the place of a gradient                      Vogels et al. 2019
 
 One from outside: `COMPRESSIONS.register(Compression("mine", codec=...))` before the config is loaded, and all of it
-stands in one file. Those of the package are in `parallel.reduce.codecs`, imported when a config asks for one.
+stands in one file. The built-in ones are in `parallel.reduce.codecs`, imported when a config asks for one.
 """
 
 import pkgutil

@@ -197,7 +197,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}."
         )
     if own and shape.cluster:
-        devices = _in_cluster_order(devices, shape.cluster)
+        devices = _order_by_cluster(devices, shape.cluster)
     if own:
         # A process without a device would have no rows to read.
         with_devices = {device.process_index for device in devices[:needed]}
@@ -229,7 +229,7 @@ def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
     return tuple(names[device] for device in devices)
 
 
-def _in_cluster_order(devices: Sequence[jax.Device], path: str) -> list[jax.Device]:
+def _order_by_cluster(devices: Sequence[jax.Device], path: str) -> list[jax.Device]:
     """Returns the devices as the cluster file at `path` orders them; ConfigError where it does not say of one where it
     stands.
     """
@@ -308,7 +308,7 @@ def platform(mesh: Mesh) -> str:
 def compiler_options(
     mesh: Mesh, overlaps_reduce_scatter: bool = False, sends_by_table: bool = False
 ) -> dict[str, int]:
-    """What XLA should be told besides, on GPUs; XLA_FLAGS wins."""
+    """Returns further options for XLA, on GPUs; XLA_FLAGS wins."""
     if platform(mesh) != "gpu":
         return {}
     flags = os.environ.get("XLA_FLAGS", "")

@@ -79,7 +79,7 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
-    """What routers counted, for the row of metrics; nothing without experts."""
+    """Returns the routers' counts for the row of metrics; nothing without experts."""
     if not config.model.moe.experts:
         return {}
     from meshtrain.parallel.loads import metrics
@@ -122,7 +122,7 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
         weight = next((weights[keys[i:]] for i in range(len(keys)) if keys[i:] in weights), None)
         if weight is None:
             return (
-                _of_layers(layout, ".".join(keys), value)
+                _place_per_layer(layout, ".".join(keys), value)
                 if "layers" in keys and value.ndim
                 else None
             )
@@ -144,8 +144,8 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
     return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
-def _of_layers(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
-    """What each layer has of its own though it is no moment: Muon's coefficients."""
+def _place_per_layer(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
+    """An array for each layer that mirrors none of its weights: Muon's coefficients."""
     shape = (layout.config.model.layers, *value.shape[1:])
     rest = value.ndim - 1
     axes = ("layers", *("one",) * rest)

@@ -45,7 +45,7 @@ def initial_scale(precision: PrecisionConfig) -> LossScale | None:
 
 
 def factor(scale: LossScale | None) -> jax.Array:
-    """What the loss is multiplied by before it is differentiated."""
+    """The factor of the loss before it is differentiated."""
     return jnp.float32(1.0) if scale is None else scale.value
 
 
@@ -78,8 +78,8 @@ def taken_if(finite: jax.Array, after: Tree, before: Tree) -> Tree:
 
 
 def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.Array:
-    """Whether one can train on from here: all is finite, and the weights small enough for the dtype that computes, and
-    to be squared.
+    """Returns whether one can train on from here: all is finite, and the weights small enough for the dtype that
+    computes, and to be squared.
 
     To be squared, since weights of 1e30 give every loss but no gradient: the norms divide by the root of an infinite
     mean.

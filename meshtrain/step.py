@@ -78,7 +78,7 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """What a run is between two steps; params and optimizer in the live layout of `parallel.layout`."""
+    """The state of a run between two steps; params and optimizer in the live layout of `parallel.layout`."""
 
     step: Any  # int32: steps taken, which is also the position in the data
     params: Tree  # fp32 master weights; what is frozen, in the dtype that computes
@@ -207,7 +207,7 @@ class Program(Shown):
 
     @property
     def feedback_key(self) -> jax.Array:
-        """Of what compression begins from; run.seed is that of the weights, the next one dropout's."""
+        """Returns the key for compression's first state; run.seed is the weights' seed, the next one dropout's."""
         return jax.random.key(self.config.run.seed + 2)
 
     def from_weights(self, state: State, params: Tree) -> State:
@@ -290,7 +290,7 @@ class Program(Shown):
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Of the arrays of a batch; `place` also sees to `column_order`."""
+        """Returns the sharding of a batch's arrays; `place` also sees to `column_order`."""
         return NamedSharding(self.mesh, self.rows)
 
     # --- the programs
@@ -379,7 +379,7 @@ class Program(Shown):
         return self._of_batch(self.local.loss, params, batch)
 
     def _of_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
-        """What `function(masters, batch)` gives, the same everywhere."""
+        """Returns the result of `function(masters, batch)`, the same everywhere."""
         _refuse_state(params)
         specs = (self.layout.shards, self.rows)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
@@ -433,8 +433,7 @@ class Program(Shown):
     def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:
         """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B.
 
-        Of images (params, patches float32 [B, N, P]) -> [B, 1, vocab_size].
-        """
+        For images (params, patches float32 [B, N, P]) -> [B, 1, vocab_size]."""
         from meshtrain.parallel.logits import logits
 
         name = PATCHES if self.of_images else TOKENS
@@ -460,7 +459,7 @@ class Program(Shown):
 
     @cached_property
     def is_finite(self) -> Callable[[State], jax.Array]:
-        """Whether a state is one to train on from: finite, all of it."""
+        """Returns whether training can go on from a state: all of it is finite."""
         precision = self.config.precision
         if self.islands is None:
             return jax.jit(
@@ -495,7 +494,8 @@ class Program(Shown):
         return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())
 
     def collectives(self, batch: Mapping[str, Any] | None = None) -> "CompiledCollectives":
-        """What a step sends, read from the program compiled for a batch like this one (default: `batch_shapes`).
+        """Returns the collectives of a step, read from the program compiled for a batch like this one (default:
+        `batch_shapes`).
 
         Compiles it.
         """
@@ -507,7 +507,7 @@ class Program(Shown):
 
     @property
     def busy(self) -> float:
-        """How often what stands in conditionals of the compiled step is done, where idle stages skip a clock's work."""
+        """Returns how often conditionals of the compiled step run, where idle stages skip a clock's work."""
         table = self.layout.table
         return table.busy if table and self.local.forward.skips else 1.0
 

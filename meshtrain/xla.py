@@ -1,9 +1,9 @@
-"""What XLA is told by a run, whoever starts it, and the names by which a trace of the step is read.
+"""The options that a run gives XLA, whoever starts it, and the names by which a trace of the step is read.
 
 No JAX here: the planner and the launcher ask it too.
 
-One figure says how much of a GPU's memory a run may have: to JAX's pool, to XLA's scheduler and to the planner. What a
-launcher sets besides stands in `meshtrain.launch.flags`.
+One figure says how much of a GPU's memory a run may have: to JAX's pool, to XLA's scheduler and to the planner. A
+launcher's further flags stand in `meshtrain.launch.flags`.
 
 The train step names its parts, and they stand in each instruction's `op_name`; of names inside one another the rules of
 `report.trace.instructions` begin with the outermost:

@@ -22,6 +22,6 @@ which differ by options only (`meshtrain.families`).
 - `meshtrain.model.hooks`: block, attention and loss as functions of your own; `hook_checks`: what is looked at in them.
 
 A block is Vaswani et al. 2017 ("Attention is all you need", section 3) with its norms first; each part names its own
-paper. What makes the layers quick on a CPU was found with `experiments/bench_layouts.py`, see "Layouts" in
+paper. The choices that make the layers quick on a CPU were found with `experiments/bench_layouts.py`, see "Layouts" in
 `experiments/README.md`.
 """

@@ -25,7 +25,7 @@ from meshtrain.model.kernels import MASKED, Kernel, attention_kernel, block_size
 
 
 class Residuals(NamedTuple):
-    """What the backward needs: of a kernel q, k, v as its arguments and log_sum [B, H, T], of blocks these shapes."""
+    """Residuals for the backward: a kernel keeps q, k, v as its arguments and log_sum [B, H, T], blocks these shapes."""
 
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]
@@ -35,7 +35,7 @@ class Residuals(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores become weights, known while the program is made."""
+    """The rules by which scores become weights, known while the program is made."""
 
     rate: float  # of the dropout
     window: int  # positions that a query sees, its own and those before it; 0: all

@@ -59,7 +59,7 @@ def summed_by_chunks(
 
 
 class _Cuts:
-    """How tokens and labels are cut into chunks."""
+    """The cuts of tokens and labels into chunks."""
 
     def __init__(self, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int) -> None:
         self.rows, self.local = x_BTD.shape[:2]

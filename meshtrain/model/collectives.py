@@ -43,7 +43,7 @@ class Collectives:
         return weight
 
     def share_embedding(self, weight: jax.Array) -> jax.Array:
-        """The same for what is added before `leave_embedding`."""
+        """Does the same for a bias added before `leave_embedding`."""
         return weight
 
     def share_stream(self, weight: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ class Collectives:
         dropout: Any,
         sinks: Any = None,
     ) -> jax.Array:
-        """The same by `attend`, of all tokens and a share of the heads."""
+        """Computes the same by `attend`, for all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 
     def stream_axes(self) -> tuple[str, ...]:
@@ -123,22 +123,24 @@ class Collectives:
     def dispatch(
         self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """What the chosen ones of all `experts` make of rows [N, D], by `model.experts.Experts.compute`, and the pairs
-        that were dropped.
+        """Returns the output of the chosen experts for rows [N, D], computed by `model.experts.Experts.compute`, and
+        the pairs that were dropped.
         """
         return compute(rows, chosen, weights, chosen.size)
 
     def of_experts(self) -> "Collectives":
-        """Those of a layer's experts: others where each tensor rank sends its own part of the sequence to them."""
+        """Returns the collectives of a layer's experts: they differ where each tensor rank sends its own part of the
+        sequence to them.
+        """
         return self
 
     def own_part(self, x_BT: jax.Array) -> jax.Array:
-        """Of a value for each token, those of the rows that this rank's router is given."""
+        """Selects, from one value for each token, the values of the rows that this rank's router is given."""
         return x_BT
 
     def once(self, x: jax.Array) -> jax.Array:
-        """What all tensor ranks have alike, on one of them, and zeros on the others: for gradients, which are summed
-        over the ranks.
+        """Returns a value common to all tensor ranks on one of them, and zeros on the others: for gradients, which are
+        summed over the ranks.
         """
         return x
 

@@ -139,7 +139,8 @@ def _own_numbers(patches_BNP: jax.Array, rows: int, collectives: Collectives) ->
 class Head(nnx.Module):
     """Final norm and output projection, columns split over the vocabulary; tied to the embedding when `weight` is None.
 
-    Of an image it reads one position, the class token or the mean of the patches (`pool`), and gives one row of logits.
+    For an image it reads one position, the class token or the mean of the patches (`pool`), and gives one row of
+    logits.
     """
 
     weight: nnx.Param | None = None

@@ -22,7 +22,7 @@ class Dropout:
         self.rows: Any = rows_B
 
     def at(self, site: jax.Array | int) -> "Dropout":
-        """The same dropout with keys of its own for a layer or a site in it."""
+        """Returns the same dropout with keys of its own for a layer or a site in it."""
         return (
             self
             if self.rate == 0.0
@@ -114,7 +114,8 @@ def drop(
 def keep_mask(
     rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array
 ) -> jax.Array:
-    """Whether the scores of `queries` and `keys`, positions in a sequence, stay: of arrays that broadcast to one shape.
+    """Returns whether the scores of `queries` and `keys` stay: positions in a sequence, arrays that broadcast to one
+    shape.
 
     Each score is drawn for itself, from a head's two words and its place, by Threefry-2x32 with 20 rounds: whatever
     blocks a kernel makes of the scores, it drops the same ones. Plain arithmetic, since inside a kernel there is no

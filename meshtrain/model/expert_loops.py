@@ -35,7 +35,7 @@ class LoopedWeights(NamedTuple):
 
 
 class OneExpert(NamedTuple):
-    """Those of one, gate beside up: one product of both is faster than two."""
+    """Returns the weights of one expert, gate beside up: one product of both is faster than two."""
 
     into: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
@@ -69,7 +69,7 @@ def weighted_hidden(
 
 
 class _Blocks(NamedTuple):
-    """What a loop reads of block i."""
+    """Returns the values that a loop reads for block i."""
 
     weights: LoopedWeights
     rows: jax.Array

@@ -7,9 +7,9 @@
     slots     0 0 0 · │ 1 1 · · │ 1 1 1 1 │ 3 · · ·        blocks of equal length, each of one expert; ·: a row of zeros
 
 Routers compute in float32 everywhere, or tokens would choose other experts on other meshes. Tokens that are padding,
-and those of an idle slot of a pipeline, choose none. What a router counts leaves as the gradient of a weight, `load`,
-so that microbatches, stages and data ranks are summed as they are for gradients; with `balance: bias` the same weight
-is what is added to the scores (Wang et al. 2024).
+and those of an idle slot of a pipeline, choose none. A router's counts leave the step as the gradient of a weight,
+`load`, so that microbatches, stages and data ranks are summed as they are for gradients; with `balance: bias` the same
+weight is what is added to the scores (Wang et al. 2024).
 
 Suffixes besides those of `layers`: N tokens, K chosen experts of each, E experts, S slots.
 """
@@ -38,7 +38,7 @@ from meshtrain.model.weights import COUNTED
 
 
 class RouterChoice(NamedTuple):
-    """What a router says of tokens."""
+    """A router's choices for tokens."""
 
     chosen: jax.Array  # int32 [N, K]; the number of experts: none
     weights: jax.Array  # float32 [N, K]
@@ -55,7 +55,7 @@ def route(
         scores = jax.nn.sigmoid(logits_NE)
         probabilities = scores / scores.sum(-1, keepdims=True)
     biased = lax.stop_gradient(scores) + (bias_E if moe.balance == "bias" else 0)
-    chosen = lax.top_k(_in_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
+    chosen = lax.top_k(_keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
     one_hot = jax.nn.one_hot(chosen, moe.experts)
     weights = jnp.einsum("nke,ne->nk", one_hot, scores, precision="highest")
     if moe.router == "softmax_top_k":
@@ -67,7 +67,7 @@ def route(
     return RouterChoice(chosen, moe.route_scale * weights, probabilities)
 
 
-def _in_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
+def _keep_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
     """Scores that are -inf but in each token's best groups, those with the highest sums of their two best scores
     (DeepSeek-V3, 2.1.2).
     """
@@ -120,7 +120,7 @@ def auxiliary_losses(
     tokens_B = jnp.maximum(collectives.row_sum(mask.sum(1)), 1)
 
     def mean(values: jax.Array) -> jax.Array:
-        """Over the routed tokens of each row: [N, ...] to [B, ...]."""
+        """Averages over the routed tokens of each row: [N, ...] to [B, ...]."""
         of_rows = values.reshape(*mask.shape, *values.shape[1:])
         total = jnp.einsum("bt,bt...->b...", mask, of_rows, precision="highest")
         return collectives.row_sum(total) / tokens_B.reshape(rows, *(1,) * (total.ndim - 1))
@@ -260,7 +260,7 @@ def of_slots(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
 
 
 def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:
-    """What `load` gets as its gradient, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens'
+    """Returns the gradient of `load`, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens'
     entropies.
     """
     experts = routes.probabilities.shape[1]

@@ -40,7 +40,7 @@ Groups = tuple[int, ...]  # along each dimension, the numbers that share a scale
 class Rounded(NamedTuple):
     """An array in float8, and its scales, float32: 1, as many as it has, or one for each block, along every dimension.
 
-    What is kept or sent is e4m3 as bytes: XLA's CPU widens float8 on its way, and has made NaN of what loops kept of
+    Kept or sent values are e4m3 as bytes: XLA's CPU widens float8 on its way, and has made NaN of what loops kept of
     it.
     """
 
@@ -71,8 +71,7 @@ class Rounded(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What goes into products, [N, D], and what it was rounded to: the first carries the gradient, the second is
-    multiplied.
+    """The operand of products, [N, D], and its rounded form: the first carries the gradient, the second is multiplied.
 
     Without the second the first is what to multiply.
     """
@@ -206,7 +205,7 @@ def _product(
 
 
 def _product_forward(how: Float8Recipe, keeps_x: bool, *operands: Any) -> tuple[jax.Array, Any]:
-    """Of a frozen weight there is no gradient to come, so nothing is kept for one."""
+    """Keeps nothing for the gradient of a frozen weight, since it has none."""
     trained = operands[2].perturbed
     x, q, weight, b = _values(operands)
     kept = (x if keeps_x else q) if trained else None
@@ -410,7 +409,7 @@ class Float8Products:
         return _wide_product(self.how, platform, *vary(operands, axes))
 
     def values(self, rows: Rows) -> jax.Array:
-        """What the rows were rounded to, for other products."""
+        """Returns the rounded rows, for other products."""
         x, q = rows
         chosen = self.how.selected(self.skip, x, 1) if q is None else widened(q, x.dtype)
         return _straight_through(x, lax.stop_gradient(chosen))

@@ -35,7 +35,7 @@ BYTES = 2**14
 
 
 class Masks(NamedTuple):
-    """What is not seen of the scores besides later keys, and earlier ones than the window's."""
+    """The scores that are masked besides later keys and keys before the window."""
 
     segments: jax.Array | None  # [B, T], of queries
     key_segments: jax.Array | None
@@ -53,8 +53,8 @@ class Masks(NamedTuple):
 def forward(
     scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H,
-    T].
+    """Returns, for queries [B, T, H, K] and keys, values [B, T, G, K], the output [B, T, H, K] and float32 log of sums
+    [B, H, T].
     """
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)

@@ -3,8 +3,8 @@
     rows   a a a · | a · · · | c c c c | · · · ·     blocks of equal length, each of one expert, in the experts' order;
     expert    0         0         2         -        slots that are empty (·) are zero rows; here 3 blocks are in use
 
-Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA makes a dense product of all experts of it (jax 0.10), so experts
-times the FLOPs, and on GPUs experts times the rows in memory.
+Why not `jax.lax.ragged_dot`: on CPUs and GPUs XLA turns it into a dense product of all experts (jax 0.10). That takes
+experts times the FLOPs, and on GPUs experts times the rows in memory.
 
 The backward is two loops or kernels, of the rows' gradient and of the weights', since a zero-bubble schedule puts them
 in different halves.
@@ -72,7 +72,7 @@ def _forward(
     experts: CustomVJPPrimal,
     blocks: CustomVJPPrimal,
 ) -> tuple[jax.Array, GroupedResiduals]:
-    """Of a frozen weight there is no gradient to come, so the rows are not kept for one."""
+    """Keeps no rows for the gradient of a frozen weight, since it has none."""
     residual = rows.value if weight.perturbed else None
     out = _grouped(platform, rows.value, weight.value, experts.value, blocks.value)
     return out, (residual, weight.value, experts.value, blocks.value)

@@ -4,7 +4,7 @@ loop over, side by side.
     by_blocks          a program is a tile of the result: of a block's rows and of the columns of its expert, whose number it reads
     weight_gradient    a program is a tile of an expert's weight; it goes through the rows of that expert's blocks, first to last
 
-Of `by_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two rows of
+In `by_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two rows of
 tiles:
 
     0 2 4 │ ..      row by row the device would read all columns of an expert for every 128 tokens
@@ -12,9 +12,9 @@ tiles:
 
 Nothing of the size of experts x rows meets memory, nor is anything summed by atomics: results are the same every time.
 
-Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10 to 0.12): it is for Hopper alone and for a
-GPU with 132 multiprocessors, unrolls a search through all experts in each program, leaves rows that are not in use
-unwritten, and its kernel for the weight's gradient asks for a GPU while it is compiled.
+Why not JAX's own (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, 0.10 to 0.12): it runs on Hopper alone, on a GPU
+with 132 multiprocessors, and unrolls a search through all experts in each program. It leaves unused rows unwritten, and
+its kernel for the weight's gradient asks for a GPU while it is compiled.
 """
 
 import math

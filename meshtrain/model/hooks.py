@@ -1,4 +1,4 @@
-"""What may be replaced from outside with a plain function: the block, attention, the loss.
+"""Hooks: plain functions from outside that replace the block, attention or the loss.
 
     def parallel_block(block, x, sequence, collectives, dropout):            # GPT-J, PaLM: both branches from one norm
         h = collectives.enter(block.attention_norm(x))
@@ -43,7 +43,7 @@ class BlockHook(Protocol):
     same dtype.
 
     `block` holds the layer's weights, this device's share of each, as modules: attention_norm, attention, mlp_norm, mlp
-    (see `model.layers`). What goes into a column-parallel weight passes `collectives.enter` first, what comes out of a
+    (see `model.layers`). The input of a column-parallel weight passes `collectives.enter` first, the output of a
     row-parallel one `collectives.leave` (`block.attention` and `block.mlp` do the latter).
     """
 
@@ -183,7 +183,7 @@ class ModelParts:
             check_sharded_loss(hooks.loss, config, collectives.vocabulary)
 
     def check_block(self, x_BTD: jax.Array, y_BTD: jax.Array) -> None:
-        """Raises ConfigError if `block` made of x what is no residual stream."""
+        """Raises ConfigError if the output of `block` is not a residual stream."""
         wanted = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         _check_result(
             "block",

@@ -34,7 +34,7 @@ def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nn
 def make_adapters(
     module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
 ) -> None:
-    """Likewise LoRA's, from random numbers of their own, so that the model is the one without them."""
+    """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
     module.lora_scale = lora_scale(lora) if lora is not None and lora.rank else 0.0
     module.lora_drop = None
     if lora is not None and lora.rank:

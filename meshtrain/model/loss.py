@@ -166,8 +166,8 @@ def dpo(
         loss of a pair                 -log sigmoid(r(chosen) - r(rejected))                (equation 7)
 
     A pair is two segments of one row, so that it is never on two devices or in two microbatches; of its labels those of
-    the chosen answer weigh 1, those of the rejected one -1 (see `data.token_rows`). What a batch's loss is divided by
-    is its number of pairs.
+    the chosen answer weigh 1, those of the rejected one -1 (see `data.token_rows`). A batch's loss is divided by its
+    number of pairs.
 
     `losses`: negative log-likelihood of each label, float32 [.., T]; `batch` has the same under the reference as
     `reference`, and weights and pairs. Where rows are split over context, `collectives` sums a pair's labels before the
@@ -197,8 +197,8 @@ def dpo(
 
 
 def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
-    """What the summed loss of a batch that has weights is divided by: its pairs, if there are any, or the weights of
-    its labels.
+    """Returns the divisor of the summed loss of a batch that has weights: its pairs, if there are any, or the weights
+    of its labels.
     """
     if "pairs" not in batch:
         return jnp.sum(batch["weights"])
@@ -208,7 +208,7 @@ def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
 
 
 def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
-    """Whether anything is learned of a pair, bool [rows, T // 2 + 1]: it has a label that weighs."""
+    """Returns whether a pair counts, bool [rows, T // 2 + 1]: it does if one of its labels weighs."""
     learned = _of_pairs(jnp.abs(batch["weights"]), batch["pairs"], collectives) > 0
     return learned.at[:, 0].set(False)
 

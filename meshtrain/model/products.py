@@ -2,8 +2,7 @@
 
     y = x W + scale (x A) B        W frozen: of x nothing is kept for its gradient; A and B are weights like others
 
-What a product keeps for its backward are its arguments as they are, so that the pipeline stashes no copy of a weight.
-"""
+A product keeps its arguments for its backward as they are, so that the pipeline stashes no copy of a weight."""
 
 import math
 from functools import partial
@@ -37,7 +36,7 @@ linear = jax.custom_vjp(_product)
 def _linear_forward(
     x_ND: CustomVJPPrimal, weight: CustomVJPPrimal
 ) -> tuple[jax.Array, ProductResiduals]:
-    """Of a frozen weight there is no gradient to come, so x is not kept for one."""
+    """Keeps no x for the gradient of a frozen weight, since it has none."""
     residual = x_ND.value if weight.perturbed else None
     return _product(x_ND.value, weight.value), (residual, weight.value)
 
@@ -124,7 +123,7 @@ linear_float32.defvjp(
 
 
 def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collectives) -> None:
-    """Whether the block's adapters count, and with which dropout of their inputs: the same on every mesh."""
+    """Sets whether the block's adapters count, and the dropout of their inputs: the same on every mesh."""
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks

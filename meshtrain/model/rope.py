@@ -31,7 +31,7 @@ from meshtrain.families import FAMILIES
 
 
 class Rope(NamedTuple):
-    """What the angles follow from."""
+    """The values from which the angles follow."""
 
     frequency: np.ndarray  # [K / 2] radians a position, float32
     amplitude: float = 1.0  # of cos and sin
@@ -97,7 +97,7 @@ rotate.defvjp(
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a router of experts must know of the tokens that are here, besides their activations."""
+    """All that a router of experts needs of the tokens here, besides their activations."""
 
     # which are computed by experts; None: all
     routed_BT: jax.Array | None = None
@@ -107,7 +107,7 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """What a block must know of the sequences besides their activations."""
+    """All that a block needs of the sequences, besides their activations."""
 
     # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
     rotary_TK: tuple[jax.Array, jax.Array] | None = None

@@ -15,7 +15,7 @@ from meshtrain.model.weights import EXPERT_BLOCK
 
 
 class ExpertSlots(NamedTuple):
-    """Where the rows of each expert lie."""
+    """The places of each expert's rows."""
 
     places: (
         jax.Array
@@ -56,7 +56,9 @@ def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
 
 
 def ranks_within(group_M: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """How many before it are of the same group, of each; and the groups' sizes. The number of groups means none."""
+    """Counts, for each element, the earlier ones of the same group; returns the groups' sizes too. The number of groups
+    means none.
+    """
     order = jnp.argsort(group_M, stable=True)
     sizes = jnp.bincount(group_M, length=groups + 1)
     first = jnp.cumsum(sizes) - sizes
@@ -68,7 +70,7 @@ def ranks_within(group_M: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]
 
 
 def inverse_of(places_M: jax.Array, slots: int) -> jax.Array:
-    """What lies in each slot; the length of `places` where nothing does."""
+    """Returns the content of each slot; the length of `places` for an empty slot."""
     empty = vary(jnp.full(slots, len(places_M), jnp.int32), varying(places_M))
     return empty.at[places_M].set(
         jnp.arange(len(places_M), dtype=jnp.int32), mode="drop", unique_indices=True

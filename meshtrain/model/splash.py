@@ -32,8 +32,8 @@ def forward(
     segments: jax.Array | None,
     key_segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K] and float32 log of sums [B, H,
-    T].
+    """Returns, for queries [B, T, H, K] and keys, values [B, T, G, K], the output [B, T, H, K] and float32 log of sums
+    [B, H, T].
     """
     kernel, axes = _kernel(scoring, q), varying(q)
 
@@ -100,7 +100,7 @@ def _ids(segments: jax.Array | None, key_segments: jax.Array | None) -> SegmentI
 
 
 def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
-    """What is seen of the scores of a head, whose shape is `square`."""
+    """Returns the mask of a head's scores, whose shape is `square`."""
     if not scoring.causal:
         return FullMask(square)
     return LocalMask(square, (scoring.window - 1, 0), 0) if scoring.window else CausalMask(square)

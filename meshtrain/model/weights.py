@@ -216,8 +216,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
-    """What makes a stream of images, begun as the code of Dosovitskiy et al. 2021 does: the projection as a layer of so
-    many inputs, the class token with zeros.
+    """Returns the weights that turn images into a stream, initialised as the code of Dosovitskiy et al. 2021 does: the
+    projection as a layer of so many inputs, the class token with zeros.
 
         embedding.patches     [patch, embed]   rows: a patch's numbers, in the order row, column, channel
         embedding.bias        [embed]

@@ -1,5 +1,5 @@
-"""How the model is spread over the mesh: what each device holds of every array, and what devices send one another for
-the rest.
+"""The model spread over the mesh: what each device holds of every array, and what devices send one another for the
+rest.
 
 Forward and backward run inside one fully manual `jax.shard_map` over data, tensor and pipeline: every collective of a
 step is written out in this package, or is the transpose of one that is, and can be counted. The optimizer runs outside

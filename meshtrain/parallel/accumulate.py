@@ -64,7 +64,7 @@ def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradi
 def accumulate_overlapped(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, with matrices' gradients reduce-scattered during the last microbatch's backward
+    """Does the same, with matrices' gradients reduce-scattered during the last microbatch's backward
     (`zero.reduce_early`).
     """
     tokens = inputs(batches)
@@ -76,7 +76,7 @@ def accumulate_overlapped(
         # One after the other, so that the activations of two microbatches are never alive together.
         tokens, zero_fill = after((tokens, zero_fill), sums.totals)
     stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
-    totals, edge, cotangent, stash, slot = _to_the_loss(stage, last, seed, zero_fill)
+    totals, edge, cotangent, stash, slot = _run_to_loss(stage, last, seed, zero_fill)
     if len(tokens) > 1:
         blocks = sums.gradients["blocks"]
         edge_before = {part: sums.gradients[part] for part in edge}
@@ -94,13 +94,13 @@ def accumulate_overlapped(
 def accumulate_in_place(
     forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
 ) -> LossAndGradients:
-    """The same, each layer's gradients added to their sums where these lie: those of a microbatch are never all there
-    beside them.
+    """Does the same, but adds each layer's gradients to their sums in place: a microbatch's gradients never all exist
+    at once.
     """
     stage, zero = Stage(forward, 1, weights, batches, key), jnp.int32(0)
 
     def step(sums: LossAndGradients, microbatch: jax.Array) -> tuple[LossAndGradients, None]:
-        totals, edge, cotangent, stash, slot = _to_the_loss(stage, microbatch, seed, 0)
+        totals, edge, cotangent, stash, slot = _run_to_loss(stage, microbatch, seed, 0)
         gx, blocks = stage.backward(stash, cotangent, sums.gradients["blocks"], slot)
         edge = added({part: sums.gradients[part] for part in edge}, edge)
         edge = stage.add_embedding_gradient(edge, microbatch, gx)
@@ -111,7 +111,7 @@ def accumulate_in_place(
     return lax.scan(step, _nothing(forward, weights, totals), microbatches)[0]
 
 
-def _to_the_loss(
+def _run_to_loss(
     stage: Stage, microbatch: jax.Array, seed: jax.Array, zero_fill: jax.Array | float
 ) -> tuple[Totals, Tree, jax.Array, Tree, Slot]:
     """A microbatch's totals, the gradients of embedding and head of its loss, the last layer's cotangent, and what the

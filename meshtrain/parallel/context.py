@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a row over the axis `context`, and attention across them.
 
-Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late), so that all ranks have
-the same to do (Llama Team 2024, section 3.3.2). Of N = 4, what the queries of rank 1 read:
+Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late). So all ranks do the same
+work (Llama Team 2024, section 3.3.2). For N = 4 the queries of rank 1 read:
 
     chunks    0   1   2   3   4   5   6   7
     rank      0   1   2   3   3   2   1   0
@@ -10,9 +10,8 @@ the same to do (Llama Team 2024, section 3.3.2). Of N = 4, what the queries of r
     late      ■   ■   ■   ■   ■   ■   ◣           late x early always; early x early if s < r, else late x late
 
 So each step is two products of half by half, none of them masked, whose operands are picked by rank: no predicate, for
-which a GPU's host would have to wait. What they give is merged by the logs of their sums, and a block's backward takes
-the output and the log of sums of the whole row, so that its cotangents are simply added up (Dao et al. 2022; Liu et al.
-2023).
+which a GPU's host would have to wait. Their outputs are merged by the logs of their sums. A block's backward takes the
+output and the log of sums of the whole row, so its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
 
     strategy     keys and values                                                     forward, bytes a device sends
     ring         go round, a step of compute behind each message                     2 B T G K b (N-1)/N
@@ -88,7 +87,7 @@ class _Chunk(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What queries have of the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T /
+    """The result of queries for the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T /
     2N].
     """
 
@@ -278,11 +277,11 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 def _gathered(sent: Any) -> Any:
-    """Of every rank, [N, B, T/N, ...]."""
+    """Gathers the arrays of every rank, [N, B, T/N, ...]."""
     return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
 
 
-def _of_rank(number: Any, gathered: Any) -> Any:
+def _pick_rank(number: Any, gathered: Any) -> Any:
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
 
@@ -298,13 +297,13 @@ def _go_through(step: Step, gathered: Any) -> Any:
     """Returns what the last `step(number, before, here)` does, of all that is gathered."""
 
     def turn(number: Any, seen: Any) -> Any:
-        return step(number, seen, _of_rank(number, gathered))
+        return step(number, seen, _pick_rank(number, gathered))
 
     return lax.fori_loop(1, lax.axis_size(CONTEXT), turn, turn(0, None))
 
 
 def _go_round(step: Step, sent: Any) -> Any:
-    """The same where it is passed on while a step computes.
+    """Passes the arrays on while a step computes.
 
     The barriers have XLA start a message before a step and wait for it behind; the loop has it hold two messages, where
     it would hold those of all steps.
@@ -327,8 +326,8 @@ def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gat
     `step` and `chunk_by_itself` return both, the second of one rank.
     """
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    d_q, own = step(0, None, _of_rank(0, gathered))
-    d_q, more = chunk_by_itself(d_q, _of_rank(0, gathered))
+    d_q, own = step(0, None, _pick_rank(0, gathered))
+    d_q, more = chunk_by_itself(d_q, _pick_rank(0, gathered))
     d_kv = jax.tree.map(
         lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y),
         gathered[:2],
@@ -336,7 +335,7 @@ def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gat
     )
 
     def turn(number: Any, done: Any) -> Any:
-        d_q, more = step(number, done[0], _of_rank(number, gathered))
+        d_q, more = step(number, done[0], _pick_rank(number, gathered))
         return d_q, jax.tree.map(lambda x, y: x.at[(rank - number) % ranks].set(y), done[1], more)
 
     return lax.fori_loop(1, ranks, turn, (d_q, d_kv))
@@ -374,7 +373,7 @@ def _go_round_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], sent:
 
 
 class _OfHeads(Collectives):
-    """What attention asks while each rank has all tokens of some heads."""
+    """The collectives of attention while each rank has all tokens of some heads."""
 
     def __init__(self, collectives: Collectives, heads: int) -> None:
         self._outer = collectives

@@ -25,8 +25,8 @@ from meshtrain.parallel.tensor import SEQUENCE, MeshCollectives
 
 
 class PartsOfSequences(MeshCollectives):
-    """Of experts that lie over tensor too: nothing is gathered and summed over tensor, since a rank's router has its
-    own part of the sequence.
+    """Collectives for experts that lie over tensor too: nothing is gathered and summed over tensor, since a rank's
+    router has its own part of the sequence.
     """
 
     def __init__(self, of: MeshCollectives) -> None:
@@ -57,7 +57,7 @@ def dispatched(
     chosen_NK: jax.Array,
     weights_NK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the chosen ones of all `experts` make of this rank's rows [N, D], and the pairs of a row and an expert that
+    """Returns the output of the chosen experts for this rank's rows [N, D], and the pairs of a row and an expert that
     this rank dropped.
     """
     config = collectives.experts

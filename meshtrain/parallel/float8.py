@@ -51,8 +51,8 @@ def notes(config: Config) -> list[str]:
 def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all.
 
-    None of what no product takes, and where shards or heads would tear blocks of 128 apart. Of experts each has its
-    own.
+    None for a weight that no product takes, and where shards or heads would tear blocks of 128 apart. Each expert has
+    scales of its own.
     """
     *parents, name = weight.name.split(".")
     if parents[-1] not in MODULES or name not in PROJECTIONS:
@@ -89,7 +89,7 @@ def _in_blocks(side: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_held(config: Config, weight: Placed) -> bool:
-    """Whether a state has a frozen weight in float8."""
+    """Returns whether a state has a frozen weight in float8."""
     precision = config.precision
     asked = precision.matmul == "float8" and precision.float8_frozen and not weight.trained
     return asked and groups_of(weight, precision.float8_recipe) is not None

@@ -76,7 +76,7 @@ class Forward:
         self.head_graph, _ = nnx.split(decoder.head)
 
     def without_adapters(self) -> "Forward":
-        """The same with LoRA's adapters off."""
+        """Returns the same with LoRA's adapters off."""
         other = copy.copy(self)
         other.adapters = False
         return other
@@ -100,8 +100,7 @@ class Forward:
     ) -> Tree:
         """`total` with the gradient of `embed`'s weights added, where its output's cotangent is `gx`.
 
-        That of patches' weights is a product; of the tokens' table rows go straight to their places.
-        """
+        The gradient of patches' weights is a product; rows of the tokens' table go straight to their places."""
         if self.of_images:
             embedded = lambda w: self.embed(weights._replace(differentiated=w), batch, key)
             (gradient,) = jax.vjp(embedded, weights.differentiated)[1](gx)
@@ -223,8 +222,8 @@ class Forward:
         here: jax.Array,
         counts: jax.Array | None = None,
     ) -> tuple[jax.Array | None, LabelLosses]:
-        """By chunks the sum of what each loss `counts`; and the loss of each label, float32 [b, T], from the last
-        stage's x (where `here` is true).
+        """Returns the sum weighted by `counts` if the losses are computed by chunks, else None; and the loss of each
+        label, float32 [b, T], from the last stage's x (where `here` is true).
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks
@@ -357,5 +356,5 @@ def weighted(values: jax.Array, batch: Batch) -> jax.Array:
 
 
 def _where(here: jax.Array, values: Tree) -> Tree:
-    """What the stage has made where `here` is true, zeros elsewhere; what all stages have alike as it is."""
+    """Returns the stage's output where `here` is true, else zeros; a value common to all stages stays as it is."""
     return jax.tree.map(lambda x: jnp.where(here, x, 0.0) if PIPELINE in varying(x) else x, values)

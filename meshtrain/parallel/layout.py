@@ -30,7 +30,7 @@ Tree = Any
 
 
 def shard_spec(placed: Placed) -> PartitionSpec:
-    """Of fp32 master weights, optimizer state and reduced gradients."""
+    """Returns the sharding of fp32 master weights, optimizer state and reduced gradients."""
     return PartitionSpec(*(axes or None for axes in placed.shard_over))
 
 
@@ -124,7 +124,7 @@ class Layout(Shown):
 
     @cached_property
     def flat(self) -> list[Placed]:
-        """The same in a list, in `jax.tree` order."""
+        """Returns the same in a list, in `jax.tree` order."""
         return jax.tree.leaves(self.weights, is_leaf=is_placed)
 
     @cached_property
@@ -166,12 +166,12 @@ class Layout(Shown):
         return jax.tree.map(lambda x: x.sharding.spec, self.masters)
 
     def dtype(self, weight: Placed) -> jnp.dtype:
-        """Of what a state holds of a weight: a float32 master, or of a frozen one what is computed with."""
+        """Returns the dtype of a weight in a state: float32 for a master, the compute dtype for a frozen one."""
         full = weight.float32 or (weight.trained and self.has_masters)
         return jnp.dtype(jnp.float32 if full else self.config.precision.compute)
 
     def array(self, weight: Placed) -> jax.ShapeDtypeStruct:
-        """Of a live weight: a float32 master, or what is frozen in the dtype that computes."""
+        """Returns shape and sharding of a live weight: a float32 master, or a frozen weight in the compute dtype."""
         return jax.ShapeDtypeStruct(
             weight.padded, self.dtype(weight), sharding=NamedSharding(self.mesh, shard_spec(weight))
         )
@@ -182,7 +182,7 @@ class Layout(Shown):
         return self.map(self.master)
 
     def in_float8(self, weight: Placed) -> bool:
-        """Whether a state has a weight in float8, see `parallel.float8`."""
+        """Returns whether a state has a weight in float8, see `parallel.float8`."""
         if weight.trained or self.config.precision.matmul == "compute" or not self.has_masters:
             return False
         from meshtrain.parallel.float8 import is_held
@@ -190,7 +190,7 @@ class Layout(Shown):
         return is_held(self.config, weight)
 
     def master(self, weight: Placed) -> Any:
-        """That of `array`, but a `Rounded` of them where a state has the weight in float8."""
+        """Returns the result of `array`, but a `Rounded` of them where a state has the weight in float8."""
         if not self.in_float8(weight):
             return self.array(weight)
         from meshtrain.parallel.float8 import shapes
@@ -198,7 +198,7 @@ class Layout(Shown):
         return shapes(self.config, weight, self.array(weight))
 
     def stored(self, weight: Placed, x: jax.Array) -> Any:
-        """What a state has of a live weight: the array, or what it is rounded to."""
+        """Returns a live weight as a state has it: the array, or its rounded form."""
         if not self.in_float8(weight):
             return x
         from meshtrain.parallel.float8 import stored

@@ -1,4 +1,4 @@
-"""What routers counted in a step: the metrics of experts' loads, of each layer where asked, and the bias that evens
+"""The routers' counts of a step: the metrics of experts' loads, of each layer where asked, and the bias that evens
 loads out.
 
     gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
@@ -58,8 +58,8 @@ def below_mean(counts: jax.Array) -> jax.Array:
     """Returns the sign of (mean over the last axis - count) of whole numbers up to 2^31, float32; 0 exactly at the
     mean.
 
-    The sum less n times the count is taken in two digits of 15 bits and more, since both may be beyond int32, as
-    float32's whole numbers are beyond 2^24.
+    The sum less n times the count is taken in two digits of 15 bits and more. Both may be beyond int32, and float32 is
+    not exact beyond 2^24.
     """
     n = counts.shape[-1]
     whole = counts.astype(jnp.int32)

@@ -4,8 +4,7 @@
     stage 1                    ─ layers 2, 3 ─►        what a stage made goes to all of them, so that no table is needed
     all                                         ─ head ─►
 
-For looking at what a model says, on the mesh that it is trained on; with stages it is no way to serve one.
-"""
+For looking at what a model says, on the mesh that it is trained on; with stages it is too slow to serve one."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
 
 
 def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """What the last stage makes of its data rank's tokens [b, T], [b, T, D], and whether this device is of that
+    """Returns the last stage's output [b, T, D] for its data rank's tokens [b, T], and whether this device is of that
     stage.
     """
     layout = forward.layout
@@ -55,5 +54,5 @@ def of_stream(forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Ar
 
 
 def _only(here: jax.Array, x: jax.Array) -> jax.Array:
-    """What the one stage has where `here` is true, on all of them."""
+    """Sends the value of the one stage where `here` is true to all stages."""
     return lax.psum(jnp.where(here, x, 0), PIPELINE) if PIPELINE in varying(x) else x

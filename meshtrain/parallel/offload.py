@@ -39,8 +39,8 @@ def move(tree: Tree, shardings: Tree) -> Tree:
 
 
 def judged(difference: float, compute: str) -> str:
-    """What a run says of the gradients with offloaded activations, against those without; FloatingPointError if they
-    are wrong.
+    """Returns a run's message on the gradients with offloaded activations, compared with those without;
+    FloatingPointError if they are wrong.
     """
     if not difference < TOLERANCE * (1 if compute == "float32" else 1000):
         raise FloatingPointError(

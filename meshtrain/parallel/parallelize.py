@@ -1,4 +1,4 @@
-"""What one device does of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to
+"""One device's part of a step, inside shard_map: its master weights to weights, its rows to a loss, its gradients to
 shards.
 
     masters ──zero.gather_params──► weights ─┐
@@ -106,7 +106,7 @@ class LocalStep:
         with jax.named_scope(xla.ZERO):
             weights = self.zero.gather_params(masters, blocks=not self.sends)
         batches, count = self.microbatches(batch)
-        batches = self._with_reference(weights, batches)
+        batches = self._add_reference(weights, batches)
         key = None
         if drops(self.config):
             key = jax.random.fold_in(jax.random.key(self.config.run.seed + 1), step)
@@ -129,7 +129,7 @@ class LocalStep:
         """
         weights = self.zero.gather_params(masters)
         batches, count = self.microbatches(batch)
-        batches = self._with_reference(weights, batches)
+        batches = self._add_reference(weights, batches)
         labels = self._label_losses(self.forward, weights, batches)
         total, measured = self.forward.total(labels, batches)
         totals = {"eval_loss": measured.get("nll", total)}
@@ -184,7 +184,7 @@ class LocalStep:
         last = {} if "segments" in batch else {LAST: self.forward.last_weighing(batch[WEIGHTS])}
         return {SEED: collectives.row_sum(of_rows) / _divisor(labels), **last}, count
 
-    def _with_reference(self, weights: Weights, batches: Batch) -> Batch:
+    def _add_reference(self, weights: Weights, batches: Batch) -> Batch:
         """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through
         the same stages.
         """

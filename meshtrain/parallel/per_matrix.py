@@ -41,7 +41,7 @@ def per_matrix(
         return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
 
     def over_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
-        """Of each layer for itself; as it is where no layer has anything that is trained."""
+        """Maps a function over layers; returns it as it is where no layer is trained."""
         return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
 
     on_layer, on_edge = map(make, divided(layout.updated))

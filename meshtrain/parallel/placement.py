@@ -1,5 +1,5 @@
-"""Where each weight lies on a mesh, in plain numbers: split over tensor and pipeline, padded where sizes don't divide,
-ZeRO over data.
+"""The place of each weight on a mesh, in plain numbers: split over tensor and pipeline, padded where sizes don't
+divide, ZeRO over data.
 
     axis       split over                                    padded
     layers     pipeline                                      each virtual stage to the longest
@@ -62,17 +62,17 @@ class Placed:
 
     @property
     def updated(self) -> bool:
-        """Whether the optimizer changes it."""
+        """Returns whether the optimizer changes it."""
         return self.trained and not self.counts
 
     @property
     def stacked(self) -> bool:
-        """Whether the first axis counts layers."""
+        """Returns whether the first axis counts layers."""
         return self.axes[0] == "layers"
 
     @property
     def adapter(self) -> bool:
-        """Whether it is one of LoRA's."""
+        """Returns whether it is one of LoRA's."""
         return "rank" in self.axes
 
     @property
@@ -246,10 +246,10 @@ def placed(
     trainable: tuple[str, ...] = (),
     experts: tuple[str, ...] = (),
 ) -> tuple[Placed, ...]:
-    """Every weight of a model on a mesh, see `place`. ConfigError where a name of `trainable` is no weight's.
+    """Every weight of a model on a mesh, see `place`. ConfigError where `trainable` names a weight that does not exist.
 
-    Of what is frozen there is neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it
-    shards weights.
+    A frozen weight has neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards
+    weights.
     """
     over = splits(model, mesh, vocab, experts)
     every = all_weights(model, lora)
@@ -268,7 +268,7 @@ def placed(
 
 @dataclass(frozen=True)
 class Stages:
-    """How the layers are assigned to the virtual stages."""
+    """Returns how the layers are assigned to the virtual stages."""
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
@@ -319,7 +319,7 @@ def all_placed(config: Config) -> tuple[Placed, ...]:
 
 
 def zero_ways(config: Config) -> int:
-    """Over how many devices ZeRO shards masters and optimizer state."""
+    """Returns over how many devices ZeRO shards masters and optimizer state."""
     return config.mesh.shards if config.parallel.zero_stage else 1
 
 
@@ -348,7 +348,7 @@ def buckets(layers: int) -> list[tuple[int, int]]:
 
 
 def notes(config: Config) -> list[str]:
-    """What a mesh pads or cannot split, and what it costs, a sentence each."""
+    """Returns what a mesh pads or cannot split, and the cost, a sentence each."""
     model = config.model
     mesh = config.mesh
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes (activation checkpointing, Chen et al. 2016): parallel.remat as policies of
+"""Recomputation in the backward pass (activation checkpointing, Chen et al. 2016): parallel.remat as policies of
 jax.checkpoint.
 
     none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism the inputs
@@ -71,8 +71,7 @@ def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps everything, but gathers again.
 
-    Nor keeps another view of what was gathered: it would be a copy. Of float8 it keeps the bytes.
-    """
+    Nor keeps another view of what was gathered: it would be a copy. For float8 it keeps the bytes."""
     return (
         primitive.name not in ("all_gather", "slice", "reshape")
         and params.get("new_dtype") not in FLOAT8

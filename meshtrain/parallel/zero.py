@@ -12,10 +12,10 @@ in the step:
     2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ
     of 3
 
-(sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Over the microbatches gradients are summed in
-`precision.gradient_sums`, in full in stages 0 and 1 and where held, in stages 2 and 3 a shard of them. Three calls tell
-the story: `gather_params` makes what a step works on, `gather_at_use` gives the model a weight where it needs it,
-`reduce_grads` sums the accumulated gradients into shards.
+(sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Gradients are summed over the microbatches in
+`precision.gradient_sums`: in full in stages 0 and 1 and where held, else a shard of them. Three calls tell the story:
+`gather_params` makes what a step works on, `gather_at_use` gives the model a weight where it needs it, `reduce_grads`
+sums the accumulated gradients into shards.
 """
 
 from collections.abc import Callable
@@ -48,8 +48,8 @@ Tree = Any
 
 
 class Weights(NamedTuple):
-    """What a step differentiates (full weights, or shards) and what it only reads: frozen weights, and in stage 2 the
-    gathered ones.
+    """The weights that a step differentiates (full ones, or shards) and those that it only reads: frozen weights, and
+    in stage 2 the gathered ones.
 
     Two trees of all weights, with None where one of them has nothing to say of a weight.
     """
@@ -58,7 +58,7 @@ class Weights(NamedTuple):
     constant: Tree
 
     def part(self, name: str) -> "Weights":
-        """Those of the embedding, the blocks or the head."""
+        """Returns the weights of the embedding, the blocks or the head."""
         return Weights(self.differentiated[name], self.constant[name])
 
 

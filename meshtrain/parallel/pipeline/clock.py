@@ -37,7 +37,7 @@ Messages = dict[int, jax.Array]  # by the number of the arrival
 
 
 class Carry(NamedTuple):
-    """What goes from clock to clock: every buffer's first axis counts its places."""
+    """The state carried from clock to clock: every buffer's first axis counts its places."""
 
     forward_received: jax.Array
     backward_received: jax.Array
@@ -144,7 +144,7 @@ class Execution:
         for phase, rows in phases:
             loops = [partial(self.run_clock, ops) for _, ops in phase.body]
             if phase.repeats > 1:
-                carry, _ = lax.scan(partial(_in_turn, loops), carry, rows)
+                carry, _ = lax.scan(partial(_run_in_turn, loops), carry, rows)
                 continue
             for run_clock, row in zip(loops, rows, strict=True):
                 carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
@@ -226,9 +226,8 @@ class Execution:
         )
 
     def input_of(self, carry: Carry, row: Row) -> jax.Array:
-        """What F takes: the embedding on virtual stage 0 (which is the only one where nothing is ever received), else
-        what was received.
-        """
+        """Returns the input of F: the embedding on virtual stage 0 (which is the only one where nothing is ever
+        received), else the received array."""
         if not len(carry.forward_received):
             return carry.embedded
         return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
@@ -360,8 +359,8 @@ class Execution:
         return lambda *operands: jax.tree.map(select, run(*operands), idle(*operands))
 
     def settled(self, buffers: Tree) -> Tree:
-        """Written before the next slot reads: of a chunk of one layer, which is no loop, XLA would have both read what
-        was there before, and copy the buffer for that.
+        """Writes before the next slot reads. A chunk of one layer has no loop: without this, XLA would let both read
+        the old values, and copy the buffer.
         """
         return buffers if self.skips else jax.tree.map(lax.optimization_barrier, buffers)
 
@@ -452,7 +451,7 @@ def arrives_after(result: Tree, messages: Tree) -> tuple[Tree, Tree]:
     )
 
 
-def _in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
+def _run_in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
     """The clocks of a phase once: a loop for each of its bodies."""
     for run_clock, row in zip(loops, rows, strict=True):
         carry, _ = lax.scan(run_clock, carry, row)

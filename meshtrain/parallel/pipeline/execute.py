@@ -66,7 +66,7 @@ class Executor:
             carry = Sending(execution, self.phases).run()
         else:
             carry = execution.end(execution.run(self.phases, execution.start()))
-        totals = sum_at_once(_over_stages, (carry.loss, carry.measured))
+        totals = sum_at_once(_sum_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
@@ -80,8 +80,8 @@ class Executor:
             carry = lax.scan(partial(execution.run_clock, forward_only), carry, rows)[0]
         else:
             carry = execution.run(forward_only_phases(self.phases), carry)
-        return jax.tree.map(_over_stages, carry.loss)
+        return jax.tree.map(_sum_over_stages, carry.loss)
 
 
-def _over_stages(loss: jax.Array) -> jax.Array:
+def _sum_over_stages(loss: jax.Array) -> jax.Array:
     return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss

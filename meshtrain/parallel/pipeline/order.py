@@ -140,7 +140,7 @@ class _Order:
             else:
                 assert under_way is not None
                 now = max(now, end)
-                if hides and (v := self._of(product)) is not None:
+                if hides and (v := self._find_live_value(product)) is not None:
                     *arriving, values[v] = tied(*arriving, values[v])
                 ready |= self._done(under_way, arriving)
                 message = under_way
@@ -150,18 +150,18 @@ class _Order:
         return self.left[i], -i
 
     def _run(self, i: int, behind: int | None = None) -> list[Any]:
-        """What an equation gives, computed after that of `behind`."""
+        """Returns the results of an equation, computed after the result of `behind`."""
         eqn = self.equations[i]
         self.ran.add(i)
         operands = [v.val if isinstance(v, Literal) else self.values[v] for v in eqn.invars]
-        if (v := self._of(behind)) is not None:
+        if (v := self._find_live_value(behind)) is not None:
             n = eqn.invars.index(self._operand(i))
             operands[n], self.values[v] = tied(operands[n], self.values[v])
         return bind(eqn, operands)
 
-    def _of(self, i: int | None) -> Var | None:
-        """What has been made of an equation's result and is yet to be used, by others than `behind`'s: of what is not,
-        XLA ties nothing.
+    def _find_live_value(self, i: int | None) -> Var | None:
+        """Returns a value derived from an equation's result that is yet to be used by others than `behind`: XLA ties
+        nothing to unused values.
         """
         if i is None:
             return None
@@ -199,7 +199,7 @@ def _sent(eqn: JaxprEqn) -> float:
 
 
 def _operations(eqn: JaxprEqn) -> float:
-    """Of the matrix products in an equation."""
+    """Returns the FLOPs of the matrix products in an equation."""
     name = eqn.primitive.name
     shapes = [_shape(v) for v in eqn.invars]
     if name == "dot_general":

@@ -7,10 +7,10 @@ other's messages.
     products        0F 3B       1F 2B       2F 1B       3F 0B
     messages       of 0F under the products of 3B, and the other way round
 
-The two need nothing of each other: what DualPipe builds by hand (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-section 3.2.1) XLA's scheduler does where both stand in the body of one loop, in the order that `pipeline.order` tells
-it. Where no stage has a forward any more, `I4+W3` does the same: the products of a weight gradient, which sends
-nothing, hide the messages of an input gradient.
+The two need nothing of each other. DualPipe builds this overlap by hand (DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report", section 3.2.1). XLA's scheduler finds it where both stand in the body of one loop, in the order that
+`pipeline.order` tells it. Where no stage has a forward any more, `I4+W3` does the same: the products of a weight
+gradient, which sends nothing, hide the messages of an input gradient.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Tree = Any
 
 
 class Pair(NamedTuple):
-    """What the loop goes on with from layer to layer."""
+    """The state that the loop carries from layer to layer."""
 
     x: jax.Array  # F's stream; where there is no F, what it was
     cotangent: jax.Array  # B's
@@ -127,8 +127,8 @@ def _put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
 
 def _read_first(parts: list[Tree], n: int, *at: jax.Array) -> tuple[list[Tree], Tree]:
     """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would
-    copy them. Of each array by itself, since what goes through a barrier varies over all axes over which anything
-    beside it does.
+    copy them. Each array has a barrier of its own, since the results of a barrier vary over all axes over which any
+    operand does.
     """
     leaves, tree = jax.tree.flatten(parts[n])
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]

@@ -31,7 +31,7 @@ Tree = Any
 
 
 class SendState(NamedTuple):
-    """What goes from section to section."""
+    """The state carried from section to section."""
 
     carry: Carry
     blocks: Weights  # of all chunks, gathered as far as they have been

@@ -158,7 +158,7 @@ def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> li
 
 
 def _multiplies(eqn: JaxprEqn) -> bool:
-    """Whether it is a matrix product, or a loop or kernel that holds one."""
+    """Returns whether it is a matrix product, or a loop or kernel that holds one."""
     inner = jaxprs_in_params(eqn.params)
     return eqn.primitive.name == "dot_general" or any(
         _multiplies(e) for jaxpr in inner for e in jaxpr.eqns

@@ -1,4 +1,4 @@
-"""What one stage computes of one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
+"""One stage's computation for one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
 
 The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to
 its place:
@@ -37,7 +37,7 @@ Tree = Any
 
 
 class Slot(NamedTuple):
-    """What one slot of a clock is for: traced numbers, so that one program serves all."""
+    """The task of one slot of a clock: traced numbers, so that one program serves all."""
 
     active: jax.Array
     microbatch: jax.Array
@@ -131,7 +131,7 @@ class Stage:
         return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
 
     def label_losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> LabelLosses:
-        """The same label by label, [b, T] each."""
+        """Returns the same label by label, [b, T] each."""
         return self.model.label_losses(
             Weights(self.edge, self.constant), y, self._batch(microbatch), here
         )
@@ -140,7 +140,7 @@ class Stage:
 
     def run(self, x: jax.Array, slot: Slot) -> jax.Array:
         """Returns the chunk's output; no residuals are saved."""
-        return self._over_layers(self._run_layer, x, slot)[0]
+        return self._loop_over_layers(self._run_layer, x, slot)[0]
 
     def forward_only(
         self, x: jax.Array, stash: list[Tree], slot: Slot
@@ -150,7 +150,7 @@ class Stage:
 
     def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
-        return self._over_layers(
+        return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place)
         )
 
@@ -162,7 +162,7 @@ class Stage:
         """
         step = partial(self.backward_layer, slot.active)
         sources = [BufferSlot(stash, slot.place)]
-        return self._over_layers(
+        return self._loop_over_layers(
             step, (cotangent, gradients), slot, read_from=sources, reverse=True
         )[0]
 
@@ -177,7 +177,7 @@ class Stage:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
         sources = [BufferSlot(stash, slot.place)]
         target = BufferSlot(w_residuals, place)
-        return self._over_layers(
+        return self._loop_over_layers(
             self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
         )
 
@@ -192,9 +192,9 @@ class Stage:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
         step = partial(self.weight_layer, slot.active)
         sources = [BufferSlot(stash, slot.place), BufferSlot(w_residuals, place)]
-        return self._over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
+        return self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
 
-    def _over_layers(
+    def _loop_over_layers(
         self,
         step: Callable[..., tuple[Tree, Tree]],
         carry: Tree,
@@ -505,8 +505,8 @@ def after(values: Tree, *others: Tree) -> Tree:
         values ──► start ─────────── done ──► what arrived         on the links
         carry  ─────────►   work   ──────────► its result          on the device
 
-    XLA's scheduler lets a collective travel under whatever stands between its start and its done, a whole loop with
-    collectives of its own included (on GPUs as many at a time as `mesh.compiler_options` allows). Left alone it starts
+    XLA's scheduler lets a collective travel under whatever stands between its start and its done, even a whole loop
+    with collectives of its own. On GPUs `mesh.compiler_options` limits how many travel at a time. Left alone it starts
     one as soon as it can and waits for it at once. So what is sent waits for what the work begins with, and what is
     sent next for what arrives. It goes through the program from its end, and of a loop and a done takes the loop first,
     unless something stands behind the loop that needs its result.

@@ -1,5 +1,5 @@
-"""How gradients are summed over data: within an island, across islands, by which program of messages, and as what they
-are sent.
+"""The sums of gradients over data: within an island and across islands, the programs of messages, and the form in which
+gradients are sent.
 
     gradients of a data rank ──scatter──► its shard, summed in its island ──across──► summed over all of data
                               data                                          island, where there are several

@@ -1,6 +1,6 @@
 """All-reduce, written out: which device sends what to whom, a message at a time. `psum` leaves that to XLA and NCCL.
 
-What each costs stands in `meshtrain.allreduce`, where they have their names; the double tree has a file of its own.
+The cost of each stands in `meshtrain.allreduce`, where they have their names; the double tree has a file of its own.
 
 Each program works on the devices of one mesh axis, or of several as if they were one, and is called inside `shard_map`.
 The sum of a number is made on one device and copied to the others, so that all have the same bits; algorithms add in
@@ -121,7 +121,7 @@ def _sent(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Arr
     return lax.ppermute(x, axes, pairs) if pairs else jnp.zeros_like(x)
 
 
-def _in_two_passes(
+def _join_passes(
     reduce_scatter: Callable[[jax.Array, Axes], jax.Array],
     all_gather: Callable[[jax.Array, Axes], jax.Array],
 ) -> Programs:
@@ -167,7 +167,7 @@ def _ring_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     return jnp.stack(chunks)[(rank - jnp.arange(n)) % n]
 
 
-RING = _in_two_passes(_ring_reduce_scatter, _ring_all_gather)
+RING = _join_passes(_ring_reduce_scatter, _ring_all_gather)
 
 
 # --- a ring whose links carry messages both ways at once (Jain & Sabharwal 2010, on tori: links have two directions,
@@ -175,7 +175,7 @@ RING = _in_two_passes(_ring_reduce_scatter, _ring_all_gather)
 
 
 def _reaches(n: int) -> tuple[int, int]:
-    """How far messages go to the right and to the left, so that together they meet all others."""
+    """Returns how far messages go to the right and to the left, so that together they meet all others."""
     return n // 2, (n - 1) // 2
 
 
@@ -220,7 +220,7 @@ def _two_way_all_gather(chunk: jax.Array, axes: Axes) -> jax.Array:
     return jnp.stack(before + after[:0:-1])[(rank - jnp.arange(n)) % n]
 
 
-TWO_WAY_RING = _in_two_passes(_two_way_reduce_scatter, _two_way_all_gather)
+TWO_WAY_RING = _join_passes(_two_way_reduce_scatter, _two_way_all_gather)
 
 
 # --- recursive halving, then doubling (Thakur et al. 2005, section 4.5; Rabenseifner 2004): partners first far apart,
@@ -270,9 +270,8 @@ def _doubling_all_gather(chunk: jax.Array, axes: Axes, members: int | None = Non
 def _halving_doubling(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over all devices, of any shape.
 
-    Of n devices that are no power of two those beyond one give all they have to one of the others first, and get the
-    sum last: two
-        steps and, for their partners, S bytes more.
+    If the number of devices is not a power of two, those beyond one first send all they have to a partner, and get the
+    sum last. That is two steps more, and S bytes more for the partners.
     """
     n = lax.axis_size(axes)
     members = 1 << (n.bit_length() - 1)

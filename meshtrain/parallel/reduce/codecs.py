@@ -7,8 +7,8 @@ float8, int8 and int4 in blocks with a float32 scale each (ZeRO++, section 3.3):
 
 A block's largest number becomes the largest that the values have, so that rounding is off by half a step at most: in
 int8 by the largest over 254, in int4 over 14, in float8 by 1/16 of each number (e4m3: 3 bits behind the point).
-Everything is sent as u8, since XLA's CPU widens float8 and bfloat16 on their way. What is not finite must stay so, or a
-loss scale would never see an overflow: its block has the scale NaN.
+Everything is sent as u8, since XLA's CPU widens float8 and bfloat16 on their way. A number that is not finite must stay
+so, or a loss scale would never see an overflow: its block has the scale NaN.
 
 Top-k sends of each row, what one rank sends to another, only the numbers of largest magnitude, and where they stood:
 
@@ -174,7 +174,7 @@ class TopK:
         return PAIR * self.count(k)
 
     def encode(self, rows: jax.Array) -> jax.Array:
-        """What is not finite goes first, so that a loss scale sees an overflow."""
+        """Puts numbers that are not finite first, so that a loss scale sees an overflow."""
         import jax.numpy as jnp
         from jax import lax
 

@@ -83,7 +83,7 @@ def _carried(chunks: Sequence[jax.Array], axes: Axes, messages: Sequence[Message
 
 
 def _among(axes: Axes, ranks: Sequence[int]) -> jax.Array:
-    """Whether this device is one of them."""
+    """Returns whether this device is one of them."""
     return jnp.asarray(np.isin(np.arange(lax.axis_size(axes)), ranks))[lax.axis_index(axes)]
 
 

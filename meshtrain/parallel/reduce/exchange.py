@@ -8,9 +8,9 @@ Each number is encoded once on its way to where it is summed, and summed in floa
              decode, sum
 
 A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the
-gather of more do. Of top-k each destination gets the largest of what it is to sum: k numbers of a row cost 8 k bytes,
-once. To gather the pairs of all ranks everywhere would send N times as much. What stays behind is most of a gradient,
-which error feedback adds to later ones (Aji & Heafield 2017; Stich et al. 2018).
+gather of more do. With top-k each destination gets the largest of the numbers that it sums: k numbers of a row cost 8 k
+bytes, once. To gather the pairs of all ranks everywhere would send N times as much. Most of a gradient stays behind,
+and error feedback adds it to later ones (Aji & Heafield 2017; Stich et al. 2018).
 """
 
 import jax
@@ -60,20 +60,20 @@ def scatter(weight: Placed, g: jax.Array, codec: Codec) -> Reduced:
     ranks = weight.zero_degree
     dim = zero_dimension(weight, g)
     full = padded(weight, g.astype(jnp.float32))
-    rows = _to_rows(full, dim, ranks)
+    rows = _cut_rows(full, dim, ranks)
     k = rows.shape[1]
     sent = _encoded(codec, rows)
     came = lax.all_to_all(sent, weight.zero_axes, split_axis=0, concat_axis=0, tiled=True)
     shape = tuple(n // ranks if d == dim else n for d, n in enumerate(full.shape))
     shard = jnp.sum(codec.decode(came, k), axis=0).reshape(shape)
-    return Reduced(shard, unpadded(weight, _from_rows(codec.decode(sent, k), dim, full.shape)))
+    return Reduced(shard, unpadded(weight, _join_rows(codec.decode(sent, k), dim, full.shape)))
 
 
 def all_reduce(shard: jax.Array, codec: Codec) -> Reduced:
     """An array summed over all islands, the same bits in each."""
     flat = shard.astype(jnp.float32).reshape(-1)
     islands = lax.axis_size(ISLAND)
-    total, arrived = (_swapped if islands == 2 else _in_chunks)(flat, codec, islands)
+    total, arrived = (_swapped if islands == 2 else _sum_in_chunks)(flat, codec, islands)
     return Reduced(total.reshape(shard.shape), arrived.reshape(shard.shape))
 
 
@@ -84,11 +84,10 @@ def _swapped(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, ja
     return total, codec.decode(sent, len(flat))[0]
 
 
-def _in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
+def _sum_in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
     """The sum by an exchange and a gather of the sums.
 
-    What the second encoding leaves out counts as left out by who made the sum.
-    """
+    The rest that the second encoding leaves out counts as left out by the rank that made the sum."""
     k = chunk_length(len(flat), islands)
     rows = jnp.pad(flat, (0, islands * k - len(flat))).reshape(islands, k)
     sent = _encoded(codec, rows)
@@ -111,14 +110,14 @@ def _gathered(sent: jax.Array) -> jax.Array:
     return lax.all_gather(sent, ISLAND, axis=0, tiled=True, to="invarying")
 
 
-def _to_rows(x: jax.Array, dim: int, shards: int) -> jax.Array:
+def _cut_rows(x: jax.Array, dim: int, shards: int) -> jax.Array:
     """A padded gradient [..., shards * s, ...] as [shards, numbers of a shard]."""
     cut = x.reshape(*x.shape[:dim], shards, -1, *x.shape[dim + 1 :])
     return jnp.moveaxis(cut, dim, 0).reshape(shards, -1)
 
 
-def _from_rows(rows: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
-    """Rows as `_to_rows` makes them, to a padded gradient of `shape`."""
+def _join_rows(rows: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
+    """Rows as `_cut_rows` makes them, to a padded gradient of `shape`."""
     shards = len(rows)
     cut = rows.reshape(shards, *shape[:dim], shape[dim] // shards, *shape[dim + 1 :])
     return jnp.moveaxis(cut, 0, dim).reshape(shape)

@@ -42,7 +42,9 @@ Tree = Any
 
 
 class FeedbackState(NamedTuple):
-    """What compression keeps from step to step, float32: trees of the weights, None where there is nothing of one."""
+    """The state that compression keeps from step to step, float32: trees of the weights, None where there is nothing of
+    one.
+    """
 
     residual: Tree  # [ranks, *what is compressed], see `sizes.residual_spread`
     q: Tree  # PowerSGD's, see `sizes.q_spread`
@@ -133,8 +135,8 @@ class Feedback:
         return _summed(shard, compensated, left_out)
 
     def _in_island(self, weight: Placed, g: jax.Array) -> jax.Array:
-        """What is summed across islands: the shard of the island's gradient, float32, of which no model-parallel rank
-        has a part alone.
+        """Returns the operand of the sum across islands: the shard of the island's gradient, float32, of which no
+        model-parallel rank has a part alone.
         """
         scattered = scatters_at_use(self.config) and weight.zero_dim is not None
         shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(
@@ -155,7 +157,7 @@ class Feedback:
         return _summed(sent.sum, compensated, compensated - sent.arrived, sent.q)
 
     def next_state(self, reduced: Tree, scale: jax.Array) -> FeedbackState | None:
-        """What goes into the next step, of what `reduce` made of each gradient."""
+        """Returns the state for the next step, from the results of `reduce` for each gradient."""
         if self.shapes is None:
             return None
         fed_back = self.config.parallel.reduce.feedback

@@ -24,7 +24,7 @@ from meshtrain.parallel.reduce.sizes import GradientMatrix
 
 
 class Factors(NamedTuple):
-    """Of the matrices of the layers: P̂ [L, n, r], the same on all ranks, and Q [L, c, r]."""
+    """The factors of the layers' matrices: P̂ [L, n, r], the same on all ranks, and Q [L, c, r]."""
 
     p: jax.Array
     own: jax.Array  # this rank's Q_i
@@ -41,7 +41,7 @@ def factors(m: jax.Array, q: jax.Array, ranks: tuple[str, ...]) -> Factors:
 
 
 class LowRankSum(NamedTuple):
-    """What the ranks have of a gradient that PowerSGD summed."""
+    """The ranks' results for a gradient that PowerSGD summed."""
 
     sum: jax.Array  # of all ranks: like the gradient, or this data rank's shard of it
     arrived: jax.Array  # like the gradient: what of this rank's own came through

@@ -73,7 +73,8 @@ class Reduction:
     def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced:
         """A gradient's shard, summed over the data ranks of an island. Takes stacked leaves and single layers of them.
 
-        What ZeRO does not shard is whole, and summed over all islands at once where compression need not come between.
+        A gradient that ZeRO does not shard is whole, and summed over all islands at once where compression need not
+        come between.
         """
         if weight.zero_dim is None:
             between = self.islands and self.exchange is not None and self.exchange.crosses(weight)

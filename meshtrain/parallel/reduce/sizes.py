@@ -1,4 +1,4 @@
-"""What compression makes of each weight's gradient, in plain numbers (no JAX), so that the planner adds up what a step
+"""The sizes of each weight's compressed gradient, in plain numbers (no JAX), so that the planner adds up what a step
 sends and keeps.
 
                   over: data                                     over: islands
@@ -70,8 +70,8 @@ def over_islands(config: Config) -> bool:
 
 
 def compresses(config: Config, weight: Placed) -> bool:
-    """Whether a weight's gradient is compressed at all: norms and biases never are, and what ZeRO does not shard only
-    across islands.
+    """Returns whether a weight's gradient is compressed at all: norms and biases never are, and what ZeRO does not
+    shard only across islands.
     """
     reduce = config.parallel.reduce
     if reduce.compression == "none" or not (weight.trained and weight.decayed):
@@ -104,8 +104,8 @@ def residual_spread(config: Config, weight: Placed) -> Spread | None:
 
 
 def as_matrix(config: Config, weight: Placed) -> GradientMatrix | None:
-    """How PowerSGD sees a gradient; None for what is no matrix, and where P and Q of this rank were no less than the
-    matrix.
+    """Returns the matrix that PowerSGD sees in a gradient; None if it has none, or if P and Q of this rank would not be
+    smaller.
     """
     rows = _rows(weight)
     rank = config.parallel.reduce.rank
@@ -144,7 +144,7 @@ def _first(weight: Placed) -> int:
 
 
 def _rows(weight: Placed) -> int | None:
-    """The dimensions that are rows; None for what is no matrix."""
+    """Returns the dimensions that are rows; None unless the array is a matrix."""
     axes = weight.axes[_first(weight) :]
     if not axes:
         return None
@@ -213,12 +213,12 @@ def message_length(reduce: ReduceConfig, numbers: Iterable[int], islands: int) -
 
 
 def scatters_compressed(config: Config, weight: Placed) -> bool:
-    """Whether a weight's gradient is compressed on its way to the shards of an island."""
+    """Returns whether a weight's gradient is compressed on its way to the shards of an island."""
     return compresses(config, weight) and not over_islands(config)
 
 
 def crosses_compressed(config: Config, weight: Placed) -> bool:
-    """Whether a weight's gradient is compressed on its way across islands.
+    """Returns whether a weight's gradient is compressed on its way across islands.
 
     PowerSGD over data sums over all of data at once.
     """

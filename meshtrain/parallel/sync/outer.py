@@ -5,7 +5,7 @@
     island 1   shared - own ──┼─ one all-reduce ─► mean ─► outer step on shared
     island 2   not finite     ┘  (2 islands took part)           └─► own = shared
 
-What is sent is one vector of a fragment's float32 shards, so that there is one collective; its last numbers count who
+The message is one vector of a fragment's float32 shards, so that there is one collective; its last numbers count who
 took part, and of what they have learned, by which islands weigh. With parallel.reduce.compression over islands,
 matrices go in a second vector, encoded (`parallel.reduce.codecs`), of which each has blocks of its own
 (`parallel.reduce.sizes.message_length`).
@@ -50,7 +50,9 @@ class Exchanged(NamedTuple):
 
 
 class Outer:
-    """Of one layout. Trees hold this device's shards of what is trained, and None where a weight is frozen."""
+    """The exchange for one layout. Trees hold this device's shards of what is trained, and None where a weight is
+    frozen.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.config = layout.config
@@ -164,8 +166,8 @@ class Outer:
 
     @cached_property
     def _rows(self) -> list[np.ndarray | None]:
-        """By fragment: the live places of its layers on each stage, int [pipeline, most]; those that a stage lacks are
-        one past the end.
+        """Returns for each fragment the live places of its layers on each stage, int [pipeline, most]; those that a
+        stage lacks are one past the end.
         """
         if self.sync.fragments == 1:
             return [None]
@@ -217,7 +219,7 @@ class Outer:
     # --- what a whole island says
 
     def _is_finite(self, own: Tree) -> jax.Array:
-        """Whether all of this island's weights are finite: bool, the same on its devices."""
+        """Returns whether all of this island's weights are finite: bool, the same on its devices."""
         finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(own)])
         return lax.psum(jnp.where(jnp.all(finite), 0, 1), AXES) == 0
 
@@ -239,6 +241,6 @@ class Outer:
 def _parts(
     flat: jax.Array, leaves: list[jax.Array], length: Callable[[int], int] = int
 ) -> list[jax.Array]:
-    """What of a vector stands in the places of the leaves, each of which takes `length` of its numbers."""
+    """Returns the parts of a vector that belong to the leaves, each of which takes `length` of its numbers."""
     begins = np.cumsum([0, *(length(x.size) for x in leaves)])
     return [flat[at : at + x.size].reshape(x.shape) for at, x in zip(begins, leaves, strict=False)]

@@ -1,4 +1,4 @@
-"""What islands keep of their own between steps, and how it lies: an axis of islands in front of everything.
+"""The state that islands keep of their own between steps, and its layout: an axis of islands in front of everything.
 
 Without `parallel.sync` a state has none of it.
 
@@ -48,12 +48,12 @@ def stacked(tree: Tree, islands: int) -> Tree:
 
 
 def every_island(tree: Tree, islands: int) -> Tree:
-    """The same for each island, inside jit."""
+    """Returns the same for each island, inside jit."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (islands, *x.shape)), tree)
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Whether all that an island has of an array [islands, ...] is finite."""
+    """Returns whether all that an island has of an array [islands, ...] is finite."""
     return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 

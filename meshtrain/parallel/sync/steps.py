@@ -9,8 +9,8 @@ after which step.
                         after d steps: apply outer update               nothing
     island broken     mend: moments from the other islands              its optimizer state, once
 
-JAX runs the programs of a device one after the other, so that with a delay the all-reduce stands in the program of a
-step, where XLA may run it behind that step's compute: nothing in forward and backward waits for it.
+JAX runs the programs of a device one after the other. So with a delay the all-reduce stands in the program of a step,
+where XLA may overlap it with that step's compute: nothing in forward and backward waits for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,7 +71,9 @@ class IslandSteps:
         )
 
     def begun(self, trained: Tree) -> states.Islands:
-        """What islands keep before the first step, inside jit: each has the shared model, and nothing has moved."""
+        """Returns the islands' state before the first step, inside jit: each has the shared model, and nothing has
+        moved.
+        """
         zeros = jax.tree.map(jnp.zeros_like, trained)
         own = self.every_island(trained)
         return self._kept(zeros, zeros, own, jnp.zeros((self.islands, self.sync.fragments)))
@@ -85,7 +87,7 @@ class IslandSteps:
         )
 
     def every_island(self, tree: Tree) -> Tree:
-        """The same for each island, inside jit."""
+        """Returns the same for each island, inside jit."""
         return states.every_island(tree, self.islands)
 
     visible = staticmethod(states.visible)
@@ -102,7 +104,7 @@ class IslandSteps:
     def finish(
         self, state: "State", metrics: Mapping[str, Any], taken: int
     ) -> tuple["State", dict[str, Any]]:
-        """What is due after `taken` steps, the last of which gave `metrics`.
+        """Runs the programs that are due after `taken` steps, the last of which gave `metrics`.
 
         Waits for an exchange, to see whether an island is broken.
         """
@@ -142,7 +144,7 @@ class IslandSteps:
 
     @cached_property
     def sending(self) -> list["TrainStep"]:
-        """By fragment: the step that also sends what islands had before it."""
+        """Returns for each fragment the step that also sends what islands had before it."""
         return [
             self.program.jitted_step(partial(self._sending, fragment))
             for fragment in range(self.sync.fragments)
@@ -230,7 +232,9 @@ class IslandSteps:
 
     @cached_property
     def synchronize(self) -> list[Any]:
-        """By fragment, delay 0: state -> (state, metrics), the exchange, the outer step and what islands go on with."""
+        """Returns for each fragment, with delay 0, state -> (state, metrics), the exchange, the outer step and what
+        islands go on with.
+        """
 
         def run(fragment: int, state: "State") -> tuple["State", Metrics]:
             state, mean, metrics = self._exchange(fragment, state)
@@ -240,7 +244,7 @@ class IslandSteps:
 
     @cached_property
     def apply_outer_update(self) -> list[Any]:
-        """By fragment, with a delay: state -> state, the outer step with what was sent."""
+        """Returns for each fragment, with a delay, state -> state, the outer step with what was sent."""
         return self._between(
             lambda f, state: self._outer_step(f, state, state.islands.under_way, OWN_SHARE),
             metrics=False,
@@ -337,7 +341,7 @@ class IslandSteps:
     # --- helpers
 
     def is_finite(self, state: "State") -> jax.Array:
-        """Whether a state is one to train on from: the shared model is finite, and an island is.
+        """Returns whether training can go on from a state: the shared model is finite, and an island is.
 
         A broken one is mended when it is sent.
         """
@@ -365,8 +369,8 @@ class IslandSteps:
     ) -> Callable[..., Any]:
         """`function` on every device's shards.
 
-        What it makes of islands' own weights may be shared only if it is the same on all of them: JAX cannot know, so
-        it does not check. Copies are compared before each save (`survive.health`).
+        A result computed from islands' own weights may be shared only if it is the same on all of them: JAX cannot
+        know, so it does not check. Copies are compared before each save (`survive.health`).
         """
         return jax.shard_map(
             function,

@@ -18,7 +18,7 @@ BESIDE = 2
 
 
 def synchronous(sync: SyncConfig, taken: int) -> bool:
-    """Whether the step after `taken` steps sums its gradients over all islands."""
+    """Returns whether the step after `taken` steps sums its gradients over all islands."""
     return taken < sync.start
 
 
@@ -46,7 +46,7 @@ def summed_axes(config: Config) -> tuple[str, ...]:
 
 
 def sent_compressed(config: Config, weight: Placed) -> bool:
-    """Whether islands send what they moved of a weight as `parallel.reduce.compression` has it: matrices, over
+    """Returns whether islands send what they moved of a weight as `parallel.reduce.compression` has it: matrices, over
     islands.
     """
     return over_islands(config) and crosses_compressed(config, weight)
@@ -57,7 +57,7 @@ def has_layer(config: Config, fragment: int, layer: int) -> bool:
 
 
 def has_weight(config: Config, fragment: int, weight: Placed) -> bool:
-    """Whether anything of a weight is in the fragment."""
+    """Returns whether anything of a weight is in the fragment."""
     if weight.stacked:
         return True
     return fragment == (
