@@ -104,9 +104,9 @@ def parser() -> Parser:
 
 
 def _runs_in(directory: Path) -> list[Path]:
-    """Returns a run's directory; of one that holds runs these, the newest last.
+    """Returns a run's directory; if it holds runs, theirs, the newest last.
 
-    What is empty, or not there yet, may become a run.
+    A directory that is empty or missing may become a run.
     """
     if is_run(directory):
         return [directory]

@@ -63,7 +63,7 @@ class Look:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Returns whether nothing more will come."""
         return self.summary is not None and self.summary.state == "done"
 
     def as_json(self) -> dict[str, Any]:

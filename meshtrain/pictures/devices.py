@@ -1,7 +1,7 @@
 """Devices, and what lies on them: a mesh, the weights of a layout by the names of their axes, live arrays.
 
-A mesh is blocks of devices: a block a stage, a row a data rank (with context parallelism one of its context ranks, and
-what a program gives it of each row of the batch), a column a tensor rank; islands one below the other.
+A mesh is blocks of devices: a block a stage, a row a data rank, a column a tensor rank; islands one below the other.
+With context parallelism a row is a context rank, with the part of each row of the batch that a program gives it.
 
               stage 0     stage 1
     island 0   0  1        4  5        data 0

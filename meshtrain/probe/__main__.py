@@ -18,8 +18,8 @@ from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
-    "What the links and devices really give, and which of them is slow; start it on every node as a run is "
-    "started."
+    "Measures what the links and devices really give, and which of them is slow; start it on every node as a "
+    "run is started."
 )
 WOULD = """\
 probe measures, on all devices that JAX finds here (or on all nodes, if it is started on each as a run is):

@@ -1,7 +1,7 @@
 """Programs are timed in turns, so that what disturbs the machine for a moment disturbs none of them alone.
 
-Of a collective the median counts, which is what training gets; of one device or one pair the shortest, which is what it
-can: what is broken is slow every time, and chance makes nothing fast.
+The median time of a collective counts, since training gets it. The shortest time of one device or one pair counts,
+since it shows what they can do: broken hardware is slow every time, and chance makes nothing fast.
 
 In several processes a program has ended when the last of them has; each run begins behind a barrier, or waiting for the
 others would count.
@@ -27,7 +27,7 @@ _meetings = itertools.count()
 
 @dataclass(frozen=True)
 class Job:
-    """What is timed: `run` begins it and returns what to wait for; it does the same thing `rounds` times."""
+    """A timed program: `run` begins it and returns what to wait for; it does the same thing `rounds` times."""
 
     run: Callable[[], jax.Array]
     rounds: int = 1
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Of each job, in seconds a round."""
+    """The times of each job, in seconds a round."""
 
     median: np.ndarray
     least: np.ndarray

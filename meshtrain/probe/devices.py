@@ -1,4 +1,4 @@
-"""What each device computes and passes over in memory: by itself, and while all the others do the same.
+"""Measures the FLOPs and memory passes of each device: by itself, and while all the others do the same.
 
 Fake devices share their cores and their memory, so that only the second tells what each has of them. Matrices are
 random: a GPU multiplies zeros or ones faster, as it then stays below its power limit (He 2024, "Strangely, matrix

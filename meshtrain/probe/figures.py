@@ -1,4 +1,4 @@
-"""What was measured, as data.
+"""Holds the measured figures as data.
 
 Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
 
@@ -109,7 +109,7 @@ class MeasuredCollective:
 
     @cached_property
     def line(self) -> Line:
-        """Of the whole collective: bytes are of the array."""
+        """The line of the whole collective: bytes are the array's."""
         return line(self.sizes, self.seconds)
 
     @cached_property
@@ -215,7 +215,7 @@ class Probe(Shown):
 
     @property
     def axes(self) -> list[str]:
-        """Those that collectives were measured over."""
+        """The axes over which collectives were measured."""
         return list(dict.fromkeys(c.axis for c in self.collectives))
 
     def over(self, axis: str) -> tuple[MeasuredCollective, ...]:
@@ -223,8 +223,9 @@ class Probe(Shown):
 
     @property
     def spread(self) -> dict[str, float]:
-        """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of
-        one's own some percent.
+        """The spread of the middle half of the repeats over their median, by what was measured.
+
+        It is some percent on a machine of one's own.
         """
         every = [spread for c in self.collectives for spread in c.spreads]
         spreads = {"collectives": float(np.median(every))} if every else {}

@@ -1,4 +1,4 @@
-"""What was measured, as lines for people, and the tables that these lines and the page are made of."""
+"""Writes the measured figures as lines for people, and the tables of these lines and of the page."""
 
 import math
 
@@ -16,7 +16,7 @@ Rows = list[list[str]]  # of a table, the heads first
 
 
 def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
-    """Returns all of it; with a described cluster also how much of it was reached. What is slow stands at the end."""
+    """Returns all of it; with a described cluster also how much of it was reached. Slow devices and links stand at the end."""
     parts = [about(probe, cluster)]
     if probe.barriers:
         parts.append(

@@ -11,7 +11,7 @@ population variances are involved").
     seconds a token  ─ warmed up ─ blocks ─ log of the median ─ mean ─┬─► the second over the first, with an interval
     loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, over the last quarter
 
-What an interval does not know: how another hour, machine or seed would have been. Runs of two seeds are two runs.
+An interval does not tell how another hour, machine or seed would have been. Runs of two seeds are two runs.
 
 Tried on noise of 10% that remembers for 1 to 65 steps, 200 pairs of runs each: of equal runs at most 5% differ (6% of
 those with fewer steps than they remember); a run that is slower by a tenth is found always from 1,000 steps on where
@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether they differ, in a few words."""
+        """Says in a few words whether the runs differ."""
         if not self.same:
             return "they differ"
         if self.time is None and self.loss is None:

@@ -135,7 +135,7 @@ def picture(loads: ExpertLoads) -> str:
 
 
 def _numbered(count: int, size: float, room: float) -> range:
-    """Of so many things side by side those whose number is written: each where there is room, else one of several."""
+    """Returns which of `count` things side by side get a number: all if there is room, else one of several."""
     every = next(
         step
         for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, count)

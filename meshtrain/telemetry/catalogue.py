@@ -55,8 +55,8 @@ class Metric:
         """The name, on the first process's endpoint, of a process metric's least, median and greatest value over all
         processes.
 
-        Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. A device is no label
-        there.
+        Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. It has no label
+        for a device.
         """
         return f"{PREFIX}processes_{self.name}"
 

@@ -188,7 +188,7 @@ def _label(name: str) -> str:
 
 
 def _value(metric: Metric) -> str:
-    """What is drawn of a metric: of a counter what comes to it in a second."""
+    """Returns the query that draws a metric: the rate a second if it is a counter."""
     return f"rate({metric.sample}[$__rate_interval])" if metric.kind == "counter" else metric.sample
 
 

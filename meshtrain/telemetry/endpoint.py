@@ -1,8 +1,8 @@
 """A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; each process has one of
 its own.
 
-Each process serves its own values. The first one also serves the step's metrics, which are the same for all, and of
-each process metric the least, the median and the greatest value with the rank of its process: a few hundred series,
+Each process serves its own values. The first one also serves the step's metrics, which are the same for all. It adds
+the least, the median and the greatest value of each process metric, with the rank of its process: a few hundred series,
 however many processes there are.
 
 It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes
@@ -48,9 +48,9 @@ PATIENCE = 10.0  # seconds that a reader may take over its request
 
 
 class Board:
-    """What the page says.
+    """The content of the page.
 
-    `totals`: of the hub. `every`: seconds between two looks at the samples of other processes.
+    `totals`: the hub's. `every`: seconds between two looks at the samples of other processes.
     """
 
     def __init__(

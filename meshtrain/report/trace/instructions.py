@@ -1,6 +1,6 @@
 """Each instruction of a program by name: what it is for, and if it is a collective, over which axes of the mesh.
 
-What it is for says its `op_name`, made of JAX's transformations and `meshtrain.xla`:
+Its `op_name`, made of JAX's transformations and `meshtrain.xla`, says what it is for:
 
     jit(_train)/update/add                                              optimizer
     …/shard_map/while/body/forward_slot/…/jvp(layer)/dot_general        forward

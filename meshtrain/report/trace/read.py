@@ -6,7 +6,7 @@
     traces/STEP/module.hlo.txt    what the events' `hlo_op` names
     traces/STEP/trace.json        `telemetry.trace.Facts`
 
-What a GPU's event tells (stats hlo_op, hlo_module, cuda_graph_id): openxla/xla,
+The stats of a GPU's event (hlo_op, hlo_module, cuda_graph_id) are documented in openxla/xla,
 xla/backends/profiler/gpu/cupti_collector.cc. With command buffers kernels name the buffer, not the instruction:
 openxla/xprof, issues 2544 and 3070.
 """
@@ -48,7 +48,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What was seen of a few steps."""
+    """The events of a few traced steps."""
 
     facts: Facts
     module: Module
@@ -156,7 +156,7 @@ def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict
 
 
 def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
-    """What ran on the streams of each device's plane; other lines say the same once more in other units."""
+    """Returns the events on the streams of each device's plane; other lines repeat them in other units."""
     events = []
     for plane in planes:
         number = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
