@@ -98,8 +98,11 @@ class CompiledCollectives(Shown, list[Collective]):
         return dict(total)
 
     @property
-    def in_a_line(self) -> str:
-        """Summarises the traffic, most frequent first: 12 all-reduce over data, 8 all-gather over tensor; at most 405 letters."""
+    def summary(self) -> str:
+        """Summarises the traffic, most frequent first: 12 all-reduce over data, 8 all-gather over tensor.
+
+        It has at most 405 letters.
+        """
         counts: dict[str, int] = defaultdict(int)
         for c in self:
             if c.axes:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # The last line stays free for the cursor.
                 shown = screen(looks, console.width, console.height - 2)
                 live.update(Group(head(console.width, options.every), shown), refresh=True)
-            if all(look.over for look in looks) or ends_in(options.every):
+            if all(look.ended for look in looks) or ends_in(options.every):
                 break
     return DONE
 

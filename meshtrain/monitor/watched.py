@@ -62,7 +62,7 @@ class Look:
     faults: tuple[Failure, ...] = ()
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Returns whether nothing more will come."""
         return self.summary is not None and self.summary.state == "done"
 

@@ -54,11 +54,11 @@ def picture(thing: Any) -> Picture:
     ConfigError for anything else, and for a mesh whose axes are not data, tensor and pipeline.
     """
     if isinstance(thing, Mesh):
-        return of_mesh(thing)
+        return mesh_picture(thing)
     return _layout(thing) if isinstance(thing, Layout) else _arrays(thing)
 
 
-def of_mesh(mesh: Mesh, strategy: str = "") -> Picture:
+def mesh_picture(mesh: Mesh, strategy: str = "") -> Picture:
     """The picture of a mesh; the strategy of context parallelism tells what its ranks have of a row."""
     check_axes(mesh)
     devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
@@ -175,7 +175,7 @@ def _layout(layout: Layout) -> Picture:
         )
     total = sum(map(part_bytes, masters))
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
-    devices = of_mesh(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
+    devices = mesh_picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
     weights = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
     return Picture(block(devices, weights, end), f"{columns(lines)}\n{end}")
 

@@ -59,14 +59,14 @@ def times(
     _warm(jobs, barrier)
     # All processes hear the same times, and so decide alike.
     return _steadiest(
-        lambda: np.max(np.array(gathered(_in_turns(jobs, repeats, barrier))), axis=0), attempts
+        lambda: np.max(np.array(gathered(_take_turns(jobs, repeats, barrier))), axis=0), attempts
     )
 
 
 def own_times(jobs: Sequence[Job]) -> Times:
     """Does the same with jobs that are this process's alone; how many it has is its own affair."""
     _warm(jobs, None)
-    return _steadiest(lambda: np.array(_in_turns(jobs, REPEATS, None)), ATTEMPTS)
+    return _steadiest(lambda: np.array(_take_turns(jobs, REPEATS, None)), ATTEMPTS)
 
 
 def _steadiest(take: Callable[[], np.ndarray], attempts: int) -> Times:
@@ -89,7 +89,7 @@ def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
         jax.block_until_ready(job.run())
 
 
-def _in_turns(
+def _take_turns(
     jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None
 ) -> list[list[float]]:
     def seconds(job: Job) -> float:

@@ -96,7 +96,11 @@ def _each(
     """
     inputs = ((products, matrix), (passes, vector))
     taken = own_times(
-        [_on(device, function, x) for device in mesh.local_devices for function, x in inputs]
+        [
+            _device_job(device, function, x)
+            for device in mesh.local_devices
+            for function, x in inputs
+        ]
     )
     own = {
         device.id: seconds
@@ -115,6 +119,6 @@ def _each(
     )
 
 
-def _on(device: jax.Device, function: Callable, x: np.ndarray) -> Job:
+def _device_job(device: jax.Device, function: Callable, x: np.ndarray) -> Job:
     run, there = jax.jit(function), jax.device_put(x, device)
     return Job(lambda: run(there))

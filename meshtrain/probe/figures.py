@@ -25,7 +25,6 @@ from numpy.typing import ArrayLike
 
 from meshtrain.cluster.algorithms import sent
 from meshtrain.config import MeshConfig
-from meshtrain.draw.picture import Picture
 from meshtrain.shown import Shown
 
 BARRIER = "barrier"
@@ -208,17 +207,12 @@ class Probe(Shown):
     def size(self) -> int:
         return len(self.machines)
 
-    def picture(self) -> Picture:
-        from meshtrain.probe import page
-
-        return page.picture(self)
-
     @property
     def axes(self) -> list[str]:
         """The axes over which collectives were measured."""
         return list(dict.fromkeys(c.axis for c in self.collectives))
 
-    def over(self, axis: str) -> tuple[MeasuredCollective, ...]:
+    def collectives_over(self, axis: str) -> tuple[MeasuredCollective, ...]:
         return tuple(c for c in self.collectives if c.axis == axis)
 
     @property

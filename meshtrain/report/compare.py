@@ -155,7 +155,9 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
         why.append("loss: it cannot be compared, since one run's rows tell of no tokens.")
         return None, 0, 0.0
     edges = np.linspace(0.0, common, count + 1)
-    means = [_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)]
+    means = [
+        _mean_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)
+    ]
     difference = (means[1] - means[0])[count * 3 // 4 :]
     # How the difference changes on the way is no noise about what it is in the mean.
     medians = blocks(_detrended(difference[np.isfinite(difference)]))
@@ -179,7 +181,7 @@ def _detrended(values: np.ndarray) -> np.ndarray:
     return values - place * (place @ values) / max(place @ place, 1.0)
 
 
-def _by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _mean_by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Mean of `values` between each two `edges` of the tokens read; NaN where there is none."""
     known = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
     # A row is of the tokens up to it.

@@ -155,7 +155,7 @@ def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
     return _shares(parts | {"compiling": compiling}), "the logged steps' rows"
 
 
-def on_host(columns: Columns) -> tuple[TimeShare, ...]:
+def host_parts(columns: Columns) -> tuple[TimeShare, ...]:
     """Returns the parts of a step on the host: waiting for data, dispatching, waiting for the devices, and all else."""
     names = {
         "data_wait_seconds": "waiting for data",

@@ -149,7 +149,7 @@ def summarise(facts: RunFacts) -> Summary:
         bounds=measured.bounds_of(facts.plan) if facts.plan else None,
         wall=wall,
         wall_from=wall_from,
-        parts=measured.on_host(columns),
+        parts=measured.host_parts(columns),
         held=held,
         goodput=facts.survived.ledger.goodput if facts.survived else None,
         faults=len(facts.survived.reliability.failures) if facts.survived else 0,

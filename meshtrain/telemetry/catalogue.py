@@ -51,7 +51,7 @@ class Metric:
         return self.exposed + ("_total" if self.kind == "counter" else "")
 
     @property
-    def over_processes(self) -> str:
+    def processes_name(self) -> str:
         """The name, on the first process's endpoint, of a process metric's least, median and greatest value over all
         processes.
 

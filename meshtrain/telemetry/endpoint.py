@@ -101,7 +101,7 @@ class Board:
                 for rank, (at, row) in self._all.items()
                 if at >= now - MOST_SILENT * self._every
             }
-        self._of_all = list(_over_processes(rows)) if len(rows) > 1 else []
+        self._of_all = list(_summarise_processes(rows)) if len(rows) > 1 else []
 
     def families(self) -> Iterator[MetricFamily]:
         """Yields what is known by now."""
@@ -131,7 +131,7 @@ class Board:
         yield from of_all
 
 
-def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
+def _summarise_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
     about = "the process that a value over all processes is of, by metric and over"
     ranks = MetricFamily(PROCESSES_RANK, "gauge", about)
     for metric in (metric for metric in METRICS if metric.source == "process"):
@@ -141,7 +141,7 @@ def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
                 shared = tuple(label for label in labels if label[0] != "device")
                 by_labels.setdefault(shared, []).append((value, rank))
         family = MetricFamily(
-            metric.over_processes, "gauge", f"over all processes: {metric.meaning}", metric.unit
+            metric.processes_name, "gauge", f"over all processes: {metric.meaning}", metric.unit
         )
         for labels, values in by_labels.items():
             for over, pick in (("min", min), ("median", statistics.median_low), ("max", max)):

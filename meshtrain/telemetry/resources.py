@@ -180,8 +180,8 @@ class Resources:
             self._memory,
             self._pressure,
             self._disk,
-            self._of_devices,
-            self._of_phases,
+            self._sample_devices,
+            self._sample_phases,
         )
         for part in parts:
             # A machine without one of them, a container that may not look.
@@ -275,7 +275,7 @@ class Resources:
             "disk_used_ratio": disk.used / max(1, disk.used + disk.free),
         }
 
-    def _of_devices(self) -> Values:
+    def _sample_devices(self) -> Values:
         values: Values = self._gpus.sample() if self._gpus else {}
         # A GPU's memory belongs to JAX's pool from the first moment: what arrays and programs take of it, only JAX
         # tells.
@@ -288,7 +288,7 @@ class Resources:
                     ] = stats[key]
         return values
 
-    def _of_phases(self) -> Values:
+    def _sample_phases(self) -> Values:
         before = self._spent
         self._spent = self._phases()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in self._spent.items()}
@@ -310,7 +310,10 @@ def _cards(root: Path) -> set[str]:
 
 
 class Cgroup:
-    """Reads the memory and CPU limits of this process. `proc` and `root` stand before the paths that the kernel names."""
+    """Reads the memory and CPU limits of this process.
+
+    `proc` and `root` stand before the paths that the kernel names.
+    """
 
     # The limit, what is used, and the file cache in memory.stat.
     V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

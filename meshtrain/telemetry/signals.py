@@ -59,7 +59,9 @@ def host_of(row: Row) -> str:
 
 
 class LossFinite:
-    """Reads whether the newest loss and gradient are numbers. A row has them as they are; one that was read back has null.
+    """Reads whether the newest loss and gradient are numbers.
+
+    A row has them as they are; one that was read back has null.
 
     The gradient is the first to go, and ends a run before there is another loss; but float16's loss scale skips such
     steps.

@@ -91,7 +91,7 @@ def attribute(trace: Trace) -> Attribution:
         devices=devices,
         steps=len(trace.steps),
         wall_seconds=trace.wall / 1e9 / len(trace.steps),
-        seconds=_by_kind(totals, trace.facts.masked),
+        seconds=_sum_kinds(totals, trace.facts.masked),
         moving=states["move"],
         waiting=states["wait"],
         collectives=Counter(
@@ -104,7 +104,7 @@ def attribute(trace: Trace) -> Attribution:
     )
 
 
-def _by_kind(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
+def _sum_kinds(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
     """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is
     masked.
     """

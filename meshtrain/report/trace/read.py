@@ -91,7 +91,7 @@ def read_trace(directory: Path) -> Trace:
             f"{directory / EVENTS} holds none of the steps {facts.steps}; trace them again."
         )
     events, waits = (
-        _on_cpu(planes, facts) if facts.platform == "cpu" else (_on_gpu(planes, facts), {})
+        _cpu_events(planes, facts) if facts.platform == "cpu" else (_gpu_events(planes, facts), {})
     )
     within = [e for e in events if any(e.begin < end and e.end > begin for begin, end in steps)]
     return Trace(
@@ -116,7 +116,9 @@ def _steps(planes: Iterable[Any], facts: Facts) -> list[Span]:
     )
 
 
-def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
+def _cpu_events(
+    planes: Iterable[Any], facts: Facts
+) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
     """Every event tells its device; a line is a thread, which serves all of them in turn.
 
     An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are
@@ -155,7 +157,7 @@ def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict
     return events, {line: sorted(spans) for line, spans in waits.items()}
 
 
-def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
+def _gpu_events(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
     """Returns the events on the streams of each device's plane; other lines repeat them in other units."""
     events = []
     for plane in planes:
