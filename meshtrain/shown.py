@@ -1,4 +1,4 @@
-"""What shows itself: a picture in a notebook, a few lines of text elsewhere.
+"""Makes objects show themselves: a picture in a notebook, a few lines of text elsewhere.
 
 The pictures are made in `pictures`, above all that they show.
 """

@@ -1,4 +1,4 @@
-"""What pages, notebooks and terminals are drawn with, below all that is drawn.
+"""Draws for pages, notebooks and terminals, below all that is drawn.
 
 - `meshtrain.draw.svg`: SVG drawings, their colours, and an SVG as an image.
 - `meshtrain.draw.page`: self-contained HTML pages, for a phone, a desk and paper, light and dark.

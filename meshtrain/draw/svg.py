@@ -1,8 +1,8 @@
 """Writes SVG: drawings of a fixed size in pixels, charts that shrink to their place in a page, and the colours of both,
 light and dark.
 
-A drawing is written in its light colours. Those of `DARK` turn in the dark, by the style sheet of its page, or of its
-own where it is a file.
+A drawing is written in its light colours. The colours of `DARK` turn in the dark, by the style sheet of its page, or by
+its own if it is a file.
 """
 
 import math
@@ -95,8 +95,8 @@ def file(drawing: str) -> str:
 
 
 def image(drawing: str, label: str, style: str = "max-width:none") -> str:
-    """Returns an SVG as an img element, on white: notebooks show SVG elements only after whoever opens them has run
-    them, and their themes are no screen's.
+    """Returns an SVG as an img element, on white: notebooks show SVG elements only after a reader has run them, and
+    their themes do not follow the screen's.
     """
     source = "data:image/svg+xml," + quote(drawing, safe=" =:/,;()'[]+-.·×")
     return f'<img alt="{escape(label)}" style="background:{GROUND};padding:4px;{style}" src="{source}"/>'

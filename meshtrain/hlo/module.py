@@ -253,7 +253,7 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 
         {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2] {'b'}    {} for all together
 
-    Of a permutation, the pairs.
+    The groups of a permutation are its pairs.
     """
     if listed := re.search(
         r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes

@@ -1,5 +1,6 @@
-"""What a compiled program sends: its collectives by mesh axis, kind, bytes, times and line, and the bytes that arrays
-hold.
+"""Reads the traffic of a compiled program: its collectives by mesh axis, kind, bytes, times and line.
+
+It also reads the bytes that arrays hold.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class Collective:
 
     @property
     def backward(self) -> bool:
-        """Whether it is in the transpose of what its line says."""
+        """Returns whether it is in the transpose of what its line says."""
         return "transpose(" in self.source
 
     @property
@@ -97,8 +98,11 @@ class CompiledCollectives(Shown, list[Collective]):
         return dict(total)
 
     @property
-    def in_a_line(self) -> str:
-        """What is sent, most often first: 12 all-reduce over data, 8 all-gather over tensor; of at most 405 letters."""
+    def summary(self) -> str:
+        """Summarises the traffic, most frequent first: 12 all-reduce over data, 8 all-gather over tensor.
+
+        It has at most 405 letters.
+        """
         counts: dict[str, int] = defaultdict(int)
         for c in self:
             if c.axes:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # The last line stays free for the cursor.
                 shown = screen(looks, console.width, console.height - 2)
                 live.update(Group(head(console.width, options.every), shown), refresh=True)
-            if all(look.over for look in looks) or ends_in(options.every):
+            if all(look.ended for look in looks) or ends_in(options.every):
                 break
     return DONE
 
@@ -104,9 +104,9 @@ def parser() -> Parser:
 
 
 def _runs_in(directory: Path) -> list[Path]:
-    """Returns a run's directory; of one that holds runs these, the newest last.
+    """Returns a run's directory; if it holds runs, theirs, the newest last.
 
-    What is empty, or not there yet, may become a run.
+    A directory that is empty or missing may become a run.
     """
     if is_run(directory):
         return [directory]

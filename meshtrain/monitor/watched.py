@@ -62,8 +62,8 @@ class Look:
     faults: tuple[Failure, ...] = ()
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will come."""
+    def ended(self) -> bool:
+        """Returns whether nothing more will come."""
         return self.summary is not None and self.summary.state == "done"
 
     def as_json(self) -> dict[str, Any]:

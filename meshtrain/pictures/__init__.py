@@ -12,7 +12,7 @@ look like.
     CompiledCollectives                     what a step sends, over which axis, from which line                pictures.program
     Table, Timeline                 who does what at which clock; when, and how long others wait       schedule.draw
     Plan                            memory, time and traffic of a layout                               plan.page
-    what has a `picture`            that: a Probe, how fast each pair of devices talks                 probe.page
+    Probe                           how fast each pair of devices talks                                probe.page
 
 Everything of ours shows itself as the last line of a cell; `mt.show` is for what JAX made. HTML with inline styles and
 SVG: no script, nothing fetched, right on white and on black. One colour an axis (data blue, tensor orange, pipeline
@@ -42,6 +42,7 @@ _BY_CLASS = {
     "meshtrain.schedule.table.Table": "schedule.draw",
     "meshtrain.schedule.simulation.Timeline": "schedule.draw",
     "meshtrain.plan.estimate.Plan": "plan.page",
+    "meshtrain.probe.figures.Probe": "probe.page",
 }
 
 
@@ -50,8 +51,6 @@ def show(thing: Any) -> Picture:
 
     As the last line of a cell it is drawn; `print(mt.show(x))` writes it. ConfigError for what has no picture.
     """
-    if callable(own := getattr(type(thing), "picture", None)):
-        return own(thing)
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__)
     module = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), "pictures.devices")
     return importlib.import_module(f"meshtrain.{module}").picture(thing)

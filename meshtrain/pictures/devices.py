@@ -1,7 +1,7 @@
 """Devices, and what lies on them: a mesh, the weights of a layout by the names of their axes, live arrays.
 
-A mesh is blocks of devices: a block a stage, a row a data rank (with context parallelism one of its context ranks, and
-what a program gives it of each row of the batch), a column a tensor rank; islands one below the other.
+A mesh is blocks of devices: a block a stage, a row a data rank, a column a tensor rank; islands one below the other.
+With context parallelism a row is a context rank, with the part of each row of the batch that a program gives it.
 
               stage 0     stage 1
     island 0   0  1        4  5        data 0
@@ -54,11 +54,11 @@ def picture(thing: Any) -> Picture:
     ConfigError for anything else, and for a mesh whose axes are not data, tensor and pipeline.
     """
     if isinstance(thing, Mesh):
-        return of_mesh(thing)
+        return mesh_picture(thing)
     return _layout(thing) if isinstance(thing, Layout) else _arrays(thing)
 
 
-def of_mesh(mesh: Mesh, strategy: str = "") -> Picture:
+def mesh_picture(mesh: Mesh, strategy: str = "") -> Picture:
     """The picture of a mesh; the strategy of context parallelism tells what its ranks have of a row."""
     check_axes(mesh)
     devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
@@ -175,7 +175,7 @@ def _layout(layout: Layout) -> Picture:
         )
     total = sum(map(part_bytes, masters))
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
-    devices = of_mesh(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
+    devices = mesh_picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
     weights = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
     return Picture(block(devices, weights, end), f"{columns(lines)}\n{end}")
 

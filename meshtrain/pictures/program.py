@@ -24,7 +24,7 @@ def picture(thing: Program | Model | CompiledCollectives) -> Picture:
         else (thing, "")
     )
     config = program.config
-    mesh = devices.of_mesh(program.mesh, program.config.parallel.context_strategy)
+    mesh = devices.mesh_picture(program.mesh, program.config.parallel.context_strategy)
     head = f"{config.model.family} with {count(program.layout.parameters)} parameters{end}"
     facts = [
         f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",

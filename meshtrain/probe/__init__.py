@@ -1,4 +1,4 @@
-"""What the links and devices at hand really give, and which of them is slow.
+"""Measures what the links and devices at hand really give, and which of them is slow.
 
     mesh ──► links: barrier, collectives over each axis, pairs ──┐
       │                                                          ├──► figures ──► judge: against the described cluster, against each other

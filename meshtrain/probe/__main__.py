@@ -18,8 +18,8 @@ from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
-    "What the links and devices really give, and which of them is slow; start it on every node as a run is "
-    "started."
+    "Measures what the links and devices really give, and which of them is slow; start it on every node as a "
+    "run is started."
 )
 WOULD = """\
 probe measures, on all devices that JAX finds here (or on all nodes, if it is started on each as a run is):
@@ -192,7 +192,7 @@ def _show(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
         print(report.to_text(probe, cluster))
     if options.output:
         write_target(options.output, describe.to_yaml(probe))
-        if (together := describe.by_pairs(probe)) and not together.in_order:
+        if (together := describe.cluster_pairs(probe)) and not together.in_order:
             say(
                 f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it "
                 "take them in the order found."

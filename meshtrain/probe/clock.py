@@ -1,7 +1,7 @@
 """Programs are timed in turns, so that what disturbs the machine for a moment disturbs none of them alone.
 
-Of a collective the median counts, which is what training gets; of one device or one pair the shortest, which is what it
-can: what is broken is slow every time, and chance makes nothing fast.
+The median time of a collective counts, since training gets it. The shortest time of one device or one pair counts,
+since it shows what they can do: broken hardware is slow every time, and chance makes nothing fast.
 
 In several processes a program has ended when the last of them has; each run begins behind a barrier, or waiting for the
 others would count.
@@ -27,7 +27,7 @@ _meetings = itertools.count()
 
 @dataclass(frozen=True)
 class Job:
-    """What is timed: `run` begins it and returns what to wait for; it does the same thing `rounds` times."""
+    """A timed program: `run` begins it and returns what to wait for; it does the same thing `rounds` times."""
 
     run: Callable[[], jax.Array]
     rounds: int = 1
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Of each job, in seconds a round."""
+    """The times of each job, in seconds a round."""
 
     median: np.ndarray
     least: np.ndarray
@@ -59,14 +59,14 @@ def times(
     _warm(jobs, barrier)
     # All processes hear the same times, and so decide alike.
     return _steadiest(
-        lambda: np.max(np.array(gathered(_in_turns(jobs, repeats, barrier))), axis=0), attempts
+        lambda: np.max(np.array(gathered(_take_turns(jobs, repeats, barrier))), axis=0), attempts
     )
 
 
 def own_times(jobs: Sequence[Job]) -> Times:
     """Does the same with jobs that are this process's alone; how many it has is its own affair."""
     _warm(jobs, None)
-    return _steadiest(lambda: np.array(_in_turns(jobs, REPEATS, None)), ATTEMPTS)
+    return _steadiest(lambda: np.array(_take_turns(jobs, REPEATS, None)), ATTEMPTS)
 
 
 def _steadiest(take: Callable[[], np.ndarray], attempts: int) -> Times:
@@ -89,7 +89,7 @@ def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
         jax.block_until_ready(job.run())
 
 
-def _in_turns(
+def _take_turns(
     jobs: Sequence[Job], repeats: int, barrier: Callable[[], object] | None
 ) -> list[list[float]]:
     def seconds(job: Job) -> float:

@@ -52,7 +52,7 @@ class Level:
         return max(max(a, b, 1e-9) / max(min(a, b), 1e-9) for a, b in pairs)
 
 
-def by_pairs(probe: Probe) -> Clustered | None:
+def cluster_pairs(probe: Probe) -> Clustered | None:
     """Returns how devices stand together, where pairs were measured and show several levels.
 
     Some pairs alone, as the probe takes them of many devices, can confirm the order that there is, and tell of no
@@ -69,29 +69,33 @@ def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
     return all(len({probe.machines[device] for device in block}) == 1 for block in blocks)
 
 
-def _of_pairs(probe: Probe, together: Clustered) -> list[Level]:
+def _pair_levels(probe: Probe, together: Clustered) -> list[Level]:
     return [
         Level(one.devices, one.latency, one.bandwidth, _is_inside(probe, one.blocks))
         for one in together.levels
     ]
 
 
-def _of_axes(probe: Probe) -> list[Level]:
+def _axis_levels(probe: Probe) -> list[Level]:
     by_axis: list[Level] = []
     block = 1
     for axis in reversed(ORDER):
         block *= probe.mesh.ways(axis)
         inside = _is_inside(probe, (range(i, i + block) for i in range(0, probe.size, block)))
-        lines = [collective.line for collective in probe.over(axis) if collective.kind == PERMUTE]
+        lines = [
+            collective.line
+            for collective in probe.collectives_over(axis)
+            if collective.kind == PERMUTE
+        ]
         by_axis += [Level(block, line.latency, line.bandwidth, inside) for line in lines]
     return by_axis
 
 
 def levels(probe: Probe) -> dict[str, Level]:
     """Returns levels by the planner's names, innermost first."""
-    together = by_pairs(probe)
+    together = cluster_pairs(probe)
     by_distance = (
-        _of_pairs(probe, together) if together and not together.in_order else _of_axes(probe)
+        _pair_levels(probe, together) if together and not together.in_order else _axis_levels(probe)
     )
     while len(by_distance) > 1:
         gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance)))
@@ -139,7 +143,7 @@ def to_yaml(probe: Probe) -> str:
         | (_shares(probe.kind, devices) if knows(probe) else _figures(probe, devices, ways)),
         "links": {name: _link(name, level) for name, level in links.items()},
     }
-    if (together := by_pairs(probe)) and probe.names:
+    if (together := cluster_pairs(probe)) and probe.names:
         described["device_order"] = [probe.names[device] for device in together.order]
     return yaml.safe_dump(described, sort_keys=False)
 

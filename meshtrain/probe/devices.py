@@ -1,4 +1,4 @@
-"""What each device computes and passes over in memory: by itself, and while all the others do the same.
+"""Measures the FLOPs and memory passes of each device: by itself, and while all the others do the same.
 
 Fake devices share their cores and their memory, so that only the second tells what each has of them. Matrices are
 random: a GPU multiplies zeros or ones faster, as it then stays below its power limit (He 2024, "Strangely, matrix
@@ -96,7 +96,11 @@ def _each(
     """
     inputs = ((products, matrix), (passes, vector))
     taken = own_times(
-        [_on(device, function, x) for device in mesh.local_devices for function, x in inputs]
+        [
+            _device_job(device, function, x)
+            for device in mesh.local_devices
+            for function, x in inputs
+        ]
     )
     own = {
         device.id: seconds
@@ -115,6 +119,6 @@ def _each(
     )
 
 
-def _on(device: jax.Device, function: Callable, x: np.ndarray) -> Job:
+def _device_job(device: jax.Device, function: Callable, x: np.ndarray) -> Job:
     run, there = jax.jit(function), jax.device_put(x, device)
     return Job(lambda: run(there))

@@ -1,4 +1,4 @@
-"""What was measured, as data.
+"""Holds the measured figures as data.
 
 Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
 
@@ -25,7 +25,6 @@ from numpy.typing import ArrayLike
 
 from meshtrain.cluster.algorithms import sent
 from meshtrain.config import MeshConfig
-from meshtrain.draw.picture import Picture
 from meshtrain.shown import Shown
 
 BARRIER = "barrier"
@@ -109,7 +108,7 @@ class MeasuredCollective:
 
     @cached_property
     def line(self) -> Line:
-        """Of the whole collective: bytes are of the array."""
+        """The line of the whole collective: bytes are the array's."""
         return line(self.sizes, self.seconds)
 
     @cached_property
@@ -208,23 +207,19 @@ class Probe(Shown):
     def size(self) -> int:
         return len(self.machines)
 
-    def picture(self) -> Picture:
-        from meshtrain.probe import page
-
-        return page.picture(self)
-
     @property
     def axes(self) -> list[str]:
-        """Those that collectives were measured over."""
+        """The axes over which collectives were measured."""
         return list(dict.fromkeys(c.axis for c in self.collectives))
 
-    def over(self, axis: str) -> tuple[MeasuredCollective, ...]:
+    def collectives_over(self, axis: str) -> tuple[MeasuredCollective, ...]:
         return tuple(c for c in self.collectives if c.axis == axis)
 
     @property
     def spread(self) -> dict[str, float]:
-        """By what was measured, how far the middle half of the repeats is apart, over their median: on a machine of
-        one's own some percent.
+        """The spread of the middle half of the repeats over their median, by what was measured.
+
+        It is some percent on a machine of one's own.
         """
         every = [spread for c in self.collectives for spread in c.spreads]
         spreads = {"collectives": float(np.median(every))} if every else {}

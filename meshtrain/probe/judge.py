@@ -165,7 +165,13 @@ def _axes(probe: Probe, cluster: Cluster) -> list[SlowFinding]:
     slow = []
     for axis in probe.axes:
         share = float(
-            np.median([score(cluster, probe, c) for c in probe.over(axis) if c.algorithm == XLA])
+            np.median(
+                [
+                    score(cluster, probe, c)
+                    for c in probe.collectives_over(axis)
+                    if c.algorithm == XLA
+                ]
+            )
         )
         if share < SLOW_AXIS:
             sentence = f"collectives over {axis} reach {share:.2f} of the speed that {cluster.name} describes."

@@ -88,8 +88,7 @@ class Arrays:
     ) -> Callable[..., jax.Array]:
         """`loop` takes what is the same on all devices, and a device's array [elements] of float32, which it returns.
 
-        What comes back takes
-        the former alone: others of the shapes of `before`.
+        The returned program takes the former alone: other arrays of the shapes of `before`.
         """
         everywhere = PartitionSpec(self.mesh.axis_names)
         specs = (*(PartitionSpec() for _ in before), everywhere)
@@ -135,7 +134,7 @@ def barrier(mesh: Mesh, axes: Sequence[str] = ()) -> Job:
 
 
 def one_barrier(mesh: Mesh) -> Callable[[], jax.Array]:
-    """What brings all processes to the same moment."""
+    """Returns a program that brings all processes to the same moment."""
     return Arrays(mesh).program(repeated(_STEPS[ALL_REDUCE](mesh.axis_names, 0), 1), 1)
 
 

@@ -43,7 +43,7 @@ def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
     if not findings:
         yield '<p class="good">No device and no link is slower than its like.</p>'
     for axis in probe.axes:
-        yield f"<h2>Over {escape(axis)}, {probe.over(axis)[0].devices} devices</h2>"
+        yield f"<h2>Over {escape(axis)}, {probe.collectives_over(axis)[0].devices} devices</h2>"
         yield _axis(probe, axis, cluster)
     if error := report.left_out(probe):
         yield f'<p class="about">{escape(error)}.</p>'
@@ -57,7 +57,7 @@ def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
 
 def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
     heads, *rows = report.axis_table(probe, axis, cluster)
-    collectives = probe.over(axis)
+    collectives = probe.collectives_over(axis)
     fastest = max(c.busbw for c in collectives)
     for row, c in zip(rows, collectives, strict=True):
         own = c.algorithm == XLA

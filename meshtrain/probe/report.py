@@ -1,4 +1,4 @@
-"""What was measured, as lines for people, and the tables that these lines and the page are made of."""
+"""Writes the measured figures as lines for people, and the tables of these lines and of the page."""
 
 import math
 
@@ -16,7 +16,10 @@ Rows = list[list[str]]  # of a table, the heads first
 
 
 def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
-    """Returns all of it; with a described cluster also how much of it was reached. What is slow stands at the end."""
+    """Returns all of it; with a described cluster also how much of it was reached.
+
+    Slow devices and links stand at the end.
+    """
     parts = [about(probe, cluster)]
     if probe.barriers:
         parts.append(
@@ -24,7 +27,9 @@ def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
         )
     for axis in probe.axes:
         table = axis_table(probe, axis, cluster)
-        parts.append(f"over {axis} {probe.over(axis)[0].devices}\n{columns(table, '  ')}")
+        parts.append(
+            f"over {axis} {probe.collectives_over(axis)[0].devices}\n{columns(table, '  ')}"
+        )
     parts += [left_out(probe), *_pairs(probe), *_devices(probe, cluster)]
     if probe.devices and probe.platform != "cpu" and not describe.knows(probe):
         parts.append(
@@ -51,7 +56,7 @@ def axis_table(probe: Probe, axis: str, cluster: Cluster | None) -> Rows:
     """Returns a row for each collective over an axis, by each algorithm; those of algorithms besides XLA's are
     indented.
     """
-    collectives = probe.over(axis)
+    collectives = probe.collectives_over(axis)
     fitted = bool(collectives[0].left_out)
     sizes = map(size, collectives[0].sizes)
     table = [

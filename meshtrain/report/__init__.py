@@ -1,4 +1,4 @@
-"""What became of a run, from its files alone: healthy or not, how fast against what is possible, and why it is slow.
+"""Reports on a run from its files alone: healthy or not, how fast against what is possible, and why it is slow.
 
     config.yaml ─────► plan.estimate ───────┐
     metrics.jsonl, resources/*.jsonl ─ rows ┤

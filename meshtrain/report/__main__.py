@@ -1,5 +1,5 @@
-"""python -m meshtrain.report RUN: healthy or not, how fast against what is possible, why it is slow; of two runs, what
-differs.
+"""python -m meshtrain.report RUN: healthy or not, how fast against what is possible, why it is slow; with two runs,
+what differs.
 """
 
 import json
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.report",
-        description="What became of a run: healthy or not, how fast against what is possible, and why it is slow; of "
-        "two runs, what differs.",
+        description="Reports on a run: healthy or not, how fast against what is possible, and why it is slow; with two "
+        "runs, what differs.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument(

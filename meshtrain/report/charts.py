@@ -189,7 +189,7 @@ def chart(
     for the axis.
 
     The axis holds all but the last thousandth of the values on either side: one step that took a minute would flatten
-    all others. What is beyond it is drawn at the edge.
+    all others. Values beyond the axis are drawn at its edge.
     """
     drawn = [_finite(curve) for curve in curves]
     drawn = [curve for curve in drawn if curve.x.size]
@@ -271,7 +271,7 @@ def _dots(curve: Curve, place: Callable) -> Iterator[str]:
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Of each value [n] the mean of those about it, `window` of them, fewer at the ends."""
+    """Returns the moving mean of values [n] over `window` neighbours, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)
     reach = np.minimum(np.minimum(places, places[::-1]), window // 2)

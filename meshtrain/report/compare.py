@@ -11,7 +11,7 @@ population variances are involved").
     seconds a token  ─ warmed up ─ blocks ─ log of the median ─ mean ─┬─► the second over the first, with an interval
     loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, over the last quarter
 
-What an interval does not know: how another hour, machine or seed would have been. Runs of two seeds are two runs.
+An interval does not tell how another hour, machine or seed would have been. Runs of two seeds are two runs.
 
 Tried on noise of 10% that remembers for 1 to 65 steps, 200 pairs of runs each: of equal runs at most 5% differ (6% of
 those with fewer steps than they remember); a run that is slower by a tenth is found always from 1,000 steps on where
@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether they differ, in a few words."""
+        """Says in a few words whether the runs differ."""
         if not self.same:
             return "they differ"
         if self.time is None and self.loss is None:
@@ -155,7 +155,9 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
         why.append("loss: it cannot be compared, since one run's rows tell of no tokens.")
         return None, 0, 0.0
     edges = np.linspace(0.0, common, count + 1)
-    means = [_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)]
+    means = [
+        _mean_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)
+    ]
     difference = (means[1] - means[0])[count * 3 // 4 :]
     # How the difference changes on the way is no noise about what it is in the mean.
     medians = blocks(_detrended(difference[np.isfinite(difference)]))
@@ -179,7 +181,7 @@ def _detrended(values: np.ndarray) -> np.ndarray:
     return values - place * (place @ values) / max(place @ place, 1.0)
 
 
-def _by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _mean_by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Mean of `values` between each two `edges` of the tokens read; NaN where there is none."""
     known = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
     # A row is of the tokens up to it.

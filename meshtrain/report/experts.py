@@ -45,13 +45,13 @@ class ExpertLoads:
     tokens: np.ndarray
 
     @cached_property
-    def over_mean(self) -> np.ndarray:
+    def relative_loads(self) -> np.ndarray:
         """Tokens over the mean of their layer; zeros where a layer had none."""
         return self.tokens / np.maximum(self.tokens.mean(1, keepdims=True), 1e-9)
 
     @property
     def sentence(self) -> str:
-        over = self.over_mean
+        over = self.relative_loads
         (full, most), (empty, least) = (
             np.unravel_index(k, over.shape) for k in (over.argmax(), over.argmin())
         )
@@ -67,11 +67,11 @@ def newest(metrics: Path) -> ExpertLoads | None:
     """The loads of the newest row that has them, if one has."""
     loads = None
     for row in RowReader(metrics, containing=b'"expert_tokens"').new():
-        loads = _of_row(row) or loads
+        loads = _row_loads(row) or loads
     return loads
 
 
-def _of_row(row: dict[str, Any]) -> ExpertLoads | None:
+def _row_loads(row: dict[str, Any]) -> ExpertLoads | None:
     step = row.get("step")
     value = row.get("expert_tokens")
     if type(step) is not int or not isinstance(value, list):
@@ -92,7 +92,7 @@ def _of_row(row: dict[str, Any]) -> ExpertLoads | None:
 
 def picture(loads: ExpertLoads) -> str:
     """Draws the heat map: layers downwards, experts across, a legend beneath."""
-    over = loads.over_mean
+    over = loads.relative_loads
     layers, experts = over.shape
     wide = (WIDTH - LEFT) / experts
     tall = min(LOWEST, TALLEST / layers)
@@ -135,7 +135,7 @@ def picture(loads: ExpertLoads) -> str:
 
 
 def _numbered(count: int, size: float, room: float) -> range:
-    """Of so many things side by side those whose number is written: each where there is room, else one of several."""
+    """Returns which of `count` things side by side get a number: all if there is room, else one of several."""
     every = next(
         step
         for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, count)

@@ -54,7 +54,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class Survived:
-    """What the supervisors of a run have written, and what follows from it."""
+    """The files of a run's supervisors, and what follows from them."""
 
     history: History
     ledger: Ledger
@@ -63,7 +63,7 @@ class Survived:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of one run directory. None, or empty: the run has no such file, or it says nothing."""
+    """The facts of one run directory. None, or empty: the run has no such file, or it says nothing."""
 
     directory: Path
     now: float  # seconds since 1970
@@ -91,7 +91,10 @@ class RunFacts:
 
 
 def gather(directory: Path, cluster: str | None = None) -> RunFacts:
-    """The facts of a run, planned for a cluster as `plan --cluster` takes it. ConfigError if `directory` is no run."""
+    """Returns the facts of a run, planned for a cluster as `plan --cluster` takes it.
+
+    ConfigError if `directory` is not a run.
+    """
     refuse_no_run(directory)
     notes: list[str] = []
     config = config_of(directory, notes)

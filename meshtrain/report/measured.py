@@ -34,9 +34,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a step could take at least, by the plan: each at the device's full rate and beside all others (a roofline of
-    seconds).
-    """
+    """The shortest planned seconds of a step: a roofline, each bound at the device's full rate beside all others."""
 
     compute: float  # the model's FLOPs at the peak
     memory: float  # passes over memory at its bandwidth
@@ -157,7 +155,7 @@ def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
     return _shares(parts | {"compiling": compiling}), "the logged steps' rows"
 
 
-def on_host(columns: Columns) -> tuple[TimeShare, ...]:
+def host_parts(columns: Columns) -> tuple[TimeShare, ...]:
     """Returns the parts of a step on the host: waiting for data, dispatching, waiting for the devices, and all else."""
     names = {
         "data_wait_seconds": "waiting for data",
@@ -176,7 +174,7 @@ def on_host(columns: Columns) -> tuple[TimeShare, ...]:
 
 
 def _shares(seconds: dict[str, float]) -> tuple[TimeShare, ...]:
-    """Those that are above 0, with their shares of the sum."""
+    """Returns the times above 0, with their shares of the sum."""
     positive = {name: s for name, s in seconds.items() if s > 0}
     return tuple(TimeShare(name, s, s / sum(positive.values())) for name, s in positive.items())
 

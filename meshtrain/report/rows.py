@@ -70,7 +70,7 @@ class Columns:
         return [name for name in self._columns if name.startswith(under)]
 
     def known(self, name: str) -> np.ndarray:
-        """What rows say of one key, in their order: finite float64."""
+        """Returns the finite values of one key in the order of the rows, float64."""
         values = self[name]
         return values[np.isfinite(values)]
 
@@ -81,7 +81,7 @@ def _float(value: float) -> float:
 
 
 def read(path: Path) -> tuple[Columns, int]:
-    """All rows of a file as columns, and how many lines were no rows."""
+    """Returns all rows of a file as columns, and how many lines were not rows."""
     reader = RowReader(path)
     columns = Columns()
     for row in reader.new():

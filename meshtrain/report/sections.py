@@ -310,7 +310,11 @@ def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
     if held:
         largest = max(max(use.used for use in held), 1.0)
         rows = [
-            Row(use.what, (_of(use.used, use.limit),), min(use.used / (use.limit or largest), 1.0))
+            Row(
+                use.what,
+                (_share_of(use.used, use.limit),),
+                min(use.used / (use.limit or largest), 1.0),
+            )
             for use in held
         ]
         yield Figure(
@@ -318,17 +322,21 @@ def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
         )
     if facts.plan is not None:
         usable = facts.plan.cluster.accelerator.usable_bytes
-        about = f"{_of(facts.plan.bytes, usable)} a device"
-        row = Row("a device", (_of(facts.plan.bytes, usable),), min(facts.plan.bytes / usable, 1.0))
+        about = f"{_share_of(facts.plan.bytes, usable)} a device"
+        row = Row(
+            "a device", (_share_of(facts.plan.bytes, usable),), min(facts.plan.bytes / usable, 1.0)
+        )
         yield Figure("Planned", about, (row,), partial(plans.memory_bars, facts.plan))
 
 
-def _of(used: float, limit: float | None) -> str:
+def _share_of(used: float, limit: float | None) -> str:
     return f"{units.size(used)} of {units.size(limit)}" if limit else units.size(used)
 
 
 def _experts(loads: ExpertLoads) -> Section:
-    fullest = sorted(enumerate(loads.over_mean.max(1)), key=lambda load: -load[1])[:MOST_LAYERS]
+    fullest = sorted(enumerate(loads.relative_loads.max(1)), key=lambda load: -load[1])[
+        :MOST_LAYERS
+    ]
     rows = [
         Row(f"layer {layer}", (f"{load:.2f}",), load / max(fullest[0][1], 1.0))
         for layer, load in fullest

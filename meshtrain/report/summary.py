@@ -1,4 +1,4 @@
-"""What follows from the facts of a run: healthy or not and why, how fast against what is possible.
+"""Summarises the facts of a run: healthy or not and why, how fast against what is possible.
 
 Figures and sentences, no layout.
 """
@@ -149,7 +149,7 @@ def summarise(facts: RunFacts) -> Summary:
         bounds=measured.bounds_of(facts.plan) if facts.plan else None,
         wall=wall,
         wall_from=wall_from,
-        parts=measured.on_host(columns),
+        parts=measured.host_parts(columns),
         held=held,
         goodput=facts.survived.ledger.goodput if facts.survived else None,
         faults=len(facts.survived.reliability.failures) if facts.survived else 0,
@@ -308,7 +308,7 @@ def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
 
 
 def _last_few(values: np.ndarray) -> int:
-    """How many rows a figure at the end is a mean of."""
+    """Returns how many rows the final figures average."""
     return max(1, min(100, values.size // 20))
 
 

@@ -146,7 +146,7 @@ class Supervision(RunHook):
 
         self.heartbeat.collectives = hlo.collectives(
             compiled, self._program.mesh, self._program.busy
-        ).in_a_line
+        ).summary
 
     # --- the end
 

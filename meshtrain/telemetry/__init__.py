@@ -6,8 +6,8 @@
                                  ├─► hub (thread) ┼─► a page of metrics for Prometheus
     resources ► samples ─────────┘                └─► TensorBoard, Weights & Biases, MLflow
 
-Training writes rows and files; everything else reads them: `meshtrain.run.rows` for programs, in full precision. What
-watches changes no loss, and whatever happens to it ends no run.
+Training writes rows and files; everything else reads them: `meshtrain.run.rows` for programs, in full precision.
+Watching never changes a loss, and a failure of it never ends a run.
 
 - `catalogue`: every metric once. `measured`: those of a step. `resources`: what a process and its machine use.
   `samples`: where all

@@ -51,12 +51,12 @@ class Metric:
         return self.exposed + ("_total" if self.kind == "counter" else "")
 
     @property
-    def over_processes(self) -> str:
+    def processes_name(self) -> str:
         """The name, on the first process's endpoint, of a process metric's least, median and greatest value over all
         processes.
 
-        Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. A device is no label
-        there.
+        Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. It has no label
+        for a device.
         """
         return f"{PREFIX}processes_{self.name}"
 

@@ -137,9 +137,9 @@ def _groups() -> dict[str, list[Panel]]:
             _series(m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels))))
             for m in steps
         ],
-        "Its processes": [_goodput(), *(_of_process(metric) for metric in process)],
+        "Its processes": [_goodput(), *(_process_panel(metric) for metric in process)],
         "Over all processes, from the first one": [
-            _over(metric) for metric in process if metric.kind == "gauge"
+            _processes_panel(metric) for metric in process if metric.kind == "gauge"
         ],
     }
 
@@ -157,15 +157,15 @@ def _now() -> Iterator[Panel]:
         yield _panel("stat", title, query, "{{run}}", of, width=4, height=4)
 
 
-def _of_process(metric: Metric) -> Panel:
+def _process_panel(metric: Metric) -> Panel:
     return _series(
         metric, f"{_value(metric)} {OF_RUN}", " ".join(map(_label, ("run", "rank", *metric.labels)))
     )
 
 
-def _over(metric: Metric) -> Panel:
+def _processes_panel(metric: Metric) -> Panel:
     labels = ("run", "over", *(label for label in metric.labels if label != "device"))
-    query = f"{metric.over_processes} {OF_FIRST}"
+    query = f"{metric.processes_name} {OF_FIRST}"
     return _series(
         metric, query, " ".join(map(_label, labels)), title=f"{_title(metric)}, least to greatest"
     )
@@ -188,7 +188,7 @@ def _label(name: str) -> str:
 
 
 def _value(metric: Metric) -> str:
-    """What is drawn of a metric: of a counter what comes to it in a second."""
+    """Returns the query that draws a metric: the rate a second if it is a counter."""
     return f"rate({metric.sample}[$__rate_interval])" if metric.kind == "counter" else metric.sample
 
 

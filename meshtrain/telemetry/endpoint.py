@@ -1,8 +1,8 @@
 """A page of metrics, /metrics at telemetry.bind and telemetry.endpoint, for Prometheus to read; each process has one of
 its own.
 
-Each process serves its own values. The first one also serves the step's metrics, which are the same for all, and of
-each process metric the least, the median and the greatest value with the rank of its process: a few hundred series,
+Each process serves its own values. The first one also serves the step's metrics, which are the same for all. It adds
+the least, the median and the greatest value of each process metric, with the rank of its process: a few hundred series,
 however many processes there are.
 
 It has no password: it listens on 127.0.0.1 unless telemetry.bind says otherwise. Whatever happens to it, training goes
@@ -48,9 +48,9 @@ PATIENCE = 10.0  # seconds that a reader may take over its request
 
 
 class Board:
-    """What the page says.
+    """The content of the page.
 
-    `totals`: of the hub. `every`: seconds between two looks at the samples of other processes.
+    `totals`: the hub's. `every`: seconds between two looks at the samples of other processes.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Board:
                 for rank, (at, row) in self._all.items()
                 if at >= now - MOST_SILENT * self._every
             }
-        self._of_all = list(_over_processes(rows)) if len(rows) > 1 else []
+        self._of_all = list(_summarise_processes(rows)) if len(rows) > 1 else []
 
     def families(self) -> Iterator[MetricFamily]:
         """Yields what is known by now."""
@@ -131,7 +131,7 @@ class Board:
         yield from of_all
 
 
-def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
+def _summarise_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
     about = "the process that a value over all processes is of, by metric and over"
     ranks = MetricFamily(PROCESSES_RANK, "gauge", about)
     for metric in (metric for metric in METRICS if metric.source == "process"):
@@ -141,7 +141,7 @@ def _over_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
                 shared = tuple(label for label in labels if label[0] != "device")
                 by_labels.setdefault(shared, []).append((value, rank))
         family = MetricFamily(
-            metric.over_processes, "gauge", f"over all processes: {metric.meaning}", metric.unit
+            metric.processes_name, "gauge", f"over all processes: {metric.meaning}", metric.unit
         )
         for labels, values in by_labels.items():
             for over, pick in (("min", min), ("median", statistics.median_low), ("max", max)):

@@ -25,7 +25,7 @@ Labels = tuple[tuple[str, str], ...]  # (name, value) each
 
 @dataclass
 class Distribution:
-    """What a histogram's series holds: how many values are at most each of `bounds`, which rise, and their sum."""
+    """The content of a histogram's series: how many values are at most each of the rising `bounds`, and their sum."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(
@@ -118,5 +118,5 @@ def flat(value: Any, names: tuple[str, ...], labels: Labels = ()) -> Iterator[tu
 
 
 def wants_openmetrics(accept: str | None) -> bool:
-    """Whether a request names it: who says nothing, or takes anything, may know the older format alone."""
+    """Returns whether a request names OpenMetrics: a client that accepts anything may know the older format alone."""
     return "application/openmetrics-text" in (accept or "")

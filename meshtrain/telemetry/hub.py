@@ -4,7 +4,7 @@
                                ├──► thread, once a second ──► listeners: alerts, trackers, endpoint
     samples ── every 10 s ─────┘
 
-What a listener raises is reported once, and from then on it hears no more: what watches a run never ends it.
+A listener that raises is reported once, and hears no more from then on: what watches a run never ends it.
 """
 
 import math
@@ -50,11 +50,11 @@ class _Task:
 
 
 class Hub(RunHook):
-    """Of one process; use it as a context.
+    """Hands the rows and samples of one process to its listeners; use it as a context.
 
     `after_metrics` is the main thread's, listeners are called on a thread of their own.
 
-    `totals`: what those metrics of a step that `add_up` named have come to, over all steps.
+    `totals`: the sums over all steps of the metrics that `add_up` named.
     """
 
     def __init__(self, config: Config, directory: Path) -> None:

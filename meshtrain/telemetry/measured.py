@@ -1,4 +1,4 @@
-"""What a row of metrics has on time, compiling, memory and utilisation, beside the losses."""
+"""Measures time, compiling, memory and utilisation for the rows of metrics, beside the losses."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ class Measured:
         return values | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        """Of the fullest device; left out where none tells it, and of rows that come soon after another."""
+        """Returns the memory of the fullest device; nothing if none tells it, or soon after the last row that had it."""
         if (now := time.monotonic()) < self._memory_due:
             return {}
         self._memory_due = now + MEMORY_EVERY

@@ -1,6 +1,4 @@
-"""What a person sees while a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and
-then.
-"""
+"""Shows how a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and then."""
 
 import contextlib
 import os

@@ -1,5 +1,6 @@
-"""What one process and its machine use, as a row of resources/RANK.jsonl every few seconds; see `catalogue` for each
-name.
+"""Samples what one process and its machine use, as a row of resources/RANK.jsonl every few seconds.
+
+`catalogue` explains each name.
 
     psutil: processor, memory, disk, network      /proc/pressure: what waits for what
     cgroup: what is allowed                       NVML and JAX: the devices of the process
@@ -81,7 +82,7 @@ GPU_VALUES: dict[str, tuple[float, float, Callable[[Any, Any], float]]] = {
 
 
 class Gpus:
-    """Of one process.
+    """Samples the GPUs of one process.
 
     `sample` gives {metric: {device: value}}; a device is its number on the machine as CUDA counts for the process.
     """
@@ -137,9 +138,9 @@ def open_gpus(devices: Sequence[int]) -> Gpus | None:
 
 
 class Resources:
-    """Of this process.
+    """Samples what this process and its machine use.
 
-    `directory`: of the run. `limit`: bytes that the process is to stay below, in place of its cgroup's; 0: none.
+    `directory`: the run's. `limit`: bytes that the process is to stay below, in place of its cgroup's; 0: none.
     `phases`: its seconds by phase so far. `devices`: JAX's, with memory figures of their own. `proc` and `root` as in
     `Cgroup`.
     """
@@ -179,8 +180,8 @@ class Resources:
             self._memory,
             self._pressure,
             self._disk,
-            self._of_devices,
-            self._of_phases,
+            self._sample_devices,
+            self._sample_phases,
         )
         for part in parts:
             # A machine without one of them, a container that may not look.
@@ -274,7 +275,7 @@ class Resources:
             "disk_used_ratio": disk.used / max(1, disk.used + disk.free),
         }
 
-    def _of_devices(self) -> Values:
+    def _sample_devices(self) -> Values:
         values: Values = self._gpus.sample() if self._gpus else {}
         # A GPU's memory belongs to JAX's pool from the first moment: what arrays and programs take of it, only JAX
         # tells.
@@ -287,7 +288,7 @@ class Resources:
                     ] = stats[key]
         return values
 
-    def _of_phases(self) -> Values:
+    def _sample_phases(self) -> Values:
         before = self._spent
         self._spent = self._phases()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in self._spent.items()}
@@ -309,7 +310,10 @@ def _cards(root: Path) -> set[str]:
 
 
 class Cgroup:
-    """Of this process. `proc` and `root` stand before the paths that the kernel names."""
+    """Reads the memory and CPU limits of this process.
+
+    `proc` and `root` stand before the paths that the kernel names.
+    """
 
     # The limit, what is used, and the file cache in memory.stat.
     V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -1,9 +1,9 @@
 """resources/RANK.jsonl: what each process says of itself, on the file system that the run has in common; and the newest
 of all.
 
-Nothing is sent between processes. A shared file system bears so many small writes only: of many processes each writes
-less often, READS_PER_SECOND are read at most, and a file that grows beyond MOST_BYTES is thinned, so that what is long
-ago is known less closely.
+Nothing is sent between processes. A shared file system bears so many small writes only. The more processes there
+are, the less often each writes; READS_PER_SECOND are read at most. A file that grows beyond MOST_BYTES is thinned, so
+that what is long ago is known less closely.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Samples:
 
 
 def finite(row: Mapping[str, Any]) -> Row:
-    """Returns a row without what is no number: JSON has none of these, and an unknown value is left out."""
+    """Returns a row without NaN and infinities: JSON has none of these, and an unknown value is left out."""
     return {
         name: finite(value) if isinstance(value, Mapping) else value
         for name, value in row.items()

@@ -1,9 +1,8 @@
-"""What the alert rules look at, as values.
+"""Turns rows into the readings that the alert rules judge.
 
 A signal hears rows of metrics.jsonl (step), of resources/RANK.jsonl (process), and that time has passed (tick, an empty
-row). It gives
-readings: a number for its rule, and a sentence on it. What a reading means says the table of `thresholds`; `alerts`
-reports it.
+row). It gives readings: a number for its rule, and a sentence on it. The table of `thresholds` says what a reading
+means; `alerts` reports it.
 """
 
 import math
@@ -60,7 +59,9 @@ def host_of(row: Row) -> str:
 
 
 class LossFinite:
-    """Whether the newest loss and gradient are numbers. A row has them as they are; one that was read back has null.
+    """Reads whether the newest loss and gradient are numbers.
+
+    A row has them as they are; one that was read back has null.
 
     The gradient is the first to go, and ends a run before there is another loss; but float16's loss scale skips such
     steps.
@@ -207,7 +208,7 @@ class Stalled:
 
 
 class Memory:
-    """Of each rank: its devices, its cgroup; and its machine, of which the rank tells that was heard of it first."""
+    """Reads the memory of each rank's devices and cgroup; the rank heard first on a machine tells the machine's."""
 
     def __init__(self) -> None:
         self._tells: dict[str, int] = {}  # rank by host
@@ -247,10 +248,11 @@ def _devices(row: Row) -> dict[str, float]:
 
 
 class Disk:
-    """Of the run directory, which all ranks share, as the first one sees it: room for the next save, and hours until it
-    is full.
+    """Reads the room for the next save in the run directory, and the hours until it is full.
 
-    The slope is that between the medians of the window's first and last third: saves that come and go are no slope.
+    All ranks share the directory; the first one tells.
+
+    The slope joins the medians of the window's first and last third: saves that come and go do not tilt it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where alerts go.
+"""Delivers alerts.
 
     log    stderr          file    RUN/alerts.jsonl         at once
     webhook, command ──► a queue ──► a thread: three times, each with a time limit

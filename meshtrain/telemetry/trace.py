@@ -39,7 +39,7 @@ STEP = (
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What trace.json says."""
+    """The content of trace.json."""
 
     steps: list[int]  # traced
     module: str  # name of the compiled program
@@ -58,7 +58,7 @@ class Facts:
 class Tracer(RunHook):
     """Traces the steps that the config names.
 
-    What goes wrong is a sentence and the end of tracing, never of training.
+    A failure is reported and ends the tracing, never the training.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
-"""Where rows of metrics.jsonl may go besides: TensorBoard, Weights & Biases, MLflow, each behind two functions.
+"""Sends rows of metrics.jsonl to trackers: TensorBoard, Weights & Biases, MLflow, each behind two functions.
 
     tensorboard   RUN/tensorboard/                     tensorboard --logdir RUN
     wandb         RUN/wandb/, and its server           WANDB_MODE=offline keeps it here, `wandb sync` sends it later
     mlflow        MLFLOW_TRACKING_URI, or RUN/mlruns/
 
-What each of them needs else (a key, a project, a server) it finds in variables of the environment, as anywhere. A run
-that goes on goes
-on in the same run there: their numbers are in trackers.json. An error of a tracker is reported once, and training goes
+Each finds its key, project and server in the usual environment variables. A run that is resumed continues the same run
+there: their numbers are in trackers.json. An error of a tracker is reported once, and training goes
 on.
 
 TensorBoard's event files need no TensorBoard: length and CRC around each protobuf message, of which we need seven

@@ -384,12 +384,10 @@ def test_collectives_are_counted_in_a_line_the_most_frequent_first():
         Sent("all-reduce", ("tensor",), ()),
         Sent("all-reduce", (), (9,)),
     ]
-    assert (
-        CompiledCollectives(found).in_a_line == "9 all-reduce over tensor, 6 all-gather over data"
-    )
+    assert CompiledCollectives(found).summary == "9 all-reduce over tensor, 6 all-gather over data"
     many = CompiledCollectives(
         Sent(f"kind-{n}", ("data", "tensor", "pipeline"), ()) for n in range(40)
-    ).in_a_line
+    ).summary
     assert len(many) <= 410 and re.fullmatch(
         r"(1 kind-\d+ over data\+tensor\+pipeline, )+\.\.\.", many
     )

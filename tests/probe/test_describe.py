@@ -162,10 +162,10 @@ def test_islands_are_a_level_of_their_own(tmp_path):
 def test_some_pairs_alone_confirm_an_order_and_tell_of_no_other():
     for place, told in ((np.arange(16), True), (np.random.default_rng(1).permutation(16), False)):
         measured = of_two_nodes(place)
-        assert describe.by_pairs(measured) is not None
+        assert describe.cluster_pairs(measured) is not None
         one_less = measured.pairs.seconds.copy()
         one_less[:, 0, 9] = np.nan
-        found = describe.by_pairs(
+        found = describe.cluster_pairs(
             replace(measured, pairs=replace(measured.pairs, seconds=one_less))
         )
         assert (found is not None) == told

@@ -24,7 +24,7 @@ COPIES = Path(__file__).parents[2] / "configs/monitoring"
 RULES = prometheus_rules()["groups"][0]["rules"]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 SAMPLES = {metric.sample for metric in METRICS} | {f"{PREFIX}process_info"}
-OVER = {metric.over_processes for metric in METRICS if metric.source == "process"}
+OVER = {metric.processes_name for metric in METRICS if metric.source == "process"}
 
 
 def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():

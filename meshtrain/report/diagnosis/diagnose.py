@@ -2,7 +2,7 @@
 
 `python -m meshtrain.report RUN --diagnose`.
 
-What is not there, or cannot be read, becomes a sentence. RUN/findings.json keeps the diagnosis.
+Files that are missing or unreadable become a sentence. RUN/findings.json keeps the diagnosis.
 """
 
 import json
@@ -25,7 +25,7 @@ def run(directory: Path, cluster: str | None = None) -> Diagnosis:
     """Diagnoses a run, with the trace that it has or one that is made beside it, planned for a cluster as `plan
     --cluster` takes it.
 
-    ConfigError if it is no run. What is done is said on stderr.
+    ConfigError if it is not a run. Progress goes to stderr.
     """
     refuse_no_run(directory)
     notes: list[str] = []
@@ -47,7 +47,7 @@ def run(directory: Path, cluster: str | None = None) -> Diagnosis:
 
 
 def _attribution(directory: Path, config: Config) -> tuple[Attribution | None, tuple[str, ...]]:
-    """That of the newest trace, or of one that is made; or why there is none."""
+    """Returns the attribution of the newest trace, or of one that is made; or why there is none."""
     trace = newest_trace(directory)
     try:
         if trace is not None:
@@ -69,7 +69,7 @@ def read(
     """Returns the evidence of a run, with a trace's attribution if there is one, planned for a cluster as `plan
     --cluster` takes it.
 
-    ConfigError if it is no run, or has a config that cannot be read.
+    ConfigError if it is not a run, or has a config that cannot be read.
     """
     facts = gather(directory, cluster)
     if facts.config is None:
@@ -142,7 +142,7 @@ def _parts(evidence: Evidence) -> list[DiagnosisPart]:
 
 
 def _cannot_tell(evidence: Evidence, missing: tuple[str, ...]) -> list[str]:
-    """What of the evidence is missing, and what is not known for it."""
+    """Returns which evidence is missing, and what is unknown without it."""
     sentences = [*missing]
     if not evidence.rows:
         sentences.append("how fast the run is: it has written less than two rows of metrics.")

@@ -1,4 +1,4 @@
-"""What a diagnosis judges by, and what it says: the evidence of a run's files; findings, and what cannot be told.
+"""Holds what a diagnosis reads and writes: evidence from a run's files; findings, and what cannot be told.
 
 A row or sample that lacks a value says nothing of it: means are over those that do, and None where none does.
 """
@@ -52,7 +52,7 @@ class Evidence:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps of the newest rows; compiling and evaluating are no part of it."""
+        """Seconds of all steps of the newest rows, without compiling and evaluating."""
         return self.total("step_seconds")
 
     def sampled(self, rank: int, name: str) -> np.ndarray:
@@ -124,7 +124,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DiagnosisPart:
-    """Where a part of a step's time went, beside the plan. Seconds; None: not measured, or not planned."""
+    """The seconds of one part of a step, measured and planned. None: not measured, or not planned."""
 
     name: str
     seconds: float | None

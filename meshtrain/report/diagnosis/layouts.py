@@ -140,7 +140,7 @@ def _took(attribution: Attribution, part: str) -> float:
 
 
 def shares(plan: Plan) -> Iterator[tuple[str, float]]:
-    """By the plan, the shares of the parts that have cures."""
+    """Yields the planned share of each part that has a cure."""
     for part, name in (
         *((p, p) for p in ("tensor", "context", "data", "pipeline", "bubble")),
         ("recomputation", "recompute"),
@@ -241,7 +241,7 @@ def _powers(size: int) -> Iterator[int]:
 
 
 def _settings(before: Config, after: Config, change: Change) -> tuple[str, ...]:
-    """What differs, of what was changed, as for --set."""
+    """Returns the changed keys whose values differ, as --set takes them."""
     values = {
         f"{section}.{key}": [getattr(getattr(config, section), key) for config in (before, after)]
         for section, keys in change.items()

@@ -211,7 +211,7 @@ def saves(evidence: Evidence) -> Iterator[Finding]:
 
 
 def host(evidence: Evidence) -> Iterator[Finding]:
-    """The devices wait for Python: starting steps, writing rows. What all ranks spend alike."""
+    """The devices wait for Python: starting steps, writing rows. Counts the share that every rank spends."""
     share = min(
         (shares["dispatch"] + shares["log"] for shares in evidence.phases().values()), default=0.0
     )
@@ -244,7 +244,7 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
 
 
 def throttled(evidence: Evidence) -> Iterator[Finding]:
-    """A device that slows itself down, most of the time. By how much its counters do not say."""
+    """A device that slows itself down, most of the time. Its counters do not say by how much."""
     worst: tuple[float, str] | None = None
     for rank, columns in evidence.samples.items():
         for name in columns.names("device_throttled."):

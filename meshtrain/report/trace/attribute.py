@@ -12,7 +12,7 @@ Summed durations mislead: on fake devices, more of which run than there are core
     rank 1          █████████████      counts only where nothing of rank 0 runs
              a   a,b b   1    c  1
 
-What cannot be told is said in a sentence, with what would cure it, and never guessed.
+Nothing is guessed: a sentence says what cannot be told, and what would cure it.
 """
 
 import bisect
@@ -60,7 +60,7 @@ SHARED = (
 
 
 def attribute(trace: Trace) -> Attribution:
-    """Where the time of the traced steps went."""
+    """Returns where the time of the traced steps went."""
     table = instructions(trace.module, trace.facts.mesh)
     # Those that share a wall: all fake devices, or each GPU for itself.
     walls = (
@@ -91,7 +91,7 @@ def attribute(trace: Trace) -> Attribution:
         devices=devices,
         steps=len(trace.steps),
         wall_seconds=trace.wall / 1e9 / len(trace.steps),
-        seconds=_by_kind(totals, trace.facts.masked),
+        seconds=_sum_kinds(totals, trace.facts.masked),
         moving=states["move"],
         waiting=states["wait"],
         collectives=Counter(
@@ -104,7 +104,7 @@ def attribute(trace: Trace) -> Attribution:
     )
 
 
-def _by_kind(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
+def _sum_kinds(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
     """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is
     masked.
     """
@@ -182,10 +182,10 @@ def _gpu_spans(trace: Trace, table: Instructions) -> list[list[Ranked]]:
 
 
 def _collective(event: TraceEvent, table: Instructions) -> tuple[str, str] | None:
-    """Which collective an event is and over which axis.
+    """Returns which collective an event is, and over which axis.
 
-    Of a kernel of NCCL's that names no instruction the axis is known if all instructions of that kind have the same
-    one, and else `unknown`.
+    If an NCCL kernel names no instruction, its axis is the one that all instructions of its kind share, else
+    `unknown`.
     """
     one = table.get(event.op)
     if one is not None and one.collective:

@@ -1,6 +1,6 @@
 """Each instruction of a program by name: what it is for, and if it is a collective, over which axes of the mesh.
 
-What it is for says its `op_name`, made of JAX's transformations and `meshtrain.xla`:
+Its `op_name`, made of JAX's transformations and `meshtrain.xla`, says what it is for:
 
     jit(_train)/update/add                                              optimizer
     …/shard_map/while/body/forward_slot/…/jvp(layer)/dot_general        forward
@@ -62,7 +62,7 @@ def instructions(module: Module, mesh: Mapping[str, int]) -> dict[str, Instructi
             names = [computation, *(module.called(op) if op.opcode == "call" else ())]
             buffered = any(name.startswith("command_buffer") for name in names)
             table[op.name] = Instruction(
-                kinds.of(computation, op), op.opcode, op.kind, axes, buffered
+                kinds.kind_of(computation, op), op.opcode, op.kind, axes, buffered
             )
     return table
 
@@ -84,7 +84,7 @@ class _Kinds:
                 ]:
                     self.callers.setdefault(called, (computation, op))
 
-    def of(self, computation: str, op: Operation) -> Kind:
+    def kind_of(self, computation: str, op: Operation) -> Kind:
         if (own := kind_of(op.source)) != "unknown":
             return own
         if op.opcode == "fusion":
@@ -97,10 +97,10 @@ class _Kinds:
             if inside:
                 return inside.most_common(1)[0][0]
         if computation in self.callers:
-            return self.of(*self.callers[computation])
+            return self.kind_of(*self.callers[computation])
         # In the entry: a copy of what goes into a loop, or of a part of the state.
         if user := self.users[computation].get(op.name):
-            return self.of(computation, user)
+            return self.kind_of(computation, user)
         operands = [self.module.named(computation).get(name) for name in op.operands]
         return next(
             (kind for o in operands if o and (kind := kind_of(o.source)) != "unknown"), "unknown"

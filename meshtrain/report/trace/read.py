@@ -6,7 +6,7 @@
     traces/STEP/module.hlo.txt    what the events' `hlo_op` names
     traces/STEP/trace.json        `telemetry.trace.Facts`
 
-What a GPU's event tells (stats hlo_op, hlo_module, cuda_graph_id): openxla/xla,
+The stats of a GPU's event (hlo_op, hlo_module, cuda_graph_id) are documented in openxla/xla,
 xla/backends/profiler/gpu/cupti_collector.cc. With command buffers kernels name the buffer, not the instruction:
 openxla/xprof, issues 2544 and 3070.
 """
@@ -48,7 +48,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What was seen of a few steps."""
+    """The events of a few traced steps."""
 
     facts: Facts
     module: Module
@@ -91,7 +91,7 @@ def read_trace(directory: Path) -> Trace:
             f"{directory / EVENTS} holds none of the steps {facts.steps}; trace them again."
         )
     events, waits = (
-        _on_cpu(planes, facts) if facts.platform == "cpu" else (_on_gpu(planes, facts), {})
+        _cpu_events(planes, facts) if facts.platform == "cpu" else (_gpu_events(planes, facts), {})
     )
     within = [e for e in events if any(e.begin < end and e.end > begin for begin, end in steps)]
     return Trace(
@@ -116,7 +116,9 @@ def _steps(planes: Iterable[Any], facts: Facts) -> list[Span]:
     )
 
 
-def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
+def _cpu_events(
+    planes: Iterable[Any], facts: Facts
+) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
     """Every event tells its device; a line is a thread, which serves all of them in turn.
 
     An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are
@@ -155,8 +157,8 @@ def _on_cpu(planes: Iterable[Any], facts: Facts) -> tuple[list[TraceEvent], dict
     return events, {line: sorted(spans) for line, spans in waits.items()}
 
 
-def _on_gpu(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
-    """What ran on the streams of each device's plane; other lines say the same once more in other units."""
+def _gpu_events(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
+    """Returns the events on the streams of each device's plane; other lines repeat them in other units."""
     events = []
     for plane in planes:
         number = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
