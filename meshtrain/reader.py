@@ -4,9 +4,8 @@ writing or waiting.
     12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
                                                                      no: retention has removed it; the newest one now
 
-No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that
-may only be read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read
-likewise.
+No lock is taken, nothing is written, and no optimizer state is read or allocated. So it works on a directory that may
+only be read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read likewise.
 """
 
 import warnings
@@ -66,9 +65,7 @@ class Model(Shown):
     def __call__(self, values: ArrayLike) -> jax.Array:
         """Returns logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape.
 
-        ConfigError for what are no ids.
-
-        Of a model of images logits [B, classes] of patches [B, N, P].
+        A model of images returns logits [B, classes] of patches [B, N, P]. ConfigError for other arrays.
         """
         if self.program.of_images:
             patches = some_patches(values, self.config.model)

@@ -63,7 +63,7 @@ class GlobalArray:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is the same after every step of a run."""
+        """True if the array is the same after every step of a run."""
         return self.leaf is not None and not self.leaf.trained
 
     @property

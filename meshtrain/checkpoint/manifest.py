@@ -40,7 +40,7 @@ class StepManifest:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether `meshtrain.adopt import` made it from weights, and no run: there is no state to go on from."""
+        """True if `meshtrain.adopt import` made the step from weights alone: there is no state to go on from."""
         return "step" not in self.leaves
 
     @classmethod

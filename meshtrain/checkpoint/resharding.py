@@ -1,7 +1,8 @@
 """State that depends on the mesh, restored onto another one: the error-feedback residuals, and the state of replica
 groups.
 
-What compression has not sent yet of the gradients, the residual of each rank, is sent in the end, whoever sends it:
+Each rank's residual is the part of its gradients that compression has not sent yet. It is sent in the end, by whichever
+rank:
 
     saved, 4 ranks     r0  r1  r2  r3     as they lie: on the same mesh they come back bit for bit
                          └── sum ──┘      layers to their new places, as those of the weight

@@ -44,8 +44,8 @@ OTHER_ADAPTERS = (
 
 
 def check_keys(config: Config) -> None:
-    """Raises ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take
-    weights from.
+    """Raises ConfigError if checkpoint.allow names an unknown key or one that may change anyway, or if there is no run
+    to take weights from.
     """
     resume = config.checkpoint.resume
     if config.checkpoint.weights_only and resume in ("auto", "never"):
@@ -125,7 +125,7 @@ def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Confi
     """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the
     others.
 
-    What it names may be registered no more.
+    A name in it may be registered no more.
     """
     before = put(kind(), **_tuples(known(old, kind)))
     for path, key in keys(kind).items():

@@ -17,8 +17,9 @@ message or messages, to one of the prompts above:
     messages {"chosen": whole conversation, "rejected": whole conversation}, as messages or as the text of a dialogue,
     \\n\\nHuman: ... \\n\\nAssistant: ...
 
-What a record says twice is read once: a prompt beside whole conversations, a system prompt beside a first message of
-the system. Where the two differ, the record is refused; and so is every other shape, by the names of its fields.
+A statement that a record makes twice is read once: a prompt beside whole conversations, a system prompt beside a first
+message of the system. Where the two differ, the record is refused; and so is every other shape, by the names of its
+fields.
 """
 
 import re
@@ -134,7 +135,7 @@ def conversation(record: Any) -> Conversation:
 
 
 def pair(record: Any) -> tuple[Conversation, Conversation]:
-    """Returns a record's conversations with the chosen and with the rejected answer; Unfit if it is no pair."""
+    """Returns a record's conversations with the chosen and with the rejected answer; Unfit unless it has both."""
     fields = _fields(record)
     names = _sides(fields)
     if names is None:

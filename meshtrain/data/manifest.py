@@ -92,8 +92,8 @@ class ShardManifest:
 
 
 def is_preparation(directory: Path) -> bool:
-    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be
-    anybody's.
+    """Returns whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone
+    may be anybody's.
     """
     if (directory / RECIPE).is_file() and (directory / UNITS).is_dir():
         return True

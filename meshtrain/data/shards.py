@@ -12,9 +12,9 @@ next:
 
     B d d d E B d d d d d E B d d E B
 
-Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing
-comes after its last. Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in
-the second half of a pair that they are (REJECTED):
+In conversations (`examples`) an E only stands between two: the first token of one is predicted from nothing, and
+nothing comes after its last. Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED),
+and in the second half of a pair that they are (REJECTED):
 
     E d d D D E ...      D: learned        a pair:   E c c C C r r R R R E ...
 """

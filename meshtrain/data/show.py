@@ -4,7 +4,7 @@ colours:
     on a terminal   learned tokens green, of a rejected answer red; the others as they are
     elsewhere       <|user|>2+2?<|end|><|assistant|>[[4<|end|>]]      of a rejected answer {{ ... }}
 
-What a terminal would obey, in a message, stands as its escape.
+Characters of a message that a terminal would obey stand as their escapes.
 """
 
 import json
