@@ -38,6 +38,8 @@ PROCESSOR = f"the post-processor of {TOKENIZER}"
 SOURCES = (CONFIG, SPECIAL, MODEL, IMPORTED, GENERATION)
 # What others call the end of a document, where no file says it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+# Characters [begin, end) of a text, in order.
+Spans = Sequence[tuple[int, int]]
 NONE = "none"  # data.begin: nothing
 MOST_ID = 1 << 31
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtrain.data.boundaries import Spans
 from meshtrain.data.chat import Conversation, conversation, pair
 from meshtrain.data.documents import Document
-from meshtrain.data.manifest import Contents
+from meshtrain.data.manifest import LEARNED, REJECTED, Contents
 from meshtrain.data.messages import ASSISTANT, Message, Unfit, function_of, text_of
-from meshtrain.data.shards import LEARNED, REJECTED
 from meshtrain.data.template import READ, ChatTemplate
-from meshtrain.data.tokenizer import Spans, Tokenizer
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import short
 
 # Counts of a preparation of conversations.

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.shards import LEARNED, Corpus
+from meshtrain.data.manifest import LEARNED
+from meshtrain.data.shards import Corpus
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import (
     locked,
@@ -50,6 +51,13 @@ class DocumentPieces:
     def counts(self) -> np.ndarray:
         """The number of pieces of each length 0 .. T; int64 [T + 1]."""
         return np.diff(self.ends, prepend=0)
+
+    def shortened(self, corpus: Corpus, longest: int) -> tuple[int, int]:
+        """Returns how many documents are cut off at `longest`, and how many are left out; none is cut into several."""
+        left_out = corpus.documents - len(self.first)
+        return sum(
+            int((lengths > longest).sum()) for _, lengths in stored(corpus)
+        ) - left_out, left_out
 
     @property
     def labels(self) -> int:
@@ -193,9 +201,3 @@ def stored(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
                 if corpus.contents == "text"
                 else (starts + 1, np.maximum(lengths - 2, 0))
             )
-
-
-def shortened(corpus: Corpus, pieces: DocumentPieces, longest: int) -> tuple[int, int]:
-    """Returns how many documents are cut off at `longest`, and how many are left out; none is cut into several."""
-    left_out = corpus.documents - len(pieces.first)
-    return sum(int((lengths > longest).sum()) for _, lengths in stored(corpus)) - left_out, left_out

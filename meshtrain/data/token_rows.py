@@ -27,8 +27,9 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data.loader import Batch
+from meshtrain.data.manifest import ID, LEARNED, REJECTED
 from meshtrain.data.permutation import key_of, keys_of, permute
-from meshtrain.data.shards import ID, LEARNED, PADDING, REJECTED, Corpus
+from meshtrain.data.shards import PADDING, Corpus
 
 
 @dataclass(frozen=True)
