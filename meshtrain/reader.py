@@ -202,7 +202,7 @@ def read_config(
     root = Path(path).expanduser().absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
-        return _with_precision(replaced(config_of(root), mesh=one), precision)
+        return _set_precision(replaced(config_of(root), mesh=one), precision)
     directory = _choose(root, step, {}, [])
     return _config(directory, StepManifest.read(directory), one, precision)
 
@@ -211,7 +211,7 @@ def _adopted(
     root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any
 ) -> Model:
     """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
-    config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
+    config = _set_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
     check(config)
@@ -305,10 +305,10 @@ def _config(
         train={"uneven_batch": "pad"},
         precision={"float8_frozen": False},
     )
-    config = _with_precision(config, precision)
+    config = _set_precision(config, precision)
     check(config)
     return config
 
 
-def _with_precision(config: Config, precision: str | None) -> Config:
+def _set_precision(config: Config, precision: str | None) -> Config:
     return config if precision is None else replaced(config, precision={"compute": precision})

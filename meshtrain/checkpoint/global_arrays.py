@@ -150,7 +150,7 @@ class GlobalArrays:
             return self.arrays(state, frozen)
         from meshtrain.checkpoint.rearrangement import host_blocks
 
-        blocks = host_blocks(self._by_name(state, entries))
+        blocks = host_blocks(self._name_arrays(state, entries))
         return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in entries}
 
     def assembled(self, entry: GlobalArray, blocks: "Sequence[Block]") -> jax.Array:
@@ -171,14 +171,16 @@ class GlobalArrays:
         accelerator.
         """
         entries = [e for e in self.entries if frozen or not e.frozen]
-        arrays = self._by_name(state, entries)
+        arrays = self._name_arrays(state, entries)
         for batch in self.batches(entries):
             copies = self.rearranged("global", batch, [arrays[e.name] for e in batch])
             for entry, copy in zip(batch, copies, strict=True):
-                arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _to_host(copy)
+                arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _move_to_host(copy)
         return arrays
 
-    def _by_name(self, state: State | Tree, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
+    def _name_arrays(
+        self, state: State | Tree, entries: Sequence[GlobalArray]
+    ) -> dict[str, jax.Array]:
         structure: Any = jax.tree.structure(
             self.shapes.params if self.weights_alone else self.shapes
         )
@@ -359,7 +361,7 @@ def group_array(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _to_host(x: jax.Array) -> jax.Array:
+def _move_to_host(x: jax.Array) -> jax.Array:
     copy = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
     x.delete()
     return copy

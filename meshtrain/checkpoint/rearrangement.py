@@ -87,7 +87,7 @@ def assembled(
                     array[tuple(into)] = data[tuple(out_of)]
         return array
 
-    return jax.make_array_from_callback(shape, _without_replicas(to), block)
+    return jax.make_array_from_callback(shape, _drop_replicas(to), block)
 
 
 def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -101,7 +101,7 @@ def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, i
             yield int(run[0]), int(places[run[0]]) - begin, len(run)
 
 
-def _without_replicas(sharding: NamedSharding) -> NamedSharding:
+def _drop_replicas(sharding: NamedSharding) -> NamedSharding:
     used = {axis for axes in sharding.spec for axis in _axes(axes)}
     mesh = sharding.mesh
     devices = mesh.devices[

@@ -112,7 +112,7 @@ def _axes(first: Form) -> tuple[list[list[Change]], list[list[Change]]]:
         [_each_call(_object), _each_call(_text)],
         [_each_content(_filled), _each_content(_emptied)],
         [_each_content(_joined)],
-        [_each_content(_as_json)],
+        [_each_content(_write_json)],
     ]
     rare: list[list[Change]] = [
         [_each_call(_flat), _each_call(_wrapped)],
@@ -241,7 +241,7 @@ def _each_content(change: Callable[[Message], Any]) -> Change:
     return changed
 
 
-def _with_arguments(call: Message, arguments: Any) -> Message:
+def _change_arguments(call: Message, arguments: Any) -> Message:
     if "function" in call:
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
@@ -251,14 +251,16 @@ def _object(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     parsed = _parsed(arguments)
     return (
-        _with_arguments(call, parsed) if isinstance(arguments, str) and parsed is not None else call
+        _change_arguments(call, parsed)
+        if isinstance(arguments, str) and parsed is not None
+        else call
     )
 
 
 def _text(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     if isinstance(arguments, dict):
-        return _with_arguments(call, json.dumps(arguments, ensure_ascii=False))
+        return _change_arguments(call, json.dumps(arguments, ensure_ascii=False))
     return call
 
 
@@ -291,7 +293,7 @@ def _joined(message: Message) -> Any:
     return text_of(message["content"]) if is_parts(message["content"]) else message["content"]
 
 
-def _as_json(message: Message) -> Any:
+def _write_json(message: Message) -> Any:
     content = message["content"]
     return (
         text_of(content) if isinstance(content, dict | list) and not is_parts(content) else content
