@@ -1,4 +1,4 @@
-"""What the arrays of a batch are called, and the checks of what people pass by hand: without JAX.
+"""Names of the arrays of a batch, and checks of the arrays that people pass by hand, without JAX.
 
 A row is a sequence or an image.
 

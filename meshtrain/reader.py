@@ -4,9 +4,8 @@ writing or waiting.
     12/ ── verified against its digests ──► weights on this mesh ── still the same 12/? ──► model(tokens [B, T])
                                                                      no: retention has removed it; the newest one now
 
-No lock is taken, nothing is written, and no optimizer state is read or allocated, so that it works on a directory that
-may only be read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read
-likewise.
+No lock is taken, nothing is written, and no optimizer state is read or allocated. So it works on a directory that may
+only be read, and beside a run that goes on. A directory of Hugging Face's (config.json, safetensors) is read likewise.
 """
 
 import warnings
@@ -66,9 +65,7 @@ class Model(Shown):
     def __call__(self, values: ArrayLike) -> jax.Array:
         """Returns logits [B, T, vocab_size], float32, of token ids [B, T]; compiled once for each shape.
 
-        ConfigError for what are no ids.
-
-        Of a model of images logits [B, classes] of patches [B, N, P].
+        A model of images returns logits [B, classes] of patches [B, N, P]. ConfigError for other arrays.
         """
         if self.program.of_images:
             patches = some_patches(values, self.config.model)
@@ -205,7 +202,7 @@ def read_config(
     root = Path(path).expanduser().absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
-        return _with_precision(replaced(config_of(root), mesh=one), precision)
+        return _set_precision(replaced(config_of(root), mesh=one), precision)
     directory = _choose(root, step, {}, [])
     return _config(directory, StepManifest.read(directory), one, precision)
 
@@ -214,7 +211,7 @@ def _adopted(
     root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any
 ) -> Model:
     """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
-    config = _with_precision(replaced(config_of(root), mesh=mesh.shape), precision)
+    config = _set_precision(replaced(config_of(root), mesh=mesh.shape), precision)
     adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
     config = with_adapters(config, adapters)
     check(config)
@@ -308,10 +305,10 @@ def _config(
         train={"uneven_batch": "pad"},
         precision={"float8_frozen": False},
     )
-    config = _with_precision(config, precision)
+    config = _set_precision(config, precision)
     check(config)
     return config
 
 
-def _with_precision(config: Config, precision: str | None) -> Config:
+def _set_precision(config: Config, precision: str | None) -> Config:
     return config if precision is None else replaced(config, precision={"compute": precision})

@@ -26,9 +26,9 @@ and writes every array of every step, where frozen weights are links to an earli
 `python -m meshtrain.checkpoint ls RUN` lists them; also `show`, `verify` and `diff`. Weights alone, for use:
 `meshtrain.reader`.
 
-Measured (`experiments/bench_checkpoint.py`): a step is blocked for 0.6% to 1.6% of a save, verifying runs at 3.5 GB/s,
-and restoring needs 1.05 to 1.25 of the state's memory. Of 113 faults of `python -m experiments.faults` (`--only
-checkpoints`) none is met by silence.
+Measured (`experiments/bench_checkpoint.py`): a save blocks a step for 0.6% to 1.6% of its duration. Verifying runs at
+3.5 GB/s, and restoring needs 1.05 to 1.25 of the state's memory. `python -m experiments.faults` (`--only checkpoints`)
+tries 113 faults; each one is reported.
 """
 
 import importlib

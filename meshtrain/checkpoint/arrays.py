@@ -123,7 +123,7 @@ def freed_blocks_returned() -> Iterator[None]:
 unraisable_hook = sys.unraisablehook  # the one before ours
 
 
-def without_tracebacks() -> None:
+def drop_tracebacks() -> None:
     """Keeps Orbax and its threads from printing tracebacks of a save that failed, which is reported in one sentence
     anyway.
     """
@@ -148,4 +148,4 @@ def _report(unraisable: "sys.UnraisableHookArgs") -> None:
         unraisable_hook(unraisable)
 
 
-without_tracebacks()
+drop_tracebacks()

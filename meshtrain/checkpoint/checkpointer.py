@@ -8,8 +8,9 @@ import jax
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.arrays import freed_blocks_returned
-from meshtrain.checkpoint.finding import Start, find, set_aside_earlier
+from meshtrain.checkpoint.finding import find, set_aside_earlier
 from meshtrain.checkpoint.global_arrays import GlobalArrays
+from meshtrain.checkpoint.manifest import Start
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
 from meshtrain.config.inject import Moment

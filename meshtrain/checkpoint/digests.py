@@ -1,8 +1,8 @@
 """Digests of every file of a step: Orbax has none on array data, so that flipped bits would restore silently.
 
-Files are hashed in blocks, on as many threads as there are cores (`hashlib` lets go of the interpreter), so that one
-large file
-is as quick as many small ones: SHA-256 runs at 1 to 2 GB/s a core where the processor has instructions for it.
+Files are hashed in blocks, on as many threads as there are cores, since `hashlib` lets go of the interpreter. So one
+large file is as quick as many small ones. SHA-256 runs at 1 to 2 GB/s a core where the processor has instructions for
+it.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def problems(
     """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
     `only` names the files to look at, None all of them. The digests themselves must have been checked
-    (`steps.commit_problem`). Unreadable for a file that cannot be read now: that is no difference.
+    (`steps.commit_problem`). Unreadable for a file that cannot be read now, which does not count as a difference.
     """
     try:
         block, files = _record(directory)

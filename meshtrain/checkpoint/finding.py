@@ -2,7 +2,6 @@
 stays on disk.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.checkpoint.manifest import Start, StepManifest
 from meshtrain.config import CheckpointConfig, Config
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal
 from meshtrain.files import entries, retried
@@ -29,15 +28,6 @@ from meshtrain.run.directory import (
 from meshtrain.run.processes import first_decides, gathered
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """The verified step from which a run starts."""
-
-    directory: Path
-    manifest: StepManifest
-    own: bool  # of this run; else of the one that checkpoint.resume names
 
 
 def find(config: Config, root: Path, say: Say) -> Start | None:

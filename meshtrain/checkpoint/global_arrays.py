@@ -43,6 +43,10 @@ PARTS = 3
 # How the names of error-feedback residuals begin, and those of the state of replica groups.
 REDUCE = "reduce."
 ISLANDS = "islands."
+GROUP_PARAMS = f"{ISLANDS}params."
+COUNTED = f"{ISLANDS}counted"
+# The names of arrays with an axis of replica groups in front begin with one of these.
+GROUPED = (GROUP_PARAMS, COUNTED, "optimizer", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class GlobalArray:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is the same after every step of a run."""
+        """True if the array is the same after every step of a run."""
         return self.leaf is not None and not self.leaf.trained
 
     @property
@@ -100,10 +104,8 @@ class GlobalArrays:
         grouped: tuple[str, ...] = ()
         optimizer = shapes.optimizer
         if shapes.islands is not None:
-            from meshtrain.checkpoint import resharding
-
-            grouped = resharding.GROUPED
-            optimizer = jax.tree.map(resharding.of_one_group, optimizer)
+            grouped = GROUPED
+            optimizer = jax.tree.map(group_array, optimizer)
         # in the order of State: step, params, optimizer, scale, reduce, islands
         leaves = [None, *self.layout.flat, *mirrored_leaves(self.layout, optimizer)]
         leaves += [None] * len(jax.tree.leaves((shapes.scale, shapes.reduce)))
@@ -122,6 +124,11 @@ class GlobalArrays:
         return [
             e for e in entries.values() if not self.weights_alone or e.name.startswith("params.")
         ]
+
+    @property
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The arrays' records in a manifest, by name."""
+        return {e.name: e.record for e in self.entries}
 
     def compile(self) -> None:
         """Compiles what `to_write` needs, so that the first save takes no longer than the others."""
@@ -143,7 +150,7 @@ class GlobalArrays:
             return self.arrays(state, frozen)
         from meshtrain.checkpoint.rearrangement import host_blocks
 
-        blocks = host_blocks(self._by_name(state, entries))
+        blocks = host_blocks(self._name_arrays(state, entries))
         return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in entries}
 
     def assembled(self, entry: GlobalArray, blocks: "Sequence[Block]") -> jax.Array:
@@ -164,14 +171,16 @@ class GlobalArrays:
         accelerator.
         """
         entries = [e for e in self.entries if frozen or not e.frozen]
-        arrays = self._by_name(state, entries)
+        arrays = self._name_arrays(state, entries)
         for batch in self.batches(entries):
             copies = self.rearranged("global", batch, [arrays[e.name] for e in batch])
             for entry, copy in zip(batch, copies, strict=True):
-                arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _to_host(copy)
+                arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _move_to_host(copy)
         return arrays
 
-    def _by_name(self, state: State | Tree, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
+    def _name_arrays(
+        self, state: State | Tree, entries: Sequence[GlobalArray]
+    ) -> dict[str, jax.Array]:
         structure: Any = jax.tree.structure(
             self.shapes.params if self.weights_alone else self.shapes
         )
@@ -190,24 +199,13 @@ class GlobalArrays:
         directory: Path,
         leaves: Leaves,
         restored: Mapping[str, jax.Array] = MappingProxyType({}),
-        say: Callable[[str], None] = lambda sentence: None,
     ) -> State:
         """Returns the state on disk, on the program's shardings, but for what is `restored` already.
 
-        A loss scale that is not there is reinitialized; the state of other replica groups becomes their mean, and `say`
-        reports those that are left out.
+        A loss scale that is not there is reinitialized.
         """
         present = [e for e in self.entries if e.name in leaves and e.name not in restored]
-        regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
-        live = {
-            **restored,
-            **self.read(directory, leaves, [e for e in present if e not in regrouped]),
-        }
-        if regrouped or self.program.islands is not None:
-            from meshtrain.checkpoint import resharding
-
-            live |= resharding.from_means(self, directory, leaves, regrouped, say)
-            live |= resharding.initial_groups(self.entries, live)
+        live = {**restored, **self.read(directory, leaves, present)}
         if self.program.state_shapes.scale is not None and "scale.value" not in leaves:
             names = [e.name for e in self.entries if e.name.startswith("scale.")]
             live |= zip(names, jax.tree.leaves(self.program.init_scale()), strict=True)
@@ -354,7 +352,16 @@ class GlobalArrays:
         return self._compiled[key]
 
 
-def _to_host(x: jax.Array) -> jax.Array:
+def group_array(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the array of one replica group, from the array with an axis of groups in front."""
+    assert isinstance(x.sharding, NamedSharding)
+    sharding = NamedSharding(
+        x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]), memory_kind=x.sharding.memory_kind
+    )
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
+def _move_to_host(x: jax.Array) -> jax.Array:
     copy = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
     x.delete()
     return copy

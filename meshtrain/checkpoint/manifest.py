@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.checkpoint import digests, steps
-from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.steps import MANIFEST, Damaged, Renamed
-from meshtrain.config import Config
+from meshtrain.config import Config, resolve
+from meshtrain.config.follow import nested, put, value_of
+from meshtrain.config.key import keys, known
 from meshtrain.files import write_atomically
+from meshtrain.registry import Unimported
 from meshtrain.run.versions import versions
 
 
@@ -40,7 +42,7 @@ class StepManifest:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether `meshtrain.adopt import` made it from weights, and no run: there is no state to go on from."""
+        """True if `meshtrain.adopt import` made the step from weights alone: there is no state to go on from."""
         return "step" not in self.leaves
 
     @classmethod
@@ -50,7 +52,8 @@ class StepManifest:
         loss: float,
         eval_loss: float | None,
         config: Config,
-        converter: GlobalArrays,
+        leaves: dict[str, dict[str, Any]],
+        hooks: dict[str, str],
         data_digests: Mapping[str, str],
     ) -> "StepManifest":
         return cls(
@@ -62,10 +65,10 @@ class StepManifest:
             saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             data={"batches": step, **data_digests},
             rng={"seed": config.run.seed, "step": step},
-            leaves={e.name: e.record for e in converter.entries},
+            leaves=leaves,
             config=dataclasses.asdict(config),
             versions=versions(),
-            hooks=converter.program.hooks.names,
+            hooks=hooks,
         )
 
     @classmethod
@@ -95,6 +98,38 @@ class StepManifest:
         write_atomically(
             directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode()
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The verified step from which a run starts."""
+
+    directory: Path
+    manifest: StepManifest
+    own: bool  # of this run; else of the one that checkpoint.resume names
+
+
+def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Config:
+    """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the
+    others.
+
+    A name in it may be registered no more.
+    """
+    before = put(kind(), **_tuples(known(old, kind)))
+    for path, key in keys(kind).items():
+        if (
+            key.one_of is not None
+            and isinstance(name := value_of(before, path), str)
+            and name not in key.one_of
+        ):
+            before = put(before, **nested(path, Unimported(name, path, "RUN")))
+    return resolve(before, as_far=True)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _tuples(x) for name, x in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _is_count(x: Any) -> bool:

@@ -10,9 +10,9 @@ waits for them:
         live, pipeline 2, 2 chunks    0 1 4 5 │ 2 3 6 7
         global                        0 1 2 3   4 5 6 7      a copy for each run of layers that are consecutive in both
 
-On the devices, for several processes and for restoring: each device first trades its shard of the dimensions that
-change for a shard of one that does not, with an all-to-all, so that the change itself is local and nothing is ever
-whole on one device (XLA, asked with shardings alone, replicates here):
+On the devices, for several processes and for restoring: an all-to-all first gives each device a shard of a dimension
+that does not change, for its shard of those that do. The change itself is then local, and no device ever holds a whole
+array (XLA, asked with shardings alone, replicates here):
 
     live, layers over pipeline         layers whole, d_model over pipeline         global
     stage 0   0 1 ·   |  d d           0 1 · 2 3 4 5 ·  |  d                       0 1 2 3 4 5  |  d
@@ -87,7 +87,7 @@ def assembled(
                     array[tuple(into)] = data[tuple(out_of)]
         return array
 
-    return jax.make_array_from_callback(shape, _without_replicas(to), block)
+    return jax.make_array_from_callback(shape, _drop_replicas(to), block)
 
 
 def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -101,7 +101,7 @@ def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, i
             yield int(run[0]), int(places[run[0]]) - begin, len(run)
 
 
-def _without_replicas(sharding: NamedSharding) -> NamedSharding:
+def _drop_replicas(sharding: NamedSharding) -> NamedSharding:
     used = {axis for axes in sharding.spec for axis in _axes(axes)}
     mesh = sharding.mesh
     devices = mesh.devices[

@@ -1,7 +1,8 @@
 """State that depends on the mesh, restored onto another one: the error-feedback residuals, and the state of replica
 groups.
 
-What compression has not sent yet of the gradients, the residual of each rank, is sent in the end, whoever sends it:
+Each rank's residual is the part of its gradients that compression has not sent yet. It is sent in the end, by whichever
+rank:
 
     saved, 4 ranks     r0  r1  r2  r3     as they lie: on the same mesh they come back bit for bit
                          └── sum ──┘      layers to their new places, as those of the weight
@@ -35,10 +36,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.checkpoint import arrays, steps
-from meshtrain.checkpoint.finding import Start
-from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays, Leaves
+from meshtrain.checkpoint.global_arrays import (
+    COUNTED,
+    GROUP_PARAMS,
+    ISLANDS,
+    REDUCE,
+    GlobalArray,
+    GlobalArrays,
+    Leaves,
+    group_array,
+)
+from meshtrain.checkpoint.manifest import Start, earlier_config
 from meshtrain.checkpoint.rearrangement import rearrangement
-from meshtrain.checkpoint.restoring import earlier_config
 from meshtrain.config.reduce import SyncConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel.layout import Layout
@@ -49,10 +58,6 @@ from meshtrain.step import Program
 
 RESIDUAL = f"{REDUCE}residual."
 Q = f"{REDUCE}q."
-GROUP_PARAMS = f"{ISLANDS}params."
-COUNTED = f"{ISLANDS}counted"
-# How the names begin of arrays with an axis of replica groups in front.
-GROUPED = (GROUP_PARAMS, COUNTED, "optimizer", "scale")
 
 # --- error-feedback residuals
 
@@ -182,15 +187,6 @@ def _spread(shape: Sequence[int], dims: Sequence[int], mesh: Mesh) -> PartitionS
 # --- replica groups
 
 
-def of_one_group(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the array of one group, from that with an axis of groups in front."""
-    assert isinstance(x.sharding, NamedSharding)
-    sharding = NamedSharding(
-        x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]), memory_kind=x.sharding.memory_kind
-    )
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-
-
 def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where: str) -> None:
     """Raises ConfigError if groups whose weights differ would take synchronous steps, which hold them to be equal.
 
@@ -227,7 +223,7 @@ def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str
     return []
 
 
-def from_means(
+def mean_groups(
     converter: GlobalArrays,
     directory: Path,
     leaves: Leaves,
@@ -273,7 +269,7 @@ def _mean(
     """Returns the mean over the `finite` groups, by default all; and which of them are finite."""
     one = replace(entry, islands=0)
     if entry.islands:
-        one = replace(one, shape=entry.shape[1:], live=of_one_group(entry.live))
+        one = replace(one, shape=entry.shape[1:], live=group_array(entry.live))
     target = stored = converter.stored(one)
     groups = record.get("islands", 0)
     if groups:
@@ -287,14 +283,14 @@ def _mean(
         array, each = mean_and_finite(array, all_finite if finite is None else finite)
         all_finite = np.asarray(each)
     live = array if converter.is_global(one) else converter.rearranged("live", [one], [array])[0]
-    return _of_all_groups(live, entry), all_finite
+    return _spread_mean(live, entry), all_finite
 
 
 def _mean_and_finite(name: str, x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.min(x, 0) if name == "scale.value" else states.mean_of(finite, x), states.finite(x)
 
 
-def _of_all_groups(x: jax.Array, entry: GlobalArray) -> jax.Array:
+def _spread_mean(x: jax.Array, entry: GlobalArray) -> jax.Array:
     """Returns an array of one group, or of none, in the shape and sharding of the entry."""
     if not entry.islands:
         return jax.device_put(x, entry.live.sharding)
@@ -314,7 +310,7 @@ def initial_groups(
         if not entry.name.startswith(ISLANDS) or entry.name in live:
             continue
         if entry.name.startswith(GROUP_PARAMS):
-            initial[entry.name] = _of_all_groups(
+            initial[entry.name] = _spread_mean(
                 live["params." + entry.name.removeprefix(GROUP_PARAMS)], entry
             )
         else:

@@ -13,16 +13,14 @@ from typing import Any
 
 import jax
 
-from meshtrain.checkpoint.finding import Start
 from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays
-from meshtrain.checkpoint.manifest import StepManifest
-from meshtrain.config import Config, resolve
-from meshtrain.config.follow import differences, followed, nested, put, value_of
+from meshtrain.checkpoint.manifest import Start, StepManifest, earlier_config
+from meshtrain.config import Config
+from meshtrain.config.follow import differences, followed, value_of
 from meshtrain.config.key import Resume, keys, known
 from meshtrain.config.model import LoraConfig
 from meshtrain.errors import ConfigError, nearest
 from meshtrain.model.weights import lora_difference
-from meshtrain.registry import Unimported
 from meshtrain.sources import SOURCES
 from meshtrain.step import State
 
@@ -44,8 +42,8 @@ OTHER_ADAPTERS = (
 
 
 def check_keys(config: Config) -> None:
-    """Raises ConfigError if checkpoint.allow names what is no key, or is allowed anyway; or if there is no run to take
-    weights from.
+    """Raises ConfigError if checkpoint.allow names an unknown key or one that may change anyway, or if there is no run
+    to take weights from.
     """
     resume = config.checkpoint.resume
     if config.checkpoint.weights_only and resume in ("auto", "never"):
@@ -119,29 +117,6 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
             f"{where} does not fit this config: {', '.join(refused.values())}; {way_out}."
         )
     return notes
-
-
-def earlier_config(old: Mapping[str, Any], kind: type[Config] = Config) -> Config:
-    """Returns a checkpoint's config in this version's keys; older ones hold null where a value followed from the
-    others.
-
-    What it names may be registered no more.
-    """
-    before = put(kind(), **_tuples(known(old, kind)))
-    for path, key in keys(kind).items():
-        if (
-            key.one_of is not None
-            and isinstance(name := value_of(before, path), str)
-            and name not in key.one_of
-        ):
-            before = put(before, **nested(path, Unimported(name, path, "RUN")))
-    return resolve(before, as_far=True)
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _tuples(x) for name, x in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def compare_data(
@@ -279,7 +254,24 @@ def restore(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -
         residuals, sentences = restore_residuals(converter, start)
         for sentence in sentences:
             say(sentence)
-    return converter.state(start.directory, start.manifest.leaves, residuals, say)
+    restored = residuals | _restore_groups(converter, start, say)
+    return converter.state(start.directory, start.manifest.leaves, restored)
+
+
+def _restore_groups(
+    converter: GlobalArrays, start: Start, say: Callable[[str], None]
+) -> dict[str, jax.Array]:
+    """Returns the state beside residuals, if this run or the checkpoint has replica groups; else nothing."""
+    leaves = start.manifest.leaves
+    present = [e for e in converter.entries if e.name in leaves and not e.name.startswith(REDUCE)]
+    regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
+    if not regrouped and converter.program.islands is None:
+        return {}
+    from meshtrain.checkpoint.resharding import initial_groups, mean_groups
+
+    live = converter.read(start.directory, leaves, [e for e in present if e not in regrouped])
+    live |= mean_groups(converter, start.directory, leaves, regrouped, say)
+    return live | initial_groups(converter.entries, live)
 
 
 def read_weights(converter: GlobalArrays, directory: Path, manifest: StepManifest) -> Tree:

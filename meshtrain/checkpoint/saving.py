@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 
 from meshtrain.checkpoint import arrays, digests, steps
-from meshtrain.checkpoint.finding import Start, retained
+from meshtrain.checkpoint.finding import retained
 from meshtrain.checkpoint.global_arrays import GlobalArrays
-from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.checkpoint.manifest import Start, StepManifest
 from meshtrain.config import Config
 from meshtrain.errors import Unreadable
 from meshtrain.files import ABSENT, is_full, retried
@@ -77,7 +77,7 @@ class Saver:
         self.root = root
         self.say = say
         self.data_digests = data_digests
-        self._frozen = steps.frozen({e.name: e.record for e in converter.entries})
+        self._frozen = steps.frozen(converter.records)
         if self._frozen and is_first():
             from meshtrain.checkpoint.frozen import FrozenCopies
 
@@ -141,7 +141,14 @@ class Saver:
             write = error
         blocked = time.perf_counter() - began
         manifest = partial(
-            StepManifest.of, step, loss, eval_loss, self.config, self.converter, self.data_digests
+            StepManifest.of,
+            step,
+            loss,
+            eval_loss,
+            self.config,
+            self.converter.records,
+            self.converter.program.hooks.names,
+            self.data_digests,
         )
         finish = self._pool.submit(
             self._finish, write, directory, linked, step, manifest, began, blocked

@@ -223,7 +223,7 @@ def make_room(path: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames what is no step, whatever it is, so that nothing takes it for one; returns its new path."""
+    """Renames a path that is not a step, so that nothing takes it for one; returns its new path."""
     target = path.with_name(path.name + DAMAGED)
     k = 2
     while os.path.lexists(target):

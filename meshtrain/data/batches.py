@@ -4,7 +4,7 @@ run.
     EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k, padded for
     the mesh Grouped, mixtures ──────────────────────────────────────►
 
-Of a global batch each process takes the rows that its devices hold.
+Each process takes the rows of a global batch that its devices hold.
 """
 
 import math
@@ -84,7 +84,7 @@ class Portion:
 
     @property
     def tokens(self) -> int:
-        """How many tokens they hold, padding left out."""
+        """The number of tokens they hold, without padding."""
         return (
             self.places.labels
             if isinstance(self.places, Stretches)
@@ -127,7 +127,7 @@ class BatchesOfRows:
         return sum(portion.tokens for portion in self._portions(k, slice(None))[0])
 
     def _portions(self, k: int, rows: slice) -> tuple[list[Portion], int]:
-        """Where these rows of batch k lie, and how many they are with padding."""
+        """Returns where these rows of batch k lie, and how many they are with padding."""
         begin, end, step = rows.indices(self.size)
         count = len(range(begin, end, step))
         many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1

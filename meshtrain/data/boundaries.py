@@ -1,5 +1,5 @@
-"""How a text, a document, a turn and a prompt begin and end: data, training, evaluation, the harness, generation and
-the server all ask here.
+"""The tokens with which a text, a document, a turn and a prompt begin and end. Data, training, evaluation, the harness,
+generation and the server all ask here.
 
     document   BEGIN text END             as it is trained on, and as its perplexity is measured
     prompt     BEGIN text                 what a chat template writes begins as the template has it
@@ -38,6 +38,8 @@ PROCESSOR = f"the post-processor of {TOKENIZER}"
 SOURCES = (CONFIG, SPECIAL, MODEL, IMPORTED, GENERATION)
 # What others call the end of a document, where no file says it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+# Characters [begin, end) of a text, in order.
+Spans = Sequence[tuple[int, int]]
 NONE = "none"  # data.begin: nothing
 MOST_ID = 1 << 31
 
@@ -67,7 +69,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundaries:
-    """How texts begin and end.
+    """The tokens with which texts begin and end.
 
     `bos`: the token that the files call so, whether it is put before a text or not; `notes`: sentences without their
     full stop on what the files contradict one another in, or nobody says.
@@ -96,7 +98,7 @@ class Boundaries:
 
 
 class Spelled(Protocol):
-    """What is asked of a tokenizer here."""
+    """The part of a tokenizer that this file needs."""
 
     special: tuple[str, ...]
 

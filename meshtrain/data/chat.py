@@ -17,8 +17,9 @@ message or messages, to one of the prompts above:
     messages {"chosen": whole conversation, "rejected": whole conversation}, as messages or as the text of a dialogue,
     \\n\\nHuman: ... \\n\\nAssistant: ...
 
-What a record says twice is read once: a prompt beside whole conversations, a system prompt beside a first message of
-the system. Where the two differ, the record is refused; and so is every other shape, by the names of its fields.
+A statement that a record makes twice is read once: a prompt beside whole conversations, a system prompt beside a first
+message of the system. Where the two differ, the record is refused; and so is every other shape, by the names of its
+fields.
 """
 
 import re
@@ -129,12 +130,12 @@ def conversation(record: Any) -> Conversation:
         _agree(other.read(fields)[0], turns, other.name, shapes[0].name)
     if shapes[0].name == "messages" and isinstance(fields.get("prompt"), str):
         _agree([said(USER, fields["prompt"])], turns, "prompt", "messages")
-    whole = _with_system(fields, turns)
+    whole = _add_system(fields, turns)
     return _learning(whole, before + len(whole) - len(turns), fields)
 
 
 def pair(record: Any) -> tuple[Conversation, Conversation]:
-    """Returns a record's conversations with the chosen and with the rejected answer; Unfit if it is no pair."""
+    """Returns a record's conversations with the chosen and with the rejected answer; Unfit unless it has both."""
     fields = _fields(record)
     names = _sides(fields)
     if names is None:
@@ -162,7 +163,7 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
             for turn in turns
             if turn.message["role"] == SYSTEM
         ]
-        sides = [_with_system(fields, side, stated) for side in sides]
+        sides = [_add_system(fields, side, stated) for side in sides]
     elif prompts:
         sides = _continued(prompts, sides, fields, names)
     else:
@@ -170,7 +171,7 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
             "no pair",
             "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)",
         )
-    sides = [_with_system(fields, side) for side in sides]
+    sides = [_add_system(fields, side) for side in sides]
     first, second = ([turn.message for turn in side] for side in sides)
     if first == second:
         raise Unfit("no pair", "(chosen and rejected are the same)")
@@ -233,7 +234,7 @@ def _agree(stated: Sequence[Turn], turns: Sequence[Turn], name: str, other: str)
             raise Unfit("ambiguous", f"(its {name} is not what its {other} says)")
 
 
-def _with_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -> list[Turn]:
+def _add_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -> list[Turn]:
     """The turns behind the record's own system prompt, which may be `stated` elsewhere, or stand as their first message
     already.
     """

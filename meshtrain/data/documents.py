@@ -2,8 +2,8 @@
 Lines, JSON and Parquet.
 
 A file is one document; in JSON Lines a line is one, in Parquet a row, in a JSON list an entry. Work is cut into units
-that follow from the input alone, so that what comes out does not depend on how many workers share them. Of a compressed
-or Parquet file that is damaged nothing is taken.
+that follow from the input alone, so that what comes out does not depend on how many workers share them. A compressed or
+Parquet file that is damaged is skipped whole.
 """
 
 import json

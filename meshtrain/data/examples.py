@@ -28,13 +28,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtrain.data.boundaries import Spans
 from meshtrain.data.chat import Conversation, conversation, pair
 from meshtrain.data.documents import Document
-from meshtrain.data.manifest import Contents
+from meshtrain.data.manifest import LEARNED, REJECTED, Contents
 from meshtrain.data.messages import ASSISTANT, Message, Unfit, function_of, text_of
-from meshtrain.data.shards import LEARNED, REJECTED
 from meshtrain.data.template import READ, ChatTemplate
-from meshtrain.data.tokenizer import Spans, Tokenizer
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import short
 
 # Counts of a preparation of conversations.
@@ -198,8 +198,8 @@ class Examples:
         return [LearnedText(upto, [span]) for upto, span in answers]
 
     def _check(self, answer: Message, text: str) -> bool:
-        """Whether a thought is left out; Unfit where the text that would be learned of an answer does not say what the
-        answer does.
+        """Returns whether a thought is left out; Unfit if the learned text of an answer does not say what the answer
+        does.
         """
         for call in answer.get("tool_calls") or ():
             if function_of(call)["name"] not in text:
@@ -256,7 +256,7 @@ def unwritten(talk: Conversation, text: str) -> int:
 
 
 def _shows(content: str, text: str) -> bool:
-    """Whether a text has anything of a content, which templates may shorten."""
+    """Returns whether a text has any part of a content, which templates may shorten."""
     if content.strip() in text:
         return True
     return any(found.group() in text for found in re.finditer(r"\w+", content))

@@ -36,12 +36,12 @@ def suffix(name: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Whether a file of a folder is taken: a known kind of text, JSON Lines or Parquet."""
+    """Returns whether a file of a folder is read: a known kind of text, JSON Lines or Parquet."""
     return suffix(name) in (*TEXT, *JSON_LINES) or name.lower().endswith(PARQUET)
 
 
 def is_chat(name: str) -> bool:
-    """Whether a file of a folder is taken for conversations: JSON Lines, JSON or Parquet."""
+    """Returns whether a file of a folder is read for conversations: JSON Lines, JSON or Parquet."""
     return suffix(name) in (*JSON_LINES, ".json") or name.lower().endswith(PARQUET)
 
 

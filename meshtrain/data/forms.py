@@ -6,9 +6,9 @@
     what a tool answers     an object, or its JSON as a text
     a call, a tool          with its `function`, or flat
 
-The form in which the record stands comes first. Another is taken where the template fails on this one, or writes less
-of what it says (a call is lost, arguments are lost), or writes it as no model reads it: JSON within JSON, Python's own
-spelling, None.
+The form in which the record stands comes first. Another is taken if the template fails on this one, or loses a call or
+its arguments. So it is if the template writes a form that models do not read: JSON within JSON, Python's own spelling,
+None.
 """
 
 import json
@@ -107,12 +107,12 @@ def _most(
 
 
 def _axes(first: Form) -> tuple[list[list[Change]], list[list[Change]]]:
-    """What may be changed: what templates often want otherwise, and what they seldom do."""
+    """Returns the changes that templates often want, and the changes that they seldom want."""
     usual: list[list[Change]] = [
         [_each_call(_object), _each_call(_text)],
         [_each_content(_filled), _each_content(_emptied)],
         [_each_content(_joined)],
-        [_each_content(_as_json)],
+        [_each_content(_write_json)],
     ]
     rare: list[list[Change]] = [
         [_each_call(_flat), _each_call(_wrapped)],
@@ -137,7 +137,7 @@ def _combined(first: Form, axes: Sequence[Sequence[Change]]) -> list[Form]:
 
 
 def _names(form: Form) -> Counter[str]:
-    """How often each function is called, or said to be there."""
+    """Counts how often each function is called or offered."""
     calls = (
         function_of(call)["name"]
         for message in form.messages
@@ -154,7 +154,9 @@ def _misses(text: str, form: Form) -> bool:
 
 
 def _points(text: str, form: Form) -> tuple[int, ...]:
-    """How much a text has of what is said, and how little that nobody reads; the first number that differs decides."""
+    """Returns how much a text keeps of a record, and how little clutter it adds; the first number that differs
+    decides.
+    """
     functions = [
         function_of(call) for message in form.messages for call in message.get("tool_calls") or ()
     ]
@@ -239,7 +241,7 @@ def _each_content(change: Callable[[Message], Any]) -> Change:
     return changed
 
 
-def _with_arguments(call: Message, arguments: Any) -> Message:
+def _change_arguments(call: Message, arguments: Any) -> Message:
     if "function" in call:
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
@@ -249,14 +251,16 @@ def _object(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     parsed = _parsed(arguments)
     return (
-        _with_arguments(call, parsed) if isinstance(arguments, str) and parsed is not None else call
+        _change_arguments(call, parsed)
+        if isinstance(arguments, str) and parsed is not None
+        else call
     )
 
 
 def _text(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     if isinstance(arguments, dict):
-        return _with_arguments(call, json.dumps(arguments, ensure_ascii=False))
+        return _change_arguments(call, json.dumps(arguments, ensure_ascii=False))
     return call
 
 
@@ -289,7 +293,7 @@ def _joined(message: Message) -> Any:
     return text_of(message["content"]) if is_parts(message["content"]) else message["content"]
 
 
-def _as_json(message: Message) -> Any:
+def _write_json(message: Message) -> Any:
     content = message["content"]
     return (
         text_of(content) if isinstance(content, dict | list) and not is_parts(content) else content

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,7 +207,13 @@ def _batches(
     for number, (source, corpus, _) in enumerate(pairs):
         of_source = [
             *source.notes,
-            *(source.describe(corpus, tables[number], length) if tables else ()),
+            *(
+                source.describe(
+                    corpus.documents, partial(tables[number].shortened, corpus, length), length
+                )
+                if tables
+                else ()
+            ),
         ]
         notes += [f"{source.name}: {note}" if len(pairs) > 1 else note for note in of_source]
     notes += few(config.train.global_batch_size) if padded else ()

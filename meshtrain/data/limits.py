@@ -1,5 +1,5 @@
-"""What one rendering of a chat template may take: a template comes with a model from anywhere, and two short loops can
-take hours.
+"""Limits on the work of one rendering of a chat template: a template comes with a model from anywhere, and two short
+loops can take hours.
 
 All that a template does costs work, about a nanosecond each: a turn of a loop, a call, a character that is written,
 cut, compared or looked through. A rendering has an allowance that grows with the conversation, so that the same input

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import refuse_passing, retried
 
@@ -19,6 +21,10 @@ FORMAT = 1
 SPLITS = ("train", "validation")
 # The kind of documents, as in `data.format`.
 Contents = Literal["text", "chat", "pairs"]
+# The bits of a token of conversations: two marks, and its id.
+LEARNED = np.uint32(1 << 31)
+REJECTED = np.uint32(1 << 30)
+ID = REJECTED - np.uint32(1)
 OF_CHATS = ("contents", "template_digest", "counts")  # fields of a manifest of conversations alone
 
 
@@ -92,8 +98,8 @@ class ShardManifest:
 
 
 def is_preparation(directory: Path) -> bool:
-    """Whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone may be
-    anybody's.
+    """Returns whether shards have been prepared there, finished and whole or not; a manifest.json or plan.json alone
+    may be anybody's.
     """
     if (directory / RECIPE).is_file() and (directory / UNITS).is_dir():
         return True

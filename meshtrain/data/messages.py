@@ -8,7 +8,7 @@ as learned.
     Capybara    {"input": question, "output": answer}
     UltraChat   question, answer, question, answer ... as texts
 
-What is said stays as it stands, null and objects too, and so does every other field: the template may read it.
+Contents stay as they stand, null and objects too, and so does every other field: the template may read it.
 
 A message may be marked: `weight`, `train`, `loss` and `loss_mask` are 1 or true where it is learned, and 0 or false
 where it is context.
@@ -114,8 +114,8 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
 
 
 def messages_of(entries: Any, name: str) -> list[Message]:
-    """Returns messages as templates take them; Unfit if `entries` is no list of messages. name: of the list in its
-    record.
+    """Returns messages as templates take them; Unfit unless `entries` is a list of messages. `name` is the list's name
+    in its record.
     """
     return [turn.message for turn in turns_of(entries, name)]
 
@@ -135,7 +135,7 @@ def text_of(content: Any) -> str:
 
 
 def is_parts(content: Any) -> bool:
-    """Whether a content is a list of parts, each a text."""
+    """Returns whether a content is a list of parts, each a text."""
     return (
         isinstance(content, list)
         and bool(content)

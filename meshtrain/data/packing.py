@@ -7,9 +7,8 @@ next.
     positions  0 1 2 3 0 1 2 0 1 2 3 4 5 0 1 2 0 0
 
 Packing works on the histogram of lengths, not on the documents (Krell et al., "Efficient sequence packing without
-cross-contamination", 2021, section 3, there LPFHP: best fit, the longest first). What comes out is a short list of
-kinds of row, "213 rows of lengths 700 + 300 + 24"; which documents of those lengths meet in a row is drawn anew each
-epoch.
+cross-contamination", 2021, section 3, there LPFHP: best fit, the longest first). The result is a short list of kinds of
+row, "213 rows of lengths 700 + 300 + 24"; which documents of those lengths meet in a row is drawn anew each epoch.
 """
 
 import bisect

@@ -31,8 +31,8 @@ def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
-    """Where the indices [N] (0 <= index < size < 2^52) go in the order of `key`; size and key may also be arrays [N].
-    int64 [N].
+    """Returns where the indices [N] (0 <= index < size < 2^52) go in the order of `key`, int64 [N]; size and key may
+    also be arrays [N].
     """
     size = np.asarray(size, np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)

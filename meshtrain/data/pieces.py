@@ -1,7 +1,7 @@
 """The pieces of a corpus by length: its documents, those longer than a row cut into rows and a rest.
 
 A conversation is not cut into several: what of it does not fit a row is left out, and all of it where no learned token
-would be left. Of a pair nothing is left out but the whole: half an answer is another answer.
+would be left. A pair is left out whole or not at all: half an answer is another answer.
 
 The table lies on disk, memory-mapped: a corpus of 10^8 documents needs 800 MB there and almost nothing in memory.
 
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.shards import LEARNED, Corpus
+from meshtrain.data.manifest import LEARNED
+from meshtrain.data.shards import Corpus
 from meshtrain.errors import ConfigError, refusal
 from meshtrain.files import (
     locked,
@@ -48,8 +49,15 @@ class DocumentPieces:
 
     @property
     def counts(self) -> np.ndarray:
-        """How many pieces have each length 0 .. T; int64 [T + 1]."""
+        """The number of pieces of each length 0 .. T; int64 [T + 1]."""
         return np.diff(self.ends, prepend=0)
+
+    def shortened(self, corpus: Corpus, longest: int) -> tuple[int, int]:
+        """Returns how many documents are cut off at `longest`, and how many are left out; none is cut into several."""
+        left_out = corpus.documents - len(self.first)
+        return sum(
+            int((lengths > longest).sum()) for _, lengths in stored(corpus)
+        ) - left_out, left_out
 
     @property
     def labels(self) -> int:
@@ -193,9 +201,3 @@ def stored(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
                 if corpus.contents == "text"
                 else (starts + 1, np.maximum(lengths - 2, 0))
             )
-
-
-def shortened(corpus: Corpus, pieces: DocumentPieces, longest: int) -> tuple[int, int]:
-    """How many of the documents, none of which is cut into several, are cut off at `longest`, and how many left out."""
-    left_out = corpus.documents - len(pieces.first)
-    return sum(int((lengths > longest).sum()) for _, lengths in stored(corpus)) - left_out, left_out

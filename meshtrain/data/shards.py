@@ -12,9 +12,9 @@ next:
 
     B d d d E B d d d d d E B d d E B
 
-Of conversations (`examples`) the E only stand between: the first token of one is predicted from nothing, and nothing
-comes after its last. Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED), and in
-the second half of a pair that they are (REJECTED):
+In conversations (`examples`) an E only stands between two: the first token of one is predicted from nothing, and
+nothing comes after its last. Their tokens are uint32, and say in their highest bits whether they are learned (LEARNED),
+and in the second half of a pair that they are (REJECTED):
 
     E d d D D E ...      D: learned        a pair:   E c c C C r r R R R E ...
 """
@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,13 +37,7 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import refuse_passing, retried
 
-if TYPE_CHECKING:
-    from meshtrain.data.pieces import DocumentPieces
-
 PADDING = -1  # the first label of a stretch of zeros
-LEARNED = np.uint32(1 << 31)
-REJECTED = np.uint32(1 << 30)
-ID = REJECTED - np.uint32(1)  # the bits of a token that are its id
 SHARE = 0.003  # of the time, for looks at the stamps of shards
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
@@ -323,22 +316,24 @@ class Source:
             "all": self.train or self.validation,
         }[split]
 
-    def describe(self, corpus: Corpus, pieces: "DocumentPieces", longest: int) -> list[str]:
-        """Notes on what of conversations is learned, and what of them does not fit rows of `longest` tokens; none on
-        text.
+    def describe(
+        self, documents: int, shortened: Callable[[], tuple[int, int]], longest: int
+    ) -> list[str]:
+        """Returns notes on how much of conversations is learned and fits rows of `longest` tokens; none on text.
+
+        `shortened` counts the documents that are cut off and those that are left out.
         """
         manifest = self.manifest
         if manifest.contents == "text":
             return []
         from meshtrain.data.examples import NOTED, SPECIAL, TOKENS
-        from meshtrain.data.pieces import shortened
 
         stored = sum(manifest.count(split, "tokens") for split in SPLITS)
         notes = [f"{manifest.counts[TOKENS] / stored:.0%} of the tokens are learned"]
-        cut, left_out = shortened(corpus, pieces, longest)
+        cut, left_out = shortened()
         if cut:
             notes.append(
-                f"{cut:,} of {corpus.documents:,} examples end at token {longest}, where a row does"
+                f"{cut:,} of {documents:,} examples end at token {longest}, where a row does"
             )
         if left_out:
             why = (
@@ -346,7 +341,7 @@ class Source:
                 if manifest.contents == "pairs"
                 else f"no answer begins in their first {longest} tokens"
             )
-            notes.append(f"{left_out:,} of {corpus.documents:,} examples are left out, since {why}")
+            notes.append(f"{left_out:,} of {documents:,} examples are left out, since {why}")
         if special := manifest.counts[SPECIAL]:
             notes.append(f"{special:,} messages hold special tokens, which are read as such")
         return notes + [

@@ -4,7 +4,7 @@ colours:
     on a terminal   learned tokens green, of a rejected answer red; the others as they are
     elsewhere       <|user|>2+2?<|end|><|assistant|>[[4<|end|>]]      of a rejected answer {{ ... }}
 
-What a terminal would obey, in a message, stands as its escape.
+Characters of a message that a terminal would obey stand as their escapes.
 """
 
 import json
@@ -21,8 +21,8 @@ from meshtrain.data.boundaries import Mark, end_of_turn
 from meshtrain.data.documents import documents
 from meshtrain.data.examples import NOTED
 from meshtrain.data.input_files import InputFile
+from meshtrain.data.manifest import ID, LEARNED, REJECTED
 from meshtrain.data.messages import Unfit
-from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import Encoder
 from meshtrain.errors import ConfigError, printable, short

@@ -1,10 +1,10 @@
 """The chat template of a tokenizer: found beside it, and rendered in Jinja's sandbox (`rendering`).
 
-There is no registry of templates here, which would drift from the models': a conversation becomes the text that the
+Templates are not registered here, where they would drift from the models': a conversation becomes the text that the
 template which came with the tokenizer makes of it. As in `transformers`, `chat_template.jinja` goes before the
-`chat_template` of `tokenizer_config.json`, and a template sees the special tokens by name (`bos_token` ...). Of
-several, in one file or in `additional_chat_templates/`, a conversation with tools has the one called `tool_use`, and
-every other has `default`.
+`chat_template` of `tokenizer_config.json`, and a template sees the special tokens by name (`bos_token` ...). If there
+are several, in one file or in `additional_chat_templates/`, a conversation with tools has the one called `tool_use`,
+and every other has `default`.
 """
 
 import hashlib

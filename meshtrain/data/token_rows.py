@@ -9,8 +9,8 @@ Batching `window`, and source `synthetic`.
 
 Everything here is numpy over all stretches at once: a line of Python for each costs more than reading it.
 
-Of conversations the weights say which labels are learned. Of pairs each stretch is two segments, the chosen and the
-rejected conversation, whose answers weigh 1 and -1; `pairs` says which pair of the row a place is of:
+In conversations, the weights say which labels are learned. In pairs, each stretch is two segments, the chosen and the
+rejected conversation, whose answers weigh 1 and -1; `pairs` says to which pair of the row a place belongs:
 
     tokens      c c C C C r r R R . .      c, r: what comes before the answer, C, R: the answer
     labels      c C C C r r R R R . .      (the label at the border is not learned: it weighs 0)
@@ -27,8 +27,9 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data.loader import Batch
+from meshtrain.data.manifest import ID, LEARNED, REJECTED
 from meshtrain.data.permutation import key_of, keys_of, permute
-from meshtrain.data.shards import ID, LEARNED, PADDING, REJECTED, Corpus
+from meshtrain.data.shards import PADDING, Corpus
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Stretches:
         )
 
     def at(self, columns: np.ndarray) -> "Stretches":
-        """What stands in these places of each row, ascending: rows of as many labels, of which those of a stretch may
-        be several stretches.
+        """Returns the labels in these places of each row, ascending: rows of as many labels, where one stretch may
+        become several.
         """
         runs = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
         row, begins = np.divmod(np.cumsum(self.lengths) - self.lengths, self.length)
@@ -110,7 +111,7 @@ class Stretches:
 
     @property
     def labels(self) -> int:
-        """How many labels stand in the rows, padding left out."""
+        """The number of labels in the rows, without padding."""
         return int(self.lengths[self.segments > 0].sum())
 
     def weights(self) -> np.ndarray:
@@ -134,7 +135,7 @@ class Stretches:
 
 
 def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
-    """Rows of `length`, each of its count of stretches and padding behind them; stretches of length 0 are dropped."""
+    """Returns rows of `length`, each of its count of stretches and then padding; stretches of length 0 are dropped."""
     ends = np.cumsum(counts)
     rows = np.arange(len(counts))
     # where each stands

@@ -11,10 +11,7 @@ import numpy as np
 from meshtrain.errors import ConfigError, nearest, short
 
 if TYPE_CHECKING:
-    from meshtrain.data.boundaries import Boundaries
-
-# Characters [begin, end) of a text, in order.
-Spans = Sequence[tuple[int, int]]
+    from meshtrain.data.boundaries import Boundaries, Spans
 
 
 class Tokenizer(Protocol):
@@ -40,7 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_marked(
-        self, texts: Sequence[str], spans: Sequence[Spans]
+        self, texts: Sequence[str], spans: Sequence["Spans"]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (ids, whether a token has a character of the spans) of each text that a chat template makes."""
         ...
@@ -73,7 +70,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_marked(
-        self, texts: Sequence[str], spans: Sequence[Spans]
+        self, texts: Sequence[str], spans: Sequence["Spans"]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         outputs = []
         for text, marked in zip(texts, spans, strict=True):

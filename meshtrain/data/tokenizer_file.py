@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.data.boundaries import END_TOKENS, read_boundaries
-from meshtrain.data.tokenizer import Spans
+from meshtrain.data.boundaries import END_TOKENS, Spans, read_boundaries
 from meshtrain.errors import ConfigError, not_installed, refusal, short
 from meshtrain.files import refuse_passing, retried, write_atomically
 

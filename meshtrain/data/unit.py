@@ -1,6 +1,6 @@
 """One unit of the input (documents.units): read, tokenized, written as one shard of each split, and recorded.
 
-What a unit that is finished leaves beside its shards:
+A finished unit leaves these files beside its shards:
 
     DIR/units/00000.json       its shards, with counts and digests
     DIR/units/00000.skipped    the documents that it skipped, a line each
@@ -144,7 +144,7 @@ class Encoder:
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """What stands before each document; a conversation begins as its template has it."""
+        """The tokens before each document; a conversation begins as its template has it."""
         return self.tokenizer.begin if self.examples is None else ()
 
 
@@ -172,7 +172,7 @@ def place(name: str) -> int:
 
 
 def held_out(name: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split, where it stays when others come and go."""
+    """Returns whether a document belongs to the validation split, where it stays when others come and go."""
     return place(name) < fraction * 2**64
 
 

@@ -26,9 +26,7 @@ class Best:
     last: int = 0  # the step of the last
 
     def add(self, step: int, loss: float) -> bool:
-        """Returns whether an evaluation after `step` has the lowest loss so far; an equal one has not, nor one that is
-        no number.
-        """
+        """Returns whether an evaluation after `step` has the lowest loss so far; neither an equal one nor NaN has."""
         self.last = step
         if loss < self.loss and math.isfinite(loss):
             self.step = step

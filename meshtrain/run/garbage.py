@@ -4,8 +4,8 @@
     process 0   ──────────╴collects╶──────────
     process 1   ──────────╴collects╶──────────
 
-What is there when training begins (modules, the compiled program) is never looked through again, so that a collection
-takes little.
+Objects that exist when training begins (modules, the compiled program) are never looked through again, so that a
+collection takes little time.
 """
 
 import gc

@@ -74,7 +74,7 @@ class _OfMetrics(RunHook):
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `exit_code` is that of the command: 0 done, 75 stopped on request, 1 failed."""
+    """The end of a run. `exit_code` is the command's: 0 done, 75 stopped on request, 1 failed."""
 
     directory: Path
     exit_code: int

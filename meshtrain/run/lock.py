@@ -73,7 +73,7 @@ class RunLock:
     def _open(self) -> io.FileIO:
         """Opens the lock file, and makes it if need be; ConfigError if something else stands there.
 
-        What a link points to is not ours to write, and a pipe's other end not to wait for.
+        The target of a link is not ours to write, and the other end of a pipe is not to be waited for.
         """
         if self.path.is_symlink():
             raise self._unusable("is a link")

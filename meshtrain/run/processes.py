@@ -47,7 +47,8 @@ def room(size: int) -> int:
 def first_decides(decide: Callable[[], Any]) -> Any:
     """Returns what `decide` (JSON) returns on the first process, on every process.
 
-    What it refuses, or the disk to it, is a ConfigError on all; Unreadable where the disk may not refuse it again.
+    A refusal, by `decide` or by the disk, is a ConfigError on all processes; Unreadable if the disk may not refuse it
+    again.
     """
     message: dict[str, Any] = {}
     if is_first():

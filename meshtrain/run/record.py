@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, and that it stays there: config.yaml and metrics.jsonl."""
+"""Writes the files of a run beside its checkpoints, config.yaml and metrics.jsonl, and sees that they stay there."""
 
 import os
 from pathlib import Path

@@ -53,7 +53,8 @@ class RowReader:
     """Reads a file of rows that may still grow, be replaced, or not be there yet: `new` gives the rows since it was
     asked last.
 
-    `last`: begin so many bytes before the end, to read the newest rows alone. `torn`: lines so far that are no rows.
+    `last`: begin so many bytes before the end, to read the newest rows alone. `torn` counts the lines so far that could
+    not be read as rows.
     """
 
     def __init__(self, path: Path, last: int | None = None, containing: bytes = b"") -> None:
@@ -199,7 +200,7 @@ class MetricsFile:
 
 
 def trim_metrics(path: Path, step: int) -> None:
-    """Drops rows of steps after `step`, which will be taken again, and lines that are no rows.
+    """Drops rows of steps after `step`, which will be taken again, and lines that cannot be read as rows.
 
     Each step then stands there once. The file is replaced whole or not at all.
     """

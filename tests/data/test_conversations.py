@@ -16,8 +16,8 @@ from meshtrain.config import Config, ConfigError, load
 from meshtrain.data import TextBatches, documents, in_epochs, open_data
 from meshtrain.data.__main__ import main
 from meshtrain.data.input_files import find
+from meshtrain.data.manifest import LEARNED
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import LEARNED
 from meshtrain.data.show import draw
 from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.unit import PrepareOptions

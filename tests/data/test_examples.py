@@ -22,9 +22,8 @@ from meshtrain.data.examples import (
     UNWRITTEN,
     Examples,
 )
-from meshtrain.data.manifest import Contents
+from meshtrain.data.manifest import ID, LEARNED, REJECTED, Contents
 from meshtrain.data.messages import Unfit
-from meshtrain.data.shards import ID, LEARNED, REJECTED
 from meshtrain.data.template import ChatTemplate, TemplateText, find_template
 from meshtrain.data.tokenizer import load_tokenizer
 

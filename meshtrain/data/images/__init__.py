@@ -1,6 +1,6 @@
 """Images with a class each, cut into patches: the same global batches on any mesh.
 
-What row r of batch k holds is a function of the seed, k and r alone: which image, how it is changed, and what it is
+The content of row r of batch k is a function of the seed, k and r alone: which image, how it is changed, and what it is
 mixed with. So a run goes on with any number of processes as it would have gone on with its own.
 
     folders, arrays, digits ──ImageSource──► one image, uint8 [H, W, C] ──crop, flip, policy, shift──► [S, S, C]

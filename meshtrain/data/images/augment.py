@@ -29,7 +29,7 @@ RATIO = (3 / 4, 4 / 3)  # width over height of a crop (Szegedy et al. 2015, sect
 
 
 def changes(images: ImagesConfig) -> bool:
-    """Whether anything is done to an image at all, but for fitting it."""
+    """Returns whether images are changed at all, apart from being fitted."""
     return images.crop < 1 or images.flip > 0 or images.policy != "none" or images.shift > 0
 
 
@@ -89,7 +89,7 @@ def shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
 
 
 def mixes(images: ImagesConfig) -> bool:
-    """Whether batches have a second class at all."""
+    """Returns whether batches have a second class at all."""
     return bool(images.mixed and (images.mixup or images.cutmix))
 
 

@@ -252,7 +252,7 @@ def _check(file: InputFile) -> tuple[str, str]:
 
 
 def problem_of(data: bytes) -> str:
-    """Returns why these bytes are no whole image; nothing if they are one."""
+    """Returns why these bytes are not a whole image; an empty string if they are."""
     try:
         decoded(data, 3, quickly=True)
     # Pillow's decoders raise all kinds of exceptions on what is damaged.

@@ -7,7 +7,7 @@ Arrays are a .npz file, or a directory of .npy files:
     images  [n, H, W] or [n, H, W, C]    uint8 from 0 to 255, or floats from 0 to 1
     labels  [n] or [n, 1]                whole numbers from 0
 
-also under other names that people give them (NAMES), for train and, where there are any, for validation. Those of a
+also under other names that people give them (NAMES), for train and, where there are any, for validation. Files of a
 directory are memory-mapped: an image is read when it is needed.
 """
 
@@ -133,7 +133,7 @@ class ImageArrays:
 
 
 def has_arrays(path: Path) -> bool:
-    """Whether a path is a .npz file or a directory of .npy files."""
+    """Returns whether a path is a .npz file or a directory of .npy files."""
     return path.suffix == ARRAYS if path.is_file() else any(path.glob(f"*{ARRAY}"))
 
 

@@ -6,8 +6,8 @@ RandAugment (Cubuk et al. 2020, section 3): N of the 14 operations, drawn anew f
 AutoAugment (Cubuk et al. 2019, appendix, table 9): the policy that was found on ImageNet, 25 pairs of operations. An
 image gets one pair; each of its operations has a probability and a magnitude from 0 to 9.
 
-The operations are those of Cubuk et al. 2019, table 6. What goes further the greater the magnitude, from 0 to its last
-value: `share` of the way, a share from 0 to 1.
+The operations are those of Cubuk et al. 2019, table 6. An operation that grows with the magnitude goes `share` of the
+way from 0 to its last value, a share from 0 to 1.
 
     shear_x, shear_y             0 .. 0.3 of the height or width        either way
     translate_x, translate_y     0 .. 150 / 331 of the width or height  either way
