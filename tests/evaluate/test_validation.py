@@ -90,12 +90,13 @@ def test_what_was_not_trained_here_has_no_text_of_its_own():
 
 
 @pytest.mark.thorough
-def test_a_loss_with_more_in_it_than_likelihood_is_no_perplexity(tmp_path):
+def test_the_perplexity_of_a_run_with_label_smoothing_is_that_of_the_likelihood_alone(tmp_path):
     directory, last = trained(tmp_path, train={"label_smoothing": 0.1, "steps": 1})
     model = mt.read_model(directory)
     found = evaluate_text(model, validation_text(directory, model), 8)
-    assert found["eval_loss"] == pytest.approx(last, rel=1e-6) and found["perplexity"] is None
-    assert not any("perplexity" in line for line in describe_text(found))
+    assert found["eval_loss"] == pytest.approx(last, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(last), rel=1e-5)
+    assert any("perplexity" in line for line in describe_text(found))
 
 
 def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):

@@ -255,6 +255,7 @@ def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, com
         slots=2,
         length=40,
         queue=4,
+        weights=None,
     )
     service = Service("tiny", 4, served=served_model(options))
     assert (compiled := len(compilations)) >= 5
