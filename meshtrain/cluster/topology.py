@@ -10,9 +10,7 @@ The shape says what else messages meet on the way:
     topology         the file says besides its levels     what it changes                                          source
     flat             nothing                              nothing: every message has its way to itself
     fat_tree         links.LEVEL.oversubscription: 2      a device's share of the way into that level is 1/2       Leiserson 1985; Al-Fares et al.
-                                                                                                                   2008,
-                                                                                                                   section
-                                                                                                                   2.1
+                                                                                                                   2008, section 2.1
     rail_optimised   between_rails: node | spine          a switch joins the devices of one number in their        Wang et al. 2023, section 2
                                                           nodes; to others it goes over NVLink first, or the spine
     dragonfly        nothing: groups are the blocks       a block that talks to one other has 1/(g-1) of its       Kim et al. 2008, sections 3, 4

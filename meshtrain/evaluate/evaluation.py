@@ -1,7 +1,6 @@
 """Evaluations on validation data while a run goes on: when, of what loss, and what follows from it.
 
-    due after a step ─► loss of the first eval.batches batches, of all once where there are fewer ─► the lowest so far?
-    ─► saved (checkpoint.keep_best)
+    due after a step ─► loss of the first eval.batches batches, of all once where there are fewer ─► the lowest so far? ─► saved (checkpoint.keep_best)
                                                                └► none lower for eval.patience of them? ─► the run ends
 
 A save for this alone comes at most once an evaluation, and costs what one of checkpoint.every does; of all that were

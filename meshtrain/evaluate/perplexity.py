@@ -1,7 +1,6 @@
 """Perplexity of a model on text: how well it predicts each token of each document from the tokens before it.
 
-    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──►
-    Perplexity
+    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──► Perplexity
 
 A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is
 -log p, in

@@ -1,8 +1,7 @@
 """Evaluates any checkpoint on its run's validation data, or on images of one's own: the loss that the run logged, and
 accuracy.
 
-    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means over
-    what counts
+    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means over what counts
 
 The batches are those of the run, in its own order, and nothing random is done to images; a run evaluates a whole batch
 on its mesh, and here some rows of it after the other.

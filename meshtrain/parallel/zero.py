@@ -9,8 +9,7 @@ in the step:
     1          all-gather weights                                                   reduce-scatter gradients      2Ψ
     2          all-gather weights    backward: reduce-scatter its gradient                                        2Ψ
     3                                all-gather its weights, twice; reduce-scatter                                3Ψ
-    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ
-    of 3
+    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ of 3
 
 (sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Gradients are summed over the microbatches in
 `precision.gradient_sums`: in full in stages 0 and 1 and where held, else a shard of them. Three calls tell the story:

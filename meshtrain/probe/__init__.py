@@ -3,8 +3,7 @@
     mesh ──► links: barrier, collectives over each axis, pairs ──┐
       │                                                          ├──► figures ──► judge: against the described cluster, against each other
       └────► devices: matrix products, passes over memory ───────┘       │
-                                                                         └──► describe: a cluster file that
-                                                                         `meshtrain.plan --cluster` reads
+                                                                         └──► describe: a cluster file that `meshtrain.plan --cluster` reads
 
 - `meshtrain.probe.figures`: what is measured, sizes and bandwidths as nccl-tests counts them, the line through times.
 - `meshtrain.probe.clock`: programs timed in turns, on all processes.

@@ -2,8 +2,7 @@
 so, finishes, closes.
 
     SIGTERM      /health 503, requests still taken      the port closes, what runs is finished     what still runs is told
-       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process
-       ends
+       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process ends
 
 A balancer that asks /health sends requests elsewhere by the end of `notice`; one that asks nothing finds no connection
 then, and tries another server. Ctrl-C gives no notice. A second signal ends the process at once.

@@ -2,8 +2,7 @@
 
     request for B ──► loaded? ──yes──► answered
                          │ no
-                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests,
-                         finishes
+                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests, finishes
                              those it has, and its device memory is freed; then B is loaded
 
 No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for

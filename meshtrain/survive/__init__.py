@@ -6,8 +6,7 @@
       ▼  │ heartbeat: step, phase, seconds                                     ▼  │
     rank 0 ◄─────────────────────── collectives ────────────────────────────► rank 1
 
-    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left ─► generation K +
-    1, from the
+    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left ─► generation K + 1, from the
                                                                     newest intact checkpoint
 
 - `supervisor`: the loop of one node; `child`: its training process; `console`: its output; `leader`: what the one that

@@ -2,8 +2,7 @@
 is known.
 
     checksums   every part of a state that several devices hold must be the same bits on all of them; of three or more the majority
-                says who is wrong, of two it is known only that they differ. Before each save: what diverged is never
-                saved
+                says who is wrong, of two it is known only that they differ. Before each save: what diverged is never saved
     product     512 x 512 small integers, whose product every float32 gives exactly; now and then, on every device of this process,
                 under a supervisor
 

@@ -1,7 +1,6 @@
 """What the leader does: asks `decide`, writes the decision where all read it, and reports what needs no decision.
 
-    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config,
-    coordinator
+    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config, coordinator
                                              └──► stop: a checkpoint, then form      └──► over: everybody ends
 
 Every supervisor has one; that of the live node with the lowest name is at work.

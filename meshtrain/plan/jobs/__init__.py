@@ -2,8 +2,7 @@
 
     python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100
 
-    JOBS.yaml ──► shapes: nodes x devices of each job ──► rules: first fit, best fit, balance ──► a packing ──► report,
-    page, kueue
+    JOBS.yaml ──► shapes: nodes x devices of each job ──► rules: first fit, best fit, balance ──► a packing ──► report, page, kueue
      listed        requests: seconds, bytes by the plan       packing, searched
 
 - `meshtrain.plan.jobs.listed`: the file of jobs. `meshtrain.plan.jobs.requests`: the shapes that a job may take, and
