@@ -29,10 +29,10 @@ head's q and k, and another rotary base where it sees the window.
 ViT reads images in patches: attention goes both ways, and the head gives one row of logits an image, its classes in the
 place of the vocabulary.
 
-What a family says of options that have a key is a default: the key of the model's section counts.
+A family's value of an option that has a key is a default: the key of the model's section counts.
 
-A family from outside: `FAMILIES.register(Family(name="mine", ...))` before the config is loaded. What the options
-cannot say, it computes in a block of its own (see `model.hooks.BlockHook`).
+A family from outside: `FAMILIES.register(Family(name="mine", ...))` before the config is loaded. It
+computes what the options cannot say in a block of its own (see `model.hooks.BlockHook`).
 """
 
 import math

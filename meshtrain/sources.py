@@ -36,17 +36,17 @@ class SourceKind:
 
 
 def has_documents(source: str) -> bool:
-    """Whether what `data.source` or an entry of `data.mixture` names is made of documents, as every path is."""
+    """Returns whether a `data.source` or an entry of `data.mixture` is made of documents, as every path is."""
     return source not in SOURCES or SOURCES[source].documents is not None
 
 
 def has_text(source: str) -> bool:
-    """Whether what `data.source` names may be text: documents, or rows of tokens."""
+    """Returns whether a `data.source` may be text: documents, or rows of tokens."""
     return has_documents(source) or SOURCES[source].rows is not None
 
 
 def has_images(source: str) -> bool:
-    """Whether what `data.source` names may be images: a path is found out about when it is opened."""
+    """Returns whether a `data.source` may be images: a path is found out about when it is opened."""
     return source not in SOURCES or SOURCES[source].images is not None
 
 

@@ -236,7 +236,7 @@ _FITTED = {
 
 
 def evidence(accelerator: Accelerator) -> str:
-    """Where the share of the peak comes from that products reach, in words."""
+    """Says in words where the share of the peak that matmuls reach comes from."""
     known = ACCELERATORS.get(accelerator.name, Accelerator())
     if accelerator.efficiency == ALONE.get(accelerator.name):
         return "fitted on steps of our own on one H100"

@@ -1,4 +1,4 @@
-"""What a collective costs, in the alpha-beta model: alpha seconds a message, beta seconds a byte.
+"""The cost of a collective in the alpha-beta model: alpha seconds a message, beta seconds a byte.
 
 S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an
 all-to-all begin with on a device. n devices, k = ceil(log2 n).
@@ -62,8 +62,8 @@ def ring(kind: str, group: Group, nbytes: float) -> float:
 def butterfly(kind: str, group: Group, nbytes: float) -> float:
     """Halving and doubling among 2^k ranks.
 
-    What is beyond, up to as many again, hands all it has to one of them before and is given the result after, S and a
-    step each time (Thakur et al. 2005, section 4.5).
+    The ranks beyond, up to as many again, first hand all that they have to one of these and receive the result at the
+    end: S and a step each time (Thakur et al. 2005, section 4.5).
 
     Its partners are 1, 2, 4, ... apart: on a torus their messages share links, n/8 to a link.
     """
@@ -85,8 +85,8 @@ def butterfly(kind: str, group: Group, nbytes: float) -> float:
 def tree(kind: str, group: Group, nbytes: float) -> float:
     """Two binary trees, pipelined; only all-reduce. Members that share a block cross it once for all of them.
 
-    On a torus an edge to a rank 2^l away passes all wires on the way, so that an edge of each of the k levels shares a
-    wire (as if the ranks stood along one dimension).
+    On a torus an edge to a rank 2^l away passes all wires on the way. So an edge of each of the k levels shares a wire,
+    as if the ranks stood along one dimension.
     """
     if kind != ALL_REDUCE:
         return math.inf

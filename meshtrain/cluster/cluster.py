@@ -4,8 +4,8 @@
     rail    ├──────────┐        ├──────────┐
     node   [12345678] [12345678] ...
 
-A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. What else
-messages meet on the way is the network's shape: `meshtrain.cluster.topology`.
+A level joins blocks of `devices` devices; a message goes over the lowest level whose block holds both ends. The
+network's shape says what else messages meet on the way: `meshtrain.cluster.topology`.
 """
 
 import functools
@@ -146,7 +146,7 @@ class Cluster:
 def load_cluster(path: str | Path) -> Cluster:
     """The checked cluster of a YAML file; ConfigError (one sentence) otherwise.
 
-    What it leaves out of an accelerator known by name, ours or its driver's, comes from that one's data sheet.
+    If the accelerator is known by name, ours or its driver's, its data sheet fills in what the file leaves out.
     """
     values = read_given(Cluster, path, "cluster description", "--cluster", EXAMPLE)
     source = short(path)
@@ -254,8 +254,9 @@ def _check_shape(cluster: Cluster, source: str) -> None:
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
-    """The same kind of cluster with at least this many devices, its highest level stretched to join them; of one what
-    that reaches alone.
+    """Returns the same kind of cluster with at least this many devices.
+
+    Its highest level is stretched to join them; one device gets the rates that it reaches alone.
     """
     if cluster.shared:
         return _divided(cluster, devices)

@@ -9,8 +9,8 @@ keeps to them.
 
 Devices are joined by average linkage (Sokal & Michener 1958): the two clusters between which messages take least, on
 average, become one, until one is left. On the way there are partitions into blocks of one size; those are levels
-between which messages become `ALIKE` times slower. What noise joins first inside a block is told apart by that: 20%
-more or less are 1.5 times at most.
+between which messages become `ALIKE` times slower. That factor separates a level from pairs that noise joins
+first inside a block: 20% more or less are 1.5 times at most.
 """
 
 import itertools

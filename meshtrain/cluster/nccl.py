@@ -1,4 +1,4 @@
-"""What NCCL, which XLA calls on GPUs, makes of a collective: it takes the cheapest of a few algorithms, each in three
+"""The algorithm that NCCL, which XLA calls on GPUs, runs for a collective: the cheapest of a few, each in three
 protocols.
 
 It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc of 2.28.7), whose constants stand here: seconds =
@@ -126,7 +126,7 @@ def _is_between(hop: Hop) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _ring_steps(group: Group) -> tuple[tuple[int, Hop], ...]:
-    """How many of the n - 1 steps of a ring go over each level: it enters every block once."""
+    """Returns how many of the n - 1 steps of a ring go over each level: it enters every block once."""
     steps = []
     blocks = 1
     for hop in reversed(group.hops):
@@ -137,5 +137,5 @@ def _ring_steps(group: Group) -> tuple[tuple[int, Hop], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _tree_depths(group: Group) -> tuple[tuple[float, Hop], ...]:
-    """How much of a tree's depth goes over each level: a chain in a machine, a binary tree of machines."""
+    """Returns how much of a tree's depth goes over each level: a chain in a machine, a binary tree of machines."""
     return tuple((math.log2(h.fan) if _is_between(h) else h.fan - 1, h) for h in group.hops)

@@ -1,6 +1,6 @@
 """Links by level, shapes of networks, and groups of devices as they meet them.
 
-What shares a way out of a block is slowed by it:
+Devices that share a way out of a block slow each other:
 
     a group of 16, 4 apart, on nodes of 8     node   fan 2, members 1      pairs in each node
                                               rail   fan 8, members 2      8 nodes, whose pairs share the way
@@ -97,7 +97,7 @@ Legs = tuple[
 
 
 class Load(NamedTuple):
-    """What one pass of an algorithm meets: links that its messages pass one after another, and how many times S /
+    """The load of one pass of an algorithm: links that its messages pass one after another, and how many times S /
     bandwidth it takes.
     """
 
@@ -183,7 +183,9 @@ class Torus:
         return hops
 
     def runs(self, size: int, stride: int) -> tuple[Run, ...]:
-        """How a group of `size` places, `stride` apart in the numbering, lies along the dimensions, the last first."""
+        """Returns how a group of `size` places, `stride` apart in the numbering, lies along the dimensions, the last
+        first.
+        """
         runs = []
         inner = 1
         left = size
@@ -198,11 +200,11 @@ class Torus:
 
     @functools.cache  # noqa: B019 - a cluster has one torus
     def paths(self, size: int, stride: int) -> Paths:
-        """What the messages of such a group meet, all such groups sending at once.
+        """Returns the load that the messages of such a group meet while all such groups send at once.
 
         Rings run along all dimensions at once, each with its part of the bytes, along one dimension after the other
         (Jain & Sabharwal 2010, section 3). So do butterflies: a part begins with each dimension (Ho & Johnsson 1986).
-        Of a tree's levels each has an edge over the busiest wire.
+        Each level of a tree has an edge over the busiest wire.
         """
         runs = self.runs(size, stride)
         links = sum(run.links for run in runs)
@@ -290,7 +292,7 @@ class Group:
 
     @functools.cached_property
     def bytes_per_second(self) -> float:
-        """What one device can send when all of the group send at once, members of a block sharing its way out
+        """Returns what one device can send while all of the group send, members of a block sharing its way out
         evenly.
         """
         return min((h.bytes_per_second * h.members for h in self.hops), default=math.inf)

@@ -46,7 +46,7 @@ def resolve(config: AnyConfig, as_far: bool = False) -> AnyConfig:
 def replaced(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
     """Returns a resolved config with other values, by section: replaced(config, mesh={"data": 2}).
 
-    What followed follows again.
+    Values that followed from others follow again.
     """
     return resolve(put(unresolved(config), **sections))
 
@@ -193,8 +193,10 @@ def skips_idle_work(config: Config, platform: str) -> bool:
 
 
 def drops(config: Config) -> bool:
-    """Whether a step drops anything: no policy of pairs does, since its reference does not, and noise in one of the two
-    is no preference.
+    """Returns whether a step drops anything.
+
+    A policy trained on pairs never does: its reference does not, and noise in one of the two would look like a
+    preference.
     """
     return config.train.objective != "dpo" and (config.model.dropout > 0 or config.lora.dropout > 0)
 

@@ -11,9 +11,9 @@ before a config is.
     team = "team.plugin"                          a module, or a function in it that is called
 
 A file is told from a module by its `.py`. An absolute path is that file. A relative one counts from the folder of the
-config, else from the working directory; where both have one and they differ, it is refused. Of a run it is copied into
-the directory `imports` beside config.yaml: whoever opens the run by its config.yaml or its checkpoints takes that copy,
-so that a file that was edited or moved since does not change what the run is.
+config, else from the working directory; where both have one and they differ, it is refused. A run copies it into
+the directory `imports` beside config.yaml. Whoever opens the run by its config.yaml or its checkpoints takes that copy:
+a file that was edited or moved since does not change the run.
 
 Code runs where it is the user's own: the file, the config that names it and the directories on the way belong to the
 user, or to root, and others may not write to them. Elsewhere, and where a command only reads a run, it runs with

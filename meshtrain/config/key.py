@@ -136,7 +136,7 @@ class Key:
 
     @property
     def null(self) -> bool:
-        """Whether null may stand for what follows from the others; a resolved config has none."""
+        """Says whether null may stand for a value that follows from other keys; a resolved config has none."""
         return self.default is None and self.follows is not None
 
 

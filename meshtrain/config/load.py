@@ -53,12 +53,13 @@ def load(
     *,
     reading: bool = False,
 ) -> Config:
-    """Returns the checked, resolved config of a YAML file or of one that comes along by its name, of nested dicts, of
-    another config or (None) of the defaults, with a list of `key.path=value` overrides in their order. What follows
-    from other keys follows from the overridden ones.
+    """Returns the checked, resolved config of a source, with a list of `key.path=value` overrides in their order.
+
+    A source is a YAML file, the name of a config that comes along, nested dicts, another config, or None for the
+    defaults. Values that follow from other keys follow from the overridden ones.
 
     With `reading` no code of a run directory or of others is imported unless it is trusted: names that it would bring
-    are taken as they are (`registry.Unimported`). Raises ConfigError, one sentence, for what is no config.
+    are taken as they are (`registry.Unimported`). Raises ConfigError, one sentence, if the source is not a config.
     """
     values: dict[str, Any] = {}
     # A text is a sequence of texts too, its letters.

@@ -112,7 +112,7 @@ class MeshConfig:
 
     @property
     def splits_layers(self) -> bool:
-        """Whether the devices of a layer send each other messages in every microbatch."""
+        """Says whether the devices of a layer send each other messages in every microbatch."""
         return self.tensor * self.expert * self.context > 1
 
     def token_axes(self, across: bool = True) -> tuple[str, ...]:

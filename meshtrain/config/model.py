@@ -1,4 +1,4 @@
-"""What is trained: the sections `model` and `lora`."""
+"""The model that is trained: the sections `model` and `lora`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -109,8 +109,8 @@ def overlaps_reduce_scatter(config: Any) -> bool:
 def sends_by_table(config: Any) -> bool:
     """Returns whether the schedule's table says when a chunk's weights are gathered over data and its gradient is
     reduced (see `schedule.table`): both are held over the step, and a stage has several chunks. dpo's reference needs
-    all weights before. Of adapters alone there is little to send, and their base, which is never gathered, would be
-    copied beside.
+    all weights before. Adapters alone have little to send, and their base, which is never gathered, would be copied
+    beside.
     """
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
     gathers = not config.lora.rank or config.parallel.zero_stage == 3

@@ -225,7 +225,7 @@ def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | fl
 
 
 def _nearest_integer(text: str) -> str:
-    """Returns the ending of the sentence on what is no whole number: 1e3 and 0x3e8 mean one."""
+    """Returns the ending of the sentence that asks for a whole number: 1e3 and 0x3e8 mean one."""
     try:
         number = int(text, 0) if re.fullmatch("[-+]?0[xXoObB].{1,8}", text) else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a layout holds, sends and takes on a described cluster, before a device is paid for.
+"""The planner: bytes, traffic and time of a layout on a described cluster, before a device is paid for.
 
     from meshtrain import config, plan
     planned = plan.plan(config.load("configs/quickstart.yaml"), plan.named("h100", devices=8))

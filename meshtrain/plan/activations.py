@@ -1,4 +1,4 @@
-"""What one layer makes of a microbatch: what it keeps for its backward, and what that has at hand for a moment.
+"""Activations of a microbatch in one layer: those kept for its backward, and those alive in it for a moment.
 
 Activations follow Korthikanti et al. 2022 (section 4), with flash attention, which keeps no scores (Dao et al. 2022).
 """
@@ -63,7 +63,7 @@ def _model_drops(config: Config) -> bool:
 
 
 def kernel(config: Config, platform: str) -> Kernel:
-    """How the program computes attention on a platform."""
+    """Returns how the program computes attention on a platform."""
     model = config.model
     pieces = in_pieces(config)
     length = shapes.length(config) if pieces else config.train.sequence_length
@@ -83,12 +83,12 @@ def kernel(config: Config, platform: str) -> Kernel:
 
 
 def is_packed(config: Config) -> bool:
-    """Whether attention keeps within the documents of a row."""
+    """Returns whether attention keeps within the documents of a row."""
     return config.data.batching == "packed" or config.data.format == "pairs"
 
 
 def makes_attention_again(config: Config) -> bool:
-    """Whether the backward computes attention again."""
+    """Returns whether the backward computes attention again."""
     parallel = config.parallel
     return parallel.remat != "none" and "attention" not in (
         *parallel.names_kept,
@@ -97,14 +97,14 @@ def makes_attention_again(config: Config) -> bool:
 
 
 def in_pieces(config: Config) -> bool:
-    """Whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see
+    """Returns whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see
     `parallel.context`).
     """
     return config.mesh.context > 1 and config.parallel.context_strategy != "ulysses"
 
 
 class Tuned(NamedTuple):
-    """What is kept for the gradients of a layer's weights, as counts."""
+    """Counts of the activations kept for the gradients of a layer's weights."""
 
     inputs: int = 2  # of attention's and the MLP's products, the residual stream as they take it
     hidden: int = 1  # of the product out of the MLP

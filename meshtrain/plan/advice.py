@@ -1,4 +1,4 @@
-"""What to change in a layout: the best schedule; and where it does not fit the cheapest changes of a key or two, by
+"""Changes that improve a layout: the best schedule; and if it does not fit, the cheapest changes of a key or two, by
 step time.
 """
 
@@ -165,7 +165,7 @@ def _heavy(planned: Plan) -> list[str]:
 
 
 def sentence(over: Plan, changes: list[Change]) -> str:
-    """By how much a plan does not fit, and what would help, in one sentence."""
+    """Returns one sentence that says by how much a plan does not fit, and what would help."""
     device = over.cluster.accelerator
     missing = over.bytes - device.usable_bytes
     start = (

@@ -1,4 +1,4 @@
-"""What a search may choose from: meshes, microbatches, schedules, and what is computed again."""
+"""The choices of a search: meshes, microbatches, schedules, and what is computed again."""
 
 import contextlib
 import itertools
@@ -72,8 +72,9 @@ def contexts(config: Config, devices: int) -> list[int]:
 
 
 def context_strategy(config: Config) -> tuple[str, str]:
-    """What parallel.context_strategy: auto stands for, and why: of what is legal, the one whose layer takes least where
-    the config runs.
+    """Returns what parallel.context_strategy: auto stands for, and why.
+
+    It is the legal strategy whose layer takes least where the config runs.
     """
     legal, cluster = {}, named(usual_cluster(config), config.mesh.devices)
     # An attention hook takes what it is given for the whole row.
@@ -91,8 +92,10 @@ def context_strategy(config: Config) -> tuple[str, str]:
 
 
 def schedule(config: Config) -> tuple[str, str]:
-    """What parallel.schedule: auto stands for where there are messages to hide, and why: paired, if it fits and a step
-    takes clearly less by the plan where the config runs; zb_paired, if that takes clearly less again.
+    """Returns what parallel.schedule: auto stands for if there are messages to hide, and why.
+
+    It is paired, if it fits and a step takes clearly less by the plan where the config runs; zb_paired, if that takes
+    clearly less again.
     """
     plain = without_pairs(config)
     best = PLAIN if plain == AUTO else plain  # a name, which on one stage has no use

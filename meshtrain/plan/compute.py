@@ -39,7 +39,7 @@ class Kernel:
     half_length_backward: float = 700.0
 
     def slowed(self, accelerator: Accelerator, length: int) -> tuple[float, float]:
-        """How much longer forward and backward take than at the forward's rate on long sequences."""
+        """Returns how much longer forward and backward take than at the forward's rate on long sequences."""
         if accelerator.platform != "gpu":  # nothing is known of their kernels' lengths
             return 1.0, 1.0
         return 1 + self.half_length / length, (
@@ -413,9 +413,9 @@ def optimizer(
 ) -> float:
     """Seconds to read gradient, master and state of this device's share of `elements`, and write master and state.
 
-    Our program also sets the gradients' sums to zero and turns them, and the weights that it gathers, from the order
-    that products
-    leave or want into that of the shards: all in float32 once read and written, all in the compute dtype likewise.
+    Our program also sets the gradients' sums to zero. It reorders them from the order that matmuls leave to the order
+    of the shards, and gathered weights the other way: it reads and writes all once in float32, and once in the compute
+    dtype.
     """
     moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
     own_program = profile.compiled and accelerator.platform == "gpu"

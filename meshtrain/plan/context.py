@@ -1,4 +1,4 @@
-"""What attention sends over context, and how long a device waits for it: bytes and seconds of `parallel.context`.
+"""Attention's messages over context, and how long a device waits for them: bytes and seconds of `parallel.context`.
 
     strategy     forward                           backward                                   what hides it
     ring         N-1 messages of K and V           as many, and of their float32 cotangents   a step of attention each

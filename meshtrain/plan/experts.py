@@ -1,4 +1,4 @@
-"""What a layer's experts take: rows and slots, bytes of activations, messages over the axis `expert`, seconds.
+"""The cost of a layer's experts: rows and slots, bytes of activations, messages over the axis `expert`, seconds.
 
     dispatch      forward                                     backward
     all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again

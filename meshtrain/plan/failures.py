@@ -1,4 +1,4 @@
-"""What failures cost: mean time between them, how often to write a checkpoint, and how much of the time is left for
+"""The cost of failures: mean time between them, how often to write a checkpoint, and how much of the time is left for
 training.
 
 Failures of devices are taken to be independent and memoryless, at a constant rate a device-hour.
@@ -9,9 +9,8 @@ Failures of devices are taken to be independent and memoryless, at a constant ra
 The loss is flat around the best interval, and a store is shared: advised is the longest interval, up to an hour, that
 gives up at most `GIVEN_UP` of the time.
 
-A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. What a failure finds half
-written is lost
-with what has been done since: L/2 + min(τ, W) on average, to first order.
+A checkpoint begins when the one before is written, so that a round takes L = max(τ, W) + C. A failure
+loses the checkpoint that it finds half written and all work since: L/2 + min(τ, W) on average, to first order.
 """
 
 import math
@@ -78,8 +77,9 @@ def goodput(
     """Share of the time that goes into steps that count: exact for memoryless failures.
 
     Work of `interval` seconds and a copy of `copy`, again until done, each written in `write` seconds beside what
-    follows; a failure costs what was not written and a restart, which may fail too. A life of M seconds ends with N
-    checkpoints written with probability exp(-(τ + C + W + (N - 1) L)/M) or more, and a restart makes it M exp(R/M).
+    follows; a failure costs what was not written and a restart, which may fail too. With a
+    mean life of M seconds, N checkpoints or more are written with probability exp(-(τ + C + W + (N - 1) L)/M). A
+    restart makes the life M exp(R/M).
     With W = 0 this is equation 20 of Daly 2006.
     """
     around = max(interval, write) + copy

@@ -1,4 +1,4 @@
-"""What products in float8 change of a layer's costs: their rate, the passes that round their operands, bytes that are
+"""Changes that matmuls in float8 make to a layer's costs: their rate, the passes that round their operands, the bytes
 kept and gathered.
 
     rounding       read twice, for the scale and for the cast, and written as a byte: 5 bytes of a bfloat16 element

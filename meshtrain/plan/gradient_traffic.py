@@ -122,7 +122,7 @@ def layer_waits(
     seconds: Callable[[Transfer], float] | None = None,
 ) -> tuple[float, float]:
     """Returns the seconds, forward and backward, of one layer's part of a chunk's collectives, one after the other;
-    `seconds` are those of a transfer where it is no collective of XLA's.
+    `seconds` are the time of a transfer that is not a collective of XLA.
     """
     waits = {"forward": 0.0, "backward": 0.0}
     for moment, t in transfers:
@@ -177,8 +177,9 @@ class _Tally:
 
 
 def gradient_transfers(config: Config, iterations: Iterations) -> list[Transfer]:
-    """Every collective that sums gradients over data and across islands in a step, but those of weights that are whole
-    over tensor or pipeline without ZeRO, whose sums are over all at once (`traffic`).
+    """Returns every collective that sums gradients over data and across islands in a step.
+
+    Without ZeRO, weights replicated over tensor or pipeline are left out: one sum covers all axes (`traffic`).
     """
     return _tally(config, iterations).transfers()
 

@@ -1,4 +1,4 @@
-"""What a step loses to its hosts: waits for the slowest of them, and checkpoints."""
+"""The time that a step loses to its hosts: waits for the slowest of them, and checkpoints."""
 
 import math
 
@@ -18,8 +18,10 @@ def straggling(cluster: Cluster, devices: int) -> float:
 
 
 def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, float]:
-    """Seconds of a checkpoint of `nbytes` a device: the stop of training, for all hosts to agree and the copy to the
-    host, and the write beside it, by the slower of a node's way to the store and the store.
+    """Returns the seconds of a checkpoint of `nbytes` a device: the stop of training, and the write beside it.
+
+    Training stops for all hosts to agree and for the copy to the host. The slower of a node's way to the store and the
+    store itself limits the write.
     """
     hosts = math.ceil(devices / cluster.devices_per_node)
     node = nbytes * cluster.devices_per_node / (cluster.storage_bandwidth * 1e9)

@@ -1,4 +1,4 @@
-"""What a device holds while a step runs, item by item.
+"""The memory of a device while a step runs, item by item.
 
 State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). Sizes are of the longest stage;
 `activations` has those of a layer.
@@ -59,7 +59,7 @@ def zero_state(
 
 
 def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
-    """What a device holds at the fullest moment of a step, with the schedule's `facts` (see `pipeline.facts`)."""
+    """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
 
 
@@ -248,8 +248,8 @@ def passing(
 ) -> dict[str, list[MemoryItem]]:
     """Lists what is held only for a moment, by moment.
 
-    What lives at once in them was read off XLA's live ranges; `python -m experiments.plan --compile` shows how well it
-    holds. Of many schedules at once, as searches ask, `facts` and `stage` (the layers of `placement.Stages`) are
+    The items alive at once were read off XLA's live ranges; `python -m experiments.plan --compile` shows how well they
+    hold. For many schedules at once, as searches ask, `facts` and `stage` (the layers of `placement.Stages`) are
     arrays, and so are the bytes.
     """
     if not runs_table(config):
@@ -401,7 +401,7 @@ def _logits(config: Config, size: int) -> float:
 
 
 def _summed(config: Config) -> MemoryItem:
-    """Of a loss by chunks the sum of their gradients of the output head."""
+    """Returns the item for the sum of the output head's gradients, if the loss is computed by chunks."""
     several = shapes.loss_chunks(config) > 1
     nbytes = 4 * shapes.trained(config).vocabulary.largest if several else 0
     return MemoryItem("float32 gradient of the output head", "gradients", nbytes)

@@ -1,4 +1,4 @@
-"""What the planner asks of the pipeline's table: facts, time, and how often a device computes and sends."""
+"""The planner's questions to the pipeline's table: facts, time, and how often a device computes and sends."""
 
 import functools
 from collections.abc import Sequence
@@ -34,8 +34,10 @@ def facts(config: Config) -> ScheduleFacts:
 
 
 def iterations(config: Config, skips: bool = False) -> Iterations:
-    """How often a device computes each slot of the table, idly or not; where the program `skips` idle work (on CPU),
-    only when it has work. Messages go in every clock all the same.
+    """Returns how often a device computes each slot of the table, idly or not.
+
+    If the program `skips` idle work (on CPU), it computes only when it has work. Messages go in every clock all the
+    same.
     """
     m = config.parallel.microbatches
     v = stages(config).chunks
@@ -63,9 +65,10 @@ def reference_iterations(config: Config, skips: bool = False) -> Iterations | No
 
 @functools.lru_cache(maxsize=32)
 def _iterations(table: Table) -> Iterations:
-    """What a clock does is the same in all turns of a phase; of one that is compiled alone XLA leaves out what the
-    table has no use
-    for: embeddings of no microbatch, and messages that nobody keeps.
+    """Counts the iterations phase by phase: a clock does the same in all turns of a phase.
+
+    In a clock that is compiled alone, XLA leaves out what the table has no use for: embeddings of no microbatch, and
+    messages that nobody keeps.
     """
     found = phases(table)
     program = executed(table)

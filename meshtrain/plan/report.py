@@ -25,7 +25,7 @@ from meshtrain.units import count, duration, size
 
 
 def _experts(plan: Plan) -> str:
-    """How a layer's experts lie, and what is assumed of their loads."""
+    """Returns how a layer's experts lie, and what is assumed of their loads."""
     config = plan.config
     moe = plan.config.model.moe
     ranks = expert_ranks(plan.config)
@@ -93,7 +93,7 @@ def layers(plan: Plan) -> str:
 
 
 def by_size(plan: Plan) -> list[MemoryItem]:
-    """What a device holds, the largest first."""
+    """Lists the items that a device holds, the largest first."""
     return sorted(plan.memory, key=lambda item: -item.nbytes)
 
 

@@ -1,7 +1,7 @@
 """Every legal layout for a number of devices, those that fit ranked by the time of a step.
 
 Layouts that differ in schedule and ZeRO alone are a table, of whose bytes the formulas of `memory` make one array, and
-most fit nowhere. Of those that fit a table's seconds are computed where a lower bound of them is among the fastest.
+most fit nowhere. If a layout fits and a lower bound of its seconds is among the fastest, its seconds are computed.
 """
 
 import functools
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a search lists one layout of: the rest differ in details that hardly cost time."""
+        """Returns the traits of which a search lists one layout: the rest differ in details that hardly cost time."""
         parallel = self.base.parallel
         return (
             self.base.mesh,
@@ -155,10 +155,10 @@ def _of_the_batch(config: Config) -> str:
 def candidates(
     config: Config, cluster: Cluster, devices: int, near: bool = False
 ) -> Iterator[Candidate]:
-    """Every legal layout with its bytes and seconds by formula.
+    """Yields every legal layout with its bytes and seconds by formula.
 
-    `near`: of those the ones with the config's own schedule, vocabulary and split of the sequence, as far as the mesh
-    allows, and with microbatches of its rows, a half, a quarter, ... of them.
+    `near` keeps the layouts with the config's own schedule, vocabulary and split of the sequence, as far as the mesh
+    allows. Their microbatches have its rows, a half, a quarter, ... of them.
     """
     for group in _groups(config, cluster, devices, near):
         yield from group.candidates(np.isfinite(group.nbytes))
@@ -234,7 +234,7 @@ def _groups(
 
 
 class _Layers(NamedTuple):
-    """Of a schedule's virtual stages, see `placement.Stages`."""
+    """The layers of a schedule's virtual stages, as in `placement.Stages`."""
 
     longest: Any
     on_device: Any
@@ -312,7 +312,7 @@ class _Group:
         return min(seconds)
 
     def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
-        """Those of [rows, columns], with their seconds."""
+        """Yields the layouts of [rows, columns], with their seconds."""
         costs: dict[
             int, MicrobatchCosts
         ] = {}  # their chunks count only where there is one stage, of one chunk
@@ -337,7 +337,7 @@ class _Group:
 
 
 def _in_float8(config: Config) -> bool:
-    """Whether what a layer takes and keeps depends on how many layers a chunk has: which of them are in float8 does."""
+    """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does."""
     return config.precision.matmul == "float8"
 
 

@@ -378,7 +378,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What takes the largest share: compute, memory, communication or bubble."""
+        """Returns the largest share: compute, memory, communication or bubble."""
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
@@ -514,8 +514,8 @@ def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
 def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
     """Seconds of the gathers and scatters at the layers that hide under a layer's own work, as in the compiled program
     (`tests/parallel/test_gpu_overlap.py`): a layer's gathers start with it, and its gradients travel during the next
-    one's backward. What its
-    first products read is waited for: projections into attention, and in the backward at most the largest weight.
+    one's backward. The layer waits for the weights of its first matmuls: projections into attention, and in the
+    backward at most the largest weight.
     """
 
     def send(kind: str, elements: float, dtype: str) -> float:

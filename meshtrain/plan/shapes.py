@@ -83,7 +83,7 @@ Sizes = tuple[ModelConfig, MeshConfig, str, int, LoraConfig, tuple[str, ...]]
 
 
 def _sizes(config: Config) -> Sizes:
-    """All that the weights on a device follow from. What is trained ZeRO shards as much in every stage from 1 on."""
+    """Returns all that the weights on a device follow from; from stage 1 on ZeRO shards trained weights alike."""
     lora = config.lora
     trainable = config.train.trainable
     stage = (
@@ -269,11 +269,11 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs of forward and backward for one step, recomputation and rows that fill up a batch not counted
-    (PaLM, appendix B: 6 N + 12 L H Q T a token; of what is frozen 4 N, since its gradient is not made). dpo's reference
-    has a forward
-    more, without adapters: 2 N + 4 L H Q T. Of an image N of the head counts once, and of the patches, which ask for no
-    gradient, 4 N.
+    """Returns the FLOPs of forward and backward for one step, without recomputation and rows that fill up a batch.
+
+    PaLM, appendix B: 6 N + 12 L H Q T a token; frozen weights take 4 N, since their gradient is not computed. dpo's
+    reference adds a forward without adapters: 2 N + 4 L H Q T. For an image the head's N counts once, and the patches,
+    which need no gradient of their inputs, take 4 N.
     """
     model = config.model
     train = config.train

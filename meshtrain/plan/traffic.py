@@ -1,4 +1,4 @@
-"""What a device sends in a step: every collective with its axis, kind, size and count.
+"""The traffic of a device in a step: every collective with its axis, kind, size and count.
 
     axis       what is sent                                                              how often
     tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 more if recomputed
@@ -9,8 +9,8 @@
     pipeline   activations down, cotangents up                                           a clock
                sums over the stages that share the vocabulary                            a clock, or a head
 
-A pass is a microbatch without stages. With stages it is a clock: all devices run one program, so on accelerators a
-stage that idles in a clock computes and sends all the same (its work is masked), and fills and drains cost traffic too.
+A pass is a microbatch without stages. With stages it is a clock. All devices run one program, so on accelerators a
+stage that idles in a clock computes and sends all the same; its work is masked. Fills and drains cost traffic too.
 """
 
 import math
@@ -169,7 +169,7 @@ def layer_transfers(config: Config) -> list[Moment]:
 
 
 def as_practised(what: str, count: float, profile: FrameworkProfile) -> float:
-    """How often another framework sends what our program sends `count` times a layer."""
+    """Returns how often another framework sends what our program sends `count` times a layer."""
     if what == INPUTS_SUMMED:
         return profile.input_sums
     if what == GATHERED_FOR_WEIGHTS and not profile.regathers:

@@ -1,4 +1,4 @@
-"""Where every value waits: places in the stages' buffers, computed once from a legal table.
+"""Places where every value waits in the stages' buffers, computed once from a legal table.
 
 A stage has up to four buffers, each exactly as deep as the table needs:
 
@@ -9,8 +9,11 @@ A stage has up to four buffers, each exactly as deep as the table needs:
 
 Within a clock things happen in this order, and a place is free again after the last read of what it held:
 
-    F reads its inbox, writes the stash | the loss head writes the backward inbox of the last virtual stage |
-    B reads inbox and stash, writes the cotangent stash | W reads both stashes | messages arrive in the inboxes
+    F                   reads its inbox, writes the stash
+    the loss head       writes the backward inbox of the last virtual stage
+    B                   reads inbox and stash, writes the cotangent stash
+    W                   reads both stashes
+    messages            arrive in the inboxes
 
 Where the table has pairs, F and B are one moment, and the loss head comes after it.
 
@@ -67,7 +70,7 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What each stage does in each clock, with the places of its buffers that it reads and writes.
+    """The ops of each stage in each clock, with the places of its buffers that they read and write.
 
     Arrays are int32 [clocks, stages] and 0 where the slot is idle; `*_active`, `first` and `last` are bool
     [clocks, stages]; `enter`, `exit`, `head_out` and `leave` are int32 [clocks], the same for all stages, -1 for none.

@@ -77,7 +77,7 @@ def picture(schedule: Table | Timeline) -> Picture:
 
 
 def _verdict(table: Table) -> str:
-    """Whether the table can be run, and how long each stage works; or what is wrong with it."""
+    """Says that the table can be run and how long each stage works, or what is wrong with it."""
     try:
         validate(table)
     except IllegalTable as error:
@@ -355,7 +355,7 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
 
 
 def gantt_text(timeline: Timeline, width: int = 120) -> str:
-    """The same for a terminal, `width` characters wide: a row for each stage, '.' where it is idle.
+    """Draws the table for a terminal, `width` characters wide: a row for each stage, '.' where it is idle.
 
     A cell is its letter and microbatch where there is room, otherwise its letter; '-' fills it up. Where there is too
     much to tell cells apart, beginning and end are shown, and the middle is left out.

@@ -1,9 +1,9 @@
-"""What planning needs to know of a schedule: how often each slot is computed, how deep the buffers are, and how long
+"""The facts of a schedule that planning needs: how often each slot is computed, how deep the buffers are, and how long
 stages idle.
 
-Of any table it is counted; of the named schedules formulas say the same without a table, for searches over thousands of
-plans, of p stages, m microbatches and v chunks a stage. In lockstep the idle time follows from how many clocks have an
-F, a B and a W.
+They are counted in any table. For the named schedules formulas in p stages, m microbatches and v chunks a stage give
+the same without a table, for searches over thousands of plans. In lockstep the idle time follows from how many
+clocks have an F, a B and a W.
 """
 
 import functools
@@ -148,7 +148,7 @@ def _in_v(p: int, m: int, v: int) -> ScheduleFacts:
 
 
 def _rounds(p: int, m: int, v: int) -> int:
-    """In which a stage is idle, each as long as one chunk."""
+    """Returns the number of rounds in which a stage is idle, each as long as one chunk."""
     return p - 1 + (v - 1) * max(0, p - m)
 
 

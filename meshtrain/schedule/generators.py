@@ -19,8 +19,8 @@ The last two are interleaved and zb_interleaved with every backward one clock la
 clock are then of different microbatches on the last stage too, and run at once, as a pair; so do I and W where no stage
 has an F.
 
-In lockstep no table with v chunks is idle less than zb_interleaved: the last stage cannot begin before clock p - 1, and
-the last microbatch not before clock m - 1, so there are at least m v + p - 1 and v p + m - 1 clocks with an F, as many
+In lockstep no table with v chunks is idle less than zb_interleaved. The last stage cannot begin before clock p - 1, and
+the last microbatch not before clock m - 1. That leaves at least m v + p - 1 and v p + m - 1 clocks with an F, as many
 with an I, and m v with a W. So ZB-V and V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), which
 beat it where each stage runs on its
 own, cannot here: their stages go forward while others go backward, and a clock costs both. v_1f1b holds least: half of
@@ -33,8 +33,8 @@ A schedule from outside: `SCHEDULES.register(Schedule("mine", clocks))` makes `p
 planned, drawn and searched; formulas only make searches faster.
 
 1F1B holds 2(p-1-s) + 1 microbatches on stage s and not p - s as on machines that run at their own pace (Narayanan et
-al. 2019, "PipeDream"): a clock of the compiled program is a forward *and* a backward, a message needs a clock for a
-hop, and so a microbatch comes back to stage s 2(p-1-s) clocks after it left. For the same price a message as long as
+al. 2019, "PipeDream"). A clock of the compiled program is a forward *and* a backward, and a message needs a clock for a
+hop. So a microbatch comes back to stage s 2(p-1-s) clocks after it left. For the same price a message as long as
 (F+B)/2 costs nothing.
 """
 
@@ -124,7 +124,7 @@ def with_sends(table: Table) -> Table:
 
 
 def legal_chunks(schedule: str) -> int | None:
-    """How many chunks a stage must have; None where any number will do, and for a file, which says itself."""
+    """Returns how many chunks a stage must have; None if any number will do, and for a file, which says itself."""
     entry = SCHEDULES.get(schedule)
     return entry.chunks if entry else None
 
@@ -137,13 +137,13 @@ def has_table(schedule: str, stages: int, microbatches: int) -> bool:
 
 
 def chosen_chunks(layers: int, stages: int, microbatches: int, most: int = MOST_CHUNKS) -> int:
-    """How many chunks, at most `most`, a stage has under `parallel.schedule: auto`: interleaved with them, or 1f1b
-    where there is one.
+    """Returns how many chunks, at most `most`, a stage has under `parallel.schedule: auto`: interleaved with them, or
+    1f1b with one.
 
-    In lockstep v chunks leave 1/v of 1F1B's idle time (of fewer microbatches than stages a larger share, but never more
-    than all) and hold at most ((v+1) p - 1)/v microbatches where it holds 2p - 1. So the most that divide a stage's
-    layers. One microbatch gains nothing, and layers that the virtual stages do not divide must need no more padding
-    than without chunks.
+    In lockstep v chunks leave 1/v of 1F1B's idle time; with fewer microbatches than stages a larger share, but never
+    more than all. They hold at most ((v+1) p - 1)/v microbatches where 1F1B holds 2p - 1. So the largest number that
+    divides a stage's layers is taken. One microbatch gains nothing, and layers that the virtual stages do not divide
+    must need no more padding than without chunks.
     """
     longest = -(-layers // stages)
     most = min(most, layers // stages, (MAX_ENTRIES // stages - stages) // microbatches)
@@ -242,8 +242,8 @@ def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     memory: (v-1) n + 2p - 1 entries in flight, with n the size of the largest group. With m < p there is one group of
     m and each chunk waits for the ring. With one chunk the groups make no difference.
 
-    The backward is the same in mirror image, started so that the last virtual stage turns a microbatch around at once
-    or, where pairs leave no time for its loss between F and B, `waits` 1 clock later.
+    The backward is the same in mirror image. It starts so that the last virtual stage turns a microbatch around at
+    once; if pairs leave no time for its loss between F and B, it `waits` 1 clock.
     """
     c, s, j = _places(p, m, v)
     sizes = np.array([len(group) for group in np.array_split(np.arange(m), max(1, m // p))])
@@ -258,7 +258,7 @@ def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
 
 
 def _zero_bubble(p: int, m: int, v: int, waits: int = 0) -> Clocks:
-    """The same with B split: all stages do the W of a microbatch in the clock in which stage 0 does its I.
+    """1F1B with B split: all stages do the W of a microbatch in the clock in which stage 0 does its I.
 
     In lockstep a clock costs what any stage does in it: so W costs m v clocks and not m v + p - 1. Running on their
     own,

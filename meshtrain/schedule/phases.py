@@ -1,4 +1,4 @@
-"""Which clocks are compiled together: a schedule as a few phases (warm-up, steady state, cool-down), each a loop over
+"""Clocks that are compiled together: a schedule as a few phases (warm-up, steady state, cool-down), each a loop over
 clocks with the same ops.
 
     interleaved, 4 stages, 16 microbatches, 2 chunks:      F is forward, H the loss head, B backward
@@ -7,9 +7,9 @@ clocks with the same ops.
     7 x F           3 x ( 4 x FHB        4 x FB )         4 x FHB       7 x B
 
 The head stands beside the slots because with chunks most clocks have none, and it may cost as much as several layers.
-So do the embedding and its gradient, which all stages may share: the embedding of a microbatch is looked up one F
-before it enters, and its gradient is computed one B after the microbatch left virtual stage 0 (of pairs, whose last B
-come a clock later, in that clock). So they fall into the clocks that have a head.
+So do the embedding and its gradient, which all stages may share. The embedding of a microbatch is looked up one F
+before it enters, and its gradient is computed one B after the microbatch left virtual stage 0. With pairs, whose last B
+come a clock later, it is computed in that clock. So they fall into the clocks that have a head.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Phase:
 def phases(table: Table, limit: int = 13) -> list[Phase]:
     """Returns the table's clocks in order, in phases with `limit` bodies at most, so that code size does not grow with
     the number of microbatches. A table too irregular for that does some ops idly: first embeddings, in all clocks that
-    are alike but for them; then neighbours are joined, those first that waste least. What is sent over data cuts
-    phases, and may have four bodies more.
+    are alike but for them; then neighbours are joined, those first that waste least. Collectives over data
+    cut phases, and may have four bodies more.
     """
     ops = table_ops(table)
     limit = limit + 4 * table.has_sends
@@ -200,7 +200,7 @@ def one_earlier(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarr
 
 
 def one_later(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray:
-    """Likewise moved to the one after it."""
+    """Returns an array whose entries at `clocks` are moved, each to the next one of `clocks`."""
     moved = np.full_like(array, nothing)
     moved[clocks[1:]] = array[clocks[:-1]]
     return moved

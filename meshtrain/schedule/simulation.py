@@ -176,8 +176,8 @@ class Timeline(Shown):
 def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockstep") -> Timeline:
     """Runs a legal table by `execution` ('lockstep' or 'asynchronous').
 
-    Raises IllegalTable for what is no table, ValueError for another model of execution, and for durations that are
-    arrays of another length than the virtual stages.
+    Raises IllegalTable if the table is not legal. Raises ValueError for another model of execution, and for arrays of
+    durations that are not as long as the virtual stages are many.
     """
     check_is_table(table, "simulate")
     if execution not in EXECUTIONS:
@@ -209,7 +209,7 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
 
 
 class _Lanes:
-    """What travels over data: a lane for each stage that runs on its own, or one where all go in lockstep."""
+    """The lanes of collectives over data: a lane for each stage that runs on its own, or one in lockstep."""
 
     def __init__(self, table: Table, durations: Durations, lanes: int) -> None:
         self.sends = table.sends

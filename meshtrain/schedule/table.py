@@ -1,8 +1,8 @@
 """A pipeline schedule as data: which stage does what, of which microbatch and chunk, in which clock.
 
 A clock, one step of the schedule, has three slots, and every stage runs them in this order: F (forward), B (backward),
-W (weight gradient). What a slot of clock t sends to a neighbour, the neighbour can read from clock t + 1 on. Of a table
-of pairs, F and B run at once.
+W (weight gradient). A neighbour can read what a slot of clock t sends to it from clock t + 1 on. In a table of pairs, F
+and B run at once.
 
         clock  0    1    2     3     4     5         1F1B, 3 stages, 2 microbatches
     stage 0    F0   F1               B0    B1
@@ -19,7 +19,7 @@ k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
     loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
     v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
 
-What is sent over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces
+Collectives over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces
 its gradient. Either begins with its clock and travels beside what the stages do from there on, on a lane of its own:
 until the next one begins or, of a G, until the chunk's first F. A chunk without a G is gathered before all clocks, one
 without an R is reduced after them.
@@ -136,7 +136,7 @@ class Table(Shown):
 
     @property
     def has_sends(self) -> bool:
-        """Whether a G or an R stands in it."""
+        """Says whether a G or an R stands in the table."""
         return bool((self.sends >= 0).any())
 
     def without_sends(self) -> "Table":
@@ -154,7 +154,7 @@ class Table(Shown):
 
     @property
     def letters(self) -> str:
-        """How the three slots are written."""
+        """Returns how the three slots are written."""
         return _LETTERS[self.split]
 
     def chunk_of(self, virtual):
@@ -230,8 +230,8 @@ class Table(Shown):
         return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
 
     def cell_text(self, clock: int, stage: int) -> str:
-        """What a stage does in a clock, as it is written in CSV: 'F3 B1', a pair 'F3+B1', with chunks 'F3.1 I2.0 W1.0',
-        '' when idle.
+        """Returns the ops of a stage in a clock as CSV writes them: 'F3 B1', a pair 'F3+B1', with chunks
+        'F3.1 I2.0 W1.0', '' when idle.
         """
         words = []
         for slot, letter in enumerate(self.letters):
@@ -259,10 +259,10 @@ class Table(Shown):
         `placement` (loop) and `schedule`, its name, may be left out. A cell is empty where the stage is idle in that
         clock; else it has one op of each kind at
         most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all
-        cells of a row alike, at most one G and one R, each with its chunk. What is sent in a clock can be read from the
-        next on; the last virtual stage may do B in the clock of its F. In a table of pairs, which run both at once, F
-        and B of a cell are joined, as in F1+B0, and I and W in a clock without any F; neither may be in the clock of
-        what it needs. `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark that a
+        cells of a row alike, at most one G and one R, each with its chunk. A message sent in a clock can be read from
+        the next on; the last virtual stage may do B in the clock of its F. A table of pairs joins F and B of a cell, which
+        run at once, as in F1+B0; and I and W in a clock without any F. Neither may be in the clock of what it needs.
+        `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark that a
         spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"

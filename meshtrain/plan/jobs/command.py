@@ -1,4 +1,4 @@
-"""What `--jobs` does: reads, places, prints, draws."""
+"""The command `--jobs`: reads, places, prints, draws."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ OF_A_CONFIG = ("config", "set", "search", "devices", "write", "gantt", "csv", "c
 
 
 def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
-    """The command, with the function that writes a text to a path. Jobs that do not fit are no error."""
+    """Runs the command; `write` writes a text to a path. Jobs that do not fit do not make it fail."""
     if flags := [flag for flag in OF_A_CONFIG if getattr(options, flag)]:
         raise ConfigError(
             f"--{flags[0]} and --jobs do not go together: the file of jobs names each one's config and set."

@@ -58,7 +58,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Kueue:
-    """What `--kueue` has to know of the Kubernetes cluster."""
+    """The facts that `--kueue` needs about the Kubernetes cluster."""
 
     queue: str = key("meshtrain", "name of both queues, the flavor and the topology")
     namespace: str = key("default", "where the jobs are")

@@ -38,7 +38,7 @@ class Result:
 
     @property
     def placed(self) -> dict[str, PlacedJob]:
-        """By the name of the job."""
+        """Returns the placements by the name of the job."""
         return {placed.request.job.name: placed for placed in self.packing.placed}
 
     def slowdown(self, placed: PlacedJob) -> float:

@@ -236,7 +236,7 @@ def settings(before: Config, after: Config) -> list[str]:
 
 
 def hours(job: JobSpec, plan: Plan | None) -> float:
-    """How long a job runs where its plan is; infinite where nothing says so."""
+    """Returns how long a job runs where its plan is; infinite if nothing says so."""
     if job.hours:
         return job.hours
     if plan is None:

@@ -31,8 +31,10 @@ def strategies(packer: Packer, jobs: Jobs) -> dict[str, Packing]:
 
 
 def score(packing: Packing, goal: str) -> Score:
-    """How good a packing is, the larger the better, as far as it is known now: the goal's figure of each priority,
-    highest first; then the rest of the goals, fewer nodes a job, and larger free blocks.
+    """Returns how good a packing is, as far as it is known now; larger is better.
+
+    The goal's figure of each priority counts first, highest priority first; then the other goals, fewer nodes a job,
+    and larger free blocks.
     """
     priorities = sorted({request.job.priority for request in packing.requests}, reverse=True)
     figures = {"utilisation": _busy, "throughput": _tokens, "latency": _done}
