@@ -1,4 +1,4 @@
-"""What the commands share: one parser, one way to end, the exit codes.
+"""Gives all commands one parser, one way to end, and the exit codes.
 
 Wrong usage is one sentence, as a wrong config is.
 """
@@ -64,9 +64,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 
 def _code_of(work: Callable[[], int]) -> int:
-    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system
-    caused.
-    """
+    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system caused."""
     try:
         with _log_printed(), _umask(), _trust():
             return work()
@@ -167,7 +165,7 @@ def _reader_is_gone() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-# What was typed before the name of a command, where that was not Python with -m and the command's own module.
+# The words typed before the name of a command, where that was not Python with -m and the command's own module.
 typed = ""
 _MODULE = re.compile("^python -m meshtrain[. ]")
 
@@ -232,20 +230,20 @@ class Parser(argparse.ArgumentParser):
         add(
             "--mesh",
             metavar="data=A,tensor=B",
-            help="over which devices (default: the fewest that it fits)",
+            help="the mesh over which the model is spread (default: the fewest devices that hold it)",
         )
-        meaning = "what it computes in: float32, bfloat16, float16 (default: the model's)"
+        meaning = "the type that it computes in: float32, bfloat16, float16 (default: the model's)"
         add("--precision", metavar="DTYPE", help=meaning)
         add(
             "--weights",
             choices=("float8", "int8"),
-            help="holds those of the layers' products in 8 bits",
+            help="holds the weights of the layers' products in 8 bits",
         )
         add(
             "--step",
             type=step,
             default="newest",
-            help="of a run: a number, best (by eval loss) or newest",
+            help="the run's checkpoint: a number, best (by eval loss) or newest",
         )
         add(
             "--adapter",

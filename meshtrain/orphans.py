@@ -17,7 +17,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
     """Returns what a child does before its command (`preexec_fn`) to get a signal when its parent has ended, however
     that does.
 
-    None where the kernel cannot. What the child starts itself is not included.
+    None where the kernel cannot. Processes that the child starts itself are not included.
     """
     if _libc is None:
         return None

@@ -4,10 +4,9 @@
                  versions that are installed there,        XLA_FLAGS, NCCL_...
                  what its user set, which wins
 
-An XLA flag that a version does not know ends the process before its first line, so that a flag is set only with
-versions that were seen to take it (`tests/launch/test_flags.py` asks those that are installed); NCCL ignores variables
-that it does not know. What the step tells the compiler by itself (`meshtrain.xla`), whoever starts it, stands in the
-table beside.
+An XLA flag that a version does not know ends the process before its first line. So a flag is set only with versions
+that were seen to take it; `tests/launch/test_flags.py` asks the versions that are installed. NCCL ignores variables that
+it does not know. The options that the step itself gives the compiler, whoever starts it, stand in `meshtrain.xla`.
 
 Sources: NCCL's user guide, Environment Variables; XLA's own words on its flags (XLA_FLAGS=--help); NVIDIA's
 JAX-Toolbox, GPU performance; compiled steps (`experiments/README.md`, Communication).
@@ -38,7 +37,7 @@ STUCK = 3600  # seconds; `meshtrain.train` has processes wait as long for one th
 
 @dataclass(frozen=True)
 class Preset:
-    """What is set on several nodes, if `is_of_use` for a config on a cluster."""
+    """A flag or variable that is set on several nodes if it `is_of_use` for a config on a cluster."""
 
     name: str  # a flag of XLA, or an environment variable
     library: str

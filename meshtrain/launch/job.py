@@ -1,5 +1,5 @@
-"""What every launcher needs of a run: how many nodes, what each has, and the supervisor's command; and the options that
-they share.
+"""Describes a run to every launcher: its number of nodes, what each has, and the supervisor's command; and declares the
+options that launchers share.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 over.
 
 A node that is lost takes its supervisor with it; Ray retries the task on another, and the supervisor there joins the
-run that went on.
-Of codes: a supervisor that was killed, or stopped (75), is started again, so often in all; with 0 or 3 the run is over,
-and a task that still waits for a node waits no longer. The job's exit code is the run's.
+run that went on. A supervisor that was killed, or stopped (75), is started again, up to a total number of times. Codes 0
+and 3 mean that the run is over: a task that still waits for a node waits no longer. The job's exit code is the run's.
 
 `ray job stop` sends SIGTERM to the job, and SIGKILL 3 s later; what tasks have started Ray kills with the job. So the
 job asks for more time (STOP_TIME), cancels its tasks, and each has its supervisor stop with a checkpoint before it
@@ -103,8 +102,8 @@ def drive(
     """Runs the supervisors of all nodes; returns the run's exit code.
 
     `start` starts one node's task and returns a handle on it; `first` waits for the first of some handles, at most so
-    many seconds, and returns it with its exit code, or None. Of supervisors that were killed or stopped, `again` are
-    started again, unless the job is.
+    many seconds, and returns it with its exit code, or None. Up to `again` supervisors that were killed or
+    stopped are started again, unless the job itself is asked to stop.
     """
     running = {start(node): node for node in range(nodes)}
     codes = dict[int, int]()

@@ -86,8 +86,8 @@ def parser() -> Parser:
 
 
 def _warn_if_unreachable() -> None:
-    """Where JAX has CPUs alone its processes reach each other at the address of the host's name, whatever --address
-    is.
+    """Warns if other hosts cannot reach this one: on CPUs, JAX listens at the address of the host's name, whatever
+    --address is.
     """
     name = socket.gethostname()
     try:
@@ -113,7 +113,7 @@ def _set_flags(config: Config, cluster: str) -> None:
 
 
 def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
-    """ConfigError for faults that nobody would inject: of ranks that there are not, or made before a run begins."""
+    """Raises ConfigError for a fault that nobody would inject: its rank does not exist, or it is made before a run."""
     for request in asked:
         if request.kind.where == "start":
             raise ConfigError(
@@ -134,7 +134,7 @@ def _inject_parser() -> Parser:
     parser.add_argument("fault", nargs="?", metavar="KIND@STEP:RANK", help=fault_help)
     run_help = "the run's directory (default: the one below runs/, if there is one only)"
     parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
-    parser.add_argument("--list", action="store_true", help="the kinds that there are")
+    parser.add_argument("--list", action="store_true", help="prints all kinds of faults")
     parser.add_argument("--json", action="store_true", help="with --list, the same for programs")
     return parser
 
@@ -185,7 +185,7 @@ def _parser_of_run(word: str, description: str) -> Parser:
 
 def _status_parser() -> Parser:
     return _parser_of_run(
-        "status", "What a run does now: its nodes, their steps, what happened lately."
+        "status", "Shows what a run does now: its nodes, their steps, its latest faults."
     )
 
 
@@ -201,7 +201,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stats_parser() -> Parser:
     parser = _parser_of_run(
-        "stats", "Where a run's time went, its faults, how reliable its nodes are."
+        "stats", "Shows where a run's time went, its faults, and how reliable its nodes are."
     )
     parser.add_argument(
         "--svg", metavar="FILE", type=Path, help="writes a picture of the run's life"
@@ -221,7 +221,7 @@ def _stats(options: argparse.Namespace) -> int:
     return DONE
 
 
-# What may stand in the place of a run's config.
+# Commands that may be given instead of a config.
 COMMANDS = {
     "status": (_status_parser, _status),
     "stats": (_stats_parser, _stats),

@@ -1,5 +1,5 @@
-"""What a run came to, by the plans that its supervisors have written: its exit code; and whether it was done before a
-supervisor began.
+"""Finds the exit code that a run's supervisors agreed on, in the plans that they have written, and whether the run was
+done before a supervisor began.
 
 The command serves an engine that knows only the highest of their codes: before the supervisors are started it prints
 the number of the run's newest plan, and afterwards ends with the code that they have agreed on since; if on none, with
@@ -45,9 +45,9 @@ def _plans(run: Path) -> dict[int, Path]:
 
 
 def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str | None:
-    """Returns by what the run in a directory ended well; None if it did not, or is to go on now.
+    """Returns why the run in a directory counts as done; None if it did not end well, or is to go on now.
 
-    `plans`: all of its supervisors'.
+    `plans`: all plans of its supervisors.
     """
     if not plans or plans[-1].kind != "done":
         return None
@@ -62,7 +62,7 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
             steps = train.steps if train.epochs == config.train.epochs else None
     if steps is not None and step >= steps:
         return f"step {step} of {steps} was taken"
-    # What cannot be read the run itself will report.
+    # The run itself reports a file that cannot be read.
     with contextlib.suppress(OSError):
         if patience and (best := best_in(run / METRICS)).ends(patience):
             return f"it ended after step {step} by eval.patience: {best.why()}"
@@ -73,7 +73,7 @@ def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m meshtrain.survive.agreed",
-        description="What a run on several nodes came to.",
+        description="Prints the exit code of a run on several nodes.",
     )
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument(
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--otherwise",
         type=int,
         default=FAILED,
-        help="an exit code, where the run was not declared over",
+        help="the exit code if the run was not declared over",
     )
     options = parser.parse_args(arguments)
     if options.after is None:

@@ -70,7 +70,7 @@ DOES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happened, as a sentence, and the nodes to blame."""
+    """Describes a fault in a sentence, and names the nodes to blame."""
 
     kind: str
     sentence: str

@@ -9,8 +9,8 @@ were, whichever keeps more ranks. Which nodes make an island follows from their 
 
     4 islands of 8 data ranks, 31 left: data 28, 4 of 7        8 of 2, 15 left: data 14, 7 of 2
 
-The batch stays what it was, filled up where the data axis does not divide it (`train.uneven_batch`), and a microbatch
-gets no more rows, since activations are what memory would run out for. Where tensor x pipeline itself has no place the
+The batch keeps its size, and is filled up if the data axis does not divide it (`train.uneven_batch`). A microbatch gets
+no more rows than before, since memory would run out for its activations. If tensor x pipeline itself does not fit, the
 planner's search proposes another mesh. No JAX.
 """
 
@@ -37,7 +37,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class Formed:
-    """What a generation trains with."""
+    """Holds the config of a generation, and what was changed in it."""
 
     config: Config
     nodes: int  # used, of those that are there
@@ -49,8 +49,8 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
     run on so few.
 
     On as many as it was written for that is the config itself. `cluster` is asked where tensor x pipeline has no place:
-    a cluster or the name of one, by default that of the GPU which is here, else `cpu`. Of the survive section only
-    `inject` is kept.
+    a cluster or the name of one, by default that of the GPU which is here, else `cpu`. The survive section keeps only
+    `inject`.
     """
     each = config.mesh.devices // config.survive.wanted
     usable = min(nodes, config.survive.most)

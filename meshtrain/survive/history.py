@@ -1,8 +1,8 @@
-"""What the nodes of a run have written, read with distrust: events, plans, nodes' records, on one clock.
+"""Reads, with distrust, what the nodes of a run have written: events, plans and nodes' records, on one clock.
 
-Only JSON is read, of bounded size, from files whose names follow the pattern. What is cut in half, or is not what it
-should be, is left out and counted. Every node writes by its own clock; the leaders have logged how far those differ
-(`clock`), and here all is put on one.
+Only JSON is read, of bounded size, from files whose names follow the pattern. A line or file that is cut off or
+malformed is left out and counted. Every node writes by its own clock; the leaders have logged how far those differ
+(`clock`), and this file puts all of them on one.
 """
 
 import contextlib
@@ -67,13 +67,13 @@ class History:
 
     @property
     def over(self) -> bool:
-        """Whether the newest decision is that the run has ended."""
+        """Returns whether the newest decision is that the run has ended."""
         return bool(self.plans) and self.plans[-1].state == "over"
 
     @property
     def newest(self) -> float:
-        """The last moment that anything is known of: of an ended run its last event, else also the nodes' last
-        records.
+        """Returns the last moment that anything is known of: the last event or plan, and the nodes' last records if the run
+        is not over.
         """
         times = [event.time for event in self.events[-1:]] + [plan.wall for plan in self.plans[-1:]]
         times += [record.wall for record in self.records.values() if not self.over]
@@ -107,7 +107,7 @@ def text(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns what JSON has a word for: an infinite or undefined number is null."""
+    """Converts a value to one that JSON can hold: an infinite or undefined number becomes null."""
     if isinstance(value, dict):
         return {str(key): plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ def date(time: float) -> datetime:
 
 
 def read(run: Path) -> History:
-    """Reads all that the nodes of `run` have written; ConfigError if `run` is no run under supervision."""
+    """Reads all that the nodes of `run` have written; ConfigError if `run` is not a supervised run."""
     directory = _folder(run)
     lines = dict[str, Sequence[Fields]]()
     torn = 0
@@ -194,7 +194,7 @@ def together(
     records: Mapping[str, Node],
     torn: int = 0,
 ) -> History:
-    """Returns a history of what each node wrote, put on one clock. What bears no possible time is torn."""
+    """Returns a history of what each node wrote, put on one clock. A line without a possible time counts as torn."""
     ahead = clocks(lines)
     events = []
     for node, rows in lines.items():
@@ -222,12 +222,12 @@ def together(
 
 
 def clocks(lines: Mapping[str, Iterable[Fields]]) -> dict[str, float]:
-    """Returns by how many seconds each node's clock is ahead of one of them, that of the node that stands beside most
+    """Returns by how many seconds each node's clock is ahead of the reference clock, the clock that was compared with the most
     others.
 
-    A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. Of several
-    judgements of the same
-    two the median counts: a record is seen a moment after it was written, now and then much later.
+    A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. If two nodes
+    were compared several times the median counts: a record is seen a moment after it was written, now and then much
+    later.
     """
     judged = defaultdict[tuple[str, str], list[float]](list)
     for leader, rows in lines.items():

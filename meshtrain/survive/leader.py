@@ -1,4 +1,4 @@
-"""What the leader does: asks `decide`, writes the decision where all read it, and reports what needs no decision.
+"""Leads a run: asks `decide`, writes the decision where all read it, and reports events that need no decision.
 
     records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config, coordinator
                                              └──► stop: a checkpoint, then form      └──► over: everybody ends

@@ -1,4 +1,4 @@
-"""Where a run's time went: every second from the first `join` to the last sign of it, by kind; and the life of each
+"""Accounts for a run's time: every second from the first `join` to the last sign of it, by kind; and the life of each
 node.
 
     init compile restore step data eval checkpoint    counted by a process itself, on its own monotonic clock; init is its start and its end
@@ -6,7 +6,7 @@ node.
     down     no process was there
     other    a process was there, and nobody has counted what it did after its last count
 
-In SPMD all ranks do the same at once, so the time of a generation is that of rank 0: from its `started` to its `ended`,
+In SPMD all ranks do the same at once, so the time of a generation is the time of rank 0: from its `started` to its `ended`,
 or, where its node went without a sign, to the verdict. The kinds sum to the wall time by construction; `other` is how
 much of that is not known.
 """
@@ -41,7 +41,7 @@ def word(kind: str) -> str:
 
 
 class Save(NamedTuple):
-    """What rank 0 had spent when it began to save a step."""
+    """Holds the seconds that rank 0 had spent when it began to save a step."""
 
     step: int
     time: float
@@ -89,7 +89,7 @@ class Ledger:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each of `KINDS`; they sum to `wall`."""
+        """Returns the seconds of each of `KINDS`; they sum to `wall`."""
         sums = {kind: sum(g.seconds.get(kind, 0.0) for g in self.generations) for kind in KINDS}
         sums["down"] = max(self.wall - sum(sums.values()), 0.0)
         return sums
@@ -109,7 +109,7 @@ class Ledger:
 
 
 def ledger(history: History) -> Ledger:
-    """Returns the ledger of a history. Of a run that goes on, up to the newest sign of it."""
+    """Returns the ledger of a history; while the run goes on, the ledger ends at its newest sign."""
     last = history.newest
     joins = [event.time for event in history.of("join")] or [
         event.time for event in history.events[:1]
@@ -134,8 +134,8 @@ def ledger(history: History) -> Ledger:
 
 
 class _GenerationLog:
-    """What one generation logged: of rank 0, or the nearest to it that has logged anything where rank 0's node has left
-    nothing.
+    """Holds the events that one generation's rank 0 logged; if its node left nothing, those of the next rank that left
+    any.
     """
 
     def __init__(self, generation: int, events: Sequence[RunEvent]) -> None:

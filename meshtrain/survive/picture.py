@@ -57,7 +57,7 @@ FEW = 24  # rows of full height
 
 
 def svg(run: Path, width: float = 960) -> str:
-    """Draws the life of a run, `width` pixels wide; ConfigError if it is no run under supervision."""
+    """Draws the life of a run, `width` pixels wide; ConfigError if it is not a supervised run."""
     history = read(run)
     return drawn(history, ledger(history), width)
 

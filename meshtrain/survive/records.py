@@ -1,11 +1,11 @@
-"""What supervisors write for one another: JSON of fixed fields, checked when it is read.
+"""Defines the records that supervisors write for one another: JSON of fixed fields, checked when it is read.
 
 Nothing of a record is ever executed.
 
     a node's record   what it does, rewritten in place           Node
     a plan            what the leader decided, one file each     RestartPlan
 
-What is none is passed over, as if it were not there.
+A file that holds no valid record is passed over, as if it were not there.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEnd:
-    """How a training process ended; `exit` is negative for a signal."""
+    """Describes how a training process ended; `exit` is negative for a signal."""
 
     exit: int
     kind: str
@@ -63,7 +63,7 @@ class ProcessEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node. What follows `digests` is added by who looks at it."""
+    """A node. The reader of a record adds the fields after `digests`."""
 
     name: str
     incarnation: str = ""  # of its supervisor
@@ -124,7 +124,7 @@ class RestartPlan:
 
 
 def encode(record: Any, size: int = 0) -> bytes:
-    """Returns one line of JSON, padded with spaces to `size` bytes; of a text that does not fit the end is left out."""
+    """Returns one line of JSON, padded with spaces to `size` bytes; texts are cut off until it fits."""
     line = json.dumps(dataclasses.asdict(record))
     most = 256
     while size and len(line) >= size and most > 8:

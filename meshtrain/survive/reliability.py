@@ -1,5 +1,5 @@
-"""How often a run fails, how certain that is, and what it costs: counted from its history, and what the formulas make
-of it.
+"""Estimates how often a run fails, how certain that is, and what it costs: counts from its history, and what formulas
+predict from them.
 
 A failure is a restart that counts: a new generation that was formed for another reason than a start, a node that came
 back, or a preemption; and the fault after which the run was given up.
@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reliability:
-    """What a history says of failures. Times in seconds; none: not known."""
+    """Holds a history's figures on failures. Times in seconds; None: not known."""
 
     failures: tuple[Failure, ...]
     exposed: float  # seconds in which the run was to go on: without those between its end and its being started again

@@ -41,8 +41,8 @@ LATELY = 5  # reasons that are shown
 def show_status(
     run: Path, watch: float = WATCH, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Returns what goes on in `run`, whose records are watched for at most `watch` seconds; ConfigError if it is no run
-    under supervision.
+    """Returns what goes on in `run`, whose records are watched for at most `watch` seconds; ConfigError if it is not a
+    supervised run.
     """
     history, alive, waited = _watched(run, watch, sleep)
     return _joined(
@@ -164,7 +164,7 @@ def _lately(history: History) -> str:
 
 
 def show(run: Path) -> str:
-    """Returns the tables of `run`; ConfigError if it is no run under supervision."""
+    """Returns the tables of `run`; ConfigError if it is not a supervised run."""
     history, times, figures = _figures(run)
     life = "\n".join(timeline(history, times))
     tables = _times(times), life, _failures(figures), _formulas(figures, times)

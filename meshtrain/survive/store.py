@@ -1,4 +1,4 @@
-"""What supervisors share, and nothing else: a directory, on which every node can read and write.
+"""The only thing that supervisors share: a directory that every node can read and write.
 
     RUN/survive/
       plans/000012.json    a decision each; its number is taken by link(), which one of several leaders can do
@@ -128,7 +128,7 @@ class Store:
     # --- events, faults asked for, files of a generation
 
     def log(self, event: str, **fields: Any) -> None:
-        """Appends an event. What a full disk does not take waits for the next one: a run need not end for it."""
+        """Appends an event. Lines that a full disk refuses wait for the next event: a run need not end for them."""
         if self.lost:
             return
         self._pending += (
@@ -181,8 +181,8 @@ def config_of(root: Path, plan: RestartPlan) -> Path:
 
 
 def refuse_unsafe(path: Path, follow: bool = True) -> None:
-    """ConfigError for a directory that others could put decisions into: of another user, writable by everybody, or (not
-    `follow`) a link.
+    """Raises ConfigError for a directory that others could put decisions into: it is another user's, writable by
+    everybody, or (not `follow`) a link.
     """
     try:
         info = os.stat(path, follow_symlinks=follow)

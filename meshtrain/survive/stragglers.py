@@ -31,7 +31,7 @@ Name = TypeVar("Name")
 
 
 class Pace(NamedTuple):
-    """How fast a rank is beside the others. `score`: 1 is best."""
+    """Compares the speed of a rank with the others'. `score`: 1 is best."""
 
     score: float
     share: float  # of its steps in which it waits for no other

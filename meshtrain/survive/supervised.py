@@ -8,7 +8,7 @@ A supervisor that is frozen or gone no longer renews the file `lease`. Others ma
 so the rank ends itself.
 
 A thread sees when the process does not run though it should: it is stopped now and then, or has no core. The thread
-comes late then, and what of `wait` went by so counts as `stopped` or `queued`, since no other rank is to blame for it.
+comes late then, and that part of `wait` counts as `stopped` or `queued`, since no other rank is to blame for it.
 
 `log.batches` logs what the process read, so that the batches of one run can be compared with those of another.
 """
@@ -49,7 +49,7 @@ PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 
 @dataclass(frozen=True)
 class Supervised:
-    """What a supervisor passes to the process that it starts."""
+    """Holds the settings that a supervisor passes to the process that it starts."""
 
     local: Path  # the node's own directory, with `beat` and `lease`
     generation: Path  # of this generation, in the run directory

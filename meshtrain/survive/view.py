@@ -1,5 +1,5 @@
-"""What a supervisor knows of the others: their records with an age, the newest plan, who leads; and whether they would
-train alike.
+"""Holds what a supervisor knows of the others: their records with an age, the newest plan, who leads; and whether they
+would train alike.
 
 An age is how long a record was seen not to change, on the clock of who reads it: no node's clock is compared with
 another's, and time in which the reader itself stood still (frozen, starved, on a disk that hangs) is nobody's age.
@@ -129,9 +129,9 @@ class View:
     # --- what follows from it
 
     def is_leader(self, own: Node, since: float) -> bool:
-        """Returns whether this node leads: of the live ones that stay it has the lowest name.
+        """Returns whether this node leads: it has the lowest name of the live nodes that stay.
 
-        Not before it knows who is alive.
+        It does not lead before it knows who is alive.
         """
         unheard = {n.name for n in self.nodes if n.name not in self._changed} - {own.name}
         at_work = (
@@ -146,8 +146,8 @@ class View:
         return own.name == min(self._live(), key=lambda n: (n.leaving, n.name)).name
 
     def is_first(self, own: Node) -> bool:
-        """Returns whether this node will have the coordinator, as far as can be known: of the live ones it has the
-        lowest name.
+        """Returns whether this node will have the coordinator, as far as can be known: it has the lowest name of the live
+        nodes.
         """
         return own.name == min(n.name for n in self._live())
 
@@ -192,8 +192,8 @@ class View:
         return wrong
 
     def refuse_stranger(self, own: Node) -> None:
-        """ConfigError if a node comes to others that are at work, and has another config, code or versions than
-        they.
+        """Raises ConfigError if a node joins others that are at work, and its config, code or versions differ from
+        theirs.
         """
         if self.plan is None or self.plan.state == "over" or self.is_old(self.plan):
             return
@@ -208,7 +208,7 @@ class View:
                 raise ConfigError(f"{node.differs}.")
 
     def refuse_twin(self, name: str) -> None:
-        """ConfigError if another supervisor is at work under this name.
+        """Raises ConfigError if another supervisor is at work under this name.
 
         One that is silent may be frozen, its process at work until the lease has run out: that is waited for.
         """
@@ -257,7 +257,7 @@ def config_text(config: Config) -> str:
 def digests(config: Config) -> dict[str, str]:
     """Returns digests of a node's config and code, and the versions of its libraries."""
     text = hashlib.sha256(config_text(config).encode()).hexdigest()
-    # Which meshtrain it is, its source says: a checkout has no version, or that of another installation.
+    # The source identifies meshtrain: a checkout has no version, or another installation's.
     libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
     own = {"config": text[:16], "code": source_digest()[:16]}
     if config.run.imports or imports.plugins():
