@@ -64,7 +64,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 
 def _code_of(work: Callable[[], int]) -> int:
-    """Returns the exit code of a command's work; prints the sentence of an error that a user's input or the system caused."""
+    """Returns the exit code of a command's work; prints the sentence of an error that input or the system caused."""
     try:
         with _log_printed(), _umask(), _trust():
             return work()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from experiments.survive.cluster import Cluster, alive, load_average, median, say, settings
 from experiments.survive.tables import table
-from meshtrain.survive.decide import SupervisorOptions, decide
+from meshtrain.survive.decide import decide
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
-from meshtrain.survive.records import Node, Rank, RestartPlan
+from meshtrain.survive.records import Node, Rank, RestartPlan, SupervisorOptions
 from meshtrain.survive.supervised import LEASE, Supervised, SupervisedHeartbeat
 
 PHASES = ("data", "dispatch", "wait")

@@ -5,8 +5,8 @@
                  what its user set, which wins
 
 An XLA flag that a version does not know ends the process before its first line. So a flag is set only with versions
-that were seen to take it; `tests/launch/test_flags.py` asks the versions that are installed. NCCL ignores variables that
-it does not know. The options that the step itself gives the compiler, whoever starts it, stand in `meshtrain.xla`.
+that were seen to take it; `tests/launch/test_flags.py` asks the versions that are installed. NCCL ignores variables
+that it does not know. The options that the step itself gives the compiler, whoever starts it, stand in `meshtrain.xla`.
 
 Sources: NCCL's user guide, Environment Variables; XLA's own words on its flags (XLA_FLAGS=--help); NVIDIA's
 JAX-Toolbox, GPU performance; compiled steps (`experiments/README.md`, Communication).

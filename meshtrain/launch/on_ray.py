@@ -2,8 +2,8 @@
 over.
 
 A node that is lost takes its supervisor with it; Ray retries the task on another, and the supervisor there joins the
-run that went on. A supervisor that was killed, or stopped (75), is started again, up to a total number of times. Codes 0
-and 3 mean that the run is over: a task that still waits for a node waits no longer. The job's exit code is the run's.
+run that went on. A supervisor that was killed, or stopped (75), is started again, up to a total number of times. Codes
+0 and 3 mean that the run is over: a task that still waits for a node waits no longer. The job's exit code is the run's.
 
 `ray job stop` sends SIGTERM to the job, and SIGKILL 3 s later; what tasks have started Ray kills with the job. So the
 job asks for more time (STOP_TIME), cancels its tasks, and each has its supervisor stop with a checkpoint before it

@@ -1,9 +1,9 @@
 """`sky`: a task for `sky jobs launch` (SkyPilot).
 
 SkyPilot ends all nodes when the command of one ends with an error. So a supervisor that was killed is started again
-where it was, and only a code that a supervisor itself ends with ends the task. 75 brings the task back on machines that are
-there (recover_on_exit_codes). Machines without an image of the user's get the directory in which `sky` is called, a
-checkout of meshtrain, and install it.
+where it was, and only a code that a supervisor itself ends with ends the task. 75 brings the task back on
+machines that are there (recover_on_exit_codes). Machines without an image of the user's get the directory
+in which `sky` is called, a checkout of meshtrain, and install it.
 """
 
 import argparse

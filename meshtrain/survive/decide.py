@@ -9,13 +9,13 @@ blamed).
 Faults, and which of several explains the others: `detectors`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
 from meshtrain.survive.detectors import FREE, ORDER, STRIKES, Fault, Members, ended, hung, last_step
-from meshtrain.survive.records import Node, RestartPlan
+from meshtrain.survive.records import Node, RestartPlan, SupervisorOptions
 
 DAY = 86400.0
 QUARANTINE = 600.0  # seconds for the first time; twice as long each further time
@@ -26,26 +26,6 @@ LOCKED = 5.0  # seconds until a lock that was held is tried again
 STEADY = 10.0  # seconds that a node must be there before it is taken in
 
 Plans = Sequence[RestartPlan]
-
-
-@dataclass(frozen=True)
-class SupervisorOptions:
-    """The config's section `survive`, and how many of a number of nodes a mesh would use (None: there is no mesh)."""
-
-    used: Callable[[int], int | None]
-    wanted: int = 1
-    least: int = 1
-    join_timeout: float = 300.0
-    step_timeout: float = 0.0
-    node_timeout: float = 20.0
-    restarts: int = 20
-    moving: float = 0.0  # seconds that a slow disk takes for a node's share of a checkpoint
-    holder: str = ""  # who has the run's lock while a generation forms
-
-    @property
-    def heartbeat(self) -> float:
-        """Seconds between two signs of life of a node."""
-        return min(2.0, max(0.25, self.node_timeout / 10))
 
 
 class Decision(NamedTuple):

@@ -21,12 +21,8 @@ A rank hangs if it stays in its phase for longer than that may take; a frozen on
 from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
-from typing import TYPE_CHECKING
 
-from meshtrain.survive.records import Node, Rank, RestartPlan
-
-if TYPE_CHECKING:
-    from meshtrain.survive.decide import SupervisorOptions
+from meshtrain.survive.records import Node, Rank, RestartPlan, SupervisorOptions
 
 Members = Sequence[
     Node | None
@@ -85,7 +81,7 @@ class Fault:
 # --- nodes that are gone, processes that ended
 
 
-def ended(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> list[Fault]:
+def ended(members: Members, plan: RestartPlan, options: SupervisorOptions) -> list[Fault]:
     """Returns faults of members that are gone, and of those whose process ended otherwise than it should."""
     faults = []
     for rank, (name, node) in enumerate(zip(plan.members, members, strict=True)):
@@ -137,7 +133,7 @@ def patience(pace: float) -> float:
     return max(LEAST, TIMES * pace)
 
 
-def timeout(rank: Rank, options: "SupervisorOptions") -> float:
+def timeout(rank: Rank, options: SupervisorOptions) -> float:
     """Returns seconds that a rank may stay in its phase."""
     if rank.phase in ("restore", "save"):
         return TIMEOUTS[rank.phase] + options.moving
@@ -148,7 +144,7 @@ def timeout(rank: Rank, options: "SupervisorOptions") -> float:
     return options.step_timeout or patience(rank.pace)
 
 
-def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> list[Fault]:
+def hung(members: Members, plan: RestartPlan, options: SupervisorOptions) -> list[Fault]:
     """Returns faults of those who keep the others waiting beyond the time of their phase."""
     started = [
         (n, n.rank) for n in members if n is not None and n.rank and n.generation == plan.generation
@@ -190,7 +186,7 @@ def hung(members: Members, plan: RestartPlan, options: "SupervisorOptions") -> l
     return [_fault("stuck", n, rank, options) for n, rank in late]
 
 
-def _fault(kind: str, node: Node, rank: Rank, options: "SupervisorOptions") -> Fault:
+def _fault(kind: str, node: Node, rank: Rank, options: SupervisorOptions) -> Fault:
     does = (
         DOES[rank.phase]
         if kind == "stuck" and rank.phase in DOES
@@ -205,14 +201,14 @@ def _fault(kind: str, node: Node, rank: Rank, options: "SupervisorOptions") -> F
     return Fault(kind, sentence, (node.name,), rank.step)
 
 
-def _seconds(node: Node, rank: Rank, options: "SupervisorOptions") -> float:
+def _seconds(node: Node, rank: Rank, options: SupervisorOptions) -> float:
     """Returns for how long a rank is in its phase; its supervisor's silence beyond a heartbeat is the supervisor's, not
     the rank's.
     """
     return rank.phase_age + min(node.age, options.heartbeat)
 
 
-def _silence(node: Node, rank: Rank, options: "SupervisorOptions") -> float:
+def _silence(node: Node, rank: Rank, options: SupervisorOptions) -> float:
     """Returns seconds since the last sign of life of a rank's thread, or since its process began if it never gave
     one.
     """

@@ -72,8 +72,8 @@ class History:
 
     @property
     def newest(self) -> float:
-        """Returns the last moment that anything is known of: the last event or plan, and the nodes' last records if the run
-        is not over.
+        """Returns the last moment that anything is known of: the last event or plan, and the nodes' last records if the
+        run is not over.
         """
         times = [event.time for event in self.events[-1:]] + [plan.wall for plan in self.plans[-1:]]
         times += [record.wall for record in self.records.values() if not self.over]
@@ -222,8 +222,7 @@ def together(
 
 
 def clocks(lines: Mapping[str, Iterable[Fields]]) -> dict[str, float]:
-    """Returns by how many seconds each node's clock is ahead of the reference clock, the clock that was compared with the most
-    others.
+    """Returns by how many seconds each node's clock is ahead of the reference clock, the one compared with most others.
 
     A leader judges the clocks that it sees; leadership moves, so clocks are compared from node to node. If two nodes
     were compared several times the median counts: a record is seen a moment after it was written, now and then much

@@ -17,9 +17,9 @@ from meshtrain.config import Config, to_yaml
 from meshtrain.files import write_atomically
 from meshtrain.run.lock import holder
 from meshtrain.survive.console import report
-from meshtrain.survive.decide import Decision, SupervisorOptions, decide, quarantined
+from meshtrain.survive.decide import Decision, decide, quarantined
 from meshtrain.survive.forming import formed
-from meshtrain.survive.records import Node, RestartPlan
+from meshtrain.survive.records import Node, RestartPlan, SupervisorOptions
 from meshtrain.survive.store import Store, config_of
 from meshtrain.survive.stragglers import Stragglers
 from meshtrain.survive.view import View

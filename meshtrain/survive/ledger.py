@@ -6,9 +6,9 @@ node.
     down     no process was there
     other    a process was there, and nobody has counted what it did after its last count
 
-In SPMD all ranks do the same at once, so the time of a generation is the time of rank 0: from its `started` to its `ended`,
-or, where its node went without a sign, to the verdict. The kinds sum to the wall time by construction; `other` is how
-much of that is not known.
+In SPMD all ranks do the same at once, so the time of a generation is the time of rank 0: from its `started` to its
+`ended`, or, where its node went without a sign, to the verdict. The kinds sum to the wall time by construction;
+`other` is how much of that is not known.
 """
 
 import math

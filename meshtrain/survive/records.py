@@ -13,7 +13,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from meshtrain.run.rows import parse
@@ -121,6 +121,26 @@ class RestartPlan:
             return self.state in ("forming", "over")
         same = len(self.members) == len(self.incarnations) == len(set(self.members)) > 0
         return same and (len(self.members) == 1 or self.coordinator is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisorOptions:
+    """The config's section `survive`, and how many of a number of nodes a mesh would use (None: there is no mesh)."""
+
+    used: Callable[[int], int | None]
+    wanted: int = 1
+    least: int = 1
+    join_timeout: float = 300.0
+    step_timeout: float = 0.0
+    node_timeout: float = 20.0
+    restarts: int = 20
+    moving: float = 0.0  # seconds that a slow disk takes for a node's share of a checkpoint
+    holder: str = ""  # who has the run's lock while a generation forms
+
+    @property
+    def heartbeat(self) -> float:
+        """Returns the seconds between two signs of life of a node."""
+        return min(2.0, max(0.25, self.node_timeout / 10))
 
 
 def encode(record: Any, size: int = 0) -> bytes:

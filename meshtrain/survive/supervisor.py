@@ -26,11 +26,10 @@ from meshtrain.survive import console
 from meshtrain.survive.agreed import done_already
 from meshtrain.survive.child import TrainingProcess, kill_left_behind, train_command
 from meshtrain.survive.console import report
-from meshtrain.survive.decide import SupervisorOptions
 from meshtrain.survive.detectors import timeout
 from meshtrain.survive.injector import NodeInjector
 from meshtrain.survive.leader import Leader, sizes
-from meshtrain.survive.records import Node, ProcessEnd, RestartPlan
+from meshtrain.survive.records import Node, ProcessEnd, RestartPlan, SupervisorOptions
 from meshtrain.survive.store import Store, config_of
 from meshtrain.survive.view import View, config_text, digests, this_machine
 

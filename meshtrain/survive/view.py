@@ -25,8 +25,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.run.rows import parse
 from meshtrain.run.versions import source_digest, versions
 from meshtrain.survive.child import kill_left_behind
-from meshtrain.survive.decide import SupervisorOptions
-from meshtrain.survive.records import Node, RestartPlan, decode
+from meshtrain.survive.records import Node, RestartPlan, SupervisorOptions, decode
 from meshtrain.survive.store import Store, other_supervisor
 
 SKEW = 5.0  # seconds by which a clock may be wrong without a warning
@@ -146,8 +145,8 @@ class View:
         return own.name == min(self._live(), key=lambda n: (n.leaving, n.name)).name
 
     def is_first(self, own: Node) -> bool:
-        """Returns whether this node will have the coordinator, as far as can be known: it has the lowest name of the live
-        nodes.
+        """Returns whether this node will have the coordinator, as far as can be known: it has the lowest name of the
+        live nodes.
         """
         return own.name == min(n.name for n in self._live())
 

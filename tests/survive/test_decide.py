@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from meshtrain.survive.decide import DAY, LOCKED, QUARANTINE, STEADY, SupervisorOptions, decide
+from meshtrain.survive.decide import DAY, LOCKED, QUARANTINE, STEADY, decide
 from meshtrain.survive.detectors import ORDER
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
 
 NAMES = ["n0", "n1", "n2", "n3"]
 OPTIONS = SupervisorOptions(

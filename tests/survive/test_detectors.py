@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from meshtrain.survive.decide import SupervisorOptions
 from meshtrain.survive.detectors import PHASES, TIMEOUTS, hung, timeout
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
 
 OPTIONS = SupervisorOptions(used=lambda n: n, wanted=4, step_timeout=8.0, node_timeout=6.0)
 PLAN = RestartPlan(

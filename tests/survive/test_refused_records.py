@@ -9,8 +9,7 @@ from refusing_disk import refusing
 from meshtrain.errors import Unreadable
 from meshtrain.survive import agreed, history
 from meshtrain.survive.child import TrainingProcess
-from meshtrain.survive.decide import SupervisorOptions
-from meshtrain.survive.records import Node, RestartPlan
+from meshtrain.survive.records import Node, RestartPlan, SupervisorOptions
 from meshtrain.survive.store import Store
 from meshtrain.survive.view import View
 

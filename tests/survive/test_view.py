@@ -10,8 +10,7 @@ import pytest
 from meshtrain.config import load
 from meshtrain.errors import ConfigError
 from meshtrain.run import versions
-from meshtrain.survive.decide import SupervisorOptions
-from meshtrain.survive.records import Node, ProcessEnd, RestartPlan
+from meshtrain.survive.records import Node, ProcessEnd, RestartPlan, SupervisorOptions
 from meshtrain.survive.store import Store
 from meshtrain.survive.view import View, config_text, difference, digests, this_machine
 
