@@ -30,8 +30,8 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.experts import EXPOSED, expert_seconds, with_experts
-from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
+from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds
+from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers, practised_count
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,9 @@ def layer_cost(
     parallel = config.parallel
     # A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
     length = (
-        shapes.length(config) if activations.in_pieces(config) else config.train.sequence_length
+        shapes.length(config)
+        if activations.splits_kernel_calls(config)
+        else config.train.sequence_length
     )
     layer = compute.layer(
         model,
@@ -167,7 +169,7 @@ def layer_cost(
         length,
     )
     if model.moe.experts:
-        layer = with_experts(config, layer, cluster, profile)
+        layer = add_experts(config, layer, cluster, profile)
     adapters = compute.adapters(config, device)
     trained = compute.trained_share(config)
     recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
@@ -242,7 +244,7 @@ def _tensor_sends(
     for moment, t in layer_transfers(config):
         count = t.count / stages(config).longest
         if not profile.compiled:
-            count = as_practised(t.what, count, profile)
+            count = practised_count(t.what, count, profile)
         spent = count * best(t.kind, group, t.nbytes).seconds * exposed
         seconds["hideable" if t.hides and hides else moment] += spent
     return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
