@@ -11,6 +11,7 @@ data_seconds, hidden_seconds, and those of `hosts`: outside the microbatches
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
@@ -28,7 +29,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
-from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
+from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Layer, LayerShape, Seconds
 from meshtrain.plan.context import context_seconds
 from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers, layer_transfers, practised_count
@@ -143,68 +144,43 @@ def microbatch_costs(
     )
 
 
+class Part(NamedTuple):
+    """One contribution to the compute time of a layer."""
+
+    name: str
+    forward: Seconds = Seconds()
+    backward: Seconds = Seconds()
+
+
 def layer_cost(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> LayerCost:
-    """Costs of a microbatch in one layer."""
+    """Returns the costs of a microbatch in one layer."""
     device = cluster.accelerator
-    model = config.model
-    parallel = config.parallel
-    # A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
-    length = (
-        shapes.length(config)
-        if activations.splits_kernel_calls(config)
-        else config.train.sequence_length
-    )
-    layer = compute.layer(
-        model,
-        device,
-        config.precision.compute,
-        shapes.microbatch_rows(config),
-        config.train.sequence_length,
-        config.mesh.tensor,
-        parallel.sequence_parallel,
-        profile,
-        config.mesh.context,
-        length,
-    )
-    if model.moe.experts:
-        layer = add_experts(config, layer, cluster, profile)
-    adapters = compute.adapters(config, device)
-    trained = compute.trained_share(config)
-    recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
-    eights = float8.differences(config, device)
-    again = recompute.matmul / layer.forward.matmul
-    recompute += Seconds(
-        again * eights.forward.matmul, 0.0, (parallel.remat != "none") * eights.forward.memory
-    )
+    layer = _time_layer(config, cluster, profile)
+    parts = _layer_parts(config, device, layer, profile)
+    forward = sum((part.forward for part in parts), Seconds())
+    backward = sum((part.backward for part in parts), Seconds())
+    named = {part.name: part for part in parts}
+    recompute = named["recompute"].backward
+    rounding = named["float8"]
     weight_grad = (
-        layer.forward.matmul * trained
-        + adapters.matmul
-        + max(0.0, eights.backward.matmul - eights.forward.matmul)
+        layer.forward.matmul * compute.trained_share(config)
+        + named["adapters"].forward.matmul
+        + max(0.0, rounding.backward.matmul - rounding.forward.matmul)
     )
-    forward_sends, backward_sends = _tensor_sends(config, cluster, profile, weight_grad)
-    own_program = profile.compiled and device.platform == "gpu"
-    copied = _copies(config, device) if own_program else (Seconds(), Seconds())
-    backward = compute.layer_backward(
-        layer.forward,
-        device,
-        compute.looped(length, FAMILIES[model.family].causal),
-        profile,
-        trained,
-    )
+    tensor = _tensor_sends(config, cluster, profile, weight_grad)
     context = 0.0, 0.0
     if config.mesh.context > 1:
-        context = context_seconds(
-            config, cluster, layer.forward.attention, backward.attention + recompute.attention
-        )
+        attention_backward = named["layer"].backward.attention + recompute.attention
+        context = context_seconds(config, cluster, layer.forward.attention, attention_backward)
     expert = expert_seconds(config, cluster, profile)
-    forward_sends = forward_sends + context[0] + expert[0]
-    backward_sends = backward_sends + context[1] + expert[1]
+    forward_sends = tensor[0] + context[0] + expert[0]
+    backward_sends = tensor[1] + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
-    forward = layer.forward + adapters + copied[0] + eights.forward
-    weights = compute.weight_passes(config, device, profile)
-    backward = backward + adapters * 2 + copied[1] + weights + recompute + eights.backward
+    residuals = 0.0
+    if _is_ours_on_gpus(device, profile):
+        residuals = 2 * activations.weight_grad_residuals(config) / device.memory_rate
     pairs = profile.compiled and device.platform != "cpu"
     return LayerCost(
         forward=forward,
@@ -217,9 +193,7 @@ def layer_cost(
         expert_sends=sum(expert),
         forward_copies=max(0.0, offload - layer.forward.total),
         backward_copies=offload,
-        residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate
-        if own_program
-        else 0.0,
+        residuals=residuals,
         reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
         # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
         # open.
@@ -227,6 +201,68 @@ def layer_cost(
         * pairs,
         backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
     )
+
+
+def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> Layer:
+    """Returns one layer's forward, with its experts if it has any."""
+    shape = LayerShape(
+        config.model,
+        config.precision.compute,
+        shapes.microbatch_rows(config),
+        config.train.sequence_length,
+        config.mesh.tensor,
+        config.parallel.sequence_parallel,
+        config.mesh.context,
+        _kernel_length(config),
+    )
+    layer = compute.layer(shape, cluster.accelerator, profile)
+    return add_experts(config, layer, cluster, profile) if config.model.moe.experts else layer
+
+
+def _kernel_length(config: Config) -> int:
+    """Returns the tokens over which attention's kernel loops.
+
+    A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
+    """
+    if activations.splits_kernel_calls(config):
+        return shapes.length(config)
+    return config.train.sequence_length
+
+
+def _layer_parts(
+    config: Config, device: Accelerator, layer: Layer, profile: FrameworkProfile
+) -> list[Part]:
+    """Returns the contributions to one layer's compute time, recomputation among them."""
+    adapters = compute.adapters(config, device)
+    rounding = float8.differences(config, device)
+    copies = Seconds(), Seconds()
+    if _is_ours_on_gpus(device, profile):
+        copies = _copies(config, device)
+    backward = compute.layer_backward(
+        layer.forward,
+        device,
+        compute.looped(_kernel_length(config), FAMILIES[config.model.family].causal),
+        profile,
+        compute.trained_share(config),
+    )
+    # Matmuls that are computed again are rounded again.
+    remat = config.parallel.remat != "none"
+    recompute = compute.recomputed(config, layer, profile) + adapters * remat
+    again = recompute.matmul / layer.forward.matmul
+    recompute += Seconds(again * rounding.forward.matmul, 0.0, remat * rounding.forward.memory)
+    return [
+        Part("layer", layer.forward, backward),
+        Part("adapters", adapters, adapters * 2),
+        Part("copies", *copies),
+        Part("weights", backward=compute.weight_passes(config, device, profile)),
+        Part("recompute", backward=recompute),
+        Part("float8", rounding.forward, rounding.backward),
+    ]
+
+
+def _is_ours_on_gpus(device: Accelerator, profile: FrameworkProfile) -> bool:
+    """Returns whether a step runs our compiled program on GPUs."""
+    return profile.compiled and device.platform == "gpu"
 
 
 def _tensor_sends(
