@@ -15,8 +15,8 @@ from meshtrain.errors import ConfigError, divisors
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations
 from meshtrain.plan.estimate import estimate_by_formula
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.memory import spared
-from meshtrain.plan.seconds import layer_cost
 from meshtrain.schedule.generators import MOST_CHUNKS, PAIRED, SCHEDULES, chosen_chunks
 from meshtrain.units import duration, size
 

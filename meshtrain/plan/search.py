@@ -26,14 +26,13 @@ from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
+from meshtrain.plan.layer_costs import LayerCost, layer_cost
 from meshtrain.plan.memory import spared
 from meshtrain.plan.seconds import (
     EdgeCost,
-    LayerCost,
     MessageCost,
     MicrobatchCosts,
     hidden_seconds,
-    layer_cost,
     microbatch_costs,
 )
 from meshtrain.schedule.facts import ScheduleFacts

@@ -18,9 +18,9 @@ from meshtrain.plan.choices import (
     schedules,
     schedules_with_empty_ends,
 )
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.memory import MARGIN
 from meshtrain.plan.search import candidates, search
-from meshtrain.plan.seconds import layer_cost
 
 
 def model(family: str = "llama", layers: int = 14, **parallel):

@@ -16,8 +16,8 @@ from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.compute import Layer, Seconds
 from meshtrain.plan.experts import add_experts, expert_seconds, reached
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.search import candidates
-from meshtrain.plan.seconds import layer_cost
 
 PUBLISHED = {
     "configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9),
