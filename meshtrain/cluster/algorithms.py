@@ -55,7 +55,7 @@ def ring(kind: str, group: Group, nbytes: float) -> float:
     n = group.size
     passes = 2 if kind == ALL_REDUCE else 1
     if group.paths:
-        return passes * _on_torus(group, group.paths.ring, nbytes)
+        return passes * _torus_seconds(group, group.paths.ring, nbytes)
     return passes * ((n - 1) * group.latency + nbytes * (n - 1) / n / group.bytes_per_second)
 
 
@@ -70,7 +70,9 @@ def butterfly(kind: str, group: Group, nbytes: float) -> float:
     if group.paths:
         load = group.paths.butterfly
         return (
-            (2 if kind == ALL_REDUCE else 1) * _on_torus(group, load, nbytes) if load else math.inf
+            (2 if kind == ALL_REDUCE else 1) * _torus_seconds(group, load, nbytes)
+            if load
+            else math.inf
         )
     passes = 2 if kind == ALL_REDUCE else 1
     k = group.size.bit_length() - 1
@@ -91,7 +93,7 @@ def tree(kind: str, group: Group, nbytes: float) -> float:
     if kind != ALL_REDUCE:
         return math.inf
     if group.paths:
-        return 2 * _on_torus(group, group.paths.tree, nbytes)
+        return 2 * _torus_seconds(group, group.paths.tree, nbytes)
     k = math.ceil(math.log2(group.size))
     crossing = k if group.topology == TORUS else 1
     return 2 * k * group.latency + 2 * crossing * nbytes / group.bytes_per_second
@@ -144,12 +146,12 @@ def permute(group: Group, nbytes: float) -> float:
     it stands there.
     """
     if group.paths:
-        return _on_torus(group, group.paths.permute, nbytes)
+        return _torus_seconds(group, group.paths.permute, nbytes)
     latency = max(h.latency + h.detour for h in group.hops)
     return latency + nbytes / min(h.bytes_per_second / h.slower for h in group.hops)
 
 
-def _on_torus(group: Group, load: Load, nbytes: float) -> float:
+def _torus_seconds(group: Group, load: Load, nbytes: float) -> float:
     return load.hops * group.latency + load.load * nbytes / group.bytes_per_second
 
 

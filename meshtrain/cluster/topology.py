@@ -311,13 +311,13 @@ def group(levels: Levels, reached: float, network: Network, library: str, legs: 
         if members > inside:
             fan = math.ceil(members / inside)
             hop = Hop(name, fan, link.latency, link.reached * 1e9 * reached, inside, link.sums)
-            hops.append(_on_network(hop, levels, network, block, stride))
+            hops.append(_shape_hop(hop, levels, network, block, stride))
             inside = members
         block = link.devices
     return Group(size, tuple(hops), network.topology if not network.torus else "", library)
 
 
-def _on_network(hop: Hop, levels: Levels, network: Network, block: int, stride: int) -> Hop:
+def _shape_hop(hop: Hop, levels: Levels, network: Network, block: int, stride: int) -> Hop:
     """The hop with what the network's shape does to it. `block`: devices of each of the blocks that meet there."""
     if network.torus and hop.level == network.torus_level:
         paths = network.torus.paths(hop.fan, max(1, stride // block))

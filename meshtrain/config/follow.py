@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from meshtrain.config.key import Followed, keys
-from meshtrain.config.schema import Config, ExpertsConfig, without_pairs
+from meshtrain.config.schema import Config, ExpertsConfig, unpaired_schedule
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.registry import NotImported
@@ -62,7 +62,7 @@ def as_run_on(platform: str, config: AnyConfig) -> AnyConfig:
         and (entry := SCHEDULES.get(schedule))
         and entry.paired
     ):
-        return put(config, parallel={"schedule": Followed(without_pairs(config))})
+        return put(config, parallel={"schedule": Followed(unpaired_schedule(config))})
     return config
 
 

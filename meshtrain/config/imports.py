@@ -126,7 +126,7 @@ def left_out(named_by: Path) -> str | None:
     """
     folder = named_by.absolute().parent
     if is_trusted(named_by) or (
-        not lies_in_run(named_by) and not any(map(_fault, _on_the_way(named_by)))
+        not lies_in_run(named_by) and not any(map(_fault, _walk_to(named_by)))
     ):
         return None
     return str(folder)
@@ -144,13 +144,13 @@ def _refuse_others(path: Path, folder: Path) -> None:
     """ConfigError for a file that others may have written, unless it is trusted."""
     if is_trusted(path):
         return
-    if fault := next(filter(None, map(_fault, _on_the_way(path))), None):
+    if fault := next(filter(None, map(_fault, _walk_to(path))), None):
         raise ConfigError(
             f"run.imports: {fault}, so that code of others could run; --trust {short(folder)} runs it all the same."
         )
 
 
-def _on_the_way(path: Path) -> Iterator[Path]:
+def _walk_to(path: Path) -> Iterator[Path]:
     """Yields a file and the directories that lead to it, as they are written and as links lead on."""
     for start in dict.fromkeys((path.absolute(), path.resolve())):
         yield from (start, *start.parents)

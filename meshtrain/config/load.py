@@ -74,7 +74,7 @@ def load(
             overridden = _take(_override(Config(), override).run.imports, None)
     left_out: str | None = None
     if isinstance(source, Mapping):
-        values = _of_mapping(source)
+        values = _read_mapping(source)
     elif source is not None and not isinstance(source, Config):
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
@@ -85,7 +85,7 @@ def load(
         values = placed(given, keys(Config), Path(file).parent)
     config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
     model_keys = set(
-        _changed(config.model) if isinstance(source, Config) else _by_path(values.get("model", {}))
+        _changed(config.model) if isinstance(source, Config) else _flatten(values.get("model", {}))
     )
     for override in overrides:
         config = _override(config, override)
@@ -101,7 +101,7 @@ def load(
         _refuse_secrets(config)
     if left_out is not None:
         return _only_read(config, left_out)
-    config = resolve(_with_weights(config, model_keys))
+    config = resolve(_fill_from_weights(config, model_keys))
     check(config)
     return config
 
@@ -164,16 +164,16 @@ def _changed(section: Any) -> Iterator[str]:
     )
 
 
-def _by_path(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Returns {"moe": {"top_k": 2}} as {"moe.top_k": 2}."""
     by_path: dict[str, Any] = {}
     for name, inner in values.items():
         path = before + name
-        by_path |= _by_path(inner, f"{path}.") if isinstance(inner, Mapping) else {path: inner}
+        by_path |= _flatten(inner, f"{path}.") if isinstance(inner, Mapping) else {path: inner}
     return by_path
 
 
-def _with_weights(config: Config, model_keys: Set[str]) -> Config:
+def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
     """Fills the section model from the config.json of model.weights.
 
     Raises ConfigError where one of `model_keys` contradicts it.
@@ -187,14 +187,14 @@ def _with_weights(config: Config, model_keys: Set[str]) -> Config:
 
     theirs = section_of(Path(weights).expanduser())
     try:
-        _of_mapping({"model": theirs})
+        _read_mapping({"model": theirs})
     except ConfigError as error:
         raise ConfigError(
             f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}"
         ) from None
     # what no weight depends on may be otherwise
     free = {path for path, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
-    for path, wanted in _by_path(theirs).items():
+    for path, wanted in _flatten(theirs).items():
         if path in model_keys & free:
             continue
         if path in model_keys and (ours := value_of(config.model, path)) != wanted:
@@ -204,7 +204,7 @@ def _with_weights(config: Config, model_keys: Set[str]) -> Config:
     return config
 
 
-def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
@@ -222,7 +222,7 @@ def _of_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     if node is None:
         return {}
     taken = _take(_imports(node, GIVEN), None)
-    return _with_imports(_section(Config, node, "", GIVEN, "config"), taken)
+    return _add_imports(_section(Config, node, "", GIVEN, "config"), taken)
 
 
 def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str | None]:
@@ -243,10 +243,10 @@ def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str |
             path.name == "config.yaml" and set(typing.get_type_hints(Config)) <= written
         )
         entries = imports.take(entries, path, path.absolute().parent if of_run else None)
-    return _with_imports(_section(Config, node, "", source, "config"), entries), None
+    return _add_imports(_section(Config, node, "", source, "config"), entries), None
 
 
-def _with_imports(values: dict[str, Any], taken: tuple[str, ...]) -> dict[str, Any]:
+def _add_imports(values: dict[str, Any], taken: tuple[str, ...]) -> dict[str, Any]:
     if taken:
         values["run"]["imports"] = taken
     return values
@@ -261,7 +261,7 @@ def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
     if node is None:
         return ()
     hint = typing.get_type_hints(RunConfig)["imports"]
-    where = f"{_at(source, node)}: {IMPORTS}"
+    where = f"{_locate(source, node)}: {IMPORTS}"
     entries: tuple[str, ...] = value(hint, keys(RunConfig)["imports"], node, where)
     return entries
 
@@ -362,12 +362,12 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
-            f"{_at(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
+            f"{_locate(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
         )
     hints = typing.get_type_hints(kind)
     values = dict[str, Any]()
     for key_node, value_node in node.value:
-        where = _at(source, key_node)
+        where = _locate(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{where}: a key is {shape(key_node)}; keys are single words.")
         name = key_node.value
@@ -387,7 +387,7 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
             section = typing.get_args(hints[name])[0]
             values[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
         else:
-            where = f"{_at(source, value_node)}: {prefix}{name}"
+            where = f"{_locate(source, value_node)}: {prefix}{name}"
             values[name] = value(hints[name], keys(kind)[name], value_node, where)
     return values
 
@@ -395,7 +395,7 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
 def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(
-            f"{_at(source, node)}: {name} is {shape(node)}; it must be a list of mappings."
+            f"{_locate(source, node)}: {name} is {shape(node)}; it must be a list of mappings."
         )
     return tuple(
         filled(kind(), _section(kind, item, f"{name}[{i}].", source, what))
@@ -458,5 +458,5 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
     )
 
 
-def _at(source: str, node: yaml.Node) -> str:
+def _locate(source: str, node: yaml.Node) -> str:
     return source if source == GIVEN else f"{source}, line {node.start_mark.line + 1}"

@@ -29,11 +29,11 @@ def _head_dim(config: Any) -> int:
     return model.d_model // model.heads
 
 
-def _of_family(name: str) -> Callable[[Any], Any]:
+def _family_default(name: str) -> Callable[[Any], Any]:
     return lambda config: getattr(FAMILIES[config.model.family], name)
 
 
-_of_images = _of_family("images")
+_of_images = _family_default("images")
 
 
 def _has_experts(config: Any) -> bool:
@@ -150,22 +150,22 @@ class MoeConfig:
     experts: int = key(
         None, "experts of a layer, in the place of its MLP (Shazeer et al. 2017); 0: a dense MLP; null: as many as "
               "the family has",
-        least=0, most=65536, follows=_of_family("experts"), resume=SHAPE
+        least=0, most=65536, follows=_family_default("experts"), resume=SHAPE
     )
     top_k: int = key(
         None, "experts that a token is computed by; null: as the family has it",
-        least=1, most=1024, follows=_of_family("top_k"), resume=SHAPE, counts=_has_experts
+        least=1, most=1024, follows=_family_default("top_k"), resume=SHAPE, counts=_has_experts
     )
     d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE, counts=_has_experts)
     shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE, counts=_has_experts)
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
         None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each "
               "logit; softmax_top_k: the "
-        "logits, and a softmax over those chosen; null: as the family has it", follows=_of_family("router"), resume=SHAPE, counts=_has_experts
+        "logits, and a softmax over those chosen; null: as the family has it", follows=_family_default("router"), resume=SHAPE, counts=_has_experts
     )
     normalize: bool = key(
         None, "softmax, sigmoid: the weights of a token's experts are divided by their sum; null: as the family has it",
-        follows=_of_family("normalize"), resume=SHAPE, counts=_has_experts
+        follows=_family_default("normalize"), resume=SHAPE, counts=_has_experts
     )
     route_scale: float = key(1.0, "weights are multiplied by this", above=0.0, resume=SHAPE, counts=_has_experts)
     groups: tuple[int, ...] = key(
@@ -215,7 +215,7 @@ class ModelConfig:
     block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports "
                                   "(model.hooks)", resume=FUNCTION)
     attention: str | None = key(None, "a function in the place of attention, likewise", resume=FUNCTION)
-    tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_of_family("tied_head"), resume=SHAPE)
+    tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_family_default("tied_head"), resume=SHAPE)
     qkv_bias: bool = key(
         None, "biases of the query, key and value projections; null: as the family has it",
         follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
@@ -224,17 +224,17 @@ class ModelConfig:
         None, "RMSNorm over each head's queries and keys (olmoe: over those of all heads together), before they are "
               "turned; null: as the "
         "family has it",
-        follows=_of_family("qk_norm"), resume=SHAPE
+        follows=_family_default("qk_norm"), resume=SHAPE
     )
     activation: str = key(
         None, "the MLP's function: silu, gelu (by tanh), gelu_exact, gelu_quick (by sigmoid), relu; null: as the "
               "family has it",
-        one_of=FUNCTIONS, follows=_of_family("activation"), resume=SHAPE
+        one_of=FUNCTIONS, follows=_family_default("activation"), resume=SHAPE
     )
     window: int = key(
         None, "positions that a query sees, its own and those before it (sliding window); 0: all; null: as the family "
               "has it",
-        least=0, follows=_of_family("window"), resume=SHAPE
+        least=0, follows=_family_default("window"), resume=SHAPE
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=1.0, resume=SHAPE)
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
@@ -261,35 +261,35 @@ class ModelConfig:
                                 "std / sqrt(2 layers)", above=0.0)
     norm_plus_one: bool = key(
         None, "RMSNorm multiplies by 1 + its scale, which begins at 0; null: as the family has it",
-        follows=_of_family("norm_plus_one"), resume=SHAPE
+        follows=_family_default("norm_plus_one"), resume=SHAPE
     )
     post_norms: bool = key(
         None, "norms after attention and MLP too, before they are added to the stream; null: as the family has it",
-        follows=_of_family("post_norms"), resume=SHAPE
+        follows=_family_default("post_norms"), resume=SHAPE
     )
     scaled_embedding: bool = key(
         None, "embeddings are multiplied by the root of d_model; null: as the family has it",
-        follows=_of_family("scaled_embedding"), resume=SHAPE
+        follows=_family_default("scaled_embedding"), resume=SHAPE
     )
     query_scalar: int = key(None, "scores are divided by the root of this; null: head_dim", least=1, follows=lambda c: c.model.head_dim, resume=SHAPE)
     score_cap: float = key(
         None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
-        least=0.0, follows=_of_family("score_cap"), resume=SHAPE
+        least=0.0, follows=_family_default("score_cap"), resume=SHAPE
     )
     logit_cap: float = key(
-        None, "the same of the logits, before the loss", least=0.0, follows=_of_family("logit_cap"), resume=SHAPE
+        None, "the same of the logits, before the loss", least=0.0, follows=_family_default("logit_cap"), resume=SHAPE
     )
     global_every: int = key(
         None, "one layer of so many, the last of them, sees all positions and the others the window; 0: with a window "
               "all layers have it; "
         "null: as the family has it",
-        least=0, follows=_of_family("global_every"), resume=SHAPE
+        least=0, follows=_family_default("global_every"), resume=SHAPE
     )
     rope_theta_local: float = key(
         None, "rope_theta of the layers that see the window, which then have no rope_scaling; 0: they turn as those "
               "that see all; null: as "
         "the family has it",
-        least=0.0, follows=_of_family("rope_theta_local"), resume=SHAPE
+        least=0.0, follows=_family_default("rope_theta_local"), resume=SHAPE
     )
     image_size: int = key(224, "images: height and width, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
     patch_size: int = key(16, "images: height and width of a patch, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)

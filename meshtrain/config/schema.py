@@ -59,7 +59,7 @@ planned_strategy, planned_schedule = (
 )
 
 
-def by_parts(config: "Config") -> bool:
+def sends_parts(config: "Config") -> bool:
     """Returns whether all-to-all may send each tensor rank's own part of a sequence, to experts that lie over tensor
     too.
     """
@@ -83,7 +83,7 @@ def sends_less(config: "Config") -> str:
     moe = config.model.moe
     if expert == 1:
         return AUTO
-    ranks = expert * (tensor if by_parts(config) else 1)
+    ranks = expert * (tensor if sends_parts(config) else 1)
     return "all_gather" if capacity is None or ranks - 1 <= capacity * moe.top_k else "all_to_all"
 
 
@@ -92,11 +92,11 @@ def _schedule(config: "Config") -> str:
     if config.mesh.pipeline > 1 and config.parallel.virtual_stages == 1 < _chosen(config):
         return AUTO
     return Followed(
-        planned_schedule(config)[0] if pairs_may_hide(config) else without_pairs(config)
+        planned_schedule(config)[0] if pairs_may_hide(config) else unpaired_schedule(config)
     )
 
 
-def without_pairs(config: "Config") -> str:
+def unpaired_schedule(config: "Config") -> str:
     """Returns what parallel.schedule: auto stands for without pairs: on one stage, which then runs no schedule, it
     stays.
     """
@@ -231,7 +231,7 @@ RECIPES = ("rowwise", "tensorwise", "blockwise")  # of float8, see `model.float8
 FLOAT8_BLOCK = 128  # rows, and columns, that share a scale where float8 is blockwise
 
 
-def _in_float8(config: "Config") -> bool:
+def _uses_float8(config: "Config") -> bool:
     return config.precision.matmul == "float8"
 
 
@@ -253,17 +253,17 @@ class PrecisionConfig:
         "rowwise", "numbers that share a scale: rowwise, a row or column of what is summed over; tensorwise, all on a "
                    "device, so that losses depend "
         "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the "
-        "compute dtype", counts=_in_float8)
-    float8_wgrad: Literal["compute", "float8"] = key("compute", "what the gradients of weights are multiplied in", counts=_in_float8)
-    float8_skip: tuple[int, ...] = key((1, 1), "how many of the first and of the last layers stay in the compute dtype", least=0, counts=_in_float8)
+        "compute dtype", counts=_uses_float8)
+    float8_wgrad: Literal["compute", "float8"] = key("compute", "what the gradients of weights are multiplied in", counts=_uses_float8)
+    float8_skip: tuple[int, ...] = key((1, 1), "how many of the first and of the last layers stay in the compute dtype", least=0, counts=_uses_float8)
     float8_gather: bool = key(
         True, "gather what is rounded: over tensor with sequence_parallel, and weights over data with zero_stage 3, "
               "blockwise those whose "
-        "shards have blocks whole", counts=_in_float8)
+        "shards have blocks whole", counts=_uses_float8)
     float8_frozen: bool = key(
         True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; "
               "they are saved as what they "
-        "were rounded to", counts=_in_float8)
+        "were rounded to", counts=_uses_float8)
     loss_scale: float = key(65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE)
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(

@@ -25,7 +25,7 @@ from meshtrain.config.follow import round_up
 from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
-from meshtrain.config.schema import Config, by_parts
+from meshtrain.config.schema import Config, sends_parts
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import make_table, with_sends
@@ -123,7 +123,7 @@ def expert_axes(config: Config) -> tuple[str, ...]:
         return ()
     return (
         (EXPERT, TENSOR)
-        if config.parallel.experts.dispatch == "all_to_all" and by_parts(config)
+        if config.parallel.experts.dispatch == "all_to_all" and sends_parts(config)
         else (EXPERT,)
     )
 

@@ -65,7 +65,7 @@ def _model_drops(config: Config) -> bool:
 def kernel(config: Config, platform: str) -> Kernel:
     """Returns how the program computes attention on a platform."""
     model = config.model
-    pieces = in_pieces(config)
+    pieces = splits_kernel_calls(config)
     length = shapes.length(config) if pieces else config.train.sequence_length
     window = 0 < model.window < config.train.sequence_length
     dtype = config.precision.compute
@@ -96,7 +96,7 @@ def makes_attention_again(config: Config) -> bool:
     )
 
 
-def in_pieces(config: Config) -> bool:
+def splits_kernel_calls(config: Config) -> bool:
     """Returns whether attention's kernel is called for two chunks at a time, of a row in zigzag order (see
     `parallel.context`).
     """
@@ -263,7 +263,7 @@ def work(config: Config, platform: str) -> float:
     numbers are made of.
     """
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
-    pieces = in_pieces(config)
+    pieces = splits_kernel_calls(config)
     length = shapes.length(config) // 2 if pieces else config.train.sequence_length
     size = shapes.itemsize(config.precision.compute)
     how = kernel(config, platform)
@@ -279,7 +279,7 @@ def work(config: Config, platform: str) -> float:
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
     # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
-    of_experts = experts.at_hand(config) if config.model.moe.experts else 0.0
+    of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
 
 

@@ -14,8 +14,14 @@ from meshtrain.errors import short
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import pipeline, shapes
-from meshtrain.plan.choices import WORTH_SAYING, contexts, ends_empty, schedules, with_empty_ends
-from meshtrain.plan.estimate import Plan, by_formula, estimate
+from meshtrain.plan.choices import (
+    WORTH_SAYING,
+    contexts,
+    ends_empty,
+    schedules,
+    schedules_with_empty_ends,
+)
+from meshtrain.plan.estimate import Plan, estimate, estimate_by_formula
 from meshtrain.schedule.generators import legal_chunks
 from meshtrain.units import size
 
@@ -42,7 +48,9 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
         following: dict[tuple[str, ...], Config] = {}
         for settings, config in frontier.items():
             for more, changed in _neighbours(config, over.cluster):
-                path = tuple(sorted({**_by_key(settings), **_by_key(more)}.values()))
+                path = tuple(
+                    sorted({**_settings_by_key(settings), **_settings_by_key(more)}.values())
+                )
                 if path in following or path in fitting:
                     continue
                 try:
@@ -63,7 +71,7 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
 
 
 def _schedule_alone(change: Change) -> bool:
-    keys = set(_by_key(change.settings))
+    keys = set(_settings_by_key(change.settings))
     return "parallel.schedule" in keys and keys <= {f"parallel.{key}" for key in _SCHEDULE}
 
 
@@ -91,10 +99,10 @@ def notes(planned: Plan) -> list[str]:
     """Sentences on what products in float8 gain, where there are any, and on what the schedule costs beside others, if
     it does.
     """
-    return [*_of_float8(planned), *_of_schedule(planned)]
+    return [*_advise_float8(planned), *_advise_schedule(planned)]
 
 
-def _of_float8(planned: Plan) -> list[str]:
+def _advise_float8(planned: Plan) -> list[str]:
     config = planned.config
     if config.precision.matmul != "float8":
         return []
@@ -118,7 +126,7 @@ def _of_float8(planned: Plan) -> list[str]:
     return [sentence]
 
 
-def _of_schedule(planned: Plan) -> list[str]:
+def _advise_schedule(planned: Plan) -> list[str]:
     best = best_schedule(planned) if planned.fits else None
     if best is None:
         return _heavy(planned)
@@ -185,7 +193,7 @@ def sentence(over: Plan, changes: list[Change]) -> str:
     return f"{start}; cheapest ways to make it fit: {'; '.join(texts)}."
 
 
-def _by_key(settings: tuple[str, ...]) -> dict[str, str]:
+def _settings_by_key(settings: tuple[str, ...]) -> dict[str, str]:
     return {setting.partition("=")[0]: setting for setting in settings}
 
 
@@ -197,7 +205,7 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
     ranked = []
     layers = config.model.layers
     pipelined = config.mesh.pipeline
-    named = [*schedules(layers, config.mesh), *with_empty_ends(layers, config.mesh)]
+    named = [*schedules(layers, config.mesh), *schedules_with_empty_ends(layers, config.mesh)]
     if len(named) == 1:
         return None
     for schedule, chunks in named:
@@ -209,7 +217,7 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
             check(other)
         except ConfigError:
             continue
-        seconds, nbytes = by_formula(other, cluster)
+        seconds, nbytes = estimate_by_formula(other, cluster)
         fits = nbytes <= cluster.accelerator.usable_bytes
         ranked.append((not fits, seconds if fits else nbytes, nbytes, other))
     fastest = min(ranked, key=lambda r: r[:3], default=(config,))[-1]

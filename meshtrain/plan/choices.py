@@ -10,13 +10,13 @@ from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.check import check, context_problems
 from meshtrain.config.follow import put, resolve
-from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE, without_pairs
+from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE, unpaired_schedule
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations
-from meshtrain.plan.estimate import by_formula
+from meshtrain.plan.estimate import estimate_by_formula
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.memory import spared
-from meshtrain.plan.seconds import layer_cost
 from meshtrain.schedule.generators import MOST_CHUNKS, PAIRED, SCHEDULES, chosen_chunks
 from meshtrain.units import duration, size
 
@@ -97,20 +97,20 @@ def schedule(config: Config) -> tuple[str, str]:
     It is paired, if it fits and a step takes clearly less by the plan where the config runs; zb_paired, if that takes
     clearly less again.
     """
-    plain = without_pairs(config)
+    plain = unpaired_schedule(config)
     best = PLAIN if plain == AUTO else plain  # a name, which on one stage has no use
     try:
         check(base := resolve(put(config, parallel={"schedule": best})))
         cluster = named(usual_cluster(config), config.mesh.devices)
     except ConfigError:
         return plain, "nothing can be planned"  # and what is wrong is said of it
-    plans = {best: by_formula(base, cluster)}
+    plans = {best: estimate_by_formula(base, cluster)}
     pairs = {entry.name for entry in SCHEDULES.values() if entry.paired}
     for name, chunks in schedules(config.model.layers, config.mesh):
         if name in pairs and chunks == stages_of(base).chunks:
             with contextlib.suppress(ConfigError):
                 check(chosen := put(base, parallel={"schedule": name}))
-                plans[name] = by_formula(chosen, cluster)
+                plans[name] = estimate_by_formula(chosen, cluster)
                 pays = (
                     plans[name][1] <= spared(cluster)
                     and plans[name][0] < WORTH_SAYING * plans[best][0]
@@ -184,7 +184,7 @@ def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
     return [(name, v) for name, v in _chunks(mesh) if v * mesh.pipeline <= layers]
 
 
-def with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
+def schedules_with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
     """Every (schedule, virtual stages) of one or two virtual stages more than there are layers: see `ends_empty`."""
     stages = mesh.pipeline
     return [
@@ -217,7 +217,7 @@ def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
     return (*first, *(1,) * (virtual - 2), 0)
 
 
-def near_schedule(config: Config, stages: int) -> tuple[str, int]:
+def fit_schedule(config: Config, stages: int) -> tuple[str, int]:
     """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else
     1F1B.
     """
@@ -232,7 +232,7 @@ def near_schedule(config: Config, stages: int) -> tuple[str, int]:
     return (entry.name, chunks) if chunks * stages <= layers else default
 
 
-def near_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
+def nearby_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
     """The `cuts` that give a microbatch `most` rows or a half, a quarter, ... of them."""
     rows = math.ceil(config.train.global_batch_size / data)
     legal = cuts(config, data)

@@ -7,7 +7,7 @@ same size.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config, ModelConfig
@@ -63,23 +63,21 @@ class FrameworkProfile:
 
     execution: str = "lockstep"  # or asynchronous: one program per stage
     kernel: Kernel | None = CUDNN  # none: attention writes its scores to memory
-    norm_bytes: float = (
-        4.0  # that a norm reads and writes of a 16-bit element: one kernel reads it and writes it
-    )
+    # that a norm reads and writes of a 16-bit element: one kernel reads it and writes it
+    norm_bytes: float = 4.0
     fused_rotation: bool = True  # the rotation of q and k is one kernel
     fused_gate: bool = True  # so is the MLP's gate
-    loss_passes: float = 3  # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
-    whole_logits: bool = (
-        False  # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
-    )
+    # over the float32 logits of cross-entropy and its backward, in reads or writes of all of them
+    loss_passes: float = 3
+    # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
+    whole_logits: bool = False
     overlap_data: bool = False  # gradient reduction and weight gathers run beside compute
-    overlap_tensor: bool = (
-        False  # collectives of tensor parallelism run beside the products they belong to
-    )
-    input_sums: int = 2  # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
-    imbalance: float = (
-        1.1  # rows of the fullest device's experts, over the mean: of a balanced router
-    )
+    # collectives of tensor parallelism run beside the products they belong to
+    overlap_tensor: bool = False
+    # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
+    input_sums: int = 2
+    # rows of the fullest device's experts, over the mean: of a balanced router
+    imbalance: float = 1.1
     overlap_expert: bool = False  # messages of experts travel beside another microbatch's products
     # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where
     # its experts take it (DeepEP, HybridEP)
@@ -87,20 +85,18 @@ class FrameworkProfile:
     # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and
     # writes it
     bias_bytes: tuple[float, float] = (4.0, 4.0)
-    regathers: bool = True  # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
+    # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
+    regathers: bool = True
     overlap_pipeline: bool = True  # messages between stages travel while the stages work on
-    scatter_messages: bool = (
-        False  # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
-    )
+    # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
+    scatter_messages: bool = False
     gradient_bytes: int = 4  # of one element, as summed over data
     # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
     sum_bytes: int = 10
-    copy_bytes: int = (
-        0  # of one element of weights and gradient, out of and into the buffers of collectives
-    )
-    compiled: bool = (
-        False  # as our program: with its copies, and what XLA lets collectives travel under
-    )
+    # of one element of weights and gradient, out of and into the buffers of collectives
+    copy_bytes: int = 0
+    # as our program: with its copies, and what XLA lets collectives travel under
+    compiled: bool = False
     # fractions of products, attention, memory; or attention alone, with its passes over memory; None: as our remat does
     recomputes: tuple[float, float, float] | Literal["attention"] | None = None
 
@@ -160,24 +156,33 @@ class Layer:
         return sum(vars(self).values(), Seconds())
 
 
+class LayerShape(NamedTuple):
+    """The sizes of one layer's work on one device.
+
+    `context` devices share the `length` tokens of a sequence. Attention's kernel is called for `kernel_length` of them,
+    0 for all; if they are not all, its outputs are merged step by step.
+    """
+
+    model: ModelConfig
+    dtype: str
+    sequences: int
+    length: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    kernel_length: int = 0
+
+
 @functools.lru_cache(maxsize=65536)
 def layer(
-    model: ModelConfig,
-    accelerator: Accelerator,
-    dtype: str,
-    sequences: int,
-    length: int,
-    tensor: int,
-    sequence_parallel: bool,
-    profile: FrameworkProfile = DEFAULT_PROFILE,
-    context: int = 1,
-    of_kernel: int = 0,
+    shape: LayerShape, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> Layer:
-    """One layer forward on one device, for sequences of `length` tokens that `context` devices share; attention's
-    kernel is called for sequences of `of_kernel` tokens (0: of all), and where these are not all what it gives is
-    merged, step by step.
-    """
-    n, size, of_kernel = sequences * length // context, shapes.itemsize(dtype), of_kernel or length
+    """Returns the time of one layer forward on one device."""
+    model = shape.model
+    dtype = shape.dtype
+    tensor = shape.tensor
+    n = shape.sequences * shape.length // shape.context
+    size = shapes.itemsize(dtype)
     d = model.d_model
     k = model.head_dim
     f = -(-model.d_ff // tensor)
@@ -187,9 +192,7 @@ def layer(
     gated = family.gated
 
     def products(*dots: tuple[int, int, int]) -> Seconds:
-        return Seconds(
-            matmul=sum(product(accelerator, dtype, *shape) for shape in dots if all(shape))
-        )
+        return Seconds(matmul=sum(product(accelerator, dtype, *dot) for dot in dots if all(dot)))
 
     def passes(elements: float) -> Seconds:
         moved = size * n * elements if elements else 0.0
@@ -198,27 +201,39 @@ def layer(
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k,
     # the MLP's own. Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one
     # kernel anywhere. Without sequence parallelism every tensor rank has the whole stream.
-    stream = d / (tensor if sequence_parallel else 1)
+    stream = d / (tensor if shape.sequence_parallel else 1)
     norm = stream * (2.0 if family.centred_norms else profile.norm_bytes / 2)
     rotation = 2 if profile.fused_rotation or not family.rotary else ROTATION
     activation = (3 if profile.fused_gate else GATE) if gated else 2
-    scores = n * heads * shapes.seen(model, length)
-    merged = (
-        MERGED * n * heads * k * context / accelerator.memory_rate if of_kernel < length else 0.0
-    )
     return Layer(
         norms=passes((4 if model.post_norms else 2) * norm),
         qkv=products((n, d, heads * k), (n, d, 2 * groups * k))
         + passes(rotation * (heads + groups) * k),
-        attention=attention(accelerator, dtype, k, of_kernel, scores, profile, family.causal)
-        + Seconds(memory=merged),
+        attention=_merged_attention(shape, accelerator, profile),
         attention_out=products((n, heads * k, d)),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
         mlp_hidden=passes(activation * f),
-        mlp_out=products((n, f, d))
-        + passes(3 * stream),  # f is 0 where all that a layer has are experts (`plan.experts`)
+        # f is 0 if a layer has experts alone (`plan.experts`)
+        mlp_out=products((n, f, d)) + passes(3 * stream),
     )
+
+
+def _merged_attention(
+    shape: LayerShape, accelerator: Accelerator, profile: FrameworkProfile
+) -> Seconds:
+    """Returns the time of attention forward, and of merging the outputs of the kernel's calls."""
+    model = shape.model
+    n = shape.sequences * shape.length // shape.context
+    heads = model.heads // shape.tensor
+    k = model.head_dim
+    length = shape.kernel_length or shape.length
+    scores = n * heads * shapes.seen(model, shape.length)
+    causal = FAMILIES[model.family].causal
+    seconds = attention(accelerator, shape.dtype, k, length, scores, profile, causal)
+    if length < shape.length:
+        seconds += Seconds(memory=MERGED * n * heads * k * shape.context / accelerator.memory_rate)
+    return seconds
 
 
 def attention(

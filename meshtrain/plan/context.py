@@ -41,7 +41,7 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     # They are the same for all layers.
     documents = "forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", n * ids, 1, n)
 
-    def over(
+    def transfer(
         moment: str, kind: str, what: str, nbytes: float, count: int = 1
     ) -> tuple[str, Transfer]:
         return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
@@ -49,31 +49,33 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     if parallel.context_strategy == "ring":
         again = activations.makes_attention_again(config)
         return [
-            over("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
-            over(
+            transfer("forward", PERMUTE, "keys and values sent round", pairs + ids, n - 1),
+            transfer(
                 "backward",
                 PERMUTE,
                 "keys and values sent round again",
                 pairs + ids,
                 n - 1 + again * (n - 2),
             ),
-            over("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
+            transfer("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
         ]
     if parallel.context_strategy == "all_gather":
         return [
-            over("forward", ALL_GATHER, "keys and values gathered", n * pairs),
+            transfer("forward", ALL_GATHER, "keys and values gathered", n * pairs),
             *[documents] * (ids > 0),
-            over("backward", ALL_GATHER, "keys and values gathered again", n * pairs),
-            over("backward", REDUCE_SCATTER, "cotangents of keys and values scattered", n * sums),
+            transfer("backward", ALL_GATHER, "keys and values gathered again", n * pairs),
+            transfer(
+                "backward", REDUCE_SCATTER, "cotangents of keys and values scattered", n * sums
+            ),
         ]
     repeated = w.key * (n // math.gcd(n, w.key // config.model.head_dim))
     swapped = 2 * size * tokens * (w.query + repeated)
     again = parallel.remat != "none"
     return [
-        over("forward", ALL_TO_ALL, "tokens swapped for heads", swapped),
+        transfer("forward", ALL_TO_ALL, "tokens swapped for heads", swapped),
         *[documents] * (ids > 0),
-        over("backward", ALL_TO_ALL, "tokens swapped for heads again", swapped, again),
-        over("backward", ALL_TO_ALL, "cotangents swapped", swapped),
+        transfer("backward", ALL_TO_ALL, "tokens swapped for heads again", swapped, again),
+        transfer("backward", ALL_TO_ALL, "cotangents swapped", swapped),
     ]
 
 

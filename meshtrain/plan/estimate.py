@@ -219,7 +219,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     )
 
 
-def by_formula(config: Config, cluster: Cluster) -> tuple[float, float]:
+def estimate_by_formula(config: Config, cluster: Cluster) -> tuple[float, float]:
     """(seconds of a step, bytes of a device) by formulas alone, in lockstep with stages as long as the longest: a
     hundredth of an `estimate`.
     """

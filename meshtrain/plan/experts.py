@@ -69,9 +69,7 @@ def _tokens(config: Config) -> int:
     return shapes.tokens(config) // (config.mesh.tensor if TENSOR in expert_axes(config) else 1)
 
 
-def with_experts(
-    config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile
-) -> Layer:
+def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile) -> Layer:
     """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than
     the mean the fullest device has.
     """
@@ -134,7 +132,7 @@ def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> fl
     return float(size * slots * 3 * f + taken * slots * (d + f) + router)
 
 
-def at_hand(config: Config) -> float:
+def transient_bytes(config: Config) -> float:
     """Returns the bytes that one layer's backward has at hand in its experts: cotangents in slots, and rows as they
     travel; and what is computed again.
     """
@@ -159,18 +157,18 @@ def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
     choices = r.sent * (1 if swaps else config.model.moe.top_k)
     out, back = (ALL_TO_ALL, ALL_TO_ALL) if swaps else (ALL_GATHER, REDUCE_SCATTER)
 
-    def over(moment: str, kind: str, what: str, nbytes: float) -> tuple[str, Transfer]:
+    def transfer(moment: str, kind: str, what: str, nbytes: float) -> tuple[str, Transfer]:
         return moment, Transfer(EXPERT, kind, what, nbytes, layers, ranks)
 
-    yield over("forward", out, "rows to their experts", data)
-    yield over("forward", out, "choices and weights to them", choices * CHOICE)
-    yield over("forward", back, "experts' outputs back", data)
+    yield transfer("forward", out, "rows to their experts", data)
+    yield transfer("forward", out, "choices and weights to them", choices * CHOICE)
+    yield transfer("forward", back, "experts' outputs back", data)
     if config.parallel.remat != "none":
-        yield over("backward", out, "rows to their experts again", data)
-        yield over("backward", out, "choices and weights again", choices * CHOICE)
-    yield over("backward", out, "cotangents of outputs to the experts", data)
-    yield over("backward", back, "cotangents of rows back", data)
-    yield over("backward", back, "cotangents of weights back", choices * FLOAT32)
+        yield transfer("backward", out, "rows to their experts again", data)
+        yield transfer("backward", out, "choices and weights again", choices * CHOICE)
+    yield transfer("backward", out, "cotangents of outputs to the experts", data)
+    yield transfer("backward", back, "cotangents of rows back", data)
+    yield transfer("backward", back, "cotangents of weights back", choices * FLOAT32)
 
 
 def expert_seconds(

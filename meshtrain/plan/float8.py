@@ -74,7 +74,7 @@ def differences(config: Config, device: Accelerator) -> Differences:
         # over tokens they are other groups, but where there is one
         backward += trained * (recipe != "tensorwise") * (3 * inputs + rounds * outputs)
         backward += trained * in_hardware * TRANSPOSED * (inputs + outputs)
-    of_experts = _of_experts(config, part)
+    of_experts = _expert_bytes(config, part)
     return Differences(
         Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
         Seconds(
@@ -100,7 +100,7 @@ def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n
     return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
-def _of_experts(config: Config, part: float) -> tuple[float, float]:
+def _expert_bytes(config: Config, part: float) -> tuple[float, float]:
     """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast,
     and written as they are multiplied, in the compute dtype; to be kept, as a byte.
     """
@@ -142,7 +142,7 @@ def _gathered(config: Config) -> list[Placed]:
         return []
     return [
         p
-        for p in shapes.of_one_layer(config)
+        for p in shapes.layer_weights(config)
         if is_held(config, p) or (precision.float8_gather and groups_of(p, precision.float8_recipe))
     ]
 
@@ -174,7 +174,7 @@ def saved(config: Config) -> tuple[float, float]:
     less = shapes.itemsize(config.precision.compute) - 1
     gathered = 0.0
     held = 0.0
-    for weight in shapes.of_one_layer(config) if config.precision.matmul == "float8" else ():
+    for weight in shapes.layer_weights(config) if config.precision.matmul == "float8" else ():
         if is_held(config, weight):
             gathered += less * weight.on_device() - 4 * _scales(config, weight, 1)
             held += less * weight.on_rank() - 4 * _scales(config, weight, weight.zero_degree)

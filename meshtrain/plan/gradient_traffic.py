@@ -240,7 +240,7 @@ def _inside(tally: _Tally, weight: Placed, iterations: Iterations) -> None:
         for where, shard, count in _scatters(config, weight, iterations):
             if scatters_compressed(config, weight):
                 nbytes = ranks * codec_of(config.parallel.reduce).nbytes(shard)
-                what = _as(config)
+                what = _name_compression(config)
                 tally.add(
                     weight.zero_axes,
                     ALL_TO_ALL,
@@ -269,13 +269,18 @@ def _across(tally: _Tally, weight: Placed) -> None:
         _factors(tally, weight)
     elif islands == 2:
         nbytes = islands * codec_of(config.parallel.reduce).nbytes(k)
-        tally.add((ISLAND,), ALL_GATHER, what + _as(config), nbytes)
+        tally.add((ISLAND,), ALL_GATHER, what + _name_compression(config), nbytes)
         tally.encoded(k, nbytes, k)
     else:
         each = chunk_length(k, islands)
         nbytes = islands * codec_of(config.parallel.reduce).nbytes(each)
-        tally.add((ISLAND,), ALL_TO_ALL, what + _as(config), nbytes, alone=True)
-        tally.add((ISLAND,), ALL_GATHER, f"sums across islands gathered{_as(config)}", nbytes)
+        tally.add((ISLAND,), ALL_TO_ALL, what + _name_compression(config), nbytes, alone=True)
+        tally.add(
+            (ISLAND,),
+            ALL_GATHER,
+            f"sums across islands gathered{_name_compression(config)}",
+            nbytes,
+        )
         tally.encoded(k + each, 2 * nbytes, k + each)
 
 
@@ -323,7 +328,7 @@ def _factors(tally: _Tally, weight: Placed) -> None:
     tally.moved += MULTIPLIED * FLOAT32 * layers * n * c
 
 
-def _as(config: Config) -> str:
+def _name_compression(config: Config) -> str:
     return f" as {config.parallel.reduce.compression}"
 
 

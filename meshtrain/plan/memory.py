@@ -253,11 +253,11 @@ def passing(
     arrays, and so are the bytes.
     """
     if not runs_table(config):
-        return _of_one_stage(config, platform)
-    return _of_stages(config, facts, platform, stage or stages(config))
+        return _unpipelined_moments(config, platform)
+    return _pipelined_moments(config, facts, platform, stage or stages(config))
 
 
-def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
+def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     """Moments of a step without pipeline stages.
 
     XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden
@@ -325,7 +325,7 @@ def _of_one_stage(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
     }
 
 
-def _of_stages(
+def _pipelined_moments(
     config: Config, facts: ScheduleFacts, platform: str, stage: Any
 ) -> dict[str, list[MemoryItem]]:
     """Moments of a clock: a chunk goes forward, another backward, and the loss head between them.
@@ -349,7 +349,7 @@ def _of_stages(
             4 * trained.full if scatters else 0,
         ),
     ]
-    # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _of_one_stage.
+    # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _unpipelined_moments.
     logits = MemoryItem("logits", "activations", _logits(config, 4))
     head = [
         MemoryItem("cotangent of the logits", "activations", _logits(config, size)),

@@ -142,7 +142,7 @@ def _tiles(plan: Plan) -> str:
 def memory_bars(plan: Plan) -> str:
     """A bar an item, largest first, with the device's memory as the full width."""
     usable = max(plan.cluster.accelerator.usable_bytes, plan.bytes)
-    items = report.by_size(plan)
+    items = report.sort_items(plan)
     body = [f'<rect x="0" y="4" width="{WIDTH}" height="22" rx="4" fill="{EMPTY}"/>']
     start = 0.0
     for item in items:

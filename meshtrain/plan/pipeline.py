@@ -11,7 +11,8 @@ from meshtrain.config.follow import runs_table
 from meshtrain.parallel.placement import stages, table
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
-from meshtrain.plan.seconds import LayerCost, MicrobatchCosts
+from meshtrain.plan.layer_costs import LayerCost
+from meshtrain.plan.seconds import MicrobatchCosts
 from meshtrain.schedule.buffers import executed
 from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
 from meshtrain.schedule.phases import ops_per_clock, phases, table_ops

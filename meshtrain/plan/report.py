@@ -92,7 +92,7 @@ def layers(plan: Plan) -> str:
     )
 
 
-def by_size(plan: Plan) -> list[MemoryItem]:
+def sort_items(plan: Plan) -> list[MemoryItem]:
     """Lists the items that a device holds, the largest first."""
     return sorted(plan.memory, key=lambda item: -item.nbytes)
 
@@ -142,7 +142,7 @@ def _bar(share: float, width: int) -> str:
 
 def _memory(plan: Plan) -> Table:
     rows = table("each device holds", "", ">bytes", ">share", "")
-    for item in by_size(plan):
+    for item in sort_items(plan):
         share = item.nbytes / plan.bytes
         rows.add_row(item.name, size(item.nbytes), f"{share:.1%}", _bar(share, 24))
     rows.add_row("total", size(plan.bytes), "100%", "", style="bold")

@@ -34,7 +34,7 @@ class Point:
 
 def strong(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
     """The config's batch on more and more devices, until the data axis has no sequence left to share."""
-    return _points(_on_more_devices(config, most), cluster)
+    return _points(_grow(config, most), cluster)
 
 
 def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
@@ -49,7 +49,7 @@ def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Poi
     return _points(larger, cluster)
 
 
-def _on_more_devices(config: Config, most: int) -> Iterator[Config]:
+def _grow(config: Config, most: int) -> Iterator[Config]:
     model_parallel = config.mesh.devices // config.mesh.data
     batch = config.train.global_batch_size
     data = config.mesh.data

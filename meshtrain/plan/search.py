@@ -26,14 +26,13 @@ from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
+from meshtrain.plan.layer_costs import LayerCost, layer_cost
 from meshtrain.plan.memory import spared
 from meshtrain.plan.seconds import (
     EdgeCost,
-    LayerCost,
     MessageCost,
     MicrobatchCosts,
     hidden_seconds,
-    layer_cost,
     microbatch_costs,
 )
 from meshtrain.schedule.facts import ScheduleFacts
@@ -116,7 +115,7 @@ def search(
         raise ConfigError(
             f"no layout of {devices} devices is legal for train.global_batch_size {config.train.global_batch_size}, "
             "model.heads "
-            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_of_the_batch(config)}, "
+            f"{config.model.heads} and model.layers {config.model.layers}: mesh.data must {_batch_rule(config)}, "
             "mesh.tensor divide the "
             "second, and mesh.pipeline be at most the third."
         )
@@ -144,7 +143,7 @@ def _fastest(groups: list["_Group"], count: int) -> list[Candidate]:
     return list(chosen.values())[:count]
 
 
-def _of_the_batch(config: Config) -> str:
+def _batch_rule(config: Config) -> str:
     return (
         "be at most the first"
         if config.train.uneven_batch == "pad"
@@ -197,13 +196,13 @@ def _groups(
         counts = choices.cuts(base, data)
         named_schedules = (
             *choices.schedules(layers, mesh.mesh),
-            *choices.with_empty_ends(layers, mesh.mesh),
+            *choices.schedules_with_empty_ends(layers, mesh.mesh),
         )
         if near:
             splits = (base.parallel.sequence_parallel and splits[-1],)
             vocabularies = (base.parallel.vocab,)
-            counts = choices.near_cuts(base, data, most)
-            named_schedules = (choices.near_schedule(base, stages),)
+            counts = choices.nearby_cuts(base, data, most)
+            named_schedules = (choices.fit_schedule(base, stages),)
         states: dict[tuple, list[float]] = {}
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
@@ -303,7 +302,7 @@ class _Group:
         for i in np.flatnonzero(self.fits.any(axis=1)):
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
-            if (key := _in_float8(self.config) * stage.longest) not in layers:
+            if (key := _varies_with_depth(self.config) * stage.longest) not in layers:
                 layers[key] = layer_cost(scheduled, self.cluster)
             costs = MicrobatchCosts(
                 layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks
@@ -336,7 +335,7 @@ class _Group:
                 yield Candidate(seconds, float(self.nbytes[i, j]), scheduled, zero)
 
 
-def _in_float8(config: Config) -> bool:
+def _varies_with_depth(config: Config) -> bool:
     """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does."""
     return config.precision.matmul == "float8"
 
@@ -350,7 +349,8 @@ def _bytes(
     nbytes = state.copy()
     for at, layers, facts in tables.alike:
         rows = [
-            put(config, parallel=tables.keys[i]) for i in (at if _in_float8(config) else at[:1])
+            put(config, parallel=tables.keys[i])
+            for i in (at if _varies_with_depth(config) else at[:1])
         ]
         # activations on the host, which no table has
         if config.parallel.remat_offload and runs_table(rows[0]):

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
@@ -24,39 +23,12 @@ from meshtrain.config.reduce import (
     scatters_at_use,
     sends_by_table,
 )
-from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
-from meshtrain.plan import activations, compute, float8, gradient_traffic, programs, shapes
+from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
-from meshtrain.plan.context import context_seconds
-from meshtrain.plan.experts import EXPOSED, expert_seconds, with_experts
-from meshtrain.plan.traffic import BOTH, as_practised, edge_transfers, layer_transfers
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Seconds of one microbatch in one layer on one device.
-
-    `*_sends` are its collectives over tensor, context and expert as they delay the device, `*_copies` what it waits for
-    activations on the host: they leave while the layer goes on, but XLA has them back before its backward begins.
-    """
-
-    forward: Seconds
-    backward: Seconds  # recomputation counted
-    recompute: Seconds  # the recomputation alone
-    weight_grad: float  # the weights' gradients alone, which are products
-    forward_sends: float
-    backward_sends: float
-    context_sends: float  # of both, what is over context
-    expert_sends: float  # likewise over expert
-    forward_copies: float
-    backward_copies: float
-    residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
-    reference: float  # dpo's forward without adapters, with its collectives
-    # What of `*_sends` the other's work hides where a forward and a backward are a pair.
-    forward_hidden: float
-    backward_hidden: float
+from meshtrain.plan.layer_costs import LayerCost, layer_cost
+from meshtrain.plan.traffic import BOTH, edge_transfers
 
 
 @dataclass(frozen=True)
@@ -140,139 +112,6 @@ def microbatch_costs(
         message=message_cost(config, cluster, profile),
         layers=stage.longest,
         chunks=stage.chunks,
-    )
-
-
-def layer_cost(
-    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
-) -> LayerCost:
-    """Costs of a microbatch in one layer."""
-    device = cluster.accelerator
-    model = config.model
-    parallel = config.parallel
-    # A kernel that is called for half by half of a device's tokens loops as in a causal sequence of all of them.
-    length = (
-        shapes.length(config) if activations.in_pieces(config) else config.train.sequence_length
-    )
-    layer = compute.layer(
-        model,
-        device,
-        config.precision.compute,
-        shapes.microbatch_rows(config),
-        config.train.sequence_length,
-        config.mesh.tensor,
-        parallel.sequence_parallel,
-        profile,
-        config.mesh.context,
-        length,
-    )
-    if model.moe.experts:
-        layer = with_experts(config, layer, cluster, profile)
-    adapters = compute.adapters(config, device)
-    trained = compute.trained_share(config)
-    recompute = compute.recomputed(config, layer, profile) + adapters * (parallel.remat != "none")
-    eights = float8.differences(config, device)
-    again = recompute.matmul / layer.forward.matmul
-    recompute += Seconds(
-        again * eights.forward.matmul, 0.0, (parallel.remat != "none") * eights.forward.memory
-    )
-    weight_grad = (
-        layer.forward.matmul * trained
-        + adapters.matmul
-        + max(0.0, eights.backward.matmul - eights.forward.matmul)
-    )
-    forward_sends, backward_sends = _tensor_sends(config, cluster, profile, weight_grad)
-    own_program = profile.compiled and device.platform == "gpu"
-    copied = _copies(config, device) if own_program else (Seconds(), Seconds())
-    backward = compute.layer_backward(
-        layer.forward,
-        device,
-        compute.looped(length, FAMILIES[model.family].causal),
-        profile,
-        trained,
-    )
-    context = 0.0, 0.0
-    if config.mesh.context > 1:
-        context = context_seconds(
-            config, cluster, layer.forward.attention, backward.attention + recompute.attention
-        )
-    expert = expert_seconds(config, cluster, profile)
-    forward_sends = forward_sends + context[0] + expert[0]
-    backward_sends = backward_sends + context[1] + expert[1]
-    offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
-    forward = layer.forward + adapters + copied[0] + eights.forward
-    weights = compute.weight_passes(config, device, profile)
-    backward = backward + adapters * 2 + copied[1] + weights + recompute + eights.backward
-    pairs = profile.compiled and device.platform != "cpu"
-    return LayerCost(
-        forward=forward,
-        backward=backward,
-        recompute=recompute,
-        weight_grad=weight_grad,
-        forward_sends=forward_sends,
-        backward_sends=backward_sends,
-        context_sends=sum(context),
-        expert_sends=sum(expert),
-        forward_copies=max(0.0, offload - layer.forward.total),
-        backward_copies=offload,
-        residuals=2 * activations.weight_grad_residuals(config) / device.memory_rate
-        if own_program
-        else 0.0,
-        reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
-        # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
-        # open.
-        forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad)
-        * pairs,
-        backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
-    )
-
-
-def _tensor_sends(
-    config: Config, cluster: Cluster, profile: FrameworkProfile, weight_grad: float
-) -> tuple[float, float]:
-    """(forward, backward) seconds that one layer's collectives over tensor delay the device.
-
-    On accelerators our program computes gradients of weights, which nothing waits for, beside some of the backward's.
-    """
-    group = cluster.axis("tensor", config.mesh)
-    device = cluster.accelerator
-    exposed = device.efficiency.exposed_tensor if profile.overlap_tensor else 1.0
-    hides = profile.compiled and device.platform != "cpu"
-    seconds = {"forward": 0.0, "backward": 0.0, "hideable": 0.0}
-    for moment, t in layer_transfers(config):
-        count = t.count / stages(config).longest
-        if not profile.compiled:
-            count = as_practised(t.what, count, profile)
-        spent = count * best(t.kind, group, t.nbytes).seconds * exposed
-        seconds["hideable" if t.hides and hides else moment] += spent
-    return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
-
-
-def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
-    """Copies that our compiled program makes in one layer and microbatch, forward and backward, as seen in it
-    (`experiments.plan.timed`).
-
-    Each copy is a read and a write: of the layer's weights out of the stacked ones, forward and backward; of what it
-    keeps into the stash; and of several sequences that were gathered over tensor, or are to be scattered, into the
-    order of the other side.
-    """
-    size = shapes.itemsize(config.precision.compute)
-    sliced = 0.0
-    if not gathers_at_use(config):
-        sliced = 2 * size * shapes.resident(config).block.full
-    moved = {
-        "forward": sliced + 2 * activations.kept(config, config.parallel.remat),
-        "backward": sliced,
-    }
-    if (
-        config.parallel.sequence_parallel
-        and config.mesh.tensor > 1
-        and shapes.microbatch_rows(config) > 1
-    ):
-        for moment, transfer in layer_transfers(config):
-            moved[moment] += 2 * transfer.nbytes * transfer.count / stages(config).longest
-    return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(
-        memory=moved["backward"] / device.memory_rate
     )
 
 

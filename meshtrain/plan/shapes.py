@@ -103,7 +103,7 @@ def _resident(
     trained_only: bool,
 ) -> WeightParts:
     """`alone`: of what is trained."""
-    placed_weights = _of_one_layer((model, mesh, vocab, zero, lora, trainable))
+    placed_weights = _one_layer((model, mesh, vocab, zero, lora, trainable))
 
     def under(name: str | tuple[str, ...]) -> Elements:
         chosen = [
@@ -124,12 +124,12 @@ def _gathered(weight: Placed, ranks: int) -> float:
     return weight.on_rank() * (weight.zero_degree - 1) * ranks / (ranks - 1)
 
 
-def of_one_layer(config: Config) -> list[Placed]:
+def layer_weights(config: Config) -> list[Placed]:
     """Returns the weights of a layer of a config, adapters among them."""
-    return [p for p in _of_one_layer(_sizes(config)) if p.stacked]
+    return [p for p in _one_layer(_sizes(config)) if p.stacked]
 
 
-def _of_one_layer(sizes: Sizes) -> tuple[Placed, ...]:
+def _one_layer(sizes: Sizes) -> tuple[Placed, ...]:
     """Every weight, where each stage has a single layer."""
     model, mesh, vocab, zero, lora, trainable = sizes
     return placed(model, mesh, vocab, mesh.pipeline, zero, lora, trainable)
@@ -158,9 +158,7 @@ def _moments(
     """(of one layer, outside the layers)."""
     kind = OPTIMIZERS[o.name]
     counts = {True: 0, False: 0}
-    for weight in (
-        p for p in _of_one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained
-    ):
+    for weight in (p for p in _one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained):
         for dims in kind.moments(o, weight):
             moment = part(weight, [*range(weight.stacked), *dims]) if kind.by_matrix else weight
             counts[weight.stacked] += moment.on_rank()
@@ -173,7 +171,7 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
     """
     mesh = config.mesh
     counts = dict[tuple[str, int], int]()
-    for weight in (p for p in _of_one_layer(_sizes(config)) if p.trained):
+    for weight in (p for p in _one_layer(_sizes(config)) if p.trained):
         group = {axis: getattr(mesh, axis) for axis in weight.replicated if getattr(mesh, axis) > 1}
         if group:
             key = "+".join(group), math.prod(group.values())

@@ -37,7 +37,7 @@ from meshtrain.plan.gradient_traffic import (
     sync_transfers,
 )
 
-# What other frameworks send more or less often than our program, see `as_practised`.
+# What other frameworks send more or less often than our program, see `practised_count`.
 GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
 INPUTS_SUMMED = "input cotangents summed"
 OUTPUTS_SCATTERED_AGAIN = "layer outputs scattered again"
@@ -49,7 +49,7 @@ def transfers(
     config: Config, iterations: Iterations, reference: Iterations | None = None
 ) -> list[Transfer]:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
-    transfers = _in_microbatches(config, iterations)
+    transfers = _multiply(config, iterations)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
     transfers += _reference(config, reference) if reference is not None else []
     transfers += sync_transfers(config)
@@ -57,7 +57,7 @@ def transfers(
 
 
 def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = _in_microbatches(config, iterations)
+    transfers = _multiply(config, iterations)
     transfers += _messages(config, iterations)
     stages = config.mesh.pipeline
     base = shapes.resident(config).block - shapes.trained(config).block
@@ -79,7 +79,7 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
     return {axis: sum(t.sent for t in transfers if t.axis == axis) for axis in axes}
 
 
-def _in_microbatches(config: Config, iterations: Iterations) -> list[Transfer]:
+def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers = [
         *layer_transfers(config),
         *context_transfers(config),
@@ -115,7 +115,7 @@ def layer_transfers(config: Config) -> list[Moment]:
         else halves
     )
 
-    def over(
+    def transfer(
         moment: str,
         kind: str,
         what: str,
@@ -132,7 +132,7 @@ def layer_transfers(config: Config) -> list[Moment]:
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
-        over(moment, ALL_REDUCE, "squares of q and k over all heads", count, nbytes=squares)
+        transfer(moment, ALL_REDUCE, "squares of q and k over all heads", count, nbytes=squares)
         for moment, count in (("forward", 1), ("backward", 2))
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
@@ -141,34 +141,36 @@ def layer_transfers(config: Config) -> list[Moment]:
             stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
         )
         return [
-            over("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
-            over("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
-            over("backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering),
-            over(
+            transfer("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
+            transfer("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
+            transfer(
+                "backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering
+            ),
+            transfer(
                 "backward",
                 ALL_GATHER,
                 "layer inputs gathered again for products",
                 halves - late,
                 nbytes=entering,
             ),
-            over("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
-            over("backward", ALL_GATHER, "output cotangents gathered", halves),
-            over("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
+            transfer("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
+            transfer("backward", ALL_GATHER, "output cotangents gathered", halves),
+            transfer("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
             *over_heads,
         ]
     return [
-        over("forward", ALL_REDUCE, "layer outputs summed", 2),
-        over("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
-        over("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
+        transfer("forward", ALL_REDUCE, "layer outputs summed", 2),
+        transfer("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
+        transfer("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[
-            over(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
+            transfer(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
             for moment in shared
         ],
         *over_heads,
     ]
 
 
-def as_practised(what: str, count: float, profile: FrameworkProfile) -> float:
+def practised_count(what: str, count: float, profile: FrameworkProfile) -> float:
     """Returns how often another framework sends what our program sends `count` times a layer."""
     if what == INPUTS_SUMMED:
         return profile.input_sums
@@ -270,12 +272,14 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
         everything = gathered.block.gathered * stages(config).on_device + gathered.outer.gathered
         weight = shapes.itemsize(config.precision.compute)
         transfers.append(
-            Transfer(_over(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks)
+            Transfer(
+                _zero_axes(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks
+            )
         )
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
 
 
-def _over(config: Config) -> str:
+def _zero_axes(config: Config) -> str:
     """The axes that ZeRO shards over, as a transfer names them."""
     return _joined(config, config.mesh.token_axes(across=False)) or DATA
 
@@ -289,7 +293,7 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
     weight = shapes.itemsize(config.precision.compute)
     ranks = config.mesh.shards
     passes = stages(config).longest * (iterations.forward + iterations.backward)
-    over = _over(config)
+    over = _zero_axes(config)
     transfers = [
         Transfer(
             over,

@@ -171,7 +171,7 @@ def allocate(table: Table) -> Buffers:
     def active(slot: int) -> np.ndarray:
         return table.cells[:, :, slot, 0] >= 0
 
-    def at(slot: int, values: np.ndarray) -> np.ndarray:
+    def spread(slot: int, values: np.ndarray) -> np.ndarray:
         """Puts values [virtual stage, microbatch] where that op stands in the table."""
         return _scatter(table, when[slot], stage, values)
 
@@ -182,23 +182,23 @@ def allocate(table: Table) -> Buffers:
     chunk = table.chunk_of(virtual)
     return Buffers(
         f_active=active(F),
-        f_microbatch=at(F, microbatch),
-        f_chunk=at(F, chunk),
-        f_in=at(F, f_in),
-        f_stash=at(F, stash),
+        f_microbatch=spread(F, microbatch),
+        f_chunk=spread(F, chunk),
+        f_in=spread(F, f_in),
+        f_stash=spread(F, stash),
         b_active=active(B),
-        b_microbatch=at(B, microbatch),
-        b_chunk=at(B, chunk),
-        b_in=at(B, b_in),
-        b_stash=at(B, stash),
-        b_cot=at(B, cot),
+        b_microbatch=spread(B, microbatch),
+        b_chunk=spread(B, chunk),
+        b_in=spread(B, b_in),
+        b_stash=spread(B, stash),
+        b_cot=spread(B, cot),
         w_active=active(W),
-        w_microbatch=at(W, microbatch),
-        w_chunk=at(W, chunk),
-        w_stash=at(W, stash),
-        w_cot=at(W, cot),
-        first=active(F) & (at(F, virtual) == 0),
-        last=active(F) & (at(F, virtual) == last),
+        w_microbatch=spread(W, microbatch),
+        w_chunk=spread(W, chunk),
+        w_stash=spread(W, stash),
+        w_cot=spread(W, cot),
+        first=active(F) & (spread(F, virtual) == 0),
+        last=active(F) & (spread(F, virtual) == last),
         enter=_per_clock(table, when[F, 0], microbatches),
         exit=_per_clock(table, when[F, last], microbatches),
         head_out=_per_clock(table, when[F, last], b_in[last]),

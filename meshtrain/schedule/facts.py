@@ -139,7 +139,7 @@ def _one_forward_one_backward(
     )
 
 
-def _in_v(p: int, m: int, v: int) -> ScheduleFacts:
+def _v_shaped(p: int, m: int, v: int) -> ScheduleFacts:
     clocks = 2 * m + 2 * (p - 1)
     depths = Depths(min(2 * m, 2 * p), 1, 1)
     return ScheduleFacts(
@@ -159,5 +159,5 @@ FORMULAS: dict[str, Callable[[int, int, int], ScheduleFacts]] = {
     "zero_bubble": partial(_one_forward_one_backward, split=True),
     "paired": partial(_one_forward_one_backward, paired=True),
     "zero_bubble_paired": partial(_one_forward_one_backward, split=True, paired=True),
-    "in_v": _in_v,
+    "in_v": _v_shaped,
 }

@@ -178,16 +178,16 @@ def table_ops(table: Table) -> np.ndarray:
     used = np.asarray((table.cells[..., 0] >= 0).any(axis=1))
     when = table.when()
 
-    def at(clocks: np.ndarray) -> np.ndarray:
+    def mark(clocks: np.ndarray) -> np.ndarray:
         mask = np.zeros(table.clocks, bool)
         mask[clocks] = True
         return mask
 
-    enter = one_earlier(at(when[F, 0]), np.flatnonzero(used[:, F]), False)
-    leave = at(when[B, 0])
+    enter = one_earlier(mark(when[F, 0]), np.flatnonzero(used[:, F]), False)
+    leave = mark(when[B, 0])
     if not table.paired:
         leave = one_later(leave, np.flatnonzero(used[:, B]), False)
-    return np.stack([used[:, F], at(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
+    return np.stack([used[:, F], mark(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
 
 
 def one_earlier(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray:

@@ -13,14 +13,14 @@ from meshtrain.plan import activations, named, plan
 from meshtrain.plan.choices import (
     contexts,
     ends_empty,
-    near_cuts,
+    nearby_cuts,
     remats,
     schedules,
-    with_empty_ends,
+    schedules_with_empty_ends,
 )
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.memory import MARGIN
 from meshtrain.plan.search import candidates, search
-from meshtrain.plan.seconds import layer_cost
 
 
 def model(family: str = "llama", layers: int = 14, **parallel):
@@ -114,9 +114,10 @@ def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(laye
 def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
     """14 layers on 2 stages: 8 chunks would be 16 virtual stages."""
     two = MeshConfig(pipeline=2)
-    assert ("interleaved", 8) in with_empty_ends(14, two) and ("interleaved", 8) not in schedules(
-        14, two
-    )
+    assert ("interleaved", 8) in schedules_with_empty_ends(14, two) and (
+        "interleaved",
+        8,
+    ) not in schedules(14, two)
     config, cluster = model(), named("h100", 2)
     of_two = [c.config for c in candidates(config, cluster, 2) if c.config.mesh.pipeline == 2]
     split = [c for c in of_two if c.parallel.layer_split is not None]
@@ -197,5 +198,5 @@ def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
 
 
 def test_near_what_a_rank_had_a_microbatch_has_as_many_rows_or_a_half_a_quarter_of_them():
-    assert near_cuts(model(), 1, 4) == (4, 8, 16)
-    assert near_cuts(model(), 4, 3) == (2, 4)
+    assert nearby_cuts(model(), 1, 4) == (4, 8, 16)
+    assert nearby_cuts(model(), 4, 3) == (2, 4)

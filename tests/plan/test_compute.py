@@ -55,7 +55,8 @@ def test_what_is_gathered_is_copied_where_the_framework_does_so():
 
 
 def layer(family, profile):
-    return compute.layer(config(family=family).model, H100, "bfloat16", 2, 256, 1, False, profile)
+    shape = compute.LayerShape(config(family=family).model, "bfloat16", 2, 256)
+    return compute.layer(shape, H100, profile)
 
 
 @pytest.mark.parametrize(

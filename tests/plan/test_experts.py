@@ -15,9 +15,9 @@ from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.compute import Layer, Seconds
-from meshtrain.plan.experts import expert_seconds, reached, with_experts
+from meshtrain.plan.experts import add_experts, expert_seconds, reached
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.search import candidates
-from meshtrain.plan.seconds import layer_cost
 
 PUBLISHED = {
     "configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9),
@@ -183,7 +183,7 @@ def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_lo
     def activation(capacity, name, profile=DEFAULT_PROFILE):
         config = replaced(configuration("all_gather", capacity), train={"sequence_length": 4096})
         idle = Layer(*[Seconds()] * len(fields(Layer)))
-        return with_experts(config, idle, named(name, 4), profile).mlp_hidden.memory
+        return add_experts(config, idle, named(name, 4), profile).mlp_hidden.memory
 
     assert activation(None, "h100") == pytest.approx(
         4 * activation(1.0, "h100"), rel=0.02

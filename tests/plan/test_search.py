@@ -11,7 +11,7 @@ from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.values import as_text
 from meshtrain.plan import named, plan
 from meshtrain.plan.choices import meshes
-from meshtrain.plan.estimate import by_formula
+from meshtrain.plan.estimate import estimate_by_formula
 from meshtrain.plan.report import settings
 from meshtrain.plan.search import _fastest, _groups, candidates, made_of, reason, search
 
@@ -119,7 +119,7 @@ def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_
     cluster = named("h100", 8)
     every = list(candidates(small, cluster, 8))
     for candidate in every[::199]:
-        seconds, nbytes = by_formula(candidate.config, cluster)
+        seconds, nbytes = estimate_by_formula(candidate.config, cluster)
         assert candidate.nbytes == pytest.approx(nbytes, rel=1e-9)
         # a search takes a layer's copies as those of the config's own ZeRO stage
         if not gathers_at_use(candidate.config):

@@ -21,6 +21,7 @@ from meshtrain.plan import (
     seconds,
     shapes,
 )
+from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.step import Program
 
 NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
@@ -131,7 +132,7 @@ def test_what_is_computed_again_is_what_xla_compiles_again(family):
     none = made()[1]
     for kept in [(), *((name,) for name in NAMES), NAMES]:
         config, flops = made(remat="names", remat_keep=kept)
-        planned = seconds.layer_cost(config, cluster).recompute.matmul * cluster.accelerator.flops(
+        planned = layer_cost(config, cluster).recompute.matmul * cluster.accelerator.flops(
             "float32"
         )
         # besides the products some thousandths of the step's: norms and the like
@@ -243,8 +244,7 @@ def test_a_frameworks_own_sums_over_tensor_are_counted(llama_8b, practice, split
     )
     plain = FrameworkProfile()
     usual, own = (
-        seconds.layer_cost(config, cluster, p)
-        for p in (plain, dataclasses.replace(plain, **practice))
+        layer_cost(config, cluster, p) for p in (plain, dataclasses.replace(plain, **practice))
     )
     ratio = (own.forward_sends + own.backward_sends) / (usual.forward_sends + usual.backward_sends)
     assert ratio == pytest.approx(sums)

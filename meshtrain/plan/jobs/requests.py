@@ -59,7 +59,7 @@ class Speeds:
         if shape.config is None:
             return None
         sizes = tuple(_share(devices, link.devices) for _, link in self.cluster.levels())
-        place = _as_seen_by(self.cluster, shape, sizes)
+        place = _view_cluster(self.cluster, shape, sizes)
         if (shape, place) not in self.known:
             self.known[shape, place] = estimate(shape.config, place)
         return self.known[shape, place]
@@ -91,7 +91,7 @@ def _share(devices: Sequence[int], block: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _as_seen_by(cluster: Cluster, shape: JobShape, sizes: tuple[int, ...]) -> Cluster:
+def _view_cluster(cluster: Cluster, shape: JobShape, sizes: tuple[int, ...]) -> Cluster:
     """The cluster as the devices of a job see it: of each level the devices of its own that a block holds."""
     levels: dict[str, Any] = {
         name: replace(link, devices=size)
