@@ -4,6 +4,8 @@
  *   REFUSE_FILE   a pattern of the path, as of fnmatch
  *   REFUSE_HOW    a number of errno; short; or the milliseconds of a delay, as ms10000
  *   REFUSE_LOG    a file that gets a byte for each refusal; REFUSE_TIMES of them are made, 0: every one
+ *
+ * With REFUSE_CALL all none is refused, and the log gets a line for each call on such a path or on a relative one: its name and the path.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -34,8 +36,16 @@ static const char *path_of(int descriptor, char *room) {
 static int refuses(const char *call, const char *path) {
   const char *wanted = getenv("REFUSE_CALL"), *file = getenv("REFUSE_FILE"), *how = getenv("REFUSE_HOW");
   const char *log = getenv("REFUSE_LOG"), *times = getenv("REFUSE_TIMES");
-  if (!wanted || !file || !how || !log || !path || strcmp(wanted, call) || fnmatch(file, path, 0)) return 0;
+  if (!wanted || !file || !how || !log || !path) return 0;
+  int is_recorded = !strcmp(wanted, "all");
+  if (is_recorded ? *path == '/' && fnmatch(file, path, 0) : strcmp(wanted, call) || fnmatch(file, path, 0)) return 0;
   int descriptor = syscall(SYS_openat, AT_FDCWD, log, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (is_recorded) {
+    char line[4200];
+    syscall(SYS_write, descriptor, line, snprintf(line, sizeof line, "%s %.4095s\n", call, path));
+    syscall(SYS_close, descriptor);
+    return 0;
+  }
   long most = times ? atol(times) : 0, made = syscall(SYS_lseek, descriptor, 0, SEEK_END);
   int is_left = !most || made < most;
   if (is_left) syscall(SYS_write, descriptor, "x", 1);
@@ -54,7 +64,8 @@ static int refuses(const char *call, const char *path) {
 
 static int refuses_descriptor(const char *call, int descriptor) {
   char room[4096];
-  if (!getenv("REFUSE_CALL") || strcmp(getenv("REFUSE_CALL"), call)) return 0;
+  const char *wanted = getenv("REFUSE_CALL");
+  if (!wanted || (strcmp(wanted, "all") && strcmp(wanted, call))) return 0;
   return refuses(call, path_of(descriptor, room));
 }
 
