@@ -41,8 +41,8 @@ ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EMFILE", "ESTALE", "EROFS")
 CALLS = ("open", "read", "write", "fsync", "rename", "mkdir", "stat", "unlink", "rmdir", "list")
 SHORT = ("read", "write")
 DELAY = 10.0  # seconds
-# Of a call that is delayed each time, a command may make hundreds.
-PATIENCE = 150.0
+# Seconds that a command may take: of a call that is delayed each time it may make dozens, on a machine with much else to do.
+PATIENCE = 600.0
 WELL, WRONG = ("done", "retried", "told"), ("silent", "lost", "traceback", "hang")
 STEP = "run/checkpoints/6"
 NEW = "run/checkpoints/8.writing"
@@ -361,6 +361,8 @@ def run(
                     else ("traceback", "the cell itself failed")
                 )
                 found.append({**vars(cell), "verdict": verdict, "reason": reason})
+                with (work / "found.jsonl").open("a") as lines:
+                    lines.write(json.dumps(found[-1]) + "\n")
                 if verdict in WRONG:
                     say(f"{verdict:<10} {cell}: {reason}")
                 shutil.rmtree(directory, ignore_errors=True)
