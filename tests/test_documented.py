@@ -65,7 +65,9 @@ NOT_HERE = {
     "some",
     "python -m meshtrain.probe --mesh data=8,islands=2 --algorithms all --html probe.html": "takes minutes; "
     "tests/probe/test_measure.py measures algorithms",
-    "srun meshtrain train --config FILE": "tests/launch/test_slurm_cluster.py has srun do so, where Slurm is installed",
+    "python tests/helpers/house.py": "tests/test_house.py limits the figures that it prints",
+    "srun python -m meshtrain.train": "a row of measurements; tests/launch/test_slurm_cluster.py has srun do so",
+    "srun meshtrain train --config FILE": "likewise, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
     "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",

@@ -213,10 +213,14 @@ def made(table: Sequence[Cell], work: Path, directory: Path) -> list[Cell]:
         _arrange(place, name)
         log = place.dir / "calls"
         recorded = dict(zip(VARIABLES, ("all", f"{place.dir}/*", "0", str(log), "0"), strict=True))
-        ended = place.start(f"meshtrain.{COMMANDS[name].module}", *COMMANDS[name].arguments, env=recorded).end(PATIENCE)
+        ended = place.start(
+            f"meshtrain.{COMMANDS[name].module}", *COMMANDS[name].arguments, env=recorded
+        ).end(PATIENCE)
         assert ended.code == 0, ended.said
         calls[name] = set(log.read_text(errors="replace").splitlines())
-    return [cell for cell in table if fnmatch.filter(calls[cell.command], f"{cell.call} *{cell.file}")]
+    return [
+        cell for cell in table if fnmatch.filter(calls[cell.command], f"{cell.call} *{cell.file}")
+    ]
 
 
 def _arrange(place, name: str) -> None:
@@ -253,7 +257,10 @@ def meet(cell: Cell, place, scale: float) -> tuple[str, str]:
 
     command = COMMANDS[cell.command]
     _arrange(place, cell.command)
-    before, log = place.digests(place.dir / "text") | place.digests(place.checkpoints), place.dir / "refusals"
+    before, log = (
+        place.digests(place.dir / "text") | place.digests(place.checkpoints),
+        place.dir / "refusals",
+    )
     how = f"ms{round(1000 * DELAY * scale)}" if cell.how == "delay" else cell.how
     how = str(getattr(errno, how)) if how in ERRORS else how
     refusals = [cell.call, f"*{cell.file}", how, str(log), str(cell.times)]
@@ -315,7 +322,12 @@ def _without_fault(bases: Path) -> None:
 
 
 def run(
-    table: Sequence[Cell], count: int | None, work: Path, jobs: int, scale: float, say: Callable[[str], None]
+    table: Sequence[Cell],
+    count: int | None,
+    work: Path,
+    jobs: int,
+    scale: float,
+    say: Callable[[str], None],
 ) -> list[dict]:
     """Meets the cells that there are, or `count` of them, `jobs` at a time, each in a process and a place of its own."""
     from experiments.faults import bases

@@ -350,7 +350,7 @@ def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, t
     keys = sets(
         f"parallel.schedule={tmp_path / 'mine.csv'}", "model.d_model=8192", "model.layers=80"
     )
-    assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 0
+    assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 1
     assert "more than" in capsys.readouterr().err
 
 
