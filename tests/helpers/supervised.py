@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshtrain.survive.supervised import Supervised
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])
 PATIENCE = 180.0  # seconds, of a loaded machine
+RENEW_EVERY = 0.05  # seconds
 
 
 def supervised(directory: Path, rank: int = 0, fence: float = 30.0) -> Supervised:
@@ -82,12 +84,13 @@ class Rank:
             time.sleep(0.01)
 
     def _renew(self) -> None:
+        # The sentinel alone is asked. Both is_alive and join read the exit code from a pipe, once: where two threads do,
+        # one of them finds nothing and takes the code for 255.
         count = 0
-        while self.renewing and self.process.is_alive():
+        while self.renewing and not wait([self.process.sentinel], RENEW_EVERY):
             count += 1
             with open(self.told.local / "lease", "r+") as lease:
                 lease.write(f"{count:16d}")
-            time.sleep(0.05)
 
 
 def _work(
