@@ -32,8 +32,8 @@ SURVIVE = "survive"
 RECORD = 4096  # bytes of a node's record
 MOST_PENDING = 1 << 20  # bytes of events that wait for a disk
 PLAN = re.compile(r"\d{6,18}\.json", re.ASCII)
-# What stands in the place of a record and is none: a directory, a link, another user's file, a pipe.
-NO_RECORD = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EAGAIN, errno.ENXIO)
+# What stands in the place of a record and is none: nothing, a directory, a link, a pipe.
+NO_RECORD = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EAGAIN, errno.ENXIO)
 
 
 class Store:

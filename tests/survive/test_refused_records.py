@@ -25,7 +25,7 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_record_that_cannot_be_read_ages_nobody(number, tmp_path):
     (tmp_path / "run").mkdir()
     view = View(
