@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
-from meshtrain.data.copies import COPIES
+from meshtrain.data.copies import COPIES, TEMPLATES
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import sync
 from meshtrain.hf_families import CONFIG, MODEL_TYPES, read_json
@@ -58,7 +58,9 @@ LABELS = ("id2label", "label2id")  # carried too, where there are as many classe
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    return {name: directory / name for name in TOKENIZER if (directory / name).is_file()}
+    more = sorted((directory / TEMPLATES).glob("*.jinja"))
+    names = (*TOKENIZER, *(f"{TEMPLATES}/{path.name}" for path in more))
+    return {name: directory / name for name in names if (directory / name).is_file()}
 
 
 def check(directory: Path) -> None:
@@ -98,6 +100,7 @@ def tokenizer_files(directory: Path) -> dict[str, Path]:
 
 def copy_tokenizer(files: Mapping[str, Path], to: Path) -> None:
     for name, path in files.items():
+        (to / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, to / name)
 
 
@@ -136,7 +139,7 @@ def find_tokenizer(root: Path, config: Config) -> dict[str, Path]:
         files = next(filter(None, map(tokenizer_files, _origins(root, config))), {})
     if config.data.template is not None and files:
         path = Path(config.data.template).expanduser()
-        files.pop(TEMPLATE, None)
+        files = {n: p for n, p in files.items() if n != TEMPLATE and not n.startswith(TEMPLATES)}
         files["tokenizer_config.json" if path.suffix == ".json" else TEMPLATE] = path
     return files
 

@@ -35,7 +35,13 @@ NAME = "meshtrain"  # lm_eval --model
 MOST_TOKENS = 256  # of an answer, where the task does not say
 # How tasks call the most tokens of an answer, the first of them counts; as lm_eval.models.utils has it.
 MOST_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-SETTINGS = ("mesh", "precision", "step", "adapter")  # of model_args, as open_model takes them
+SETTINGS = (
+    "mesh",
+    "precision",
+    "step",
+    "adapter",
+    "weights",
+)  # of model_args, as open_model takes them
 SHOWN = (
     "results",
     "groups",
@@ -234,7 +240,7 @@ def model_class() -> type[Any]:
         raise not_installed("tasks need lm-evaluation-harness", "evaluate") from None
 
     class MeshtrainLM(Harness, LM):
-        """model_args: path=RUN, and perhaps mesh, precision, step, adapter, max_length."""
+        """model_args: path=RUN, and perhaps mesh, precision, step, adapter, weights, max_length."""
 
         def __init__(
             self,

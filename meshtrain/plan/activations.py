@@ -4,6 +4,7 @@ Activations follow Korthikanti et al. 2022 (section 4), with flash attention, wh
 """
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshtrain.config import Config, ModelConfig
@@ -212,8 +213,9 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor = config.mesh.tensor
     split = config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
+    trained = config.model if drops(config) else replace(config.model, dropout=0.0)
     held = residuals(
-        config.model, tensor, split, remat, names, size, tuned(config), float8.kept_size(config)
+        trained, tensor, split, remat, names, size, tuned(config), float8.kept_size(config)
     )
     if (
         config.mesh.context > 1

@@ -29,6 +29,7 @@ class Speed:
     worst: float
     tokens_per_second: float
     mfu: float | None
+    padding: float  # share of the steps' positions that hold no token
     waiting: float | None  # share of the steps' seconds in which they waited for the loader
 
 
@@ -101,6 +102,8 @@ def speed_of(columns: Columns) -> Speed | None:
     p10, median, p90 = (float(q) for q in np.quantile(seconds, (0.1, 0.5, 0.9)))
     rate = _finite(columns["tokens"][mask] / seconds)
     known = np.isfinite(waits)
+    tokens = np.nansum(columns["tokens"][mask])
+    padding = np.nansum(columns["padding_tokens"][mask])
     return Speed(
         steps=int(mask.sum()),
         median=median,
@@ -109,6 +112,7 @@ def speed_of(columns: Columns) -> Speed | None:
         worst=float(seconds.max()),
         tokens_per_second=float(np.median(rate)) if rate.size else math.nan,
         mfu=recent_mfu(columns["mfu"]),
+        padding=float(padding / max(1.0, padding + tokens)),
         waiting=float(waits[known].sum() / seconds[known].sum()) if known.any() else None,
     )
 

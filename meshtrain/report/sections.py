@@ -34,6 +34,7 @@ from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
 LEAST_SHARE = 0.0005  # of a time that is shown
+PADDING_TOLD = 0.01  # the share of positions from which on padding is named
 LARGEST_LIFE = (
     30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
 )
@@ -177,6 +178,8 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
         f"{speed.tokens_per_second:,.0f} "
         f"tokens/s{'' if speed.mfu is None else f', MFU {speed.mfu:.1%} over the last {RECENT_ROWS} rows'}."
     )
+    if speed.padding >= PADDING_TOLD:
+        how_fast += f" Padding fills {speed.padding:.0%} of the positions."
     plan = facts.plan
     if bounds is None or plan is None:
         return Section(title, (how_fast,))

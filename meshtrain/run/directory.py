@@ -119,9 +119,9 @@ def noted_checkpoint(directory: Path) -> str | None:
     """
     note = directory / NEWEST
     metrics = directory / METRICS
-    if note.exists():
+    if note.is_file():
         return note.read_text(errors="replace").strip()
-    if not metrics.exists():
+    if not metrics.is_file():
         return None
     with metrics.open("rb") as rows:
         return "unknown" if any(b'"checkpoint_bytes"' in row for row in rows) else None

@@ -15,6 +15,7 @@ from meshtrain.adopt.extra_files import (
     LOCK,
     WRITING,
     check_tokenizer,
+    copy_tokenizer,
     find_hf_config,
     find_tokenizer,
     merged_config,
@@ -105,6 +106,20 @@ def test_the_chat_template_of_the_run_goes_with_it(tmp_path):
     assert (
         "chat_template.jinja" not in found and found["tokenizer_config.json"].read_text() == "mine"
     )
+
+
+def test_templates_by_name_go_with_a_tokenizer_unless_the_run_had_one_of_its_own(tmp_path):
+    run = directory(tmp_path / "run", tokenizer="t")
+    more = run / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("tools")
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(find_tokenizer(run, config()), tmp_path / "out")
+    copied = tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja"
+    assert copied.read_text() == "tools"
+    (tmp_path / "mine.jinja").write_text("mine")
+    found = find_tokenizer(run, config(data={"template": str(tmp_path / "mine.jinja")}))
+    assert found.keys() == {"tokenizer.json", "chat_template.jinja"}
 
 
 def write(to):

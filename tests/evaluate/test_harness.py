@@ -201,6 +201,8 @@ def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
     model = found.create_from_arg_string(
         f"path={made[0]},step=newest", {"batch_size": 2, "device": None}
     )
+    in_8_bits = found.create_from_arg_string(f"path={made[0]},weights=int8", {"device": None})
+    assert in_8_bits.opened.weights == "int8" and model.opened.weights is None
     assert model.scorer.rows == 2 and model.rank == 0 and model.world_size == 1
     with pytest.raises(
         ConfigError, match="model_args has pth, which is none of meshtrain's; did you mean path"

@@ -21,6 +21,7 @@ from meshtrain.plan import (
     seconds,
     shapes,
 )
+from meshtrain.plan.activations import kept
 from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.step import Program
 
@@ -186,6 +187,14 @@ def test_packing_and_dropout_keep_a_kernel_that_writes_no_scores(llama_8b):
     # a byte for each element of the residual stream that may go, twice a layer, and no more
     dropped = plan(replaced(config, model={"dropout": 0.1}), cluster)
     assert plain.bytes < dropped.bytes < 1.1 * plain.bytes
+
+
+def test_a_policy_trained_on_pairs_keeps_no_mask_since_it_drops_nothing(llama_8b):
+    config = replaced(llama_8b(), train={"objective": "dpo"}, lora={"rank": 8})
+    cluster = named("h100", 16)
+    dropping = replaced(config, model={"dropout": 0.1})
+    assert kept(dropping, "none") == kept(config, "none") > 0
+    assert plan(dropping, cluster).bytes == plan(config, cluster).bytes
 
 
 def test_tensor_parallelism_across_nodes_waits_for_the_links_between_them(llama_8b):

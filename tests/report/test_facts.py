@@ -57,6 +57,14 @@ def remarks(run):
     return " ".join(reason.sentence for reason in told(run)[0].reasons)
 
 
+@pytest.mark.parametrize(("padding", "share"), [(16, "20%"), (0, None)])
+def test_padding_is_told_where_positions_hold_it(run, padding, share):
+    write(run, *(OLD | {"step": k, "padding_tokens": padding} for k in range(1, 10)))
+    said = told(run)[1]
+    assert "64 tokens/s" in said
+    assert (f"Padding fills {share}" in said) if share else ("Padding" not in said)
+
+
 def accelerator(run):
     return gather(run).plan.cluster.accelerator.name
 

@@ -99,3 +99,9 @@ def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(t
     assert noted_checkpoint(tmp_path) == "20"
     (tmp_path / NEWEST).write_text("")
     assert noted_checkpoint(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", [NEWEST, "metrics.jsonl"])
+def test_a_pipe_in_the_place_of_a_note_is_no_note(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    assert noted_checkpoint(tmp_path) is None
