@@ -189,15 +189,15 @@ COMMANDS = {
 }
 
 
-def cells(only: Sequence[str] = ()) -> list[Cell]:
-    """Returns every cell of the table, of these commands if any are named."""
+def cells(only: Sequence[str] = (), how: Sequence[str] = ()) -> list[Cell]:
+    """Returns every cell of the table, of these commands and these refusals if any are named."""
     table = []
     for name, command in COMMANDS.items():
         if only and name not in only:
             continue
         for file, call, times in itertools.product(command.files, CALLS, (1, 0)):
             hows = [*ERRORS, *(["short"] if call in SHORT else []), "delay"]
-            table += [Cell(name, file, call, how, times) for how in hows]
+            table += [Cell(name, file, call, one, times) for one in hows if not how or one in how]
     return table
 
 
@@ -422,6 +422,12 @@ def main() -> int:
         help="of this command alone (may be given again)",
     )
     parser.add_argument(
+        "--how",
+        action="append",
+        choices=[*ERRORS, "short", "delay"],
+        help="refused in this way alone (may be given again)",
+    )
+    parser.add_argument(
         "--few", type=int, metavar="N", help="N cells, spread over the table (default: all)"
     )
     parser.add_argument(
@@ -462,7 +468,7 @@ def main() -> int:
 
     os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(work / "compiled"))
     try:
-        chosen = cells(options.command or ())
+        chosen = cells(options.command or (), options.how or ())
         began = time.monotonic()
         found = run(
             chosen,

@@ -13,6 +13,7 @@ from meshtrain.model.weights import parameters
 from meshtrain.plan import (
     ACCELERATORS,
     FrameworkProfile,
+    activations,
     compute,
     named,
     pipeline,
@@ -21,7 +22,6 @@ from meshtrain.plan import (
     seconds,
     shapes,
 )
-from meshtrain.plan.activations import kept
 from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.step import Program
 
@@ -193,7 +193,7 @@ def test_a_policy_trained_on_pairs_keeps_no_mask_since_it_drops_nothing(llama_8b
     config = replaced(llama_8b(), train={"objective": "dpo"}, lora={"rank": 8})
     cluster = named("h100", 16)
     dropping = replaced(config, model={"dropout": 0.1})
-    assert kept(dropping, "none") == kept(config, "none") > 0
+    assert activations.kept(dropping, "none") == activations.kept(config, "none") > 0
     assert plan(dropping, cluster).bytes == plan(config, cluster).bytes
 
 
