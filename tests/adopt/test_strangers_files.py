@@ -91,7 +91,7 @@ def test_weights_without_a_head_that_is_not_tied_are_refused(tmp_path, capsys):
     }
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     assert main(["inspect", str(copy)]) == 2
-    assert "has no lm_head.weight: it is a model without its head" in capsys.readouterr().err
+    assert "has no lm_head.weight" in capsys.readouterr().err
 
 
 def test_a_tensor_that_stands_under_both_names_is_refused(tmp_path):
@@ -146,10 +146,7 @@ def test_an_adapter_with_a_number_that_is_none_is_refused_however_it_comes_in(
             Adapters(copy, config_of(GOLDEN / "qwen3").model)
         return
     assert main([command, base, str(out), "--adapter", str(copy)]) == 2
-    assert (
-        "has NaN or infinity, so it is no trained weight" in capsys.readouterr().err
-        and not out.exists()
-    )
+    assert "has NaN or infinity" in capsys.readouterr().err and not out.exists()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -241,7 +238,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, theirs, tmp_path
         )
         assert main(["inspect", str(copy)]) == 2
     said = capsys.readouterr().err
-    assert "is a pipe; it must be a file" in said or "has neither" in said
+    assert "is a pipe" in said or "has neither" in said
 
 
 @pytest.mark.parametrize(
@@ -272,5 +269,5 @@ def test_ids_that_no_model_has_are_left_out_with_a_sentence(theirs, tmp_path):
     copy = shutil.copytree(theirs, tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6, "x"]}))
     said = " ".join(open_model(copy).asks)
-    assert "1000000 of generation_config.json is left out: the model's tokens are 0 to" in said
+    assert "1000000 of generation_config.json is left out" in said
     assert "generation_config.json: eos_token_id is 'x', which is left out" in said

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from refusals import pattern_of
 
 pytest.importorskip("safetensors")
 
@@ -125,20 +127,20 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
 @pytest.mark.parametrize(
     "file, change, says",
     [
-        (CONFIG, {"architectures": ["ViTModel"]}, "has no classes, or more than them"),
-        (CONFIG, {"head_dim": 8}, "head_dim 8 is not computed here"),
-        (CONFIG, {"hidden_act": "mish"}, "'mish' is not computed here"),
+        (CONFIG, {"architectures": ["ViTModel"]}, "has no classes"),
+        (CONFIG, {"head_dim": 8}, "head_dim 8"),
+        (CONFIG, {"hidden_act": "mish"}, "'mish'"),
         (
             CONFIG,
             {"image_size": [15, 20]},
-            "image_size [15, 20] is not computed here; it must be a square's",
+            "image_size [15, 20] is not computed here ... square's",
         ),
-        (CONFIG, {"image_size": "x"}, "image_size is 'x'; it must be a whole number"),
+        (CONFIG, {"image_size": "x"}, "image_size is 'x' ... whole number"),
         (CONFIG, {"patch_size": 4}, "model.patch_size 4 does not divide model.image_size 15"),
         (CONFIG, {"num_channels": 1}, "data.images.mean has 3 numbers, but model.channels is 1"),
         (CONFIG, {"hidden_size": 24}, "is [20, 3, 5, 5]; this model's is [24, 3, 5, 5]"),
         (CONFIG, {"id2label": {"0": "cat", "1": "dog"}}, "classifier.weight"),
-        (CONFIG, {"id2label": ["cat"]}, "id2label is ['cat']; it must be a mapping"),
+        (CONFIG, {"id2label": ["cat"]}, "id2label is ['cat'] ... mapping"),
         # whose positions transformers would stretch if it were told to
         (CONFIG, {"image_size": 20}, "position_embeddings"),
         (PREPROCESSOR, {"do_rescale": False}, "rescale_factor must be 1 / 255"),
@@ -151,7 +153,7 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, file, change, says
     (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
     with pytest.raises(ConfigError) as error:
         loading.check(config_of(copy).model, TensorFiles(copy))
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert re.search(pattern_of(says), str(error.value)) and "\n" not in str(error.value)
 
 
 def test_a_square_may_be_given_by_both_its_sides(tmp_path):

@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import pattern_of
 
 pytest.importorskip("safetensors")
 
@@ -94,7 +95,7 @@ def refused(directory: Path) -> str:
 )
 def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name, file, says):
     changed(copy / INDEX, lambda index: index["weight_map"].update({name: file}))
-    assert says in refused(copy)
+    assert re.search(pattern_of(says), refused(copy))
 
 
 def test_a_truncated_file_is_refused(copy):
@@ -132,69 +133,69 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
             ({"model_type": kind}, f"'{kind}' is no family of ours; {KINDS}.")
             for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")
         ),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not computed here"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_type is 'yarn' in rope_scaling, but 'llama3' in rope_parameters; let them agree",
+            "'yarn' in rope_scaling ... 'llama3' in rope_parameters",
         ),
-        ({"hidden_act": "xielu"}, "'xielu' is not computed here"),
-        ({"attention_bias": True}, "attention_bias True is not computed here"),
+        ({"hidden_act": "xielu"}, "'xielu'"),
+        ({"attention_bias": True}, "attention_bias True"),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            "rope_type 'longrope' is not computed here",
+            "rope_type 'longrope'",
         ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a whole number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 65536"),
-        ({"num_key_value_heads": [1]}, "num_key_value_heads is [1]; it must be a whole number"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a number"),
-        ({"rms_norm_eps": 0}, "norm_eps is 0.0; it must be above 0"),
+        ({"hidden_size": "big"}, "hidden_size is 'big' ... whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 ... at most 65536"),
+        ({"num_key_value_heads": [1]}, "num_key_value_heads is [1] ... whole number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x' ... number"),
+        ({"rms_norm_eps": 0}, "norm_eps is 0.0 ... above 0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-        ({"hidden_act": []}, "hidden_act is []; it must be a text"),
-        ({"layer_types": [1]}, "layer_types is [1]; it must be a list of texts"),
-        ({"rope_parameters": "x"}, "rope_parameters is 'x'; it must be a mapping"),
-        ({"rope_parameters": {"full_attention": 1}}, "full_attention is 1; it must be a mapping"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1 ... true or false"),
+        ({"hidden_act": []}, "hidden_act is [] ... text"),
+        ({"layer_types": [1]}, "layer_types is [1] ... list of texts"),
+        ({"rope_parameters": "x"}, "rope_parameters is 'x' ... mapping"),
+        ({"rope_parameters": {"full_attention": 1}}, "full_attention is 1 ... mapping"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is not there"),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),
-        ({"model_type": "mixtral"}, "num_local_experts is None; it must be a whole number above 0"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' ... number"),
+        ({"model_type": "mixtral"}, "num_local_experts is None ... whole number above 0"),
         (
             {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
-            "decoder_sparse_step 2 is not computed here",
+            "decoder_sparse_step 2",
         ),
         (
             {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
-            "mlp_only_layers [0] is not computed here",
+            "mlp_only_layers [0]",
         ),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not computed here"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0"),
         (
             {"model_type": "olmoe", "norm_topk_prob": 1},
-            "norm_topk_prob is 1; it must be true or false",
+            "norm_topk_prob is 1 ... true or false",
         ),
-        ({"model_type": "gpt_oss"}, "attention_bias False is not computed here"),
+        ({"model_type": "gpt_oss"}, "attention_bias False"),
         (
             {"model_type": "gpt_oss", "attention_bias": True, "swiglu_limit": 5.0},
-            "swiglu_limit 5.0 is not computed here",
+            "swiglu_limit 5.0",
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({"model_type": "gemma3"}, "'gemma3' has a vision tower, which is not computed here"),
+        ({"model_type": "gemma3"}, "'gemma3' has a vision tower, which"),
         (
             {"model_type": "gemma3_text", "layer_types": [FULL, FULL, SLIDING]},
-            f"layer_types {[FULL, FULL, SLIDING]} is not computed here",
+            f"layer_types {[FULL, FULL, SLIDING]}",
         ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping 50.0 is not computed here",
+            "attn_logit_softcapping 50.0",
         ),
         (
             {"model_type": "gemma2", "use_bidirectional_attention": True},
-            "use_bidirectional_attention True is not computed here",
+            "use_bidirectional_attention True",
         ),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
     changed(copy / CONFIG, lambda config: config.update(change))
-    assert says in refused(copy)
+    assert re.search(pattern_of(says), refused(copy))
 
 
 def four_bits(code: int) -> float:
@@ -277,7 +278,7 @@ def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind,
     if window is None:
         with pytest.raises(
             ConfigError,
-            match=r"of some layers alone \(\w+.*\) is not computed here; all have it, or none\.$",
+            match=r"of some layers alone \(\w+.*\)",
         ):
             model_section(given, CONFIG)
     else:
@@ -429,9 +430,7 @@ def rewritten(directory, name, change):
 
 def test_whole_numbers_are_no_weights(copy):
     rewritten(copy, "model.norm.weight", lambda array: array.astype(np.int64))
-    assert "model.norm.weight in" in refused(
-        copy
-    ) and "is I64; it must be one of F64, F32, F16, BF16" in refused(copy)
+    assert re.search(r"model\.norm\.weight in .*is I64.*F64, F32, F16, BF16", refused(copy))
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
@@ -441,9 +440,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
     loading.check(config_of(copy).model, TensorFiles(copy))
     embedding[-1, -1] += 1
     rewritten(copy, "lm_head.weight", lambda _: embedding)
-    assert "that is not model.embed_tokens.weight, but its config.json ties the two" in refused(
-        copy
-    )
+    assert "model.embed_tokens.weight, but its config.json ties" in refused(copy)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -465,7 +462,5 @@ def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatc
         return array.astype(dtype)
 
     rewritten(copy, "model.layers.1.mlp.up_proj.weight", broken)
-    with pytest.raises(
-        ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .* has NaN or infinity"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .*NaN"):
         loading.check_finite(TensorFiles(copy))

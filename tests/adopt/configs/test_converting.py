@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refusals import pattern_of
 
 import meshtrain as mt
 from meshtrain.adopt.__main__ import main
@@ -19,14 +20,14 @@ from meshtrain.errors import ConfigError
         (
             "x.yaml",
             "stage: sft\nlearning_rat: 1\n",
-            "x.yaml, line 2: LLaMA-Factory has no key learning_rat; did you mean learning_rate?",
+            "x.yaml, line 2: ... learning_rat; did you mean learning_rate?",
         ),
         (
             "x.json",
             '{"zero_optimization": {"stag": 3}, "seed": 1}',
             "did you mean zero_optimization.stage?",
         ),
-        ("x.yaml", "stage: sft\nseed: 1\nseed: 1\n", "seed stands there twice, in lines 2 and 3"),
+        ("x.yaml", "stage: sft\nseed: 1\nseed: 1\n", "seed ... twice, in lines 2 and 3"),
         (
             "x.json",
             '{"seed": 1,\n "bf16": {"enabled": true,\n "enabled": true}}',
@@ -43,12 +44,12 @@ from meshtrain.errors import ConfigError
 def test_a_file_that_is_none_of_theirs_is_refused(write, name, content, says):
     with pytest.raises(ConfigError) as refused:
         convert([write(content, name)])
-    assert says in str(refused.value)
+    assert re.search(pattern_of(says), str(refused.value))
 
 
 def test_an_unknown_key_is_named(converted):
     _, text, said = converted({"stage": "sft", "my_own": {"inner": 3}, "use_axft_loss": True})
-    assert "my_own.inner 3" in said[0] and "if it changes what is learned, that is lost" in said[0]
+    assert "my_own.inner 3" in said[0] and "changes what is learned" in said[0]
     # a loss that is not here is none that an unknown one is taken for
     assert "use_axft_loss true" in said[1]
     assert (
@@ -250,8 +251,10 @@ def test_what_is_printed_loads_and_plans(theirs, capsys, tmp_path):
     assert re.match(
         rf"# From {theirs} \(LLaMA-Factory\) and .*\(DeepSpeed\), for 4 devices\.\n", printed.out
     )
-    unlisted = "which file it is does not stand in data/dataset_info.json here"
-    assert printed.err == f"meshtrain: dataset mine: {unlisted}: data/mine.json is a guess.\n"
+    assert re.fullmatch(
+        r"meshtrain: dataset mine: .*dataset_info\.json.*: data/mine\.json is a guess\.\n",
+        printed.err,
+    )
 
 
 def test_no_key_is_passed_over_in_silence(theirs, capsys):
@@ -271,7 +274,7 @@ def test_a_file_that_deepspeed_names_and_that_is_not_there_is_said(theirs, write
     theirs.write_text(yaml.safe_dump(LF | {"deepspeed": "nowhere.json"}))
     assert main(["config", str(theirs)]) == 0
     said = capsys.readouterr().err
-    assert "deepspeed nowhere.json" in said and "is no file here: give it after this one" in said
+    assert "deepspeed nowhere.json" in said and "give it after this one" in said
     # given, it is the one that is meant
     assert main(["config", str(theirs), str(write(DS, as_json=True))]) == 0
     assert "nowhere" not in capsys.readouterr().err

@@ -180,32 +180,32 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
             "scheduler.params.warmup_type",
             "log",
             WARMUP,
-            "warmup_type log (line 6): the warm-up is linear here",
+            "warmup_type log (line 6): the warm-up is linear",
         ),
         (
             "scheduler.params.warmup_min_lr",
             1e-6,
             WARMUP,
-            "the warm-up begins at its first rung here",
+            "begins at its first rung",
         ),
-        ("fp16.loss_scale", 1024, FP16, "the loss scale is always dynamic here"),
+        ("fp16.loss_scale", 1024, FP16, "loss scale is always dynamic"),
         (
             "zero_optimization.offload_optimizer.device",
             "nvme",
             {},
-            "goes to host memory here, or nowhere",
+            "goes to host memory",
         ),
-        ("optimizer.type", "Lamb", {}, "which changes what is learned: optimizer.type Lamb"),
-        ("scheduler.type", "OneCycle", {}, "no schedule of this name is here, so cosine stands"),
+        ("optimizer.type", "Lamb", {}, "changes what is learned: optimizer.type Lamb"),
+        ("scheduler.type", "OneCycle", {}, "so cosine stands"),
         ("optimizer.params.adam_w_mode", False, ADAM, "weight decay is always decoupled here"),
         ("_comment", "hello", {}, "it is a comment"),
         (
             "optimizer.params.momentum",
             0.9,
             ADAM,
-            "momentum 0.9 (line 6): sgd and muon alone have a momentum",
+            "momentum 0.9 (line 6): sgd and muon alone",
         ),
-        ("train_batch_size", "auto", {}, "the trainer's file, which is not here, would say it"),
+        ("train_batch_size", "auto", {}, "the trainer's file"),
     ],
 )
 def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
@@ -221,16 +221,16 @@ def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
             "scheduler.type",
             "WarmupCosineLR",
             ADAM,
-            "the warm-up is linear here, theirs logarithmic unless warmup_type is linear",
+            "theirs logarithmic unless warmup_type",
         ),
         ("scheduler.params.warmup_type", "log", WARMUP, "the warm-up is linear here"),
         (
             "scheduler.params.warmup_min_lr",
             1e-6,
             WARMUP,
-            "the warm-up begins at its first rung here",
+            "begins at its first rung",
         ),
-        ("fp16.loss_scale", 1024, FP16, "the loss scale is always dynamic here"),
+        ("fp16.loss_scale", 1024, FP16, "loss scale is always dynamic"),
         (
             "optimizer.params.bias_correction",
             False,
@@ -291,14 +291,9 @@ def test_what_is_as_here_is_not(converted, key, value):
 
 def test_a_rate_and_an_optimizer_that_only_a_script_can_know_are_said(converted):
     _, _, said = converted(ds={"steps_per_print": 10})
-    assert (
-        "no file has an optimizer" in said[0]
-        and "no file has a scheduler, so the rate is constant here" in said[1]
-    )
+    assert "no file has an optimizer" in said[0] and "so the rate is constant" in said[1]
 
 
 def test_ranks_for_which_there_is_no_axis_are_refused(converted):
-    with pytest.raises(
-        ConfigError, match="sequence_parallel_size is 2; there is no context parallelism here"
-    ):
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 2"):
         converted(ds={"sequence_parallel_size": 2, "steps_per_print": 1})
