@@ -217,7 +217,7 @@ def test_other_commands_end_with_1_at_a_step_that_they_cannot_read(command, run,
     with refusing("open", f"3/{steps.MANIFEST}", errno.EIO):
         assert main([*command, *[step] * (2 if command == ["diff"] else 1)]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "manifest.json cannot be read now: input/output error" in said
+    assert said.count("\n") == 1 and "manifest.json cannot be read now: " in said
 
 
 def test_a_short_read_is_read_on_and_is_no_damage(run, monkeypatch):
