@@ -11,7 +11,7 @@ from checkpoint_runs import config, numbered, opened, program, same, saved
 from wording import tells
 
 from meshtrain.checkpoint import steps
-from meshtrain.checkpoint.finding import by_eval_loss, retained
+from meshtrain.checkpoint.finding import rank_by_eval_loss, retained
 from meshtrain.config import CheckpointConfig, ConfigError
 from meshtrain.run.directory import NEWEST
 
@@ -279,7 +279,7 @@ def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earli
 ):
     run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
     for path in (run, run / "checkpoints"):
-        assert [d.name for d in by_eval_loss(path)] == ["3", "4", "2"]
+        assert [d.name for d in rank_by_eval_loss(path)] == ["3", "4", "2"]
 
 
 EVALUATED = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 4.0}

@@ -97,7 +97,7 @@ def test_a_missing_key_is_named_and_one_of_a_later_version_is_passed_over(step):
 
 def test_a_loss_of_another_type_is_saved_as_a_number(step):
     for loss in (7, np.float32(7)):
-        manifest = StepManifest.of(
+        manifest = StepManifest.make(
             1, loss, None, program().config, GlobalArrays(program()).records, {}, {}
         )
         manifest.write(step)

@@ -168,7 +168,7 @@ def test_what_cannot_be_asked_for_is_refused(keys, sentence):
 
 def of_data(new, digest, was, python="3.11.0", **old):
     """What `compare_data` says where a checkpoint of the sections `old` read `was`, and `new` reads `digest`."""
-    manifest = StepManifest.of(
+    manifest = StepManifest.make(
         2, 1.0, None, config(**old), GlobalArrays(program()).records, {}, was
     )
     manifest.versions["python"] = python
