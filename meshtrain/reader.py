@@ -245,7 +245,9 @@ def _choose(
     if step == "newest":
         return left[-1]
     if step == "best":
-        evaluated = list(map(Path, first_decides(lambda: [str(d) for d in rank_by_eval_loss(root)])))
+        evaluated = list(
+            map(Path, first_decides(lambda: [str(d) for d in rank_by_eval_loss(root)]))
+        )
         if best := [d for d in evaluated if d in left]:
             return best[0]
         raise ConfigError(no_best(root, evaluated))

@@ -55,9 +55,15 @@ class Judge:
 
     def __init__(self) -> None:
         self._signals: tuple[Signal, ...] = (
-            signals.LossFinite(), signals.LossSpike(), signals.Throughput(), signals.Stalled(), signals.Memory(),
-            signals.Disk(), signals.SlowRank(), signals.Goodput(),
-        )  # fmt: skip
+            signals.LossFinite(),
+            signals.LossSpike(),
+            signals.Throughput(),
+            signals.Stalled(),
+            signals.Memory(),
+            signals.Disk(),
+            signals.SlowRank(),
+            signals.Goodput(),
+        )
         self._step: int | None = None
         # Of a rule and rank: whether it fires, and since when readings say otherwise.
         self._firing: set[tuple[str, int | None]] = set()
