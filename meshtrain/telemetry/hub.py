@@ -64,7 +64,7 @@ class Hub(RunHook):
         self._started = self._behind = False
 
     def listen(self, listener: Listener) -> None:
-        """Hands each row of metrics.jsonl and of resources/ to a listener from now on, and a tick every TICK seconds."""
+        """Hands rows of metrics.jsonl and resources/ to a listener from now on, and a tick every TICK seconds."""
         self._listeners.append(listener)
         self._start()
 
