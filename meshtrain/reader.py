@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from meshtrain.checkpoint import restoring, steps
 from meshtrain.checkpoint.arrays import freed_blocks_returned
-from meshtrain.checkpoint.finding import by_eval_loss, no_best, problems
+from meshtrain.checkpoint.finding import no_best, problems, rank_by_eval_loss
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
@@ -245,7 +245,9 @@ def _choose(
     if step == "newest":
         return left[-1]
     if step == "best":
-        evaluated = list(map(Path, first_decides(lambda: [str(d) for d in by_eval_loss(root)])))
+        evaluated = list(
+            map(Path, first_decides(lambda: [str(d) for d in rank_by_eval_loss(root)]))
+        )
         if best := [d for d in evaluated if d in left]:
             return best[0]
         raise ConfigError(no_best(root, evaluated))

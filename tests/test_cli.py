@@ -453,7 +453,7 @@ def test_what_a_command_makes_is_not_everybodys_to_write(tmp_path):
         )
     finally:
         after = os.umask(before)
-    assert after == 0, "who calls a command has the mask of before"
+    assert after == 0, "the caller keeps its mask"
     assert {
         path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")
     } == {0o775}

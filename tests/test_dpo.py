@@ -251,9 +251,9 @@ def test_float16_scales_the_gradient_alone():
     [
         (
             {"train": {"label_smoothing": 0.1}},
-            "train.label_smoothing is 0.1, but train.objective dpo",
+            "label_smoothing is 0.1, but train.objective",
         ),
-        ({"train": {"z_loss": 1e-4}}, "train.z_loss is 0.0001, but train.objective dpo"),
+        ({"train": {"z_loss": 1e-4}}, "train.z_loss is 0.0001, but train.objective"),
         ({"train": {"trainable": ("head.weight",)}}, "which train.trainable would have move"),
     ],
 )
@@ -267,10 +267,10 @@ def test_batches_without_pairs_are_refused_and_so_are_pairs_where_tokens_are_lea
     program, batch = Program(one_device()), rows_of(ROWS)
     with pytest.raises(ConfigError, match="this one lacks pairs"):
         program.place({name: x for name, x in batch.items() if name != "pairs"})
-    with pytest.raises(ConfigError, match=r"the number 13; in a row of 24 labels they are 1 to 12"):
+    with pytest.raises(ConfigError, match=r"number 13; .* 24 labels .* 1 to 12"):
         program.place({**batch, "pairs": batch["pairs"] + 10})
     plain = replaced(one_device(), train={"objective": "next_token"}, data={"format": "text"})
-    with pytest.raises(ConfigError, match=r"which train\.objective next_token does not"):
+    with pytest.raises(ConfigError, match=r"train\.objective next_token does not"):
         Program(plain).place(batch)
 
 

@@ -160,7 +160,7 @@ def test_a_family_of_images_is_one_entry(register):
 @pytest.mark.thorough
 def test_a_schedule_is_one_entry(register):
     def late_backward(stages, microbatches, chunks):
-        """All forwards, a clock in which nothing happens, all backwards in the order of the forwards."""
+        """Idles a clock between forwards and backwards."""
         forward = np.arange(stages)[:, None] + np.arange(microbatches)
         backward = (
             forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
@@ -234,9 +234,7 @@ def test_an_all_reduce_algorithm_is_one_entry(register):
     there = data_parallel(algorithm="gathered")
     np.testing.assert_allclose(losses(there), plain(), rtol=2e-5)
     assert mt.plan(there).seconds > 2
-    with pytest.raises(
-        mt.ConfigError, match=r"gathered, which sums all at once, but parallel\.zero_stage is 1"
-    ):
+    with pytest.raises(mt.ConfigError, match=r"gathered, .* parallel\.zero_stage is 1"):
         config(
             {"data": 2},
             parallel={"microbatches": 1, "zero_stage": 1, "reduce": {"algorithm": "gathered"}},

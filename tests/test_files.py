@@ -59,7 +59,7 @@ def test_a_config_is_read_after_an_error_that_passes_and_is_no_bad_input_after_o
         assert load(path).train.steps == 3
     with (
         refusing(call, path, errno.EIO),
-        pytest.raises(Unreadable, match=r"config\.yaml cannot be read now: input"),
+        pytest.raises(Unreadable, match=r"config\.yaml cannot be read now: "),
     ):
         load(path)
     with (
@@ -72,13 +72,11 @@ def test_a_config_is_read_after_an_error_that_passes_and_is_no_bad_input_after_o
 def test_a_command_that_cannot_read_now_ends_with_1_and_one_sentence(capsys):
     @command
     def main(arguments):
-        raise Unreadable("it cannot be read now: stale file handle")
+        raise Unreadable("it cannot be read now")
 
     assert main([]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(
-        "meshtrain: it cannot be read now: stale file handle; nothing is"
-    )
+    assert said.count("\n") == 1 and said.startswith("meshtrain: it cannot be read now; ")
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Unreadable), (errno.ENOSPC, ConfigError)])

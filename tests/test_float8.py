@@ -250,21 +250,21 @@ def test_layers_of_one_kind_stand_together(layers, pipeline, chunks, skip, kinds
     [
         (
             {"matmul": "mxfp8"},
-            "precision.matmul is mxfp8, whose products are Blackwell's, and not here; legal are compute, float8.",
+            "precision.matmul is mxfp8, .* are compute, float8.",
         ),
         (
             {"float8_recipe": "nvfp4"},
-            "precision.float8_recipe is nvfp4, whose products are Blackwell's, and not here; legal are rowwise,",
+            "precision.float8_recipe is nvfp4, .* legal .*rowwise,",
         ),
         ({"float8_recipe": "rowise"}, "did you mean rowwise"),
-        ({"matmul": "fp8"}, "precision.matmul is 'fp8'; legal are compute, float8"),
+        ({"matmul": "fp8"}, "precision.matmul is 'fp8'; .* compute, float8"),
         (
             {"float8_skip": [1]},
-            r"precision.float8_skip is \[1\]; give two numbers, of the first layers and of the last ones.",
+            r"precision.float8_skip is \[1\]; .*two numbers",
         ),
         (
             {"float8_skip": [2, 2]},
-            r"precision.float8_skip \[2, 2\] leaves none of model.layers 4 in float8; legal are fewer in all.",
+            r"precision.float8_skip \[2, 2\] .* model.layers 4 .*fewer",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_widths_that_cublas_does_not_take_are_refused_but_by_blocks():
     odd = {"model": MODEL | {"d_ff": 48}, "mesh": {"tensor": 2}, "precision": {"matmul": "float8"}}
     with pytest.raises(
         ConfigError,
-        match=r"model.d_ff 48 over mesh.tensor 2 is no multiple of 16, as products in float8 need",
+        match=r"model.d_ff 48 .*mesh.tensor 2 .* multiple of 16",
     ):
         load(odd)
     load(odd | {"precision": {"matmul": "float8", "float8_recipe": "blockwise"}})

@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 from documented import ROOT
+from wording import tells
 
 from meshtrain import keys
 from meshtrain.config import Config
@@ -37,11 +38,9 @@ def test_one_key_is_told_with_bounds_default_and_resume(capsys, monkeypatch):
         and "default   1\n" in text
         and "gradient accumulation" in text
     )
-    assert "it is refused, unless checkpoint.allow names the key" in said(capsys, "run.seed")
+    assert tells(said(capsys, "run.seed"), "it is refused", "unless checkpoint.allow")
     assert "takes     a whole number, at least 1 or auto\n" in said(capsys, "train.loss_chunk")
-    assert "default   auto, from which it follows where it stands" in said(
-        capsys, "parallel.schedule"
-    )
+    assert "default   auto, from which" in said(capsys, "parallel.schedule")
 
 
 def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys):
@@ -63,7 +62,7 @@ def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("mesh.dta", "there is no key mesh.dta; did you mean mesh.data?"),
+        ("mesh.dta", "mesh.dta; did you mean mesh.data?"),
         (
             "every",
             "there is parallel.sync.every, checkpoint.every, eval.every, log.every, telemetry.every.",

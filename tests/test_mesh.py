@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from free_port import free_port
+from wording import tells
 
 from meshtrain.config import ConfigError, MeshConfig, load
 from meshtrain.mesh import AXES, arranged, device_names, join_cluster, make_mesh, platform
@@ -48,19 +49,17 @@ def test_given_devices_are_used_in_their_order():
         (
             {"data": 4, "tensor": 4},
             "",
-            "data 4 x tensor 4 x pipeline 1 needs 16 devices, but there are 8 (cpu); to fake them, set "
-            "run.fake_devices=16.",
+            ["data 4 x tensor 4 x pipeline 1 needs 16 devices", "8 (cpu)", "run.fake_devices=16."],
         ),
         (
             {"data": 4, "tensor": 4},
             "--xla_force_host_platform_device_count=8",
-            "needs 16 devices, but there are 8 (cpu); XLA_FLAGS asks for 8, which wins over run.fake_devices, so ask "
-            "for 16 there.",
+            ["needs 16 devices", "8 (cpu)", "XLA_FLAGS asks for 8", "run.fake_devices", "16"],
         ),
         (
             {"data": 2048},
             "",
-            "needs 2048 devices, but there are 8 (cpu); run.fake_devices fakes at most 1024.",
+            ["needs 2048 devices", "8 (cpu)", "run.fake_devices fakes at most 1024."],
         ),
     ],
 )
@@ -69,7 +68,7 @@ def test_too_few_devices_are_told_with_the_way_out(mesh, flags, says, monkeypatc
     batch = {"global_batch_size": mesh["data"]}
     with pytest.raises(ConfigError) as refused:
         make_mesh(load({"mesh": mesh, "train": batch, "run": {"fake_devices": 8}}))
-    assert str(refused.value).endswith(says)
+    assert tells(str(refused.value), *says)
 
 
 def test_fake_devices_are_platform_cpu():
@@ -181,10 +180,10 @@ except mt.ConfigError as error:
             "",
             6,
             "--xla_force_host_platform_device_count=5",
-            "JAX has started already, with 5 cpu devices (XLA_FLAGS may",
+            "JAX has started already, with 5 cpu devices",
         ),
         ("mt.fake_devices(6)", 6, "", "6 cpu 6"),
-        ("", 0, "", "mt.fake_devices(0): it must be a number from 1 to"),
+        ("", 0, "", "mt.fake_devices(0): "),
     ],
 )
 def test_a_notebook_asks_for_fake_devices_once_and_first(before, count, flags, printed):
@@ -254,7 +253,7 @@ except ValueError as error:
         (
             {"mesh": {}},
             "",
-            "process 1 has no device of the mesh data 1 x tensor 1 x pipeline 1, whose 1 devices 1 processes have; ",
+            "process 1 has no device",
         ),
     ],
 )
@@ -318,7 +317,7 @@ def test_a_job_of_slurm_without_srun_is_told_of_it(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     with pytest.raises(
         ConfigError,
-        match=r"^this is one process in a job of Slurm's for 2 tasks; start it with srun, ",
+        match=r"^this is one process .* 2 tasks; .* srun, ",
     ):
         join_cluster()
 
@@ -366,7 +365,7 @@ def test_a_backend_that_jax_does_not_have_is_one_sentence(monkeypatch):
     monkeypatch.setattr(jax, "devices", refused)
     with pytest.raises(
         ConfigError,
-        match=r"^JAX finds no devices to run on: .*'moon': it is far away; JAX_PLATFORMS=cpu",
+        match=r"^JAX finds no devices .*'moon': .*; JAX_PLATFORMS=cpu",
     ):
         make_mesh(load({"run": {"fake_devices": 8}}))
 
@@ -451,17 +450,17 @@ def test_losses_are_the_same_in_every_order_of_axes_and_devices(repaired):
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        ([], "has no device_order; let meshtrain probe write the file"),
+        ([], "no device_order; let meshtrain probe"),
         (
             [f"elsewhere/{i}" for i in range(8)],
-            f"says nothing of 8 of the 8 devices that are there, {HERE}/0 for one; probe them again",
+            f"8 of the 8 devices .*, {HERE}/0 for one; probe",
         ),
         (
             [f"{HERE}/{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8)],
-            f"says nothing of 1 of the 8 devices that are there, {HERE}/7 for one",
+            f"1 of the 8 devices .*, {HERE}/7 for one",
         ),
         ([f"{HERE}/{i % 7}" for i in range(8)], f"device_order names {HERE}/0 twice"),
-        ([f"{HERE}/{i}" for i in range(7)], "device_order names 7 devices, and the cluster has 8"),
+        ([f"{HERE}/{i}" for i in range(7)], "device_order names 7 devices, .* 8"),
     ],
 )
 def test_an_order_that_does_not_fit_the_devices_there_is_refused(tmp_path, order, says):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from wording import tells
 
 from experiments.notebooks import compare, notebook, source
 from experiments.notebooks.source import Cell
@@ -64,7 +65,7 @@ def test_a_source_is_read():
     ("old", "new", "said"),
     [
         ("# %% [markdown]\n# # 3", "import os\n# %% [markdown]\n# # 3", "line 1: a source begins"),
-        ('tags=["varies"]', 'tags=["vary"]', "line 11: there is no tag vary; did you mean varies?"),
+        ('tags=["varies"]', 'tags=["vary"]', "tag vary; did you mean varies?"),
         ('# %% tags=["varies"]', "# %% A title", "line 11: # %% A title is not one of"),
         ("# What it tells.", "What it tells.", "line 4: a line of Markdown is a comment"),
     ],
@@ -75,22 +76,23 @@ def test_a_source_that_jupytext_would_read_otherwise(old, new, said):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "where", "said"),
     [
-        ("# # 3 The", "# # 4 The", "the first cell is no Markdown of a title `# 3 ...`"),
-        ("# What it tells.\n", "", "the first cell is no Markdown of a title"),
+        ("# # 3 The", "# # 4 The", "the first cell", "`# 3 ...`"),
+        ("# What it tells.\n", "", "the first cell", "title"),
         (
             "## Things to try",
             "## The end",
-            "the last cell is no Markdown with the heading `## Things to try`.",
+            "the last cell",
+            "`## Things to try`.",
         ),
-        ("1.5", "1.5 +", "cell 3, line 1 is no Python"),
-        ("1.5\n", "", "cell 3 is empty."),
+        ("1.5", "1.5 +", "cell 3, line 1", "no Python"),
+        ("1.5\n", "", "cell 3", "empty."),
     ],
 )
-def test_what_a_notebook_lacks(old, new, said):
+def test_what_a_notebook_lacks(old, new, where, said):
     (found,) = source.lacks("3_title", source.read(SOURCE.replace(old, new, 1)))
-    assert found.startswith(said)
+    assert tells(found, where, said)
 
 
 def test_a_section_that_shows_something_asserts_something():
@@ -194,18 +196,23 @@ def test_a_cell_that_varies_gives_outputs_of_the_same_kinds():
     assert compare.differences(CELLS, old, of_cell()) == ["cell 3 gave text/plain, gives nothing."]
 
 
+def path(cell: int, path: str) -> str:
+    """Returns the sentence about a path of this machine in a cell."""
+    return f"cell {cell} shows a path of this machine: {path}"
+
+
 @pytest.mark.parametrize(
     ("output", "said"),
     [
         (stream("careful", "stderr"), "cell 2 writes to stderr: careful"),
-        (stream("in /tmp/abc/run now"), "cell 2 shows a path of this machine: /tmp/abc/run"),
+        (stream("in /tmp/abc/run now"), path(2, "/tmp/abc/run")),
         (
             shown(html="<a href='/home/me/x'>x</a>"),
-            "cell 2 shows a path of this machine: /home/me/x",
+            path(2, "/home/me/x"),
         ),
         (
             stream("of site-packages/jax/x.py"),
-            "cell 2 shows a path of this machine: site-packages/jax/x.py",
+            path(2, "site-packages/jax/x.py"),
         ),
         (shown(plain="<object at 0x7f00aa>"), "cell 2 shows an address: at 0x7f00aa"),
         (shown(**{"application/javascript": "x"}), "cell 2 gives application/javascript"),
@@ -220,13 +227,13 @@ def test_what_no_reader_should_find(output, said):
 def test_where_the_notebooks_lie(monkeypatch):
     monkeypatch.setattr(notebook, "NOTEBOOKS", Path("/srv/checkout/experiments"))
     assert notebook.unfit(CELLS, of_cell(stream("in /srv/checkout/runs"))) == [
-        "cell 2 shows a path of this machine: /srv/checkout"
+        path(2, "/srv/checkout")
     ]
 
 
 def test_a_path_in_a_source():
     cells = [*CELLS[:2], Cell("code", "open('/work/x')"), CELLS[3]]
-    assert notebook.unfit(cells, of_cell()) == ["cell 3 shows a path of this machine: /work/x"]
+    assert notebook.unfit(cells, of_cell()) == [path(3, "/work/x")]
 
 
 def test_what_a_reader_may_find():
@@ -255,22 +262,19 @@ def test_stale_notebooks():
             Cell(cell.kind, cell.text + " ", cell.varies),
             *CELLS[position:],
         ]
-        assert notebook.stale(text, changed) == [
-            f"stale: cell {position} is not the source's; write it again with --write."
-        ]
-    assert notebook.stale(text[:-9], CELLS) == [
-        "what is committed is no notebook; write it again with --write."
-    ]
-    assert notebook.stale(text, CELLS[:3]) == [
-        "stale: 4 cells, the source has 3; write it again with --write."
-    ]
+        (said,) = notebook.stale(text, changed)
+        assert tells(said, f"stale: cell {position} is not the source's", "--write.")
+    (said,) = notebook.stale(text[:-9], CELLS)
+    assert tells(said, "no notebook", "--write.")
+    (said,) = notebook.stale(text, CELLS[:3])
+    assert tells(said, "stale: 4 cells", "the source has 3", "--write.")
     for old, new in [
         ("cell-2", "a1b2"),
         ('"execution_count": 1', '"execution_count": 7'),
         ('"name": "python3"', '"name": "x"'),
     ]:
         assert notebook.stale(text.replace(old, new), CELLS)[0].startswith(
-            "its form is not what --write gives it"
+            "its form is not what --write"
         )
 
 

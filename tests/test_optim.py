@@ -168,9 +168,7 @@ def test_warmup_stable_decay_falls_in_a_line_over_the_last_share_of_the_steps():
         found, [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0], rtol=1e-6, atol=1e-7
     )
     longer = rates(40, schedule="wsd", warmup_steps=4, decay_ratio=0.125, final_ratio=0.0)
-    assert longer[:15] == found[:15], (
-        "a run that is made longer has the same rates until the shorter one falls"
-    )
+    assert longer[:15] == found[:15], "the same until the shorter falls"
     assert rates(5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0) == [
         0.25,
         0.5,
@@ -187,9 +185,7 @@ def test_a_learning_rate_from_outside_is_one_entry():
     LEARNING_RATES.register(mine)
     try:
         assert rates(5, schedule="mine", warmup_steps=1) == [1.0, 0.5625, 0.25, 0.0625, 0.0]
-        with pytest.raises(
-            ConfigError, match="one of cosine, linear, constant, wsd, mine; did you mean mine"
-        ):
+        with pytest.raises(ConfigError, match=r"cosine, linear, constant, wsd, mine; .*mine"):
             rates(5, schedule="mime")
     finally:
         LEARNING_RATES.forget("mine")

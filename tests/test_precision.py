@@ -59,7 +59,7 @@ def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(states[-1].params)} == {np.dtype(np.float32)}
     losses = [m["loss"] for m in metrics]
-    assert losses != float32_losses, "another precision cannot give the very same numbers"
+    assert losses != float32_losses, "another precision gives other numbers"
     np.testing.assert_allclose(losses, float32_losses, rtol=near)
 
 
@@ -246,14 +246,16 @@ def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[
 @pytest.mark.parametrize(
     ("loss", "norm", "says"),
     [
-        (math.nan, math.nan, "the loss of step 3 is nan"),
-        (1.0, math.inf, "the gradient norm of step 3 is inf"),
+        (math.nan, math.nan, "loss of step 3 is nan"),
+        (1.0, math.inf, "gradient norm of step 3 is inf"),
     ],
 )
 def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(loss, norm, says):
     watch = NumbersCheck(configuration(), start=0)
     watch.after_metrics({"step": 2, **metrics()}, due=True)
-    with pytest.raises(FloatingPointError, match=f"^{says}; the checkpoints before it are intact"):
+    with pytest.raises(
+        FloatingPointError, match=f"^the {says}; the checkpoints before it are intact"
+    ):
         watch.after_metrics({"step": 3, **metrics(loss, norm)}, due=True)
 
 
@@ -281,7 +283,7 @@ def test_float16_gives_up_after_ten_skipped_steps_at_the_smallest_scale_and_not_
         watch.after_metrics({"step": step, **skips(1.0, step - 7)}, due=True)
     with pytest.raises(
         FloatingPointError,
-        match=r"^no step after step 18 could be taken in float16, even at a loss scale of 1;",
+        match=r"^no step after step 18 .* scale of 1;",
     ):
         watch.after_metrics({"step": 29, **skips(1.0, 22)}, due=True)
 
@@ -292,7 +294,7 @@ def test_a_float16_run_whose_steps_were_all_skipped_does_not_end_well():
         watch.after_metrics({"step": step, **skips(64.0, step)}, due=True)
     with pytest.raises(
         FloatingPointError,
-        match=f"^none of the {STEPS} steps could be taken in float16, down to a loss scale of 64",
+        match=f"^none of the {STEPS} steps .* loss scale of 64",
     ):
         watch.after_metrics({"step": STEPS, **skips(64.0, STEPS)}, due=True)
     others = NumbersCheck(configuration(precision={"compute": "float16"}), start=0)

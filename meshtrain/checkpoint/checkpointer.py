@@ -19,7 +19,6 @@ from meshtrain.files import retried
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
-from meshtrain.run.versions import versions
 from meshtrain.step import Program, State
 
 
@@ -121,50 +120,25 @@ class Checkpointer(Saver):
         return self.program.from_weights(state, params)
 
     def _restore(self, start: Start) -> tuple[State, int]:
-        from meshtrain.checkpoint.restoring import restore, start_from_weights
+        from meshtrain.checkpoint import restoring
 
         weights_only = start.manifest.weights_alone or (
             self.config.checkpoint.weights_only and not start.own
         )
-        for sentence in first_decides(partial(self._changes, start, weights_only)):
+        changes = partial(
+            restoring.find_changes,
+            self.config,
+            self.converter,
+            start,
+            weights_only,
+            self.data_digests,
+        )
+        for sentence in first_decides(changes):
             self.say(sentence)
         with freed_blocks_returned():
             if weights_only:
-                return start_from_weights(self.converter, start, self.say), 0
-            state = restore(self.converter, start, self.say)
+                return restoring.start_from_weights(self.converter, start, self.say), 0
+            state = restoring.restore(self.converter, start, self.say)
         if start.own:
             self.go_on_from(start)
         return state, start.manifest.step
-
-    def _changes(self, start: Start, weights_only: bool) -> list[str]:
-        """Returns a sentence on each thing that changed since and may; ConfigError with what may not."""
-        from meshtrain.checkpoint import restoring
-
-        manifest = start.manifest
-        where = f"checkpoint {start.directory}"
-        # weights that no run of ours has trained: its data and their tokenizer are nobody's
-        left_out = ("data",) if manifest.weights_alone else ()
-        old = {
-            section: keys for section, keys in manifest.config.items() if section not in left_out
-        }
-        notes = restoring.compare(old, self.config, where, weights_only)
-        notes += restoring.compare_hooks(
-            manifest.hooks,
-            self.program.hooks.names,
-            where,
-            weights_only,
-            self.config.checkpoint.allow,
-        )
-        if not weights_only:
-            notes += restoring.compare_versions(manifest.versions, versions())
-            notes += restoring.compare_data(manifest, self.config, self.data_digests, where)
-            if self.program.islands is not None or any(
-                record.get("islands") for record in manifest.leaves.values()
-            ):
-                from meshtrain.checkpoint import resharding
-
-                resharding.check_sync_start(
-                    manifest.config, manifest.step, self.config.parallel.sync, where
-                )
-                notes += resharding.regrouping_notes(self.converter.entries, manifest.leaves)
-        return notes

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtrain import units
 from meshtrain.checkpoint import arrays, digests, steps
-from meshtrain.checkpoint.finding import by_eval_loss, no_best
+from meshtrain.checkpoint.finding import no_best, rank_by_eval_loss
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError, Unreadable, short
@@ -28,27 +28,7 @@ NO_STEP = (steps.Damaged, steps.NewerFormat, Unreadable)
 
 
 def ls(options: argparse.Namespace) -> int:
-    directories = _directories(options.directory)
-    best = list[Path]()
-    # Which is the best is not known while one cannot be read.
-    with contextlib.suppress(Unreadable):
-        best = by_eval_loss(options.directory.absolute())[:1]
-    entries: list[dict[str, Any]] = []
-    for directory in directories:
-        try:
-            m = StepManifest.read(directory)
-            size = digests.total_bytes(directory)
-        except NO_STEP as problem:
-            if isinstance(problem, Unreadable) or os.path.lexists(directory):
-                entries.append({"name": directory.name, "problem": str(problem)})
-            continue
-        figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
-        entries.append(
-            {"name": directory.name} | figures | {"bytes": size, "best": directory in best}
-        )
-    if directories != [options.directory.absolute()]:
-        for path in sorted(set(directories[0].parent.iterdir()) - set(directories)):
-            entries.append({"name": path.name, "problem": f"no checkpoint: {_kind(path)}"})
+    entries = _list(options.directory)
     if options.json:
         print(json.dumps(entries, indent=2))
         return INTACT
@@ -66,6 +46,32 @@ def ls(options: argparse.Namespace) -> int:
             f"{entry['step']:>9}  {saved:<20} {loss:>10} {eval_loss:>10} {units.size(entry['bytes']):>9}{mark}"
         )
     return INTACT
+
+
+def _list(path: Path) -> list[dict[str, Any]]:
+    """Returns an entry for each step of a run or of its checkpoints, and for what lies beside them."""
+    directories = _directories(path)
+    best = list[Path]()
+    # Which is the best is not known while one cannot be read.
+    with contextlib.suppress(Unreadable):
+        best = rank_by_eval_loss(path.absolute())[:1]
+    entries: list[dict[str, Any]] = []
+    for directory in directories:
+        try:
+            m = StepManifest.read(directory)
+            size = digests.total_bytes(directory)
+        except NO_STEP as problem:
+            if isinstance(problem, Unreadable) or os.path.lexists(directory):
+                entries.append({"name": directory.name, "problem": str(problem)})
+            continue
+        figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
+        entries.append(
+            {"name": directory.name} | figures | {"bytes": size, "best": directory in best}
+        )
+    if directories != [path.absolute()]:
+        for beside in sorted(set(directories[0].parent.iterdir()) - set(directories)):
+            entries.append({"name": beside.name, "problem": f"no checkpoint: {_kind(beside)}"})
+    return entries
 
 
 def _kind(path: Path) -> str:
@@ -101,8 +107,14 @@ def show(options: argparse.Namespace) -> int:
     for section, keys in m.config.items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
     print("arrays:")
+    _print_arrays(m.leaves)
+    return INTACT
+
+
+def _print_arrays(leaves: Mapping[str, Mapping[str, Any]]) -> None:
+    """Prints a line for each array, beneath its parents' names."""
     printed: tuple[str, ...] = ()
-    for name, record in m.leaves.items():
+    for name, record in leaves.items():
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents):
             if printed[: depth + 1] != tuple(parents[: depth + 1]):
@@ -113,7 +125,6 @@ def show(options: argparse.Namespace) -> int:
         print(
             f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}"
         )
-    return INTACT
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -224,7 +235,7 @@ def _named(options: argparse.Namespace) -> list[Path]:
     if options.step == "newest":
         return directories[-1:]
     if options.step == "best":
-        if best := by_eval_loss(options.directory.absolute())[:1]:
+        if best := rank_by_eval_loss(options.directory.absolute())[:1]:
             return best
         raise ConfigError(no_best(options.directory, ()))
     if named := [d for d in directories if d.name == options.step]:

@@ -207,7 +207,7 @@ def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Pat
 # --- the best, and what stays
 
 
-def by_eval_loss(path: Path) -> list[Path]:
+def rank_by_eval_loss(path: Path) -> list[Path]:
     """Returns the steps that a path names and that have an eval loss, the lowest first, of equal ones the earlier;
     their arrays are not looked at.
     """

@@ -2,7 +2,7 @@
 
     step     1          2          3          4
     arrays/  written    written    written    written      what is trained, its optimizer state
-    frozen/  written    written    links: 1   links: 2     hard links: whichever step goes, the files stay as long as one has them
+    frozen/  written    written    links: 1   links: 2     hard links: the files stay as long as any step has them
 
 Each step still has all its files under its own name: it is copied, renamed, retained, removed and verified as any
 other.

@@ -131,14 +131,14 @@ class GlobalArrays:
         return {e.name: e.record for e in self.entries}
 
     def compile(self) -> None:
-        """Compiles what `to_write` needs, so that the first save takes no longer than the others."""
+        """Compiles what `prepare` needs, so that the first save takes no longer than the others."""
         if jax.process_count() > 1:
             for batch in self.batches(self.entries):
                 self._compile("global", batch)
 
     # --- to disk
 
-    def to_write(
+    def prepare(
         self, state: State | Tree, frozen: bool = True
     ) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
         """Returns the global arrays of a live state, with or without the frozen ones.
@@ -267,7 +267,7 @@ class GlobalArrays:
         ]
 
         def merge(live: jax.Array, stored: jax.Array) -> jax.Array:
-            return way.to_live(way.to_global(live).at[common].set(stored[common]))
+            return way.make_live(way.make_global(live).at[common].set(stored[common]))
 
         shards = shard_spec(entry.parameter)
         mapped = jax.shard_map(
@@ -321,7 +321,9 @@ class GlobalArrays:
         self, to: str, batch: Sequence[GlobalArray], arrays: list[jax.Array]
     ) -> list[jax.Array]:
         """Returns the arrays of a batch, converted `to` "global" or "live" on the devices."""
-        on_device = [jax.device_put(x, NamedSharding(self.mesh, x.sharding.spec)) for x in arrays]  # type: ignore[attr-defined]
+        specs = [x.sharding.spec for x in arrays]  # type: ignore[attr-defined]
+        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+        on_device = jax.device_put(arrays, shardings)
         return jax.block_until_ready(self._compile(to, batch)(on_device))
 
     def _compile(self, to: str, batch: Sequence[GlobalArray]) -> jax.stages.Compiled:
@@ -333,7 +335,7 @@ class GlobalArrays:
             before, after = (live, stored) if to == "global" else (stored, live)
 
             def run(arrays: list[jax.Array]) -> list[jax.Array]:
-                converters = [getattr(way, f"to_{to}") for way in ways]
+                converters = [getattr(way, f"make_{to}") for way in ways]
                 # a device has one replica group's part
                 return [
                     convert(x[0])[None] if e.islands else convert(x)

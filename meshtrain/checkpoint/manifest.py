@@ -46,7 +46,7 @@ class StepManifest:
         return "step" not in self.leaves
 
     @classmethod
-    def of(
+    def make(
         cls,
         step: int,
         loss: float,

@@ -130,7 +130,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Rearrangement:
-    """Converts one leaf; `to_global` and `to_live` run inside a shard_map on a device's own blocks."""
+    """Converts one leaf; `make_global` and `make_live` run inside a shard_map on a device's own blocks."""
 
     layout: Layout
     leaf: Placed
@@ -138,7 +138,7 @@ class Rearrangement:
     moves: tuple[Move, ...]
     spec: PartitionSpec  # of the global array
 
-    def to_global(self, x: jax.Array) -> jax.Array:
+    def make_global(self, x: jax.Array) -> jax.Array:
         for move in self.moves:
             if move.after is None:
                 x = lax.all_gather(x, move.axis, axis=move.before, tiled=True)
@@ -148,7 +148,7 @@ class Rearrangement:
                 )
         return self.layout.canonical_leaf(self._local(x.shape), x)
 
-    def to_live(self, x: jax.Array) -> jax.Array:
+    def make_live(self, x: jax.Array) -> jax.Array:
         x = self.layout.live_leaf(self._local(x.shape), x)
         for move in reversed(self.moves):
             if move.after is None:

@@ -16,8 +16,8 @@ Replica groups that step locally (parallel.sync; the config calls them islands) 
 
     checkpoint        this run          each group begins with
     3 groups          the same 3        what it had, bit for bit
-    3 groups          2 groups          the mean of the three: weights and moments; of counts the largest, of loss scales the least;
-                                        what has numbers that are not finite is left out
+    3 groups          2 groups          weights and moments: the mean of the three; counts: the largest; loss scales:
+                                        the smallest; a group with numbers that are not finite is left out
     3 groups          none              likewise; the outer model is what it was
     none              2 groups          the weights and moments that there are; nothing has moved yet
 
@@ -164,7 +164,7 @@ def _reshard_residual(
     x.delete()
 
     def part(total: jax.Array) -> jax.Array:
-        return way.to_live(total)[None] / entry.shape[0]
+        return way.make_live(total)[None] / entry.shape[0]
 
     mapped = jax.shard_map(
         part, mesh=mesh, in_specs=way.spec, out_specs=entry.live.sharding.spec, check_vma=False

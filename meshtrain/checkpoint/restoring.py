@@ -15,12 +15,20 @@ import jax
 
 from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays
 from meshtrain.checkpoint.manifest import Start, StepManifest, earlier_config
+from meshtrain.checkpoint.resharding import (
+    check_sync_start,
+    initial_groups,
+    mean_groups,
+    regrouping_notes,
+    restore_residuals,
+)
 from meshtrain.config import Config
 from meshtrain.config.follow import differences, followed, value_of
 from meshtrain.config.key import Resume, keys, known
 from meshtrain.config.model import LoraConfig
 from meshtrain.errors import ConfigError, nearest
 from meshtrain.model.weights import lora_difference
+from meshtrain.run.versions import versions
 from meshtrain.sources import SOURCES
 from meshtrain.step import State
 
@@ -235,6 +243,38 @@ def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:
 # --- how it is restored
 
 
+def find_changes(
+    config: Config,
+    converter: GlobalArrays,
+    start: Start,
+    weights_only: bool,
+    digests: Mapping[str, str],
+) -> list[str]:
+    """Returns a sentence on each thing that changed since and may; ConfigError with what may not.
+
+    `digests`: those of the data that this run reads.
+    """
+    program = converter.program
+    manifest = start.manifest
+    where = f"checkpoint {start.directory}"
+    # weights that no run of ours has trained: its data and their tokenizer are nobody's
+    left_out = ("data",) if manifest.weights_alone else ()
+    old = {section: keys for section, keys in manifest.config.items() if section not in left_out}
+    notes = compare(old, config, where, weights_only)
+    notes += compare_hooks(
+        manifest.hooks, program.hooks.names, where, weights_only, config.checkpoint.allow
+    )
+    if not weights_only:
+        notes += compare_versions(manifest.versions, versions())
+        notes += compare_data(manifest, config, digests, where)
+        if program.islands is not None or any(
+            record.get("islands") for record in manifest.leaves.values()
+        ):
+            check_sync_start(manifest.config, manifest.step, config.parallel.sync, where)
+            notes += regrouping_notes(converter.entries, manifest.leaves)
+    return notes
+
+
 def restore(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -> State:
     """Returns the full state; ConfigError if the checkpoint has other leaves.
 
@@ -249,8 +289,6 @@ def restore(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -
         name.startswith(REDUCE)
         for name in (*start.manifest.leaves, *(e.name for e in converter.entries))
     ):
-        from meshtrain.checkpoint.resharding import restore_residuals
-
         residuals, sentences = restore_residuals(converter, start)
         for sentence in sentences:
             say(sentence)
@@ -267,8 +305,6 @@ def _restore_groups(
     regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
     if not regrouped and converter.program.islands is None:
         return {}
-    from meshtrain.checkpoint.resharding import initial_groups, mean_groups
-
     live = converter.read(start.directory, leaves, [e for e in present if e not in regrouped])
     live |= mean_groups(converter, start.directory, leaves, regrouped, say)
     return live | initial_groups(converter.entries, live)

@@ -1,7 +1,7 @@
 """Writing steps while training goes on: one at a time, whole or not at all.
 
     save()      blocked: the save before, if it still runs; device to host
-    a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► steps beyond retention removed
+    a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► retention removes steps
 
 Frozen weights are linked from an earlier step before Orbax begins, where that can be (`checkpoint.frozen`). The thread
 begins by rearranging the arrays (`checkpoint.rearrangement`) where one process has them in another layout than the
@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class Response(Protocol):
     def result(self, timeout: float | None = None) -> None: ...
 
 
-Written = list[Response | Exception]  # an exception where writing could not even begin
+Values = Mapping[str, jax.Array]
 POLL_EVERY = 1.0  # seconds between two looks whether another process has given a save up
 ELSEWHERE = "another process could not write its part"
 
@@ -122,26 +122,20 @@ class Saver:
             self.say(failure)
         if step == self._settled:
             return
-        directory = self.root / f"{step}{steps.WRITING}"
-        write: Callable[[], Written] | Exception
-        refused, linked = self._make_directory(directory)
+        save = StepSave(step, self.root / f"{step}{steps.WRITING}", self._frozen.keys(), began)
+        refused, save.linked = self._make_directory(save.directory)
         try:
             # all have the reason, or they would wait for the first one; and write the same
-            reason, is_linked = gathered([refused, linked is not None])[0]
+            reason, is_linked = gathered([refused, save.linked is not None])[0]
             if reason:
                 raise _NoDirectory(reason)
-            values = self.converter.to_write(state, frozen=not is_linked)
-            if callable(values):
-                write = lambda make=values: self._begin(directory, make())
-            else:
-                written = self._begin(directory, values)
-                write = lambda: written
+            save.begin(self.converter.prepare(state, frozen=not is_linked))
         # reported, and counted as failed, when the save is settled
         except Exception as error:
-            write = error
-        blocked = time.perf_counter() - began
+            save.written.append(error)
+        save.blocked = time.perf_counter() - began
         manifest = partial(
-            StepManifest.of,
+            StepManifest.make,
             step,
             loss,
             eval_loss,
@@ -150,10 +144,7 @@ class Saver:
             self.converter.program.hooks.names,
             self.data_digests,
         )
-        finish = self._pool.submit(
-            self._finish, write, directory, linked, step, manifest, began, blocked
-        )
-        self._writing = step, finish
+        self._writing = step, self._pool.submit(self._finish, save, manifest)
 
     @property
     def newest(self) -> int | None:
@@ -230,80 +221,64 @@ class Saver:
         # What cannot be removed now is said at the next start.
         steps.remove_leftovers(self.root)
 
-    def _begin(self, directory: Path, values: Mapping[str, jax.Array]) -> Written:
-        written: Written = []
-        for place in steps.PLACES:
-            here = {
-                name: x
-                for name, x in values.items()
-                if (name in self._frozen) == (place == steps.FROZEN)
-            }
-            try:
-                written += [arrays.write(directory / place, here)] if here else []
-            # what is being written elsewhere has to end before anything is removed
-            except Exception as error:
-                written.append(error)
-        return written
-
     # --- on the thread
 
-    def _finish(
-        self,
-        write: Callable[[], Written] | Exception,
-        directory: Path,
-        linked: digests.Files | None,
-        step: int,
-        manifest: Callable[[], StepManifest],
-        began: float,
-        blocked: float,
-    ) -> str | None:
+    def _finish(self, save: "StepSave", manifest: Callable[[], StepManifest]) -> str | None:
         """Has Orbax write, then commits; returns why that failed, in a sentence, or None."""
-        final = self.root / str(step)
         try:
-            if isinstance(write, Exception):
-                raise write
-            failures = [_failure(response, directory, final) for response in write()]
-            for failure in filter(None, failures):
-                raise failure
+            save.finish(self.root / str(save.step))
             if is_first():
-                manifest().write(directory)
-                written = digests.write(directory, linked)
-                steps.commit(directory)
-                self._make_room(final)
-                steps.publish(directory, final)
-                spent = {
-                    "checkpoint_blocked_seconds": blocked,
-                    "checkpoint_seconds": time.perf_counter() - began,
-                }
-                self._finished.append(spent | {"checkpoint_bytes": written})
+                self._commit(save, manifest())
         # whatever it was, training need not end with it: on_failed_save says
         except Exception as error:
-            # asked before what was written is removed, which makes room
-            reason = _reason(error, self.root)
-            # The other processes see by this that there is nothing to wait for. What could not be made is not ours to
-            # remove.
-            if not isinstance(error, _NoDirectory):
-                with contextlib.suppress(OSError):
-                    steps.remove(directory)
-            before = self._settled is not None and not steps.never_committed(
-                self.root / str(self._settled)
-            )
-            intact = f"step {self._settled} is intact" if before else "there is none before it"
-            return f"the checkpoint of step {step} could not be written: {reason}; {intact}."
+            return self._give_up(save, error)
         if is_first():
-            try:
-                note_checkpoint(self.root.parent, step)
-            except OSError as error:
-                self.say(
-                    f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}."
-                )
-            try:
-                self.retain()
-            except (OSError, Unreadable) as error:
-                self.say(
-                    f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}."
-                )
+            self._note_and_retain(save.step)
         return None
+
+    def _commit(self, save: "StepSave", manifest: StepManifest) -> None:
+        """Vouches for what is written and gives it the step's name."""
+        final = self.root / str(save.step)
+        manifest.write(save.directory)
+        written = digests.write(save.directory, save.linked)
+        steps.commit(save.directory)
+        self._make_room(final)
+        steps.publish(save.directory, final)
+        spent = {
+            "checkpoint_blocked_seconds": save.blocked,
+            "checkpoint_seconds": time.perf_counter() - save.began,
+        }
+        self._finished.append(spent | {"checkpoint_bytes": written})
+
+    def _give_up(self, save: "StepSave", error: Exception) -> str:
+        """Removes what a failed save has written; returns why it failed, in a sentence."""
+        # asked before what was written is removed, which makes room
+        reason = _reason(error, self.root)
+        # The other processes see by this that there is nothing to wait for. What could not be made is not ours to
+        # remove.
+        if not isinstance(error, _NoDirectory):
+            with contextlib.suppress(OSError):
+                steps.remove(save.directory)
+        before = self._settled is not None and not steps.never_committed(
+            self.root / str(self._settled)
+        )
+        intact = f"step {self._settled} is intact" if before else "there is none before it"
+        return f"the checkpoint of step {save.step} could not be written: {reason}; {intact}."
+
+    def _note_and_retain(self, step: int) -> None:
+        """Notes in the run that a step is saved, and removes the steps that need not stay."""
+        try:
+            note_checkpoint(self.root.parent, step)
+        except OSError as error:
+            self.say(
+                f"that step {step} is saved cannot be noted in {self.root.parent}: {_reason(error)}."
+            )
+        try:
+            self.retain()
+        except (OSError, Unreadable) as error:
+            self.say(
+                f"{self.root} cannot be looked through for steps that need not stay: {_reason(error)}."
+            )
 
     def _make_room(self, path: Path) -> None:
         """Sets aside whatever stands at a name that a save needs: it is somebody's, neither overwritten nor removed."""
@@ -338,6 +313,54 @@ class Saver:
                 self.say(
                     f"checkpoint {self.root / str(step)} need not stay but cannot be removed: {_reason(error)}."
                 )
+
+
+class StepSave:
+    """The writing of one step: it begins on the loop's thread, and finishes on the saver's own.
+
+    `frozen`: the names of the arrays that go to frozen/. `linked`: the files that an earlier step has there already.
+    """
+
+    linked: digests.Files | None = None
+    blocked = 0.0  # seconds that the loop has waited
+    _make: Callable[[], Values] | None = None  # rearranges the arrays
+
+    def __init__(self, step: int, directory: Path, frozen: Collection[str], began: float) -> None:
+        self.step = step
+        self.directory = directory
+        self.frozen = frozen
+        self.began = began
+        self.written: list[
+            Response | Exception
+        ] = []  # an exception where writing could not even begin
+
+    def begin(self, values: Values | Callable[[], Values]) -> None:
+        """Has Orbax begin; arrays that a function has yet to rearrange are left to `finish`."""
+        if callable(values):
+            self._make = values
+        else:
+            self._write(values)
+
+    def finish(self, final: Path) -> None:
+        """Returns when all is written; raises what kept it from it. `final`: where the step will be."""
+        if self._make is not None:
+            self._write(self._make())
+        failures = [_failure(response, self.directory, final) for response in self.written]
+        for failure in filter(None, failures):
+            raise failure
+
+    def _write(self, values: Values) -> None:
+        for place in steps.PLACES:
+            here = {
+                name: x
+                for name, x in values.items()
+                if (name in self.frozen) == (place == steps.FROZEN)
+            }
+            try:
+                self.written += [arrays.write(self.directory / place, here)] if here else []
+            # what is being written elsewhere has to end before anything is removed
+            except Exception as error:
+                self.written.append(error)
 
 
 def _failure(response: Response | Exception, directory: Path, final: Path) -> Exception | None:
@@ -385,16 +408,16 @@ def _reason(error: BaseException, root: Path | None = None) -> str:
     if isinstance(error, _FailedElsewhere):
         return str(error)
     reasons = [
-        os.strerror(number)
+        os.strerror(number).lower()
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
     ]
     cause: BaseException | None = error
     while cause is not None:
         for sentence in reasons:
-            if sentence.lower() in str(cause).lower():
-                return sentence.lower()
+            if sentence in str(cause).lower():
+                return sentence
         cause = cause.__cause__ or cause.__context__
     # What Orbax could not write it does not find afterwards.
     if isinstance(error, OSError) and root is not None and is_full(root):
-        return os.strerror(errno.ENOSPC).lower()
+        return reasons[0]
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"

@@ -22,23 +22,33 @@ NAMES = {
 _LIGHT = " ".join(f"--{name}: {colour};" for name, colour in NAMES.items())
 _DARK = " ".join(f"--{name}: {DARK[colour]};" for name, colour in NAMES.items() if colour in DARK)
 # What scrolls sideways has a shadow at the edge beyond which there is more.
-_SHADOW = """overflow-x: auto; background: linear-gradient(90deg, var(--ground) 40%, transparent) local, linear-gradient(270deg, var(--ground) 40%, transparent) 100% 0 local,
- linear-gradient(90deg, #8888, transparent) scroll, linear-gradient(270deg, #8888, transparent) 100% 0 scroll; background-repeat: no-repeat; background-size: 32px 100%, 32px 100%, 12px 100%, 12px 100%;"""
+_SHADOW = """overflow-x: auto; background: linear-gradient(90deg, var(--ground) 40%, transparent) local,
+ linear-gradient(270deg, var(--ground) 40%, transparent) 100% 0 local,
+ linear-gradient(90deg, #8888, transparent) scroll, linear-gradient(270deg, #8888, transparent) 100% 0 scroll;
+  background-repeat: no-repeat; background-size: 32px 100%, 32px 100%, 12px 100%, 12px 100%;"""
 STYLE = f"""
 :root {{ color-scheme: light dark; {_LIGHT} }}
-body {{ margin: 0 auto; padding: 16px 16px 48px; max-width: {COLUMN}px; font: 16px/1.5 {FONT}; color: var(--text); background: var(--ground); overflow-wrap: break-word; }}
+body {{ margin: 0 auto; padding: 16px 16px 48px; max-width: {COLUMN}px; font: 16px/1.5 {FONT}; color: var(--text);
+  background: var(--ground); overflow-wrap: break-word; }}
 h1 {{ font-size: 1.4em; line-height: 1.25; margin: 0 0 .4em; }} h2 {{ font-size: 1.1em; margin: 1.8em 0 .4em; }}
-p, ul {{ margin: .4em 0; }} .note {{ color: var(--note); }} .bad {{ color: var(--bad); font-weight: 600; }} .good {{ color: var(--good); font-weight: 600; }}
+p, ul {{ margin: .4em 0; }} .note {{ color: var(--note); }} .bad {{ color: var(--bad); font-weight: 600; }}
+.good {{ color: var(--good); font-weight: 600; }}
 .about {{ color: var(--faint); font-size: .85em; }} .chip {{ color: var(--ink); padding: 0 5px; border-radius: 3px; }}
 .tiles {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin: 14px 0; }}
-.tile {{ border: 1px solid var(--line); border-radius: 10px; padding: 8px 12px; }} .tile b {{ display: block; font-size: 1.3em; }}
+.tile {{ border: 1px solid var(--line); border-radius: 10px; padding: 8px 12px; }}
+.tile b {{ display: block; font-size: 1.3em; }}
 .tile span {{ color: var(--faint); font-size: .85em; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 22px 40px; align-items: start; }}
-figure {{ margin: 0; break-inside: avoid; }} figcaption {{ font-size: .85em; color: var(--faint); margin-bottom: 4px; }} figcaption b {{ color: var(--text); font-weight: 600; }}
-svg {{ width: 100%; height: auto; display: block; }} .wide, .table {{ {_SHADOW} }} .wide svg {{ width: auto; max-width: none; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 22px 40px;
+  align-items: start; }}
+figure {{ margin: 0; break-inside: avoid; }} figcaption {{ font-size: .85em; color: var(--faint);
+  margin-bottom: 4px; }} figcaption b {{ color: var(--text); font-weight: 600; }}
+svg {{ width: 100%; height: auto; display: block; }} .wide, .table {{ {_SHADOW} }}
+.wide svg {{ width: auto; max-width: none; }}
 table {{ border-collapse: collapse; width: 100%; font-size: .85em; font-variant-numeric: tabular-nums; }}
-td, th {{ padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }} tr > :last-child {{ padding-right: 0; }} tr + tr td {{ border-top: 1px solid var(--line); }}
-th {{ color: var(--faint); font-weight: normal; vertical-align: bottom; }} td.n, th.n {{ text-align: right; }} td.n {{ white-space: nowrap; }}
+td, th {{ padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }} tr > :last-child {{ padding-right: 0; }}
+tr + tr td {{ border-top: 1px solid var(--line); }}
+th {{ color: var(--faint); font-weight: normal; vertical-align: bottom; }} td.n, th.n {{ text-align: right; }}
+td.n {{ white-space: nowrap; }}
 @media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} {TURNS} }}
 """
 

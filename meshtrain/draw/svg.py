@@ -48,9 +48,17 @@ NOTE = "#6a5200"
 BAD = "#b3261e"
 GOOD = "#1e7b3a"
 DARK = {
-    TEXT: "#e3e7ee", FAINT: "#9aa5b4", GRID: "#262d37", GROUND: "#14181f", TRACK: "#262d37", EMPTY: "#2f3844", RULE: "#7d8590",
-    NOTE: "#e0b94a", BAD: "#ff8a80", GOOD: "#6ccf8e",
-}  # fmt: skip
+    TEXT: "#e3e7ee",
+    FAINT: "#9aa5b4",
+    GRID: "#262d37",
+    GROUND: "#14181f",
+    TRACK: "#262d37",
+    EMPTY: "#2f3844",
+    RULE: "#7d8590",
+    NOTE: "#e0b94a",
+    BAD: "#ff8a80",
+    GOOD: "#6ccf8e",
+}
 TURNS = "".join(
     f'[fill="{c}"]{{fill:{dark}}}[stroke="{c}"]{{stroke:{dark}}}' for c, dark in DARK.items()
 )

@@ -38,7 +38,8 @@ class Collective:
     source: str  # the JAX operation it came from
     lines: tuple[HloLine, ...] = ()  # of Python that it came from, the innermost first
     busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals
-    senders: float = 1.0  # share of the devices that send: of a permutation not all need to, and `sent` is what one that does sends
+    # share of the devices that send: in a permutation not all need to, and `sent` is what one that does sends
+    senders: float = 1.0
 
     @property
     def where(self) -> str:

@@ -25,6 +25,7 @@ from rich.text import Text
 from meshtrain import units
 from meshtrain.cli import DONE, Parser, command, whole_number
 from meshtrain.monitor.watched import Look, WatchedRun, is_run
+from meshtrain.report.summary import Summary
 from meshtrain.report.text import sparkline
 from meshtrain.survive.history import date
 from meshtrain.survive.reliability import Failure
@@ -199,33 +200,10 @@ def _block(look: Look, width: int) -> Iterator[Text]:
     if summary is None:
         yield Text.assemble((look.name, "bold"), ("  there is no run here yet", "dim"))
         return
-    of = f" of {summary.steps:,}" if summary.steps else ""
-    head = Text.assemble(
-        (look.name, "bold"),
-        "  ",
-        (summary.state, STYLE[summary.state]),
-        f"  step {summary.step:,}{of}  ",
-    )
-    left = f"  {duration(look.left)} left" if look.left is not None else ""
-    room = width - head.cell_len - len(left) - 5
-    if summary.steps and room >= LEAST:
-        done = min(summary.step / summary.steps, 1.0)
-        full = round(room * done)
-        head.append("━" * full, "green" if summary.state == "done" else "blue")
-        head.append("━" * (room - full), "bright_black").append(f" {done:.0%}")
-    yield head.append(left)
+    yield _head(look, summary, width)
     is_alive = summary.state in ("going on", "stalled")
-    losses = look.columns.known("loss")
-    evals = look.columns.known("eval_loss")
-    if losses.size:
-        words = f"  eval {evals[-1]:.4f}" if evals.size else ""
-        if summary.eval_least is not None:
-            words += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
-        if summary.accuracy is not None:
-            words += f"  accuracy {summary.accuracy:.1%}"
-        value = f"{losses[-1]:.4f} "
-        drawn = _drawn(losses, width - len(f"  loss {value}{words}"))
-        yield Text.assemble("  loss ", (value, "bold"), (drawn, "blue"), words)
+    if look.columns.known("loss").size:
+        yield _losses(look, summary, width)
     if summary.patience_left and is_alive:
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
     if figures := list(_figures(look)):
@@ -244,6 +222,39 @@ def _block(look: Look, width: int) -> Iterator[Text]:
     bad = [reason.sentence for reason in summary.reasons if reason.level == "bad"]
     for sentence in dict.fromkeys([*look.alerts, *look.lagging, *bad]):
         yield from _wrapped(sentence, width, "  ! ", "red")
+
+
+def _head(look: Look, summary: Summary, width: int) -> Text:
+    """Returns the line with a run's name, state, step and bar."""
+    of = f" of {summary.steps:,}" if summary.steps else ""
+    head = Text.assemble(
+        (look.name, "bold"),
+        "  ",
+        (summary.state, STYLE[summary.state]),
+        f"  step {summary.step:,}{of}  ",
+    )
+    left = f"  {duration(look.left)} left" if look.left is not None else ""
+    room = width - head.cell_len - len(left) - 5
+    if summary.steps and room >= LEAST:
+        done = min(summary.step / summary.steps, 1.0)
+        full = round(room * done)
+        head.append("━" * full, "green" if summary.state == "done" else "blue")
+        head.append("━" * (room - full), "bright_black").append(f" {done:.0%}")
+    return head.append(left)
+
+
+def _losses(look: Look, summary: Summary, width: int) -> Text:
+    """Returns the line with the losses, of which the training loss is drawn."""
+    losses = look.columns.known("loss")
+    evals = look.columns.known("eval_loss")
+    words = f"  eval {evals[-1]:.4f}" if evals.size else ""
+    if summary.eval_least is not None:
+        words += f"  lowest {summary.eval_least:.4f}, step {summary.eval_least_step:,}"
+    if summary.accuracy is not None:
+        words += f"  accuracy {summary.accuracy:.1%}"
+    value = f"{losses[-1]:.4f} "
+    drawn = _drawn(losses, width - len(f"  loss {value}{words}"))
+    return Text.assemble("  loss ", (value, "bold"), (drawn, "blue"), words)
 
 
 def _wrapped(sentence: str, width: int, begin: str, style: str) -> Iterator[Text]:

@@ -115,11 +115,9 @@ class WatchedRun:
             return Look(name, self.directory)
         stamp = written(self.directory / CONFIG)
         if stamp is not None and stamp != self._config_written:
-            self._config_written, self._config, self._plan = (
-                stamp,
-                config_of(self.directory, []),
-                None,
-            )
+            self._config_written = stamp
+            self._config = config_of(self.directory, [])
+            self._plan = None
         self._read_rows()
         for alert in self._alerts.new():
             self._newest_alerts[str(alert.get("rule")), str(alert.get("rank"))] = alert
@@ -131,26 +129,7 @@ class WatchedRun:
         life, faults = self._lives(nodes)
         if self._plan is None and columns.rows:
             self._plan = planned(self._config, None, columns, sampled_columns, [])
-        now = time.time()
-        held = in_use(self.directory)
-        # Between two generations no process holds the directory, and yet the run goes on.
-        supervised = any(
-            now - node.wall < FRESH and node.state != "ended" for node in nodes.values()
-        )
-        summary = summarise(
-            RunFacts(
-                directory=self.directory,
-                now=now,
-                config=self._config,
-                plan=self._plan,
-                steps=_columns(list(self._rows)[-RECENT_ROWS:]),
-                torn=self._metrics.torn,
-                written=written(self.directory / METRICS) or stamp,
-                best=self._best or Best(),
-                in_use=True if supervised else held,
-                samples=sampled_columns,
-            )
-        )
+        summary = self._summarise(nodes, sampled_columns, stamp)
         left = None
         if summary.state == "going on" and summary.speed and summary.steps:
             left = summary.speed.median * (summary.steps - summary.step)
@@ -166,6 +145,31 @@ class WatchedRun:
             left,
             life,
             faults,
+        )
+
+    def _summarise(
+        self, nodes: Mapping[str, Node], samples: Mapping[int, Columns], stamp: float | None
+    ) -> Summary:
+        """Returns the summary of the last rows; `stamp`: when the config was written."""
+        now = time.time()
+        held = in_use(self.directory)
+        # Between two generations no process holds the directory, and yet the run goes on.
+        supervised = any(
+            now - node.wall < FRESH and node.state != "ended" for node in nodes.values()
+        )
+        return summarise(
+            RunFacts(
+                directory=self.directory,
+                now=now,
+                config=self._config,
+                plan=self._plan,
+                steps=_columns(list(self._rows)[-RECENT_ROWS:]),
+                torn=self._metrics.torn,
+                written=written(self.directory / METRICS) or stamp,
+                best=self._best or Best(),
+                in_use=True if supervised else held,
+                samples=samples,
+            )
         )
 
     def _read_rows(self) -> None:

@@ -9,7 +9,7 @@ look like.
     Layout                          where each weight lies, and over which axes it is split            pictures.devices
     an array, State, any tree       the same of live arrays                                            pictures.devices
     Program                         its mesh, its weights, what a device holds of the state            pictures.program
-    CompiledCollectives                     what a step sends, over which axis, from which line                pictures.program
+    CompiledCollectives             what a step sends, over which axis, from which line                pictures.program
     Table, Timeline                 who does what at which clock; when, and how long others wait       schedule.draw
     Plan                            memory, time and traffic of a layout                               plan.page
     Probe                           how fast each pair of devices talks                                probe.page

@@ -131,9 +131,7 @@ def _rows(mesh: Mesh, names: list[str]) -> list[list[str]]:
 
 
 def _cells(mesh: Mesh, names: list[str], left: int, top: int) -> Iterator[str]:
-    places = _places(mesh)
-    colour = colours(mesh)
-    islands, data, tensor, pipeline = places.shape
+    islands, data, tensor, pipeline = _places(mesh).shape
     for i in range(islands):
         down = top + i * (data * _SIDE + _GAP)
         if islands > 1:
@@ -145,6 +143,14 @@ def _cells(mesh: Mesh, names: list[str], left: int, top: int) -> Iterator[str]:
         yield f'<text x="{x}" y="12">{"stage" if pipeline > 1 else PIPELINE} {p}</text>'
         for t in range(tensor):
             yield f'<text x="{x + t * _SIDE + 2}" y="28" font-size="9">{TENSOR[0]}{t}</text>'
+    yield from _devices(mesh, names, left, top)
+
+
+def _devices(mesh: Mesh, names: list[str], left: int, top: int) -> Iterator[str]:
+    """Draws a square for each device, in its colour and with its number."""
+    places = _places(mesh)
+    colour = colours(mesh)
+    islands, data, tensor, _ = places.shape
     for (i, d, t, p), device in np.ndenumerate(places):
         at_x = left + p * (tensor * _SIDE + _GAP) + t * _SIDE
         at_y = top + i * (data * _SIDE + _GAP) + d * _SIDE

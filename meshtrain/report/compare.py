@@ -9,7 +9,7 @@ median; these are compared by Welch's test (1947, "The generalization of Student
 population variances are involved").
 
     seconds a token  ─ warmed up ─ blocks ─ log of the median ─ mean ─┬─► the second over the first, with an interval
-    loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, over the last quarter
+    loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, last quarter
 
 An interval does not tell how another hour, machine or seed would have been. Runs of two seeds are two runs.
 

@@ -8,6 +8,7 @@ One hue is for what is above a layer's mean, another one for what is below it; a
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -96,22 +97,7 @@ def picture(loads: ExpertLoads) -> str:
     layers, experts = over.shape
     wide = (WIDTH - LEFT) / experts
     tall = min(LOWEST, TALLEST / layers)
-    kinds = np.searchsorted([limit for limit, *_ in CLASSES], over)
-    gap = 1.0 if min(wide, tall) >= 6 else 0.0
-    paths = [""] * len(CLASSES)
-    for layer, row in enumerate(kinds):
-        # neighbours of a kind in one piece, unless there is room for a gap
-        starts = np.arange(experts) if gap else np.flatnonzero(np.diff(row, prepend=-1))
-        for first, behind in zip(starts, [*starts[1:], experts], strict=True):
-            width = (behind - first) * wide - gap
-            height = tall - gap
-            corner = f"M{LEFT + first * wide:.1f} {LOWEST + layer * tall:.1f}"
-            paths[row[first]] += f"{corner}h{width:.1f}v{height:.1f}h-{width:.1f}z"
-    body = [
-        f'<path d="{path}" fill="{hue}" fill-opacity="{strength}"/>'
-        for path, (_, hue, strength, _) in zip(paths, CLASSES, strict=True)
-        if path
-    ]
+    body = _cells(over, wide, tall)
     bottom = LOWEST + layers * tall
     body += [
         _name(LEFT - 6, LOWEST + (i + 0.5) * tall + 4, i, "end")
@@ -123,15 +109,40 @@ def picture(loads: ExpertLoads) -> str:
     ]
     body += [_name(LEFT - 6, 12, "layer", "end"), _name(WIDTH, bottom + 29, "expert", "end")]
     top = bottom + 40
-    box = WIDTH / len(CLASSES)
-    for i, (_, hue, strength, words) in enumerate(CLASSES):
-        place = f'x="{i * box + 1:.1f}" y="{top:.1f}" width="{box - 2:.1f}" height="12" rx="2"'
-        body.append(f'<rect {place} fill="{hue}" fill-opacity="{strength}" stroke="{GROUND}"/>')
-        body.append(_name((i + 0.5) * box, top + 26, words, "middle"))
+    body += _legend(top)
     label = (
         f"load of {experts} experts in {layers} layers, over each layer's mean. {loads.sentence}"
     )
     return svg.chart(top + 34, body, label)
+
+
+def _cells(over: np.ndarray, wide: float, tall: float) -> list[str]:
+    """Draws the cells, each class of loads as one path."""
+    kinds = np.searchsorted([limit for limit, *_ in CLASSES], over)
+    gap = 1.0 if min(wide, tall) >= 6 else 0.0
+    paths = [""] * len(CLASSES)
+    for layer, row in enumerate(kinds):
+        # neighbours of a kind in one piece, unless there is room for a gap
+        starts = np.arange(row.size) if gap else np.flatnonzero(np.diff(row, prepend=-1))
+        for first, behind in zip(starts, [*starts[1:], row.size], strict=True):
+            width = (behind - first) * wide - gap
+            height = tall - gap
+            corner = f"M{LEFT + first * wide:.1f} {LOWEST + layer * tall:.1f}"
+            paths[row[first]] += f"{corner}h{width:.1f}v{height:.1f}h-{width:.1f}z"
+    return [
+        f'<path d="{path}" fill="{hue}" fill-opacity="{strength}"/>'
+        for path, (_, hue, strength, _) in zip(paths, CLASSES, strict=True)
+        if path
+    ]
+
+
+def _legend(top: float) -> Iterator[str]:
+    """Draws a box for each class of loads, with its words beneath."""
+    box = WIDTH / len(CLASSES)
+    for i, (_, hue, strength, words) in enumerate(CLASSES):
+        place = f'x="{i * box + 1:.1f}" y="{top:.1f}" width="{box - 2:.1f}" height="12" rx="2"'
+        yield f'<rect {place} fill="{hue}" fill-opacity="{strength}" stroke="{GROUND}"/>'
+        yield _name((i + 0.5) * box, top + 26, words, "middle")
 
 
 def _numbered(count: int, size: float, room: float) -> range:

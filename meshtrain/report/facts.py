@@ -278,13 +278,12 @@ def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
     if not (directory / CHECKPOINTS).is_dir():
         return ()
     # Imports JAX, which takes longer than all else here.
-    from meshtrain.checkpoint import digests, steps
-    from meshtrain.checkpoint.manifest import StepManifest
+    from meshtrain.checkpoint import digests, manifest, steps
 
     checkpoints = []
     for path in steps.directories(directory):
         try:
-            m = StepManifest.read(path)
+            m = manifest.StepManifest.read(path)
             checkpoints.append(
                 CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path))
             )

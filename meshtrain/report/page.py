@@ -28,14 +28,22 @@ STYLE = """
 h1 ~ h1 { margin-top: 2.4em; padding-top: 1.2em; border-top: 1px solid var(--line); }
 .run { color: var(--faint); margin: 0 0 1em; overflow-wrap: anywhere; } .note { list-style: none; }
 .verdict { display: flex; gap: .6em; align-items: baseline; font-size: 1.15em; margin: .2em 0 .6em; }
-.dot { flex: none; width: .7em; height: .7em; border-radius: 50%; } .dot.good { background: var(--good); } .dot.note { background: #d9a400; } .dot.bad { background: var(--bad); }
-.reasons { padding-left: 1.2em; } .reasons .bad { color: var(--bad); font-weight: 600; } .reasons .note { list-style: disc; color: inherit; }
-.tile b { font-weight: 600; font-size: 1.2em; white-space: nowrap; } td:not(:last-child) { white-space: nowrap; } td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0; }
-.finding { border-left: 3px solid var(--note); padding: 2px 0 2px 12px; margin: .8em 0; } .finding p { margin: .2em 0; } p.about { margin-top: 1.2em; }
-.legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em; border-radius: 3px; margin-right: .45em; }
-.wraps .n { text-align: left; } .wraps td:not(:last-child) { white-space: normal; } .wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
-@media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; } h2, .verdict { break-after: avoid; }
- .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .tiles { grid-template-columns: repeat(5, 1fr); } .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
+.dot { flex: none; width: .7em; height: .7em; border-radius: 50%; } .dot.good { background: var(--good); }
+.dot.note { background: #d9a400; } .dot.bad { background: var(--bad); }
+.reasons { padding-left: 1.2em; } .reasons .bad { color: var(--bad); font-weight: 600; }
+.reasons .note { list-style: disc; color: inherit; }
+.tile b { font-weight: 600; font-size: 1.2em; white-space: nowrap; } td:not(:last-child) { white-space: nowrap; }
+td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0; }
+.finding { border-left: 3px solid var(--note); padding: 2px 0 2px 12px; margin: .8em 0; }
+.finding p { margin: .2em 0; } p.about { margin-top: 1.2em; }
+.legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em;
+  border-radius: 3px; margin-right: .45em; }
+.wraps .n { text-align: left; } .wraps td:not(:last-child) { white-space: normal; }
+.wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
+@media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; }
+h2, .verdict { break-after: avoid; }
+ .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .tiles { grid-template-columns: repeat(5, 1fr); }
+  .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } tr, .tile, .finding { break-inside: avoid; } }
 """
 

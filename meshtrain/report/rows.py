@@ -1,6 +1,6 @@
 """Rows that a run writes (`meshtrain.run.rows`) as a column of numbers for each key.
 
-    {"step": 7, "loss": 2.5, "phase_seconds": {"data": 0.1}}     ─►  step [.., 7]  loss [.., 2.5]  phase_seconds.data [.., 0.1]
+    {"step": 7, "loss": 2.5, "phase_seconds": {"data": 0.1}} ─► step [.., 7] loss [.., 2.5] phase_seconds.data [.., 0.1]
 
 A row that has no such key has NaN there.
 """

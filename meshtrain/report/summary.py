@@ -228,44 +228,12 @@ def _reasons(
     held: Sequence[MemoryUse],
     loss: np.ndarray,
 ) -> Iterator[Reason]:
-    columns = facts.steps
-    if n := columns.not_finite.get("loss"):
+    if n := facts.steps.not_finite.get("loss"):
         yield Reason("bad", f"the loss was not finite in {n:,} row{'' if n == 1 else 's'}.")
-    if state == "stalled" and facts.written is not None:
-        age = duration(facts.now - facts.written)
-        yield Reason(
-            "bad",
-            f"no row has come for {age}, and yet a process holds the directory: the run may hang.",
-        )
-    if state == "stopped":
-        yield Reason("note", "no process is at work on it; run the same command again to go on.")
-    for restart in facts.survived.history.plans[-1:] if facts.survived else []:
-        if restart.state == "over" and restart.code not in (0, 75):
-            yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
-    # An alert of a run that is over says what its last moment was.
-    for rule, severity, sentence in firing(facts):
-        level: Severity = (
-            "bad"
-            if severity in ("critical", "error") and state in ("going on", "stalled")
-            else "note"
-        )
-        yield Reason(
-            level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}"
-        )
+    yield from _reasons_of_state(facts, state)
+    yield from _reasons_of_alerts(facts, state)
     yield from _risen_losses(facts, loss)
-    if (skipped := columns.known("skipped")).size and skipped.max() >= 1:
-        yield Reason(
-            "note",
-            f"float16: {int(skipped.max()):,} steps were skipped since their gradient overflowed.",
-        )
-    if speed and speed.waiting is not None and speed.waiting > WAITING:
-        waiting = f"{speed.waiting:.0%} of the steps' time is waiting for data"
-        yield Reason("note", f"{waiting}: data.prefetch, or a faster source.")
-    for use in held:
-        if use.limit and use.used > BY_RULE[use.rule].fires * use.limit:
-            yield Reason(
-                "note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit."
-            )
+    yield from _reasons_of_steps(facts, speed, held)
     if damaged := [c.name for c in facts.checkpoints if c.problem]:
         yield Reason(
             "note",
@@ -284,6 +252,51 @@ def _reasons(
             share = histories.number(finding.get("severity"))
             worth = f" (worth {share:.0%} of a step)" if share else ""
             yield Reason("note", f"{sentence.rstrip('.')}{worth}.", finding=True)
+
+
+def _reasons_of_state(facts: RunFacts, state: RunState) -> Iterator[Reason]:
+    if state == "stalled" and facts.written is not None:
+        age = duration(facts.now - facts.written)
+        yield Reason(
+            "bad",
+            f"no row has come for {age}, and yet a process holds the directory: the run may hang.",
+        )
+    if state == "stopped":
+        yield Reason("note", "no process is at work on it; run the same command again to go on.")
+    for restart in facts.survived.history.plans[-1:] if facts.survived else []:
+        if restart.state == "over" and restart.code not in (0, 75):
+            yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
+
+
+def _reasons_of_alerts(facts: RunFacts, state: RunState) -> Iterator[Reason]:
+    # An alert of a run that is over says what its last moment was.
+    for rule, severity, sentence in firing(facts):
+        level: Severity = (
+            "bad"
+            if severity in ("critical", "error") and state in ("going on", "stalled")
+            else "note"
+        )
+        yield Reason(
+            level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}"
+        )
+
+
+def _reasons_of_steps(
+    facts: RunFacts, speed: Speed | None, held: Sequence[MemoryUse]
+) -> Iterator[Reason]:
+    if (skipped := facts.steps.known("skipped")).size and skipped.max() >= 1:
+        yield Reason(
+            "note",
+            f"float16: {int(skipped.max()):,} steps were skipped since their gradient overflowed.",
+        )
+    if speed and speed.waiting is not None and speed.waiting > WAITING:
+        waiting = f"{speed.waiting:.0%} of the steps' time is waiting for data"
+        yield Reason("note", f"{waiting}: data.prefetch, or a faster source.")
+    for use in held:
+        if use.limit and use.used > BY_RULE[use.rule].fires * use.limit:
+            yield Reason(
+                "note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit."
+            )
 
 
 def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:

@@ -11,13 +11,14 @@ counted from 1. The metrics of a step come while the next one is under way alrea
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from meshtrain.errors import ConfigError, short
 
 Row = dict[str, Any]
+RowSource = Literal["step", "process"]
 Batch = dict[str, jax.Array]
 
 
@@ -62,6 +63,24 @@ class RunHook:
 
     def before_save(self, step: int, state: Any) -> None:
         """Ahead of a save of the state after `step` steps."""
+
+
+class Listener:
+    """Base of what watches a run on the hub's thread (`meshtrain.telemetry.hub`): each moment does nothing."""
+
+    name = "a listener"
+
+    def on_row(self, row: Row, source: RowSource) -> None:
+        """Takes a row of metrics.jsonl (step) or of resources/ (process)."""
+
+    def on_tick(self, now: float) -> None:
+        """Hears that time has passed, row or none; `now` in seconds since 1970."""
+
+    def on_failure(self) -> None:
+        """An error ends the run, which says so on stderr itself; called first of all."""
+
+    def close(self) -> None:
+        """The last row has come."""
 
 
 class _OfMetrics(RunHook):

@@ -20,6 +20,7 @@ from meshtrain.config import Config
 from meshtrain.config.telemetry import AlertTarget, alert_target
 from meshtrain.errors import refusal, say
 from meshtrain.run.directory import ALERTS
+from meshtrain.run.hooks import Listener, RowSource
 from meshtrain.run.rows import read
 from meshtrain.telemetry import signals
 from meshtrain.telemetry.signals import Heard, Row, Signal, SignalReading
@@ -54,9 +55,15 @@ class Judge:
 
     def __init__(self) -> None:
         self._signals: tuple[Signal, ...] = (
-            signals.LossFinite(), signals.LossSpike(), signals.Throughput(), signals.Stalled(), signals.Memory(),
-            signals.Disk(), signals.SlowRank(), signals.Goodput(),
-        )  # fmt: skip
+            signals.LossFinite(),
+            signals.LossSpike(),
+            signals.Throughput(),
+            signals.Stalled(),
+            signals.Memory(),
+            signals.Disk(),
+            signals.SlowRank(),
+            signals.Goodput(),
+        )
         self._step: int | None = None
         # Of a rule and rank: whether it fires, and since when readings say otherwise.
         self._firing: set[tuple[str, int | None]] = set()
@@ -97,8 +104,8 @@ class Judge:
         )
 
 
-class Alerts:
-    """Called with each row on the hub's thread. `tick` is for the time in which no row comes; `close` for the end."""
+class Alerts(Listener):
+    """Judges each row, and the time in which no row comes; sends the alerts."""
 
     name = "alerts"
 
@@ -117,18 +124,17 @@ class Alerts:
         for alert in earlier:
             self._send(alert)
 
-    def __call__(self, row: Row, source: Heard) -> None:
+    def on_row(self, row: Row, source: RowSource) -> None:
         # A row of a step waits a while for the hub; other machines' clocks may be wrong.
         now = row.get("time") if source == "step" else None
         for alert in self._judge(row, source, now or time.time()):
             self._send(alert.row())
 
-    def tick(self, now: float) -> None:
-        """Hears that time has passed; `now` in seconds since 1970."""
+    def on_tick(self, now: float) -> None:
         for alert in self._judge({}, "tick", now):
             self._send(alert.row())
 
-    def failing(self) -> None:
+    def on_failure(self) -> None:
         """The run ends on an error, which it says on stderr itself."""
         self._sinks = [one for one in self._sinks if not isinstance(one, Log)]
 

@@ -1,7 +1,7 @@
 """Every metric once: its name, kind, unit, labels, where it comes from and what it means.
 
-    catalogue ─┬─► rows of metrics.jsonl and of resources/RANK.jsonl (names)      ─► report, monitor, diagnosis, trackers
-               ├─► the endpoint (kind, unit, labels, meaning)                      ─► Prometheus
+    catalogue ─┬─► rows of metrics.jsonl and of resources/RANK.jsonl (names)   ─► report, monitor, diagnosis, trackers
+               ├─► the endpoint (kind, unit, labels, meaning)                   ─► Prometheus
                └─► dashboard, alert rules, the table in `python -m meshtrain.telemetry catalogue`
 
 A value that is not known is left out of a row, and of what the endpoint says: never 0. Names end on their unit, as

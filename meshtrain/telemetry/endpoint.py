@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from meshtrain.errors import refusal, say
+from meshtrain.run.hooks import Listener
 from meshtrain.telemetry.catalogue import (
     METRICS,
     PREFIX,
@@ -198,8 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Nobody wants a line for each request."""
 
 
-class Endpoint:
-    """A listener of the hub, which serves what `board` knows until it is closed. Port 0: any that is free.
+class Endpoint(Listener):
+    """Serves what `board` knows until it is closed. Port 0: any that is free.
 
     A port that cannot be had is reported: then there is no `url`.
     """
@@ -222,10 +223,10 @@ class Endpoint:
             target=self._server.serve_forever, name="meshtrain-endpoint", daemon=True
         ).start()
 
-    def __call__(self, row: Row, source: Source) -> None:
+    def on_row(self, row: Row, source: Source) -> None:
         self._board(row, source)
 
-    def tick(self, now: float) -> None:
+    def on_tick(self, now: float) -> None:
         self._board.tick()
 
     def close(self) -> None:

@@ -17,25 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from meshtrain.config import Config
 from meshtrain.errors import say, short
-from meshtrain.run.hooks import Row, RunHook
+from meshtrain.run.hooks import Listener, Row, RowSource, RunHook
 from meshtrain.run.processes import gathered
 from meshtrain.survive.heartbeat import Heartbeat
 
-if TYPE_CHECKING:
-    from meshtrain.telemetry.catalogue import Source
-
-Listener = Callable[[Row, "Source"], None]
-
 LATEST = 1.0  # seconds after which listeners have a row
-TICK = 5.0  # seconds after which a listener that has a `tick` hears that time has passed
+TICK = 5.0  # seconds after which listeners hear that time has passed
 MOST_WAITING = 10_000  # rows that a listener may be behind
-FIRST = 2.0  # seconds after which the first sample is taken: a short run has one, too
 PATIENCE = 10.0  # seconds that the end of a run waits for what listeners still have to do
 
 
@@ -70,11 +64,7 @@ class Hub(RunHook):
         self._started = self._behind = False
 
     def listen(self, listener: Listener) -> None:
-        """Calls `listener(row, source)` for each row of metrics.jsonl (step) and of resources/ (process) from now on.
-
-        A `tick(now)` that it has is called every TICK seconds, and a `close()` after the last row; `failing()` first of
-        all, where an error ends the run.
-        """
+        """Hands rows of metrics.jsonl and resources/ to a listener from now on, and a tick every TICK seconds."""
         self._listeners.append(listener)
         self._start()
 
@@ -119,7 +109,7 @@ class Hub(RunHook):
     ) -> None:
         if error is not None:
             for listener in self._listeners:
-                getattr(listener, "failing", lambda: None)()
+                listener.on_failure()
         self.close()
 
     def close(self) -> None:
@@ -140,25 +130,27 @@ class Hub(RunHook):
             self._sample(time.monotonic())
             if time.monotonic() - self._ticked >= TICK:
                 self._ticked = time.monotonic()
-                self._call_each("tick", time.time())
+                self._call_each(lambda listener: listener.on_tick(time.time()))
         self._hand_out()
         self._sample(math.inf)
-        self._call_each("close")
+        self._call_each(lambda listener: listener.close())
 
     def _hand_out(self) -> None:
         while self._rows:
-            self._call_each("__call__", self._rows.popleft(), "step")
+            self._hand(self._rows.popleft(), "step")
+
+    def _hand(self, row: Row, source: RowSource) -> None:
+        self._call_each(lambda listener: listener.on_row(row, source))
 
     def _sample(self, now: float) -> None:
         for task in [task for task in self._tasks if task.due <= now]:
             task.due = now + task.seconds
             for row in self._call(task, task.rows, task.give) or ():
-                self._call_each("__call__", row, "process")
+                self._hand(row, "process")
 
-    def _call_each(self, method: str, *arguments: Any) -> None:
+    def _call_each(self, call: Callable[[Listener], None]) -> None:
         for listener in list(self._listeners):
-            if (bound := getattr(listener, method, None)) is not None:
-                self._call(listener, partial(bound, *arguments), listener)
+            self._call(listener, partial(call, listener), listener)
 
     def _call(self, entry: Any, call: Callable[[], Any], named: Any) -> Any:
         """Returns what `call` gives; an `entry` (a listener, a task) whose call fails is left out."""
@@ -183,39 +175,23 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
     """
     telemetry = config.telemetry
     rank = jax.process_index()
-    processes = jax.process_count()
     hub = Hub(config, directory)
     if telemetry.every:
-        from meshtrain.telemetry.resources import Resources, open_gpus
-        from meshtrain.telemetry.samples import Others, ResourceSampling, read_every, write_every
+        from meshtrain.telemetry.samples import sample_processes
 
-        heartbeat.watch_pauses()
-        devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
-        gpus = open_gpus(
-            [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
-        )
-        limit = int(telemetry.memory_limit * 2**30)
-        resources = Resources(
-            directory, limit=limit, phases=heartbeat.phases, devices=devices, gpus=gpus
-        )
-        every = write_every(telemetry.every, processes)
-        # Not all at once: by the golden ratio any number of ranks is spread evenly.
-        first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every
-        hub.repeat(every, ResourceSampling(directory, rank, heartbeat, resources), first)
-        if rank == 0 and processes > 1:
-            hub.repeat(read_every(telemetry.every, processes), Others(directory, processes))
+        sample_processes(config, directory, heartbeat, mesh, hub.repeat)
     if telemetry.endpoint:
-        from meshtrain.telemetry.endpoint import Board, Endpoint, counters
-        from meshtrain.telemetry.samples import read_every
+        from meshtrain.telemetry import endpoint, samples
 
         host = socket.gethostname()
         # Once, before the first step; what is sampled later goes over files.
         of_machine = gathered(host)[:rank].count(host)
-        totals = hub.add_up(metric.name for metric in counters("step"))
-        board = Board(rank, host, str(directory), totals, read_every(telemetry.every, processes))
-        endpoint = Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
-        if endpoint.url:
-            hub.listen(endpoint)
+        totals = hub.add_up(metric.name for metric in endpoint.counters("step"))
+        every = samples.read_every(telemetry.every, jax.process_count())
+        board = endpoint.Board(rank, host, str(directory), totals, every)
+        server = endpoint.Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
+        if server.url:
+            hub.listen(server)
     if rank == 0 and telemetry.alerts:
         from meshtrain.telemetry.alerts import Alerts
 

@@ -99,7 +99,7 @@ class Measured:
         return values | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        """Returns the memory of the fullest device; nothing if none tells it, or soon after the last row that had it."""
+        """Returns the memory of the fullest device; nothing if none tells it, or soon after the last row with it."""
         if (now := time.monotonic()) < self._memory_due:
             return {}
         self._memory_due = now + MEMORY_EVERY

@@ -13,18 +13,21 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from meshtrain.config import Config
 from meshtrain.errors import refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import RESOURCES
 from meshtrain.run.rows import RowReader
+from meshtrain.telemetry.resources import Resources, open_gpus
 
 if TYPE_CHECKING:
     from meshtrain.survive.heartbeat import Heartbeat
-    from meshtrain.telemetry.resources import Resources
 
 Row = dict[str, Any]
 
@@ -33,6 +36,7 @@ READS_PER_SECOND = 20.0  # of the first one, which is a training process too
 MOST_BYTES = 4 * 2**20
 NEWEST_ROWS = 1000  # that thinning leaves as they are
 TAIL = 64 * 1024  # bytes at the end of a file that hold a row
+FIRST = 2.0  # seconds after which the first sample is taken: a short run has one, too
 SKEW = 60.0  # seconds by which clocks of machines may differ
 
 
@@ -108,7 +112,7 @@ class ResourceSampling:
     name = "sampling"
 
     def __init__(
-        self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: "Resources"
+        self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: Resources
     ) -> None:
         self._rank = rank
         self._heartbeat = heartbeat
@@ -144,3 +148,30 @@ class Others:
             if row is not None and row.get("time", 0.0) > latest:
                 self._latest[rank] = row["time"]
                 yield row
+
+
+def sample_processes(
+    config: Config,
+    directory: Path,
+    heartbeat: "Heartbeat",
+    mesh: jax.sharding.Mesh,
+    repeat: Callable[..., None],
+) -> None:
+    """Samples what this process uses through the hub's `repeat`; the first one also reads the samples of all."""
+    rank = jax.process_index()
+    processes = jax.process_count()
+    heartbeat.watch_pauses()
+    devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
+    gpus = open_gpus(
+        [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
+    )
+    limit = int(config.telemetry.memory_limit * 2**30)
+    resources = Resources(
+        directory, limit=limit, phases=heartbeat.phases, devices=devices, gpus=gpus
+    )
+    every = write_every(config.telemetry.every, processes)
+    # Not all at once: by the golden ratio any number of ranks is spread evenly.
+    first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every
+    repeat(every, ResourceSampling(directory, rank, heartbeat, resources), first)
+    if rank == 0 and processes > 1:
+        repeat(read_every(config.telemetry.every, processes), Others(directory, processes))

@@ -267,7 +267,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
         SLOW,
         0.85,
         30,
-        "NVIDIA's resiliency extension calls a rank slow below 0.75; three samples in a row, as the supervisor asks for",
+        "NVIDIA's resiliency extension calls a rank slow below 0.75; three samples in a row, as the supervisor asks "
+        "for",
         _slow,
         "Rank {{ $labels.rank }} on {{ $labels.host }} keeps the others of {{ $labels.run }} waiting (score {{ $value "
         "| humanize }}).",

@@ -11,9 +11,11 @@ on.
 TensorBoard's event files need no TensorBoard: length and CRC around each protobuf message, of which we need seven
 fields.
 
-    uint64 length │ masked CRC-32C of it │ message │ masked CRC-32C of it        TFRecord: tensorflow/core/lib/io/record_writer.h
-    Event   1 wall_time (double)  2 step (int64)  3 file_version  5 summary  7 session_log    tensorflow/core/util/event.proto
-    Summary.value   1 tag  2 simple_value (float)                                              tensorflow/core/framework/summary.proto
+    TFRecord        uint64 length │ masked CRC-32C of it │ message │ masked CRC-32C of it
+    Event           1 wall_time (double)  2 step (int64)  3 file_version  5 summary  7 session_log
+    Summary.value   1 tag  2 simple_value (float)
+
+They are described in tensorflow/core: lib/io/record_writer.h, util/event.proto and framework/summary.proto.
 
 Numbers are float32 there. A run that goes on from an earlier step begins with a session's start, at which TensorBoard
 drops the steps that will come once more.
@@ -37,7 +39,7 @@ import yaml
 from meshtrain.config import Config, to_yaml
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import TRACKERS
-from meshtrain.telemetry.catalogue import Source
+from meshtrain.run.hooks import Listener, Row, RowSource
 
 PROJECT = "meshtrain"
 
@@ -49,7 +51,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class Tracked:
+class Tracked(Listener):
     """A listener of the hub for one tracker, which is opened on the hub's thread at its first row: that may take a
     network's time.
     """
@@ -59,7 +61,7 @@ class Tracked:
         self._open: Callable[[], Tracker] = lambda: TRACKERS_BY_NAME[name](config, directory)
         self._tracker: Tracker | None = None
 
-    def __call__(self, row: Mapping[str, Any], source: Source) -> None:
+    def on_row(self, row: Row, source: RowSource) -> None:
         if source != "step":
             return
         if self._tracker is None:

@@ -24,9 +24,9 @@ def directory(tmp_path_factory):
         (
             "params.head.weight",
             (24, 256),
-            r"arrays cannot be read by Orbax .*: Requested shape: \(24, 256\) is not",
+            r"arrays cannot be read by Orbax .*\(24, 256\)",
         ),
-        ("params.head.nothing", (24, 257), r"arrays has no array params\.head\.nothing\.$"),
+        ("params.head.nothing", (24, 257), r"/arrays .* no array params\.head\.nothing\.$"),
     ],
 )
 def test_an_array_that_is_not_as_the_manifest_says_is_one_sentence(

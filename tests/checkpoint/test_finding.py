@@ -8,9 +8,10 @@ import shutil
 import checkpoint_runs
 import pytest
 from checkpoint_runs import config, numbered, opened, program, same, saved
+from wording import tells
 
 from meshtrain.checkpoint import steps
-from meshtrain.checkpoint.finding import by_eval_loss, retained
+from meshtrain.checkpoint.finding import rank_by_eval_loss, retained
 from meshtrain.config import CheckpointConfig, ConfigError
 from meshtrain.run.directory import NEWEST
 
@@ -110,9 +111,7 @@ def test_a_newer_format_is_refused_not_damaged(run, monkeypatch):
     monkeypatch.setattr(steps, "WHOLE", 3)
     steps.commit(run / "checkpoints" / "3")
     monkeypatch.undo()
-    with pytest.raises(
-        ConfigError, match="has format 3, and this meshtrain reads up to 2; update meshtrain"
-    ):
+    with pytest.raises(ConfigError, match=r"format 3.* reads up to 2; update"):
         restored(run)
     assert (run / "checkpoints" / "3").is_dir()
 
@@ -134,7 +133,7 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
 def test_leftovers_are_removed_and_reported(run):
     (run / "checkpoints" / "4.writing" / "arrays").mkdir(parents=True)
     step, _, said = restored(run)
-    assert step == 3 and "4.writing, which a save or a removal left unfinished" in said[0]
+    assert step == 3 and tells(said[0], "4.writing", "left unfinished")
     assert not (run / "checkpoints" / "4.writing").exists()
 
 
@@ -192,10 +191,7 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     sentence = str(refused.value)
     assert f"the run in {run} had " in sentence
     assert ("3 has no COMMIT" if fault == "unmarked" else "there is none") in sentence
-    assert (
-        "mount or restore checkpoints to go on, or start anew with --set checkpoint.resume=never"
-        in sentence
-    )
+    assert tells(sentence, "mount or restore", "--set checkpoint.resume=never")
     assert tree(run) == before
     step, _, said = restored(run, resume="never")
     assert step == 0 and len(said) == 1
@@ -213,9 +209,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_anew_and_its_rows_a
     step, _, said = restored(tmp_path)
     assert step == 0 and not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == '{"step": 9}\n'
-    assert said[1].startswith(
-        "no checkpoint was written before the run ended: it starts anew, and the metrics of "
-    )
+    assert tells(said[1], "no checkpoint was written", "starts anew", "metrics")
     assert restored(tmp_path)[2] == []
 
 
@@ -248,9 +242,7 @@ def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
 
 def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(
-        ConfigError, match=r"checkpoints cannot be used: file exists; it must be a directory that"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoints cannot .* file exists; .* a directory"):
         restored(tmp_path)
 
 
@@ -264,9 +256,7 @@ def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_o
     old, other = str(tmp_path / "old"), {"digest": "bb"}
     assert restored(tmp_path / "same", {"digest": "aa"}, resume=old)[::2] == (1, [])
     assert restored(tmp_path / "weights", other, resume=old, weights_only=True)[0] == 0
-    with pytest.raises(
-        ConfigError, match=r"data\.source synthetic holds other tokens than it did \(bb, was aa\)"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.source synthetic .* \(bb, was aa\)"):
         restored(tmp_path / "whole", other, resume=old)
     step, _, said = restored(tmp_path / "whole", other, resume=old, allow=["data.source"])
     assert step == 1 and "holds other tokens than it did" in said[0]
@@ -279,7 +269,7 @@ def test_a_checkpoint_of_before_digests_were_kept_is_gone_on_from(run):
 def test_processes_that_read_different_data_are_refused(run, monkeypatch):
     others = lambda own: [own, {"digest": "bb"}]
     monkeypatch.setattr("meshtrain.checkpoint.checkpointer.gathered", others)
-    with pytest.raises(ConfigError, match="the processes of this run read different data; "):
+    with pytest.raises(ConfigError, match=r"processes .* read different data; "):
         restored(run, {"digest": "aa"})
 
 
@@ -289,7 +279,7 @@ def test_steps_are_in_the_order_of_their_eval_losses_and_of_equal_ones_the_earli
 ):
     run = saved(tmp_path / "run", 5, evals={2: 1.5, 3: 1.0, 4: 1.0}, keep_best=0)
     for path in (run, run / "checkpoints"):
-        assert [d.name for d in by_eval_loss(path)] == ["3", "4", "2"]
+        assert [d.name for d in rank_by_eval_loss(path)] == ["3", "4", "2"]
 
 
 EVALUATED = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 4.0}
@@ -314,8 +304,8 @@ def test_the_newest_the_best_and_every_nth_stay(losses, keys, stay):
 @pytest.mark.parametrize(
     ("resume", "sentence"),
     [
-        ("atuo", r"checkpoint\.resume is atuo, .* did you mean auto"),
-        ("{}/nothing", "but there is no checkpoint; give auto, never, or a run directory"),
+        ("atuo", r"checkpoint\.resume is atuo, .* mean auto"),
+        ("{}/nothing", "no checkpoint; .*auto, never, .*run directory"),
     ],
 )
 def test_what_names_no_checkpoint_is_refused(resume, sentence, tmp_path):

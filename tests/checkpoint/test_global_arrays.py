@@ -15,7 +15,7 @@ def on_the_devices(canonical, state):
 
 
 def on_the_host(canonical, state):
-    found = canonical.to_write(state)
+    found = canonical.prepare(state)
     return found() if callable(found) else found
 
 

@@ -100,7 +100,7 @@ def test_live_blocks_are_let_go_leaf_by_leaf(monkeypatch):
 
     monkeypatch.setattr(rearrangement, "host_blocks", watched)
     monkeypatch.setattr(rearrangement, "assembled", counted)
-    make = canonical.to_write(canonical.program.init())
+    make = canonical.prepare(canonical.program.init())
     assert callable(make) and make().keys() == {e.name for e in canonical.entries}
     assert alive == list(range(len(canonical.entries), 0, -1))
 
@@ -151,7 +151,7 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
     way = rearrangement.rearrangement(built.layout, leaf, built.mesh)
     assert all(move.after is not None for move in way.moves)
     mapped = jax.shard_map(
-        way.to_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec
+        way.make_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec
     )
     live = jax.ShapeDtypeStruct(
         leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf))

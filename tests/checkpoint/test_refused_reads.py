@@ -13,7 +13,7 @@ from refusing_disk import refusing
 
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.__main__ import main
-from meshtrain.checkpoint.finding import by_eval_loss
+from meshtrain.checkpoint.finding import rank_by_eval_loss
 from meshtrain.config import ConfigError
 from meshtrain.errors import Unreadable
 
@@ -109,7 +109,7 @@ def test_a_note_of_the_newest_step_that_cannot_be_read_starts_nothing_anew(run):
 
 def test_the_best_step_is_not_another_because_its_manifest_cannot_be_read(run):
     with refusing("read", f"2/{steps.MANIFEST}", errno.EIO), pytest.raises(Unreadable):
-        by_eval_loss(run)
+        rank_by_eval_loss(run)
 
 
 def test_a_stranger_beside_the_steps_that_cannot_be_read_keeps_no_run_from_going_on(run):
@@ -217,7 +217,7 @@ def test_other_commands_end_with_1_at_a_step_that_they_cannot_read(command, run,
     with refusing("open", f"3/{steps.MANIFEST}", errno.EIO):
         assert main([*command, *[step] * (2 if command == ["diff"] else 1)]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "manifest.json cannot be read now: input/output error" in said
+    assert said.count("\n") == 1 and "manifest.json cannot be read now: " in said
 
 
 def test_a_short_read_is_read_on_and_is_no_damage(run, monkeypatch):

@@ -10,6 +10,7 @@ from checkpoint_runs import build_for, config, opened, same
 from covering import thorough_but
 from island_runs import largest_difference, numbers, run, same_bits, spoiled
 from island_runs import settings as island_settings
+from wording import tells
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays
@@ -330,10 +331,7 @@ def test_other_islands_each_begin_with_the_mean_and_the_outer_momentum_is_kept(m
     sentences = [s for s in said if "islands of their own" in s]
     assert len(sentences) == (islands != 2)
     if islands != 2:
-        assert (
-            "the checkpoint has 2 islands of their own" in sentences[0]
-            and "mean of their" in sentences[0]
-        )
+        assert tells(sentences[0], "checkpoint has 2 islands", "mean of their")
 
 
 @pytest.mark.thorough
@@ -374,9 +372,7 @@ def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 3 but was 0"):
         restored(ours)
     state, _, said = restored(ours, allow=["parallel.sync.every"])
-    assert any(
-        "the 2 islands begin with the weights and moments of the checkpoint" in s for s in said
-    )
+    assert any(tells(s, "2 islands begin with", "of the checkpoint") for s in said)
     for tree, own in ((was.params, state.islands.params), (was.optimizer, state.optimizer)):
         for x, y in zip(numbers(tree), numbers(own), strict=True):
             assert np.array_equal(x, y[0]) and np.array_equal(x, y[1])
@@ -387,7 +383,7 @@ def test_islands_begin_with_the_weights_and_moments_of_a_plain_run(tmp_path):
 
 def test_islands_that_have_moved_apart_cannot_be_held_to_be_equal_again():
     old = {"parallel": {"sync": {"every": 5, "start": 10}}}
-    says = r"step 12, and its islands .* since step 10, but parallel\.sync\.start is 20; give at most 12"
+    says = r"step 12.* step 10, .*parallel\.sync\.start is 20; .* 12"
     with pytest.raises(ConfigError, match=says):
         check_sync_start(old, 12, SyncConfig(every=5, start=20), "checkpoint x")
     check_sync_start(old, 12, SyncConfig(every=5, start=12), "checkpoint x")

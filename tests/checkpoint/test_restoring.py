@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_runs import ODD, build_for, config, numbered, opened, program, restored, saved
+from wording import tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays
@@ -57,20 +58,25 @@ def test_all_that_must_not_change_is_in_one_sentence():
     )
 
 
+def changed(key: str, before: int, now: int) -> str:
+    """Returns the sentence that reports a key which may change."""
+    return f"{key} was {before} and is {now} from here on."
+
+
 def test_what_may_change_is_reported():
     new = config(layout="data 8, ZeRO-3", checkpoint={"every": 5}, train={"steps": 99})
     assert reported(new) == [
-        "mesh.data was 1 and is 8 from here on.",
-        "parallel.zero_stage was 1 and is 3 from here on.",
-        "train.steps was 20 and is 99 from here on.",
-        "checkpoint.every was 2 and is 5 from here on.",
+        changed("mesh.data", 1, 8),
+        changed("parallel.zero_stage", 1, 3),
+        changed("train.steps", 20, 99),
+        changed("checkpoint.every", 2, 5),
     ]
 
 
 def test_a_key_of_an_inner_section_goes_by_its_line_too():
     old = {"parallel": {"reduce": {"compression": "int8"}}}
     assert reported(config(parallel={"reduce": {"compression": "int8", "block": 64}}), **old) == [
-        "parallel.reduce.block was 256 and is 64 from here on."
+        changed("parallel.reduce.block", 256, 64)
     ]
     with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 5 but was 0"):
         mesh = {"data": 4, "islands": 2}
@@ -111,7 +117,7 @@ def test_what_follows_from_a_key_that_changed_is_no_change_of_its_own():
     said = reported(
         config(layout="data 2, tensor 2, ZeRO-2", train={"global_batch_size": 16}, checkpoint=allow)
     )
-    assert "train.global_batch_size was 8 and is 16 from here on." in said
+    assert changed("train.global_batch_size", 8, 16) in said
     assert not any("rows_multiple" in sentence for sentence in said)
 
 
@@ -127,10 +133,10 @@ def test_what_was_given_and_followed_before_is_a_change():
 def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
     another = {"run": {"seed": 1}, "data": {"source": "stdlib"}, "optimizer": {"name": "lion"}}
     assert reported(config(**another, train={"global_batch_size": 16}), weights_only=True) == []
-    fits = r"model.layers is 6 but was 5; checkpoint.allow: \[model.layers\] takes what fits"
+    fits = r"model.layers is 6 .* 5; .*: \[model.layers\]"
     with pytest.raises(ConfigError, match=fits):
         reported(config(model={"layers": 6}), weights_only=True)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer is a\.json but was byte"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is a\.json .* byte"):
         reported(config(data={"tokenizer": "a.json"}), weights_only=True)
 
 
@@ -139,16 +145,16 @@ def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
     [
         (
             {"weights_only": True},
-            "the weights of another run, but checkpoint.resume is auto; give that run's path",
+            "checkpoint.resume is auto; give .* path",
         ),
-        ({"allow": ["data.sorce"]}, "checkpoint.allow has 'data.sorce'; did you mean data.source"),
+        ({"allow": ["data.sorce"]}, "checkpoint.allow .* 'data.sorce'; .* data.source"),
         (
             {"allow": ["model.layers"]},
-            "with checkpoint.weights_only model.layers and model.vocab_size can",
+            "checkpoint.weights_only model.layers and model.vocab_size",
         ),
         (
             {"allow": ["model.d_model"], "weights_only": True, "resume": "a"},
-            "only model.layers and model.vocab_size can",
+            "only model.layers and model.vocab",
         ),
     ],
 )
@@ -162,7 +168,7 @@ def test_what_cannot_be_asked_for_is_refused(keys, sentence):
 
 def of_data(new, digest, was, python="3.11.0", **old):
     """What `compare_data` says where a checkpoint of the sections `old` read `was`, and `new` reads `digest`."""
-    manifest = StepManifest.of(
+    manifest = StepManifest.make(
         2, 1.0, None, config(**old), GlobalArrays(program()).records, {}, was
     )
     manifest.versions["python"] = python
@@ -187,9 +193,9 @@ TEXT = {"data": {"source": "/text"}}
             {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]},
             "11+22+33",
             "11+20+33",
-            r"data\.source mixture: /b holds other tokens than it did \(22, was 20\); set it",
+            r"data\.source mixture: /b .* \(22, was 20\); set it",
         ),
-        ({"source": "stdlib"}, "aa", "bb", r"it is that of Python 3\.\S+, was that of 2\.7\.18; "),
+        ({"source": "stdlib"}, "aa", "bb", r"Python 3\.\S+, was .*2\.7\.18; "),
     ],
 )
 def test_data_that_changed_are_refused_with_the_ways_out(data, digest, was, says):
@@ -200,12 +206,14 @@ def test_data_that_changed_are_refused_with_the_ways_out(data, digest, was, says
 def test_data_that_changed_and_are_allowed_to_or_are_held_out_are_reported():
     new = config(**TEXT, checkpoint={"allow": ["data.source"]})
     said = of_data(new, {"digest": "aa"}, {"digest": "bb"}, **TEXT)
-    assert said == ["data.source /text holds other tokens than it did (aa, was bb), from here on."]
+    (sentence,) = said
+    assert tells(sentence, "data.source /text", "(aa, was bb)", "from here on.")
     held = {"data": {"source": "/text", "validation_source": "/held"}}
     was = {"digest": "aa", "validation_digest": "bb"}
     assert of_data(config(**held), was, was, **held) == []
     said = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
-    assert said == ["data.validation_source /held holds other tokens than it did, from here on."]
+    (sentence,) = said
+    assert tells(sentence, "data.validation_source /held", "other tokens", "from here on.")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,7 @@ def test_adapters_that_a_checkpoint_has_not_are_refused_with_a_way_that_is_legal
         ConfigError, match=rf"checkpoint\.allow has {name}, .* give another run\.directory"
     ):
         check_keys(new)
-    ways_out = rf"does not fit this config: {name} is .*; set it back, or give another"
+    ways_out = rf"does not fit this config: {name} is .*; set it back, or"
     with pytest.raises(ConfigError, match=ways_out) as refused:
         reported(config(lora=old | lora), lora=old)
     assert "checkpoint.allow" not in str(refused.value)
@@ -240,10 +248,9 @@ def test_other_versions_than_a_checkpoint_was_written_with_are_told():
     here = versions()
     assert compare_versions(here, here) == compare_versions({}, here) == []
     then = here | {"jax": "99.0.0", "orbax-checkpoint": "99"}
-    assert compare_versions(then, here) == [
-        f"the checkpoint was written with jax 99.0.0 (here {here['jax']}), orbax-checkpoint 99 (here "
-        f"{here['orbax-checkpoint']})."
-    ]
+    (sentence,) = compare_versions(then, here)
+    jax, orbax = (f"(here {here[name]})" for name in ("jax", "orbax-checkpoint"))
+    assert tells(sentence, "written with jax 99.0.0", jax, "orbax-checkpoint 99", orbax)
 
 
 INTERLEAVED = "data 2, pipeline 2, interleaved, ZeRO-1"
@@ -278,7 +285,8 @@ def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, lay
     )
     _, step, said, found = start(settings)
     assert step == 0 and found["step"] == 0
-    assert said == [f"started from the weights of step 1 in {one}/checkpoints/1."]
+    (sentence,) = said
+    assert tells(sentence, "weights of step 1", f"{one}/checkpoints/1.")
     for name, x in source().items():
         if name.startswith("params."):
             assert np.array_equal(found[name], x), name
@@ -304,7 +312,7 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
             start(config(tmp_path, model=size, checkpoint=keys))
     for size in ({"layers": 7}, {"vocab_size": 300}):
         with pytest.raises(
-            ConfigError, match=r"in another run\.directory, checkpoint\.resume: PATH with"
+            ConfigError, match=r"in another run\.directory, checkpoint\.resume: PATH"
         ):
             start(config(tmp_path, model=size, checkpoint={"resume": str(one)}))
 
@@ -352,7 +360,7 @@ def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change
     keys = {"resume": str(directory), "weights_only": True, "allow": ["model.vocab_size"]}
     with pytest.raises(
         ConfigError,
-        match=r"params.head.weight is float32\[24, 257\], but it is float32\[24\] in it",
+        match=r"params.head.weight is float32\[24, 257\], .* float32\[24\]",
     ):
         start(config(tmp_path / "new", checkpoint=keys))
 
@@ -362,13 +370,13 @@ def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change
     [
         (
             {"dtype": "bfloat16"},
-            r"params.head.weight is float32\[24, 257\], but it is bfloat16\[24, 257\] in it",
+            r"params.head.weight is float32\[24, 257\], .* bfloat16\[24, 257\]",
         ),
         (
             {"shape": [24, 256]},
-            r"params.head.weight is float32\[24, 257\], but it is float32\[24, 256\] in it",
+            r"params.head.weight is float32\[24, 257\], .* float32\[24, 256\]",
         ),
-        (None, r"params.head.weight is float32\[24, 257\], but there is none in it"),
+        (None, r"params.head.weight is float32\[24, 257\], .* none"),
     ],
 )
 def test_a_leaf_that_does_not_fit_is_named_before_orbax_would_cast_it(

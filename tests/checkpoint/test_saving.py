@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from checkpoint_runs import config, numbered, opened, program, restored, same, take
+from wording import tells
 
 from meshtrain.checkpoint import CheckpointError, arrays, digests, saving, steps
 from meshtrain.checkpoint.manifest import StepManifest
@@ -62,9 +63,8 @@ def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_
 def test_a_second_save_waits_for_the_first(tmp_path, gate, open_run):
     checkpointer, _ = open_run()
     checkpointer.save(1, numbered(program()), 1.0)
-    assert committed(tmp_path) == [] and checkpointer.metrics() == {}, (
-        "it returns while the step is being written"
-    )
+    # It returns while the step is being written.
+    assert committed(tmp_path) == [] and checkpointer.metrics() == {}
     second = threading.Thread(target=checkpointer.save, args=(2, numbered(program()), 1.0))
     second.start()
     second.join(0.3)
@@ -139,8 +139,8 @@ def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(
     checkpointer, said = open_run(keep=1, keep_best=0, on_failed_save="stop")
     save(checkpointer, 1, 2)
     assert committed(tmp_path) == [1, 2]
-    sentence = f"checkpoint {tmp_path}/checkpoints/1 need not stay but cannot be removed: permission denied."
-    assert said == [sentence]
+    (sentence,) = said
+    assert tells(sentence, f"{tmp_path}/checkpoints/1", "cannot be removed: permission denied.")
 
 
 @pytest.fixture
@@ -181,9 +181,8 @@ def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypat
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
-    assert said == [
-        "the checkpoint of step 2 could not be written: no space left on device; there is none before it."
-    ]
+    (sentence,) = said
+    assert tells(sentence, "step 2 could not be written: ", "no space", "none before it.")
 
 
 def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(
@@ -230,10 +229,8 @@ def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
-    why = "another process could not write its part"
-    assert said == [
-        f"the checkpoint of step 2 could not be written: {why}; there is none before it."
-    ]
+    (sentence,) = said
+    assert tells(sentence, "step 2 could not be written: ", "another process", "none before it.")
 
 
 def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run):
@@ -276,7 +273,8 @@ def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(
     stands(path)
     before = path.lstat().st_ino
     save(checkpointer, 2)
-    assert said == [f"{path} stood where a checkpoint belongs; it is set aside as {name}.damaged."]
+    (sentence,) = said
+    assert tells(sentence, f"{path} stood", f"set aside as {name}.damaged.")
     assert path.with_name(f"{name}.damaged").lstat().st_ino == before
     assert StepManifest.read(tmp_path / "checkpoints" / "2").step == 2
 
@@ -289,9 +287,7 @@ def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatc
     path = tmp_path / "checkpoints" / "2.writing"
     checkpointer, _ = open_run()
     a_full_directory(path)
-    with pytest.raises(
-        CheckpointError, match=r"step 2 could not be written: .*Device or resource busy"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written: .* busy"):
         save(checkpointer, 2)
     assert (path / "file").read_text() == "mine"
 
@@ -305,7 +301,8 @@ def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path,
     save(checkpointer, 2, 3, 4)
     assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "9"]
     assert StepManifest.read(tmp_path / "elsewhere").step == 1
-    assert said == [f"checkpoint {root}/9 is left alone: it is step 1, renamed."]
+    (sentence,) = said
+    assert tells(sentence, f"{root}/9 is left alone", "step 1, renamed.")
 
 
 # --- what a save that failed leaves
@@ -345,7 +342,7 @@ def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(
     checkpointer.save(1, numbered(program()), 1.0)
     save(checkpointer, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2"]
-    assert len(said) == 1 and "step 1 could not be written: input/output error" in said[0]
+    assert len(said) == 1 and "step 1 could not be written: input/" in said[0]
 
 
 def test_what_a_failed_save_could_not_remove_is_removed_at_the_end(tmp_path, monkeypatch):

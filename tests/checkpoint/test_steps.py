@@ -2,6 +2,7 @@ import errno
 import hashlib
 
 import pytest
+from wording import tells
 
 from meshtrain.checkpoint import digests, steps
 
@@ -109,9 +110,8 @@ def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(tmp
 
     (tmp_path / "30.writing").mkdir()
     monkeypatch.setattr(steps.shutil, "rmtree", refused)
-    assert steps.remove_leftovers(tmp_path)[0].endswith(
-        "left unfinished, cannot be removed: permission denied."
-    )
+    sentence = steps.remove_leftovers(tmp_path)[0]
+    assert tells(sentence, "30.writing", "cannot be removed: permission denied.")
 
 
 def test_a_step_is_removed_even_if_its_last_removal_was_cut_short_or_the_name_is_taken(tmp_path):

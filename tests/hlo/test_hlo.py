@@ -252,7 +252,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 def test_trips_multiply_over_loops_and_conditionals_are_told(mesh):
     found = {c.kind: c for c in collectives(NESTED, mesh)}
-    assert len(collectives(NESTED, mesh)) == 3, "what is started and done is one"
+    assert len(collectives(NESTED, mesh)) == 3, "a start and its done are one"
     assert (found["all-reduce"].loops, found["all-reduce"].conditionals) == ((11, 5), (1,))
     assert (found["collective-permute"].loops, found["collective-permute"].conditionals) == (
         (11,),
@@ -274,7 +274,7 @@ def test_traffic_sums_what_is_sent_by_axis_as_often_as_it_is_executed(mesh):
 def test_of_one_loop_those_of_one_turn_are_told(mesh):
     module = Module(NESTED)
     assert list(module.bodies()) == [("main", ()), ("outer_body", (11,))], (
-        "what is in branches is no sequence of its own"
+        "branches are no sequences"
     )
     found = collectives(module, mesh, body="outer_body")
     assert {(c.kind, c.trips) for c in found} == {("all-reduce", 5), ("collective-permute", 1)}

@@ -372,7 +372,7 @@ def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
         "p/a.py:5",
         "F.f",
     ]
-    assert end == "a device sends in a step: tensor 6 KiB, data 4 KiB"
+    assert end.endswith("in a step: tensor 6 KiB, data 4 KiB")
     assert shown(CompiledCollectives([])).text.endswith("a device sends in a step: nothing")
 
 
@@ -390,9 +390,7 @@ def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_
 
 @pytest.mark.parametrize("thing", [3, "text", {"a": 1}, [], np.zeros(3)])
 def test_what_has_no_picture_is_refused_in_a_sentence(thing):
-    with pytest.raises(
-        mt.ConfigError, match=r"there is no picture of .*; mt.show takes a mesh, JAX arrays"
-    ):
+    with pytest.raises(mt.ConfigError, match=r"no picture of .*; .* a mesh, JAX"):
         mt.show(thing)
 
 

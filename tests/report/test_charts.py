@@ -4,6 +4,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from wording import tells
 
 from meshtrain import units
 from meshtrain.draw.svg import ticks
@@ -100,7 +101,7 @@ def test_one_step_that_took_a_minute_does_not_flatten_all_others():
     y[70] = 148.0
 
     def height(picture):
-        """Of the line, without the spike, in pixels."""
+        """Returns the line's height in pixels."""
         moves = re.search(r'd="M([\d. ]+)l([-\d. ]+)" fill="none"', picture).groups()[1]
         down = np.cumsum(np.array(moves.split(), float).reshape(-1, 2)[:60, 1])
         return down.max() - down.min()
@@ -144,4 +145,4 @@ def test_a_figure_with_a_smoothed_curve_says_so_and_over_how_much(steps):
     run = SimpleNamespace(steps={"step": np.arange(steps), "loss": values})
     spec = OF_STEPS[0]._replace(dots="")
     _, about, _ = _figure(spec, list(_curves(spec, run, "#111111", "#222222")))
-    assert ("smoothed: each point is the mean of about 1/50 of the run" in about) == (steps == 1000)
+    assert tells(about, "smoothed: ", "mean", "1/50 of the run") == (steps == 1000)

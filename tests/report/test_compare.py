@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from wording import tells
 
 from meshtrain.report.compare import blocks, compare, memory, render, sentences, student
 from meshtrain.report.facts import gather
@@ -139,7 +140,7 @@ def test_the_same_losses_bit_by_bit_are_told_so(tmp_path):
         run(tmp_path / "b", seconds(dice, 50, 0), loss),
     )
     assert found.identical == 50 and found.same
-    assert any("the same, bit by bit, at all 50 steps" in sentence for sentence in sentences(found))
+    assert any(tells(sentence, "bit by bit", "all 50 steps") for sentence in sentences(found))
 
 
 def test_losses_are_held_against_each_other_at_the_same_tokens(tmp_path):

@@ -18,7 +18,7 @@ def run(tmp_path_factory):
         (["nowhere"], "there is no run directory nowhere."),
         ([], "the following arguments are required"),
         (["a", "b", "c"], "unrecognized arguments: c"),
-        (["a", "--htm", "x"], "there is no option --htm; did you mean --html?"),
+        (["a", "--htm", "x"], "option --htm; did you mean --html?"),
         (["a", "--html", "/nowhere/x.html"], "there is no directory /nowhere."),
         (["a", "--html", "."], ". cannot be written: is a directory."),
     ],

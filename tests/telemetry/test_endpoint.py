@@ -70,7 +70,7 @@ def test_a_step_and_a_sample_are_read_over_http(served):
     assert values["meshtrain_phase_seconds_total", "phase=wait"] == 3.0
     assert values["meshtrain_device_power_watts", "device=1"] == 500.0
     assert values["meshtrain_process_info", "run=runs/x", "rank=0", "host=host0"] == 1
-    assert not sums_up(endpoint), "one process needs no summary of all"
+    assert not sums_up(endpoint), "one process needs no summary"
 
 
 def test_the_older_format_and_other_paths(served):
@@ -115,7 +115,7 @@ def test_many_processes_are_summed_up_beside_the_scrapes(served, monkeypatch):
     monkeypatch.setattr("meshtrain.telemetry.endpoint.FEW", 2)
     endpoint = served(processes=3)
     assert not sums_up(endpoint)
-    endpoint.tick(0.0)
+    endpoint.on_tick(0.0)
     assert sums_up(endpoint)
 
 

@@ -58,7 +58,7 @@ def written():
 @pytest.mark.parametrize("parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"])
 def test_what_is_written_is_what_others_read(parser):
     text = render(FAMILIES, openmetrics=parser is openmetrics)
-    assert repr(read(parser, text)) == repr(written()), "by their texts, since NaN equals nothing"
+    assert repr(read(parser, text)) == repr(written()), "by text, since NaN equals nothing"
     assert "mt_empty" not in text
 
 

@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from wording import tells
 
 from meshtrain.config import Config
+from meshtrain.run.hooks import Listener
 from meshtrain.telemetry import hub as hubs
 from meshtrain.telemetry.hub import Hub
 
@@ -15,22 +17,30 @@ def hub(tmp_path):
     return Hub(Config(), tmp_path)
 
 
-class Listener:
+class Tracker(Listener):
     name = "the tracker"
 
     def __init__(self, key="step", error=None):
         self.key, self.error, self.heard, self.ticks, self.closed = key, error, [], [], []
 
-    def __call__(self, row, source):
+    def on_row(self, row, source):
         self.heard.append((row[self.key], source))
         if self.error:
             raise self.error
 
-    def tick(self, now):
+    def on_tick(self, now):
         self.ticks.append(now)
 
     def close(self):
         self.closed.append(len(self.heard))
+
+
+class Calls(Listener):
+    def __init__(self, function):
+        self.function = function
+
+    def on_row(self, row, source):
+        self.function(row)
 
 
 def take(hub, *steps):
@@ -39,17 +49,17 @@ def take(hub, *steps):
 
 
 def test_every_row_reaches_every_listener_in_order_before_the_end(hub):
-    listener, also = Listener(), []
+    listener, also = Tracker(), []
     with hub:
         hub.listen(listener)
-        hub.listen(lambda row, source: also.append(row["step"]))
+        hub.listen(Calls(lambda row: also.append(row["step"])))
         take(hub, *range(100))
     assert listener.heard == [(step, "step") for step in range(100)]
     assert also == list(range(100)) and listener.closed == [100]
 
 
 def test_a_listener_that_raises_is_said_once_and_hears_no_more(hub, capsys):
-    broken, sound = Listener(error=RuntimeError("no\nroute")), Listener()
+    broken, sound = Tracker(error=RuntimeError("no\nroute")), Tracker()
     with hub:
         hub.listen(broken)
         hub.listen(sound)
@@ -63,7 +73,7 @@ def test_the_end_of_a_run_waits_only_so_long_for_a_listener_that_hangs(hub, monk
     monkeypatch.setattr(hubs, "PATIENCE", 0.1)
     hanging = threading.Event()
     with hub:
-        hub.listen(lambda row, source: hanging.wait())
+        hub.listen(Calls(lambda row: hanging.wait()))
         take(hub, 1)
         began = time.perf_counter()
     assert time.perf_counter() - began < 5
@@ -77,26 +87,26 @@ def test_a_listener_that_is_far_behind_is_said_once_and_keeps_the_newest_rows(
     monkeypatch.setattr(hubs, "MOST_WAITING", 10)
     held, heard = threading.Event(), []
 
-    def slow(row, source):
+    def slow(row):
         held.wait(10)
         heard.append(row["step"])
 
     with Hub(Config(), tmp_path) as hub:
-        hub.listen(slow)
+        hub.listen(Calls(slow))
         take(hub, *range(100))
         held.set()
     assert heard[-10:] == list(range(90, 100)) and len(heard) <= 11
-    assert capsys.readouterr().err.count("what watches the run is 10 rows behind") == 1
+    assert capsys.readouterr().err.count("watches the run is 10 rows behind") == 1
 
 
 def test_samples_come_at_their_time_and_once_more_at_the_end_and_counters_add_up_all_steps(
     hub, monkeypatch
 ):
     monkeypatch.setattr(hubs, "LATEST", 0.01)
-    listener, taken, samples = Listener("k"), threading.Event(), iter(range(100))
+    listener, taken, samples = Tracker("k"), threading.Event(), iter(range(100))
     with hub:
         hub.listen(listener)
-        hub.listen(lambda row, source: taken.set())
+        hub.listen(Calls(lambda row: taken.set()))
         hub.repeat(1000.0, lambda: [{"k": next(samples)}], first=0.0)
         hub.add_up(["tokens"])
         assert taken.wait(10)
@@ -123,4 +133,20 @@ def test_what_takes_samples_and_fails_is_left_out(hub, monkeypatch, capsys):
         hub.repeat(0.0, broken, first=0.0)
         time.sleep(0.2)
     assert len(asked) == 1
-    assert "is left out of watching the run from here on: odd" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "is left out", "from here on: odd")
+
+
+def test_an_error_that_ends_the_run_is_told_to_listeners_before_the_end(hub):
+    told = []
+
+    class Told(Listener):
+        def on_failure(self):
+            told.append("failure")
+
+        def close(self):
+            told.append("close")
+
+    with pytest.raises(KeyError), hub:
+        hub.listen(Told())
+        raise KeyError("odd")
+    assert told == ["failure", "close"]

@@ -32,7 +32,7 @@ def test_what_ends_a_run_is_told_before_it_ends(tmp_path):
     ]
     assert (alert["rule"], alert["step"]) == ("loss_not_finite", rows(trainer.run)[-1]["step"])
     assert trainer.log.read_text().count("the gradient norm of step ") == 1, (
-        "on stderr the run says it itself"
+        "the run itself says it"
     )
     assert samples(trainer.run)[-1]["step"] == alert["step"], "sampled once more, too"
 
@@ -133,9 +133,9 @@ def test_each_of_two_processes_has_its_own_samples_and_port_and_the_first_tells_
                         f"http://127.0.0.1:{port + rank}/metrics", timeout=5
                     )
                     pages[rank] = page.read().decode()
-        assert 'meshtrain_processes_rank{metric="process_rss_bytes",over="max"} ' in pages[0], (
-            ranks[0].communicate()[0]
-        )
+        assert 'processes_rank{metric="process_rss_bytes",over="max"} ' in pages[0], ranks[
+            0
+        ].communicate()[0]
         assert 'rank="1"' in pages[1] and "\nmeshtrain_cpu_ratio " in pages[1]
         assert "\nmeshtrain_loss " in pages[0] and "\nmeshtrain_loss " not in pages[1]
     finally:

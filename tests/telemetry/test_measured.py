@@ -73,5 +73,5 @@ def test_memory_is_that_of_the_fullest_device_and_left_out_where_no_device_tells
         "memory_in_use_bytes": 7,
         "memory_peak_bytes": 9,
     }
-    assert of.row() == {}, "quick steps do not ask each time"
+    assert of.row() == {}, "quick steps do not ask"
     assert {*of.step(1, 0.0), *row} - {"time"} <= BY_NAME.keys()

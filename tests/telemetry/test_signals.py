@@ -78,10 +78,10 @@ def once(rule):
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        ({"loss": math.nan}, "the loss of step 4 is nan"),
-        ({"loss": math.inf}, "the loss of step 4 is inf"),
-        ({"loss": None, "not_finite": ["loss"]}, "the loss of step 4 is not finite"),
-        ({"loss": 2.5, "grad_norm": math.nan}, "the gradient norm of step 4 is nan"),
+        ({"loss": math.nan}, "loss of step 4 is nan"),
+        ({"loss": math.inf}, "loss of step 4 is inf"),
+        ({"loss": None, "not_finite": ["loss"]}, "loss of step 4 is not finite"),
+        ({"loss": 2.5, "grad_norm": math.nan}, "gradient norm of step 4 is nan"),
         (
             {"loss": 2.5, "grad_norm": math.nan, "loss_scale": 65536.0},
             None,
@@ -97,14 +97,14 @@ def test_a_loss_or_gradient_that_is_no_number_fires_at_its_first_row(bad, senten
     assert run.said() == (once("loss_not_finite") if sentence else [])
     if sentence:
         alert = run.alerts[0]
-        assert (alert.step, alert.severity, alert.sentence) == (4, "critical", f"{sentence}.")
+        assert (alert.step, alert.severity, alert.sentence) == (4, "critical", f"the {sentence}.")
 
 
 def test_a_loss_that_rises_and_stays_fires_and_clears_when_it_falls():
     run = Run()
     run.take(100, loss=2.0, noise=0.02)
     run.take(300, loss=2.6, noise=0.02)
-    assert run.said() == fires("loss_spike"), "what lies within the spike is not usual"
+    assert run.said() == fires("loss_spike"), "the spike is not usual"
     run.take(20, loss=2.0, noise=0.02)
     assert run.said() == once("loss_spike")
     assert run.alerts[0].step in (103, 104) and "where it was 2, " in run.alerts[0].sentence

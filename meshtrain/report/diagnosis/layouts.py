@@ -1,7 +1,8 @@
 """Layouts that cost more than they need to: a part of the step that is large, and a change that the planner shows to be
 faster.
 
-    measured: tensor collectives 31% of the step ──► fewer ways over tensor, each planned ──► the fastest, if it wins enough: the advice
+    measured: tensor collectives 31% of the step ──► fewer ways over tensor, each planned ──► advice: the fastest
+                                                                                              if it wins enough
 
 A part may be large and nothing be better by the plan: that is a remark, and no advice.
 """

@@ -1,7 +1,8 @@
 """Why a run is slow, as rules: each looks at the evidence for one reason and gives its finding, or none.
 
     shared ──► none of the others has a verdict, but for memory and faults
-    memory  faults  router  slow_rank  compiling  loader  disk  saving  host  layout (tensor, data, pipeline, bubble, recomputation)
+    memory  faults  router  slow_rank  compiling  loader  disk  saving  host
+    layout (tensor, data, pipeline, bubble, recomputation)
 
 Pure: the same evidence gives the same findings.
 """

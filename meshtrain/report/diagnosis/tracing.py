@@ -15,11 +15,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
+
 from meshtrain.config import Config, load, replaced, to_yaml
 from meshtrain.errors import ConfigError, say
 from meshtrain.registry import NotImported, Unimported
+from meshtrain.report.trace import attribute, read_trace
 from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
 from meshtrain.run.directory import CONFIG, METRICS, TRACES
+from meshtrain.telemetry.trace import FACTS, Tracer
 
 # steps before the trace, and in it
 WARM = 3
@@ -36,17 +40,12 @@ NOT_ITS_OWN = (
 
 def newest_trace(directory: Path) -> Path | None:
     """Returns the trace that a run has taken last; None if it has none."""
-    # Imports JAX.
-    from meshtrain.telemetry.trace import FACTS
-
     traces = [path.parent for path in (directory / TRACES).glob(f"*/{FACTS}")]
     return max(traces, key=lambda path: (path / FACTS).stat().st_mtime, default=None)
 
 
 def attributed(trace: Path) -> Attribution:
     """Returns where the time of a trace's steps went. ConfigError if it cannot be read."""
-    from meshtrain.report.trace import attribute, read_trace
-
     return attribute(read_trace(trace))
 
 
@@ -98,11 +97,9 @@ def main(directory: Path) -> None:
     """The child: takes the steps of the config in a directory, one of them after the other, and leaves rows and a trace
     there.
     """
-    import jax
-
+    # Only the child needs them.
     from meshtrain.data import open_data
     from meshtrain.step import Program
-    from meshtrain.telemetry.trace import Tracer
 
     config = load(directory / CONFIG)
     program = Program(config)

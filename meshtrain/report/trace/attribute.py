@@ -1,6 +1,6 @@
 """Attributes the seconds of a traced step to kinds.
 
-    CPU   all devices share the cores: at each instant the wall goes to those that run, and to those that wait only where none runs
+    CPU   all devices share the cores: at each instant the wall goes to those that run, else to those that wait
     GPU   each device by itself: compute; collectives where no compute hides them; idle; then the mean over the devices
 
 The wall is shared among what ran: at each instant equally among those of the first rank that is there, so that the

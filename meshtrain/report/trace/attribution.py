@@ -1,6 +1,6 @@
 """Says where the time of a step went: the kinds, each once, and how they lie beside the planner's.
 
-    traces/STEP/ ──read──► events, instructions ──attribute──► Attribution: seconds of a step by kind, summing to its wall
+    traces/STEP/ ──read──► events, instructions ──attribute──► Attribution: seconds of a step by kind; sum: its wall
 
 The kinds share the wall: what hides behind something else has no seconds of its own. So a collective counts with what
 of it no compute hides.

@@ -121,8 +121,8 @@ def _cpu_events(
 ) -> tuple[list[TraceEvent], dict[str, list[Span]]]:
     """Every event tells its device; a line is a thread, which serves all of them in turn.
 
-    An event of a large product ends when its parts are handed to other threads, and `end: NAME` comes when they are
-    done, or, where what needs it goes on at once, some time after that has begun.
+    An event of a large product ends when its parts are handed to other threads. `end: NAME` comes when they are done;
+    if what needs the product goes on at once, some time after that has begun.
     """
     events: list[TraceEvent] = []
     waits: dict[str, list[Span]] = defaultdict(list)

@@ -125,9 +125,7 @@ def test_a_trace_of_which_a_file_is_missing_or_broken_is_refused_in_a_sentence(n
     with pytest.raises(ConfigError, match=rf"{tmp_path}.*\.$"):
         read_trace(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(
-        ConfigError, match=r"holds no whole trace: .*: no such file or directory\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"no whole trace: .*: no such file .*\.$"):
         read_trace(tmp_path)
 
 

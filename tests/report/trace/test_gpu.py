@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from wording import tells
 from xspaces import FACTS_OF_GPUS, HLO, Told, microseconds, written
 
 from meshtrain.report.trace import attribute, read_trace
@@ -168,9 +169,8 @@ def test_idle_slots_that_are_computed_all_the_same_are_masked_work(tmp_path):
 def test_events_of_another_program_are_counted_as_unjoined_and_said(tmp_path):
     told = seen(tmp_path, {COMPUTE: [kernel("fusion.77", 0, 100)]})
     assert told.unjoined == 1 and microseconds(told) == {"unknown": 100}
-    assert told.cannot_tell == [
-        "1 of 1 events name no instruction of the program beside the trace."
-    ]
+    (sentence,) = told.cannot_tell
+    assert tells(sentence, "1 of 1 events", "no instruction")
 
 
 def test_a_trace_in_which_no_gpu_ran_says_so(tmp_path):
@@ -181,7 +181,8 @@ def test_a_trace_in_which_no_gpu_ran_says_so(tmp_path):
 def test_of_several_processes_the_devices_that_were_not_traced_are_named(tmp_path):
     facts = dataclasses.replace(FACTS_OF_GPUS, processes=2, local=[0, 1, 2, 3])
     told = seen(tmp_path, {COMPUTE: [kernel("forward", 0, 100)]}, facts=facts)
-    assert told.cannot_tell == ["Only the 4 devices of the first of 2 processes were traced, of 8."]
+    (sentence,) = told.cannot_tell
+    assert tells(sentence, "Only the 4 devices", "first of 2 processes", "of 8.")
 
 
 def test_a_collective_of_groups_of_one_device_is_for_what_its_names_say(tmp_path):
@@ -199,4 +200,5 @@ def test_a_collective_of_groups_of_one_device_is_for_what_its_names_say(tmp_path
 
 def test_of_other_accelerators_nothing_is_told(tmp_path):
     told = seen(tmp_path, facts=dataclasses.replace(FACTS_OF_GPUS, platform="tpu"))
-    assert told.cannot_tell == ["Traces of a tpu are not read, only those of CPUs and GPUs."]
+    (sentence,) = told.cannot_tell
+    assert tells(sentence, "tpu", "not read", "CPUs and GPUs.")
