@@ -318,9 +318,7 @@ def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_pat
         (served,) = service.loaded
         weights = sum(x.nbytes for x in jax.tree.leaves(served.engine._decoding.weights))
         cache = sum(x.nbytes for x in jax.tree.leaves(served.engine._state))
-        assert served.engine.status.compiled == 0, (
-            "loaded again, it has the programs of the time before"
-        )
+        assert served.engine.status.compiled == 0, "loaded again, it has its programs"
         assert sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2, (
             "one is freed"
         )
