@@ -100,7 +100,7 @@ METRICS: tuple[ServeMetric, ...] = (
 
 
 class Counted:
-    """What the event loop has seen so far."""
+    """Counts the requests and times that the event loop has seen so far."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()

@@ -2,8 +2,8 @@
 
     request for B ──► loaded? ──yes──► answered
                          │ no
-                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests, finishes
-                             those it has, and its device memory is freed; then B is loaded
+                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests,
+                             finishes those it has, and its device memory is freed; then B is loaded
 
 No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for
 ever.
@@ -49,7 +49,7 @@ class NamedModel:
 
     @property
     def status(self) -> EngineStatus:
-        """What its engine does, with the counts of those before it."""
+        """The engine's status; the counts include earlier engines of this model."""
         now = EngineStatus(0, 0, 0) if self.served is None else self.served.engine.status
         return replace(now, **{name: getattr(now, name) + self.before[name] for name in COUNTS})
 
@@ -80,7 +80,7 @@ class Models:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a thread loads or frees one, which nothing interrupts."""
+        """True while a thread loads or frees a model, which nothing interrupts."""
         return self._turn.locked()
 
     async def enter(self, name: str) -> ServedModel:

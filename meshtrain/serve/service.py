@@ -1,4 +1,4 @@
-"""What the routes share: the model once it is there, who is answered, whether requests should be sent here.
+"""State that the routes share: the model once it is there, who is answered, whether requests should be sent here.
 
     loading ──► ready ◄──► stuck     there are requests, and no step has ended for too long
                   ├──────► broken    the device's programs fail, again and again
@@ -186,7 +186,7 @@ class Service:
 
     @property
     def statuses(self) -> dict[str, EngineStatus]:
-        """What the engines do, by model; nothing while the first models are loaded."""
+        """The status of each engine, by model; empty while the first models are loaded."""
         if self.models is not None:
             return {name: model.status for name, model in self.models.by_name.items()}
         return {} if self.served is None else {self.served.name: self.served.engine.status}

@@ -6,8 +6,8 @@
       ▼  │ heartbeat: step, phase, seconds                                     ▼  │
     rank 0 ◄─────────────────────── collectives ────────────────────────────► rank 1
 
-    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left ─► generation K + 1, from the
-                                                                    newest intact checkpoint
+    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left
+                                               generation K + 1, from the newest intact checkpoint ◄─┘
 
 - `supervisor`: the loop of one node; `child`: its training process; `console`: its output; `leader`: what the one that
   leads does besides.
@@ -16,8 +16,7 @@
 - `decide`: what follows, as one pure function; `detectors`: all kinds of faults, and who is to blame; `forming`: the
   mesh for what is left.
 - `stragglers`, `health`: slow ranks, and devices that compute wrongly. `heartbeat`, `supervised`, `supervision`: a
-  training process's side. `injector`: faults on
-  purpose (`meshtrain.config.inject`).
+  training process's side. `injector`: faults on purpose (`meshtrain.config.inject`).
 - `history`: what the nodes have written; `ledger`, `reliability`: the facts that follow; `stats`, `picture`: as text
   and as a page.
 

@@ -1,13 +1,13 @@
 """Fault detectors: who failed and how, and which fault explains the others. All detectors of a supervised run:
 
-    kind of fault                         seen in                                               by
-    lost, preempted, signal, error, ...   records that stop, ends of training processes         `ended`
-    frozen, uninterruptible, gil, stuck,  step, phase, state of every rank's process            `hung`
+    kind of fault                         seen in                                          by
+    lost, preempted, signal, error, ...   records that stop, ends of training processes    `ended`
+    frozen, uninterruptible, gil, stuck,  step, phase, state of every rank's process       `hung`
     collective
-    slow (reported, ends nothing)         seconds that a rank waits for others; a product       `stragglers.Stragglers`
-    sick                                  copies that differ; a product that is known           `health.Health`, in the training process
-    numbers                               a loss or gradient that is not finite                 the training loop; `leader.cleared` afterwards
-    lock                                  a lease that its supervisor no longer renews          `supervised.SupervisedHeartbeat`, in the training process
+    slow (reported, ends nothing)         seconds that a rank waits for others; a product  `stragglers.Stragglers`
+    sick                                  copies that differ; a product that is known      `health.Health` of a process
+    numbers                               a loss or gradient that is not finite            loop, then `leader.cleared`
+    lock                                  a lease that its supervisor no longer renews     `SupervisedHeartbeat`
 
 A rank hangs if it stays in its phase for longer than that may take; a frozen one is silent as a lost node is:
 
@@ -52,7 +52,8 @@ SILENT = 5.0  # seconds without a sign of life of a rank's thread, which gives o
 # In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken,
 # phase) only grows.
 PHASES = (
-    "start", "open", "join", "init", "restore", "log", "eval", "save", "data", "compile", "dispatch", "trace", "wait", "end",
+    "start", "open", "join", "init", "restore", "log", "eval", "save",
+    "data", "compile", "dispatch", "trace", "wait", "end",
 )  # fmt: skip
 DOES = {
     "frozen": "is frozen (SIGSTOP)",

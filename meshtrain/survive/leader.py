@@ -1,7 +1,7 @@
 """Leads a run: asks `decide`, writes the decision where all read it, and reports events that need no decision.
 
-    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config, coordinator
-                                             └──► stop: a checkpoint, then form      └──► over: everybody ends
+    records of all nodes, newest plan ──decide──► form: all processes end        ──► run: members, mesh, config
+                                             └──► stop: a checkpoint, then form  └─► over: all supervisors end
 
 Every supervisor has one; that of the live node with the lowest name is at work.
 """
@@ -74,12 +74,21 @@ class Leader:
         now = time.time()
         verdict = decision.verdict
         generation = plan.generation if plan else self.view.generation
+        kept = quarantined(plan, now) if decision.quarantined is None and plan else {}
         fields: dict[str, Any] = {
-            "number": self.store.next_number, "generation": generation, "leader": node.name, "wall": now, "kind": decision.kind,
-            "reason": decision.reason, "verdict": verdict, "blamed": list(decision.blamed), "step": decision.step,
-            "code": decision.code, "delay": decision.delay,
-            "quarantined": quarantined(plan, now) if decision.quarantined is None and plan else decision.quarantined or {},
-        }  # fmt: skip
+            "number": self.store.next_number,
+            "generation": generation,
+            "leader": node.name,
+            "wall": now,
+            "kind": decision.kind,
+            "reason": decision.reason,
+            "verdict": verdict,
+            "blamed": list(decision.blamed),
+            "step": decision.step,
+            "code": decision.code,
+            "delay": decision.delay,
+            "quarantined": decision.quarantined or kept,
+        }
         if verdict == "form":
             members = plan.members if plan else []
             new = RestartPlan(

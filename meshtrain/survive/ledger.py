@@ -1,7 +1,8 @@
 """Accounts for a run's time: every second from the first `join` to the last sign of it, by kind; and the life of each
 node.
 
-    init compile restore step data eval checkpoint    counted by a process itself, on its own monotonic clock; init is its start and its end
+    init     the start and the end of a process. A process counts this kind and the next six on its own monotonic clock
+    compile  restore  step  data  eval  checkpoint
     lost     whatever it was, it came after the save that a later process went on from: it had to be done again
     down     no process was there
     other    a process was there, and nobody has counted what it did after its last count

@@ -190,7 +190,8 @@ def _checked(value: Any, kind: Any) -> Any:
     inner = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         entries = [entry for entry in dataclasses.fields(kind) if entry.name in value]
-        return kind(**{entry.name: _checked(value[entry.name], entry.type) for entry in entries})  # type: ignore[operator]
+        checked = {entry.name: _checked(value[entry.name], entry.type) for entry in entries}
+        return kind(**checked)  # type: ignore[operator]
     if origin is list and isinstance(value, list):
         return [_checked(v, inner[0]) for v in value]
     if origin is dict and isinstance(value, dict):
