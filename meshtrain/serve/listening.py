@@ -36,8 +36,8 @@ from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.app import application
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import unavailable
-from meshtrain.serve.models import Models, NamedModel
-from meshtrain.serve.service import ServedModel, Service
+from meshtrain.serve.models import Models, NamedModel, ServedModel
+from meshtrain.serve.service import Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
 STALLED = 60

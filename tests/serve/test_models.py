@@ -25,8 +25,8 @@ from meshtrain.serve.__main__ import main
 from meshtrain.serve.app import application
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.listening import separate, served_model, several_models
-from meshtrain.serve.models import Models, NamedModel
-from meshtrain.serve.service import ServedModel, Service
+from meshtrain.serve.models import Models, NamedModel, ServedModel
+from meshtrain.serve.service import Service
 
 
 def chooses(name):

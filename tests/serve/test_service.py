@@ -9,7 +9,8 @@ from meshtrain.data.tokenizer import ByteTokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.generate.request import EngineStatus
 from meshtrain.serve.errors import Refused
-from meshtrain.serve.service import COMPILING_SECONDS, ServedModel, verdict
+from meshtrain.serve.models import ServedModel
+from meshtrain.serve.service import COMPILING_SECONDS, verdict
 
 
 def status(busy=1, waiting=0, **times):
