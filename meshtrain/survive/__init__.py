@@ -27,3 +27,33 @@ want of nodes, run again to go on.
 
 Tried: `python -m experiments.survive kinds` injects 32 kinds of faults on 2 and 4 processes.
 """
+
+import os
+import sys
+from functools import cache
+
+from meshtrain.errors import ConfigError, say
+from meshtrain.survive.heartbeat import CODES, VARIABLE, Heartbeat
+
+
+@cache
+def begun() -> Heartbeat | None:
+    """The heartbeat of this process, begun at the first call; None if no supervisor started it.
+
+    Children of the process have none.
+    """
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        return None
+    from meshtrain.survive.supervised import SupervisedHeartbeat, read_settings
+
+    return SupervisedHeartbeat(read_settings(text))
+
+
+def begin() -> None:
+    """Begins the heartbeat of a process that only starts: what is wrong ends it with a sentence."""
+    try:
+        begun()
+    except ConfigError as error:
+        say(error)
+        sys.exit(CODES["config"])

@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.run.rows import parse
@@ -23,6 +24,22 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST = 1 << 62  # of a number
 LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """Holds the settings that a supervisor passes to the process that it starts."""
+
+    local: Path  # the node's own directory, with `beat` and `lease`
+    generation: Path  # of this generation, in the run directory
+    number: int  # of the generation
+    rank: int
+    fence: float  # seconds without a change of the lease after which the process ends itself
+    survive: Path  # RUN/survive
+
+    def own(self, ending: str) -> Path:
+        """Returns a file of this rank in the generation's directory."""
+        return self.generation / f"rank-{self.rank}.{ending}"
 
 
 @dataclasses.dataclass(frozen=True)

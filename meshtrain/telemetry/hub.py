@@ -186,10 +186,11 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
     processes = jax.process_count()
     hub = Hub(config, directory)
     if telemetry.every:
+        from meshtrain.survive.supervised import watch_pauses
         from meshtrain.telemetry.resources import Resources, open_gpus
         from meshtrain.telemetry.samples import Others, ResourceSampling, read_every, write_every
 
-        heartbeat.watch_pauses()
+        watch_pauses(heartbeat)
         devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
         gpus = open_gpus(
             [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]

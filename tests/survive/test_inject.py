@@ -17,7 +17,8 @@ from supervised import Rank, supervised
 from meshtrain.config import ConfigError, load
 from meshtrain.config.inject import KINDS, parse
 from meshtrain.mesh import fake_cpu_devices
-from meshtrain.survive.heartbeat import Heartbeat, begun
+from meshtrain.survive import begun
+from meshtrain.survive.heartbeat import Heartbeat
 from meshtrain.survive.injector import _FAULTS, Injector, NodeInjector
 
 STEP = 3  # at which the faults are asked for
