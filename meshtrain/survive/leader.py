@@ -100,9 +100,13 @@ class Leader:
                 new = self._formed(decision, plan, fields)
             else:
                 new = replace(plan, **fields, state="stopping" if verdict == "stop" else "over")
-        if not self.store.propose(new):
-            return
-        if verdict == "run":
+        if self.store.propose(new):
+            self._report(new, fields)
+            self.view.look(time.monotonic(), node)
+
+    def _report(self, new: RestartPlan, fields: dict[str, Any]) -> None:
+        """Logs and prints a plan that was written."""
+        if new.verdict == "run":
             shown = ("generation", "members", "mesh", "microbatches", "kind", "reason")
             self.store.log("formed", **{name: getattr(new, name) for name in shown})
             report(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
@@ -111,10 +115,9 @@ class Leader:
             report(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
             logged = ("verdict", "kind", "reason", "blamed", "generation", "step", "code")
             self.store.log(
-                "over" if verdict == "over" else "verdict",
+                "over" if new.verdict == "over" else "verdict",
                 **{name: fields[name] for name in logged},
             )
-        self.view.look(time.monotonic(), node)
 
     def _formed(self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]) -> RestartPlan:
         generation = formed(self.config, len(decision.members))
