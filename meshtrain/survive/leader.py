@@ -101,10 +101,10 @@ class Leader:
             else:
                 new = replace(plan, **fields, state="stopping" if verdict == "stop" else "over")
         if self.store.propose(new):
-            self._report(new, fields)
+            self._announce(new, fields)
             self.view.look(time.monotonic(), node)
 
-    def _report(self, new: RestartPlan, fields: dict[str, Any]) -> None:
+    def _announce(self, new: RestartPlan, fields: dict[str, Any]) -> None:
         """Logs and prints a plan that was written."""
         if new.verdict == "run":
             shown = ("generation", "members", "mesh", "microbatches", "kind", "reason")

@@ -316,7 +316,7 @@ class NodeLife(NamedTuple):
 def lives(history: History, times: Ledger) -> list[NodeLife]:
     """Returns every node that has written anything, in the order of its name's numbers: n2 before n10."""
 
-    def by_numbers(name: str) -> list[tuple[str, int]]:
+    def split_numbers(name: str) -> list[tuple[str, int]]:
         return [
             (letters, int(digits or 0))
             for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", name)
@@ -327,7 +327,7 @@ def lives(history: History, times: Ledger) -> list[NodeLife]:
     for event in history.events:
         of_node.setdefault(event.node, []).append(event)
     nodes = []
-    for name in sorted(of_node, key=by_numbers):
+    for name in sorted(of_node, key=split_numbers):
         events = of_node[name]
         node = NodeLife(name, [], [])
         for event in events:
