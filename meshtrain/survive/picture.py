@@ -78,12 +78,13 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
     top = 62 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
     row = 22 if len(nodes) <= FEW else max(6, 560 // len(nodes))
     bottom = top + row * len(nodes)
+    title = _cut(_title(history), (width - 24) / 8.2)
     body = [
-        f'<text x="12" y="20" font-size="15" font-weight="600">{escape(_cut(_title(history), (width - 24) / 8.2))}</text>',
+        f'<text x="12" y="20" font-size="15" font-weight="600">{escape(title)}</text>',
         f'<text x="12" y="38">{escape(about)}</text>',
         f'<g transform="translate(12 47)">{"".join(legend)}</g>',
         *_rows(nodes, axis, top, row),
-        *(_mark(x, label, title, top, bottom) for x, label, title in marks),
+        *(_mark(x, label, what, top, bottom) for x, label, what in marks),
         *_steps(axis, bottom + 34),
     ]
     label = f"the life of the run: {about}"
