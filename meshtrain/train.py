@@ -7,10 +7,10 @@ So devices never wait for the host; fake CPU devices do after every step, since 
 """
 
 if __name__ == "__main__":
-    from meshtrain.survive import heartbeat as _heartbeat
+    from meshtrain import survive as _survive
 
     # So that its supervisor sees it live while it imports.
-    _heartbeat.begin()
+    _survive.begin()
     from meshtrain.cli import train_parser as _parser
 
     # wrong usage and --help do not wait for JAX

@@ -14,8 +14,8 @@ from experiments.survive.tables import table
 from meshtrain.survive.decide import decide
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
-from meshtrain.survive.records import Node, Rank, RestartPlan, SupervisorOptions
-from meshtrain.survive.supervised import LEASE, Supervised, SupervisedHeartbeat
+from meshtrain.survive.records import Node, Rank, RestartPlan, Supervised, SupervisorOptions
+from meshtrain.survive.supervised import LEASE, SupervisedHeartbeat
 
 PHASES = ("data", "dispatch", "wait")
 

@@ -205,7 +205,7 @@ def environment(chosen: list[Setting], variables: Mapping[str, str]) -> dict[str
     return new
 
 
-def by_the_step(config: Config, cluster: Cluster) -> list[Setting]:
+def choose_step_settings(config: Config, cluster: Cluster) -> list[Setting]:
     """Returns what the step sets in the compiler, whoever starts it."""
     if cluster.accelerator.platform != "gpu":
         return []
@@ -245,7 +245,7 @@ def to_text(
             f"      {entry.reason}",
             f"      {entry.versions}",
         ]
-    if own := by_the_step(config, cluster):
+    if own := choose_step_settings(config, cluster):
         lines += ["", "the step sets, unless XLA_FLAGS does"]
         for entry in own:
             lines += [f"  {entry.name}={entry.value}", f"      {entry.reason}"]
@@ -281,7 +281,7 @@ def as_json(
         "versions": dict(versions),
         "set": [asdict(entry) for entry in chosen],
         "environment": environment(chosen, variables),
-        "by_the_step": [asdict(entry) for entry in by_the_step(config, cluster)],
+        "by_the_step": [asdict(entry) for entry in choose_step_settings(config, cluster)],
         "by_the_run": [
             {
                 "name": "train.gc_every",

@@ -130,6 +130,12 @@ def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
     )
 
 
+def _job_name(config: Config) -> str:
+    """Returns a name that all engines take, after the run directory."""
+    name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower())
+    return name.lstrip("-0123456789")[:LONGEST_NAME].rstrip("-") or "meshtrain"
+
+
 def make(
     config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = ""
 ) -> LaunchJob:
@@ -176,12 +182,8 @@ def make(
     if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
         # Each node sets what its own versions take.
         words += ["--flags", cluster]
-    name = re.sub("[^a-z0-9]+", "-", PurePath(config.run.directory).name.lower()).lstrip(
-        "-0123456789"
-    )
-    name = name[:LONGEST_NAME].rstrip("-") or "meshtrain"
     return LaunchJob(
-        name,
+        _job_name(config),
         nodes,
         devices // wanted,
         tuple(words),

@@ -125,7 +125,7 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
     template = {"metadata": {"labels": labels}} if labels else {}
     limit = {"activeDeadlineSeconds": seconds(options.time)} if options.time else {}
 
-    def on_codes(action: str, *codes: int) -> dict:
+    def match_codes(action: str, *codes: int) -> dict:
         return {
             "action": action,
             "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)},
@@ -135,7 +135,7 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
-    rules = [on_codes("FailJob", USAGE, GIVEN_UP), on_codes("Ignore", STOPPED), drained]
+    rules = [match_codes("FailJob", USAGE, GIVEN_UP), match_codes("Ignore", STOPPED), drained]
     spec = {
         "completionMode": "Indexed",
         **size,

@@ -1,9 +1,9 @@
 """Measures what the links and devices at hand really give, and which of them is slow.
 
     mesh ──► links: barrier, collectives over each axis, pairs ──┐
-      │                                                          ├──► figures ──► judge: against the described cluster, against each other
-      └────► devices: matrix products, passes over memory ───────┘       │
-                                                                         └──► describe: a cluster file that `meshtrain.plan --cluster` reads
+      │                                                          ├──► figures ──► judge: beside a described cluster,
+      └────► devices: matrix products, passes over memory ───────┘       │               beside each other
+                                                                         └──► describe: a file for `plan --cluster`
 
 - `meshtrain.probe.figures`: what is measured, sizes and bandwidths as nccl-tests counts them, the line through times.
 - `meshtrain.probe.clock`: programs timed in turns, on all processes.

@@ -29,8 +29,8 @@ probe measures, on all devices that JAX finds here (or on all nodes, if it is st
   pairs        latency and bandwidth between devices, two at a time
   products     how fast each device multiplies matrices, alone and all at once
 
-It takes some seconds on accelerators and one to two minutes on fake CPU devices, in which each device is kept busy and should do nothing else.
-Begin with one of
+It takes some seconds on accelerators and one to two minutes on fake CPU devices. Each device is kept busy meanwhile and
+should do nothing else. Begin with one of
 
   meshtrain probe --output cluster.yaml    all of it, and a file for plan --cluster and mesh.cluster
   meshtrain probe --only products          one part, in seconds

@@ -3,13 +3,12 @@
 Devices are numbered as the planner does: pipeline outermost, then data, tensor innermost.
 
 Sizes and bandwidths are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/alltoall.cu, src/sendrecv.cu).
-S is the size of
-the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an all-to-all begin
-with on a device; of a permute the message. n devices, t seconds:
+S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an
+all-to-all begin with on a device; of a permute the message. n devices, t seconds:
 
     algbw = S / t        what the caller gets
-    busbw = algbw f      what a link carries, so that it may be held against the link's own bandwidth; f is 2 (n-1)/n of an all-reduce,
-                         1 of a permute, (n-1)/n of the others
+    busbw = algbw f      what a link carries, so that it may be held against the link's own bandwidth;
+                         f is 2 (n-1)/n of an all-reduce, 1 of a permute, (n-1)/n of the others
 
 A line through times of several sizes is the alpha-beta model (Thakur et al. 2005, section 3): seconds = latency + bytes
 / bandwidth.

@@ -5,6 +5,7 @@ description.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,17 +135,7 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
         return []
     scores = pair_scores(probe)
     slow = [(int(a), int(b)) for a, b in np.argwhere(scores < SLOW_PAIR)]
-    measured = (~np.isnan(scores)).sum(axis=1) + (~np.isnan(scores)).sum(axis=0)
-    findings = []
-    for device, count in Counter(end for pair in slow for end in pair).items():
-        # What has many slow links is slow itself; its partners are not.
-        if count > FEWEST and count > measured[device] / 2:
-            own = float(np.median([scores[pair] for pair in slow if device in pair]))
-            sentence = (
-                f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of "
-                "their like."
-            )
-            findings.append(SlowFinding("links", (device,), own, sentence))
+    findings = _slow_ends(probe, scores, slow)
     explained = {finding.devices[0] for finding in findings}
     for a, b in slow:
         both = (b, a) in slow
@@ -158,6 +149,24 @@ def _pairs(probe: Probe) -> list[SlowFinding]:
         )
         sentence = f"the link {ends} reaches {worse:.2f} of the speed of its like."
         findings.append(SlowFinding("pair", (a, b), worse, sentence))
+    return findings
+
+
+def _slow_ends(
+    probe: Probe, scores: np.ndarray, slow: Sequence[tuple[int, int]]
+) -> list[SlowFinding]:
+    """Returns the devices most of whose links are slow; `slow`: the pairs that are."""
+    measured = (~np.isnan(scores)).sum(axis=1) + (~np.isnan(scores)).sum(axis=0)
+    findings = []
+    for device, count in Counter(end for pair in slow for end in pair).items():
+        # What has many slow links is slow itself; its partners are not.
+        if count > FEWEST and count > measured[device] / 2:
+            own = float(np.median([scores[pair] for pair in slow if device in pair]))
+            sentence = (
+                f"{count} of {measured[device]} links of {probe.place(device)} reach {own:.2f} of the speed of "
+                "their like."
+            )
+            findings.append(SlowFinding("links", (device,), own, sentence))
     return findings
 
 

@@ -97,33 +97,14 @@ def drawing(probe: Probe) -> str:
 def _cells(probe: Probe, side: int) -> Iterator[str]:
     assert probe.pairs is not None
     scores = judge.pair_scores(probe)
-    bandwidth = probe.pairs.bandwidth
-    latency = probe.pairs.latency
     every = 1 if side == _SIDE else 8
     for number in range(0, probe.size, every):
         middle = number * side + side / 2
         yield f'<text x="{_LEFT - 8}" y="{_TOP + middle + 4:.0f}" text-anchor="end">{number}</text>'
         yield f'<text x="{_LEFT + middle:.0f}" y="{_TOP - 8}" text-anchor="middle">{number}</text>'
     yield '<text x="0" y="12">from row to column, GB/s</text>'
-    for (a, b), gigabytes in np.ndenumerate(bandwidth / 1e9):
-        if np.isnan(gigabytes):
-            continue
-        score = float(scores[a, b])
-        title = f"{probe.place(a)} to {probe.place(b)}: {gigabytes:.3g} GB/s, {duration(float(latency[a, b]))}"
-        title += "" if np.isnan(score) else f", {score:.2f} of its like"
-        x = _LEFT + b * side
-        y = _TOP + a * side
-        yield f"<g><title>{escape(title)}</title>"
-        yield (
-            f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="{side // 8}" '
-            f'fill="{_colour(score)}"/>'
-        )
-        if side == _SIDE:
-            yield (
-                f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" '
-                f'fill="{INK}">{gigabytes:.3g}</text>'
-            )
-        yield "</g>"
+    for a, b in np.argwhere(~np.isnan(probe.pairs.bandwidth)).tolist():
+        yield _cell(probe, a, b, float(scores[a, b]), side)
     legend = (
         (_colour(1), "as fast as its like"),
         (_colour(0.75), "3/4"),
@@ -131,6 +112,27 @@ def _cells(probe: Probe, side: int) -> Iterator[str]:
         (GREY, "no like"),
     )
     yield from keys(legend, _LEFT, _TOP + probe.size * side + 10, 250)[0]
+
+
+def _cell(probe: Probe, a: int, b: int, score: float, side: int) -> str:
+    """Draws how fast device `a` sends to device `b`."""
+    assert probe.pairs is not None
+    gigabytes = probe.pairs.bandwidth[a, b] / 1e9
+    latency = duration(float(probe.pairs.latency[a, b]))
+    title = f"{probe.place(a)} to {probe.place(b)}: {gigabytes:.3g} GB/s, {latency}"
+    title += "" if np.isnan(score) else f", {score:.2f} of its like"
+    x = _LEFT + b * side
+    y = _TOP + a * side
+    rectangle = (
+        f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}" rx="{side // 8}" '
+        f'fill="{_colour(score)}"/>'
+    )
+    label = (
+        f'<text x="{x + side / 2:.0f}" y="{y + 21}" text-anchor="middle" font-size="9" '
+        f'fill="{INK}">{gigabytes:.3g}</text>'
+    )
+    body = rectangle + label if side == _SIDE else rectangle
+    return f"<g><title>{escape(title)}</title>{body}</g>"
 
 
 def _colour(score: float) -> str:

@@ -1,8 +1,8 @@
 """The lowest eval loss of a run so far, and for how long it has stood: what the best checkpoint and eval.patience go
 by.
 
-    eval loss   3.1   2.4   2.5   2.4   2.6        the best is 2.4, of the second evaluation; three in a row have not been lower
-    since        0     0     1     2     3         with eval.patience: 3 the run ends here
+    eval loss   3.1   2.4   2.5   2.4   2.6    the best is 2.4, of the second evaluation; three in a row were not lower
+    since        0     0     1     2     3     with eval.patience: 3 the run ends here
 
 It follows from the rows of metrics.jsonl alone, where each evaluation stands once, however often the run was killed.
 Imports no JAX.

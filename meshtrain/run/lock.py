@@ -51,13 +51,13 @@ class RunLock:
         this = f"process {os.getpid()} on {socket.gethostname()}"
         # A file that is held is not opened again: a process that closes any handle of a file gives up its locks on it.
         if self.path in self._held:
-            raise self._in_use(this)
+            raise self._refusal(this)
         self._file = self._open()
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self._file.close()
-            raise self._in_use(_owner(self.path)) from None
+            raise self._refusal(_owner(self.path)) from None
         except OSError as error:
             self._file.close()
             refuse_passing(self.path, error)
@@ -92,7 +92,7 @@ class RunLock:
         # Unbuffered, or what a full disk refuses would be tried again at the end.
         return io.FileIO(descriptor, "r+")
 
-    def _in_use(self, owner: str) -> RunInUse:
+    def _refusal(self, owner: str) -> RunInUse:
         return RunInUse(
             f"run.directory {self._directory} is in use by {owner}; wait for it, or give another with --set "
             "run.directory=PATH."

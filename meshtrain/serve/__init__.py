@@ -10,8 +10,9 @@ client.
 
 - `meshtrain.serve.app`: the routes, and the gate before them: the key, the count, the draining.
 - `meshtrain.serve.requests`: from OpenAI's JSON to what is asked, all of it checked; `meshtrain.serve.errors`.
-- `meshtrain.serve.service`: the model that is ready, and whether to send requests here. `meshtrain.serve.metrics`: what
-  is counted.
+- `meshtrain.serve.models`: the engines behind their names, loaded and set aside.
+- `meshtrain.serve.service`: which model is ready, whether to send requests here, and the values of
+  `meshtrain.serve.metrics`.
 - `meshtrain.serve.answering`: from the engine's thread to a client. `meshtrain.serve.answers`: OpenAI's objects, whole
   or streamed.
 - `meshtrain.serve.listening`: from the command line to the port, and how the server ends.

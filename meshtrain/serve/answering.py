@@ -1,6 +1,6 @@
 """The answers to one request, from the engine's thread to the event loop.
 
-    engine's thread ─ listener(choice, piece) ─► a list of pieces a choice ─ one wake-up for all of it ─► pieces(), in the event loop
+    engine's thread ─ listener(choice, piece) ─► lists of pieces, by choice ─ one wake-up ─► pieces(), in the event loop
 
 The engine never waits: a client that reads slowly finds several pieces as one when it comes back. At most the answers
 themselves can wait, which the engine ends after so many tokens, and the port's patience bounds for how long (see
@@ -32,7 +32,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 class Channel:
-    """What has come and is not taken yet.
+    """Holds the pieces that have come and are not taken yet.
 
     `every`: whoever takes is woken by each piece, not only by the last one of an answer.
     """

@@ -35,9 +35,8 @@ from meshtrain.serve.errors import (
     json_bytes,
     unavailable,
 )
-from meshtrain.serve.metrics import families
 from meshtrain.serve.requests import Asked, Fields, parsed
-from meshtrain.serve.service import Service
+from meshtrain.serve.service import Service, families
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, render, wants_openmetrics
 
 # Of other paths there would be as many series as somebody thinks of.

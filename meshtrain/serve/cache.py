@@ -1,9 +1,9 @@
 """Answers that were given before, for requests that draw nothing new: greedy ones, and those with a seed of their own.
 
-    a request of the engine ── digest of the weights' identity, prompt tokens, sampling, ends ──► the whole answer, or nothing
+    a request ── digest of the weights' identity, prompt tokens, sampling, ends ──► the whole answer, or nothing
 
-Each choice of a request is one entry, so that n, log-probabilities and streams need nothing of their own. Those used
-least lately go first.
+Each choice of a request is one entry, so that n, log-probabilities and streams need nothing of their own. The
+entries used least lately go first.
 """
 
 import hashlib

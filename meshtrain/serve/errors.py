@@ -1,4 +1,4 @@
-"""What a client is refused, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Refusals of requests, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import traceback

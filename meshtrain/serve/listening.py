@@ -1,8 +1,8 @@
 """A server from its first line to its exit code: the port is open at once, a thread loads the model; at the end it says
 so, finishes, closes.
 
-    SIGTERM      /health 503, requests still taken      the port closes, what runs is finished     what still runs is told
-       └──────────── notice ───────────────────────────────┴──────────── patience ────────────────────┴──► the process ends
+    SIGTERM      /health 503, requests still taken     the port closes, what runs is finished    what still runs is told
+       └──────────── notice ──────────────────────────────┴──────────── patience ───────────────────┴─► the process ends
 
 A balancer that asks /health sends requests elsewhere by the end of `notice`; one that asks nothing finds no connection
 then, and tries another server. Ctrl-C gives no notice. A second signal ends the process at once.
@@ -36,8 +36,8 @@ from meshtrain.generate.request import Piece, Request
 from meshtrain.serve.app import application
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import unavailable
-from meshtrain.serve.models import Models, NamedModel
-from meshtrain.serve.service import ServedModel, Service
+from meshtrain.serve.models import Models, NamedModel, ServedModel
+from meshtrain.serve.service import Service
 
 # Seconds after which the system gives up a client that takes nothing of what was written to it.
 STALLED = 60

@@ -5,16 +5,12 @@ likewise.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshtrain.serve.answering import TokenTimes
 from meshtrain.telemetry.catalogue import PREFIX
-from meshtrain.telemetry.exposition import Distribution, MetricFamily
-
-if TYPE_CHECKING:
-    from meshtrain.serve.service import Service
+from meshtrain.telemetry.exposition import Distribution
 
 SERVE = PREFIX + "serve_"
 # Rising by about 1.8 each: of a step of a large model, of what a client waits for a first token, and of whole answers.
@@ -100,7 +96,7 @@ METRICS: tuple[ServeMetric, ...] = (
 
 
 class Counted:
-    """What the event loop has seen so far."""
+    """Counts the requests and times that the event loop has seen so far."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -119,51 +115,3 @@ class Counted:
                 self.distributions["token_seconds"].add(
                     (times.last - times.first) / (times.tokens - 1)
                 )
-
-
-def families(service: "Service") -> Iterator[MetricFamily]:
-    """Yields each metric with its values; none of the engine's while it is made.
-
-    Where there are several models, by model.
-    """
-    ready = service.verdict().state == "ready"
-    several = service.models is not None
-    labelled = lambda name: (("model", name),) if several else ()
-    loaded = {served.name for served in service.loaded}
-    engines = {
-        labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
-        for name, status in service.statuses.items()
-    }
-    counted = {labelled(name): service.counting(name) for name in service.statuses} or {
-        (): service.counted
-    }
-    cache = service.cache
-    values: dict[str, Any] = {
-        "ready": int(ready),
-        "queue": service.queue,
-        "open_requests": service.open_requests,
-        "cache_hits": cache.hits,
-        "cache_misses": cache.misses,
-        "cache_bytes": cache.bytes,
-    }
-    for metric in METRICS:
-        family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
-        if metric.bounds:
-            family.distributions = [
-                (labels, of.distributions[metric.name]) for labels, of in counted.items()
-            ]
-        elif metric.labels:
-            family.samples = [
-                ((("route", route), ("code", str(code)), *labels), count)
-                for labels, of in (counted | {(): service.counted}).items()
-                for (route, code), count in sorted(of.requests.items())
-            ]
-        elif metric.name in values:
-            family.samples = [((), values[metric.name])]
-        else:
-            family.samples = [
-                (labels, status[metric.name])
-                for labels, status in engines.items()
-                if metric.name in status
-            ]
-        yield family

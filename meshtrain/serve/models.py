@@ -2,8 +2,8 @@
 
     request for B ──► loaded? ──yes──► answered
                          │ no
-                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests, finishes
-                             those it has, and its device memory is freed; then B is loaded
+                         └─► in its turn: while too many are loaded, the one used least lately takes no more requests,
+                             finishes those it has, and its device memory is freed; then B is loaded
 
 No request is cut off. Requests for a model that is leaving come after those that it leaves for, so that none waits for
 ever.
@@ -11,18 +11,23 @@ ever.
 
 import asyncio
 import itertools
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshtrain.errors import say, short
+import numpy as np
+
+from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.compiling import reason
-from meshtrain.generate.request import EngineStatus
-from meshtrain.serve.errors import queue_full, unavailable
-from meshtrain.serve.service import ServedModel
+from meshtrain.generate.engine import Engine
+from meshtrain.generate.request import EngineStatus, Request, Sampling
+from meshtrain.generate.text import at_least, text_tokens
+from meshtrain.serve.errors import Refused, queue_full, unavailable
+from meshtrain.serve.requests import SEEDS, Asked, too_long
 
 COUNTS = (
     "requests",
@@ -32,6 +37,84 @@ COUNTS = (
     "compiled",
     "failures",
 )  # of an engine's status, which never fall
+
+
+class ServedModel:
+    """An engine that has started, under the name that clients use."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+        self.length = engine.length
+        # what is loaded once more may be another step
+        self.identity = f"{name} {secrets.token_hex(16)}"
+        self._opened = engine.opened
+        self.sampling = self._opened.sampling or Sampling(1.0)
+        self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
+
+    async def requests(self, asked: Asked) -> list[Request]:
+        """Returns what the engine is asked for: n requests for each prompt, one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._requests, asked)
+
+    def _requests(self, asked: Asked) -> list[Request]:
+        if asked.messages:
+            prompts = [self._conversation(asked)]
+        else:
+            try:
+                prompts = [self._tokens(prompt) for prompt in asked.prompts]
+            except ConfigError as error:
+                raise Refused(400, str(error), "prompt", "invalid_value") from None
+        return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
+
+    def _tokens(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return text_tokens(self._opened.tokenizer, prompt, self.length)
+        return np.asarray(prompt, np.int32)
+
+    def _conversation(self, asked: Asked) -> np.ndarray:
+        template = self._opened.template
+        if template is None:
+            raise Refused(
+                400,
+                f"{self._opened.without} /v1/completions takes texts.",
+                "messages",
+                "no_chat_template",
+            )
+        if asked.tools and not template.reads_tools:
+            raise Refused(
+                400,
+                "this model's chat template knows of no tools; leave them out.",
+                "tools",
+                "unsupported",
+            )
+        try:
+            return template.tokens(list(asked.messages), asked.tools, self.length)
+        except ConfigError as error:
+            raise Refused(400, str(error), "messages", "invalid_value") from None
+
+    def _request(self, asked: Asked, tokens: np.ndarray, k: int) -> Request:
+        where = "messages" if asked.messages else "prompt"
+        sampling = asked.sampling
+        if not len(tokens):
+            raise Refused(
+                400, f"{where} is empty: there is no token to go on from.", where, "invalid_value"
+            )
+        room = self.length - len(tokens)
+        if room < (asked.most or 1):
+            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
+            raise too_long(wanted, where, self.length)
+        if sampling.temperature:
+            # Several answers to one prompt differ.
+            sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
+        return Request(
+            tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs
+        )
+
+    def close(self) -> None:
+        """Ends the engine and frees the device's memory."""
+        self.engine.close()
+        self.engine.free()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass
@@ -49,7 +132,7 @@ class NamedModel:
 
     @property
     def status(self) -> EngineStatus:
-        """What its engine does, with the counts of those before it."""
+        """The engine's status; the counts include earlier engines of this model."""
         now = EngineStatus(0, 0, 0) if self.served is None else self.served.engine.status
         return replace(now, **{name: getattr(now, name) + self.before[name] for name in COUNTS})
 
@@ -80,7 +163,7 @@ class Models:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a thread loads or frees one, which nothing interrupts."""
+        """True while a thread loads or frees a model, which nothing interrupts."""
         return self._turn.locked()
 
     async def enter(self, name: str) -> ServedModel:
@@ -127,7 +210,7 @@ class Models:
                     return ""
                 while len(self.loaded) >= self._resident:
                     await self._set_aside()
-                model.served = await on_a_thread(model.load)
+                model.served = await run_on_thread(model.load)
                 say(f"{short(model.name)} is loaded.")
             return ""
         except Exception as error:
@@ -148,7 +231,7 @@ class Models:
         model.leaving = True
         try:
             await self._wait_until(lambda: not model.users)
-            await on_a_thread(served.close)
+            await run_on_thread(served.close)
             model.before = Counter(model.counts)
             model.served = None
             say(f"{short(model.name)} is set aside.")
@@ -162,7 +245,7 @@ class Models:
             await self._changed.wait()
 
 
-async def on_a_thread(function: Callable[[], Any]) -> Any:
+async def run_on_thread(function: Callable[[], Any]) -> Any:
     """Returns what a function does that takes long; its thread keeps no process from ending."""
     done = Future[Any]()
 

@@ -1,8 +1,8 @@
 """Reads what OpenAI's clients ask for: every field is checked, and nothing that is asked for is passed over in silence.
 
-Beyond OpenAI's fields there are `top_k` and `ignore_eos` (go on behind an end token). What this server cannot do is
-refused where it is asked for, and taken where a client spells out that it does not want it (n-gram penalties of 0, an
-empty logit_bias, echo false). null is as good as a field that is left out, as OpenAI has it.
+Beyond OpenAI's fields there are `top_k` and `ignore_eos` (go on behind an end token). A request
+for a feature that this server lacks is refused. The field itself is accepted if its value asks for nothing (n-gram
+penalties of 0, an empty logit_bias, echo false). null is as good as a field that is left out, as OpenAI has it.
 """
 
 import json
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a body asks for; a conversation has `messages`, a completion `prompts`."""
+    """Holds the fields of a body; a conversation has `messages`, a completion `prompts`."""
 
     model: str
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -119,7 +119,7 @@ class Fields:
         return self.values[name]
 
     def typed(self, name: str, kind: type | UnionType, legal: str, default: Any = None) -> Any:
-        """Returns a value of some type; to JSON true is no number."""
+        """Returns a value of some type; true does not count as a number, as in JSON."""
         if name not in self.values:
             return default
         value = self.values[name]

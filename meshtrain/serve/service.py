@@ -1,4 +1,4 @@
-"""What the routes share: the model once it is there, who is answered, whether requests should be sent here.
+"""State that the routes share: the model once it is there, who is answered, whether requests should be sent here.
 
     loading ──► ready ◄──► stuck     there are requests, and no step has ended for too long
                   ├──────► broken    the device's programs fail, again and again
@@ -7,28 +7,20 @@
 That is what /health says to a balancer and to Kubernetes' probes: 200 when ready, else 503.
 """
 
-import asyncio
-import secrets
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from meshtrain.errors import ConfigError
-from meshtrain.generate.engine import Engine
-from meshtrain.generate.request import EngineStatus, Request, Sampling
-from meshtrain.generate.text import at_least, text_tokens
+from meshtrain.generate.request import EngineStatus, Request
 from meshtrain.serve.answering import Answering
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import Refused
-from meshtrain.serve.metrics import Counted
-from meshtrain.serve.requests import SEEDS, Asked, too_long
-
-if TYPE_CHECKING:
-    from meshtrain.serve.models import Models
+from meshtrain.serve.metrics import METRICS, Counted
+from meshtrain.serve.models import Models, ServedModel
+from meshtrain.serve.requests import Asked
+from meshtrain.telemetry.exposition import MetricFamily
 
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
@@ -74,84 +66,6 @@ def verdict(
     return Verdict(READY, "requests are answered.")
 
 
-class ServedModel:
-    """An engine that has started, under the name that clients use."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name = name
-        self.engine = engine
-        self.length = engine.length
-        # what is loaded once more may be another step
-        self.identity = f"{name} {secrets.token_hex(16)}"
-        self._opened = engine.opened
-        self.sampling = self._opened.sampling or Sampling(1.0)
-        self._thread = ThreadPoolExecutor(1, "meshtrain-prompts")
-
-    async def requests(self, asked: Asked) -> list[Request]:
-        """Returns what the engine is asked for: n requests for each prompt, one after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._requests, asked)
-
-    def _requests(self, asked: Asked) -> list[Request]:
-        if asked.messages:
-            prompts = [self._conversation(asked)]
-        else:
-            try:
-                prompts = [self._tokens(prompt) for prompt in asked.prompts]
-            except ConfigError as error:
-                raise Refused(400, str(error), "prompt", "invalid_value") from None
-        return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
-
-    def _tokens(self, prompt: str | tuple[int, ...]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return text_tokens(self._opened.tokenizer, prompt, self.length)
-        return np.asarray(prompt, np.int32)
-
-    def _conversation(self, asked: Asked) -> np.ndarray:
-        template = self._opened.template
-        if template is None:
-            raise Refused(
-                400,
-                f"{self._opened.without} /v1/completions takes texts.",
-                "messages",
-                "no_chat_template",
-            )
-        if asked.tools and not template.reads_tools:
-            raise Refused(
-                400,
-                "this model's chat template knows of no tools; leave them out.",
-                "tools",
-                "unsupported",
-            )
-        try:
-            return template.tokens(list(asked.messages), asked.tools, self.length)
-        except ConfigError as error:
-            raise Refused(400, str(error), "messages", "invalid_value") from None
-
-    def _request(self, asked: Asked, tokens: np.ndarray, k: int) -> Request:
-        where = "messages" if asked.messages else "prompt"
-        sampling = asked.sampling
-        if not len(tokens):
-            raise Refused(
-                400, f"{where} is empty: there is no token to go on from.", where, "invalid_value"
-            )
-        room = self.length - len(tokens)
-        if room < (asked.most or 1):
-            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
-            raise too_long(wanted, where, self.length)
-        if sampling.temperature:
-            # Several answers to one prompt differ.
-            sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
-        return Request(
-            tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs
-        )
-
-    def close(self) -> None:
-        """Ends the engine and frees the device's memory."""
-        self.engine.close()
-        self.engine.free()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 @dataclass
 class Service:
     """`key`: what clients must show, if anything; `queue`: answers that may wait, and that one request may have.
@@ -180,13 +94,13 @@ class Service:
         default_factory=dict
     )  # by model, since when some run, by time.monotonic
     # in place of `served`, where there are several; there once as many are loaded as may be
-    models: "Models | None" = None
+    models: Models | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     counted_of: dict[str, Counted] = field(default_factory=lambda: defaultdict(Counted))
 
     @property
     def statuses(self) -> dict[str, EngineStatus]:
-        """What the engines do, by model; nothing while the first models are loaded."""
+        """The status of each engine, by model; empty while the first models are loaded."""
         if self.models is not None:
             return {name: model.status for name, model in self.models.by_name.items()}
         return {} if self.served is None else {self.served.name: self.served.engine.status}
@@ -262,3 +176,55 @@ class Service:
         """Tells whoever still waits for an answer why there is none; in the event loop."""
         for answering in self.running:
             answering.end(refused)
+
+
+def families(service: Service) -> Iterator[MetricFamily]:
+    """Yields each metric with its values; none of the engine's while it is made.
+
+    Where there are several models, by model.
+    """
+    several = service.models is not None
+    labelled = lambda name: (("model", name),) if several else ()
+    loaded = {served.name for served in service.loaded}
+    engines = {
+        labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
+        for name, status in service.statuses.items()
+    }
+    counted = {labelled(name): service.counting(name) for name in service.statuses} or {
+        (): service.counted
+    }
+    values = _server_values(service)
+    for metric in METRICS:
+        family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
+        if metric.bounds:
+            family.distributions = [
+                (labels, of.distributions[metric.name]) for labels, of in counted.items()
+            ]
+        elif metric.labels:
+            family.samples = [
+                ((("route", route), ("code", str(code)), *labels), count)
+                for labels, of in (counted | {(): service.counted}).items()
+                for (route, code), count in sorted(of.requests.items())
+            ]
+        elif metric.name in values:
+            family.samples = [((), values[metric.name])]
+        else:
+            family.samples = [
+                (labels, status[metric.name])
+                for labels, status in engines.items()
+                if metric.name in status
+            ]
+        yield family
+
+
+def _server_values(service: Service) -> dict[str, int]:
+    """Returns the metrics that a server has once, however many models it has."""
+    cache = service.cache
+    return {
+        "ready": int(service.verdict().state == READY),
+        "queue": service.queue,
+        "open_requests": service.open_requests,
+        "cache_hits": cache.hits,
+        "cache_misses": cache.misses,
+        "cache_bytes": cache.bytes,
+    }

@@ -6,8 +6,8 @@
       ▼  │ heartbeat: step, phase, seconds                                     ▼  │
     rank 0 ◄─────────────────────── collectives ────────────────────────────► rank 1
 
-    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left ─► generation K + 1, from the
-                                                                    newest intact checkpoint
+    a fault ─► verdict ─► every process of generation K is ended ─► a mesh for the nodes that are left
+                                               generation K + 1, from the newest intact checkpoint ◄─┘
 
 - `supervisor`: the loop of one node; `child`: its training process; `console`: its output; `leader`: what the one that
   leads does besides.
@@ -16,8 +16,7 @@
 - `decide`: what follows, as one pure function; `detectors`: all kinds of faults, and who is to blame; `forming`: the
   mesh for what is left.
 - `stragglers`, `health`: slow ranks, and devices that compute wrongly. `heartbeat`, `supervised`, `supervision`: a
-  training process's side. `injector`: faults on
-  purpose (`meshtrain.config.inject`).
+  training process's side. `injector`: faults on purpose (`meshtrain.config.inject`).
 - `history`: what the nodes have written; `ledger`, `reliability`: the facts that follow; `stats`, `picture`: as text
   and as a page.
 
@@ -28,3 +27,33 @@ want of nodes, run again to go on.
 
 Tried: `python -m experiments.survive kinds` injects 32 kinds of faults on 2 and 4 processes.
 """
+
+import os
+import sys
+from functools import cache
+
+from meshtrain.errors import ConfigError, say
+from meshtrain.survive.heartbeat import CODES, VARIABLE, Heartbeat
+
+
+@cache
+def begun() -> Heartbeat | None:
+    """The heartbeat of this process, begun at the first call; None if no supervisor started it.
+
+    Children of the process have none.
+    """
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        return None
+    from meshtrain.survive.supervised import SupervisedHeartbeat, read_settings
+
+    return SupervisedHeartbeat(read_settings(text))
+
+
+def begin() -> None:
+    """Begins the heartbeat of a process that only starts: what is wrong ends it with a sentence."""
+    try:
+        begun()
+    except ConfigError as error:
+        say(error)
+        sys.exit(CODES["config"])

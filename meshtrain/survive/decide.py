@@ -111,6 +111,18 @@ def _forming(
         return Decision("over", reason, kind="stopped", step=plan.step, code=75)
     if plan.age < plan.delay:
         return Decision("wait", f"{plan.delay:.0f} s after a fault without progress")
+    return _choose(live, strangers, now, plan, history, options)
+
+
+def _choose(
+    live: Sequence[Node],
+    strangers: Sequence[Node],
+    now: float,
+    plan: RestartPlan,
+    history: Plans,
+    options: SupervisorOptions,
+) -> Decision:
+    """Chooses the nodes of a generation among those that are ready; waits for more as long as that is promising."""
     # Quarantined nodes stand back, as long as the others are enough.
     ill = quarantined(plan, now)
     well = [n for n in live if n.name not in ill]
@@ -215,16 +227,10 @@ def _after(
 ) -> Decision:
     formed = [p for p in [*history, plan] if p.state == "forming"]
     past = [p for p in formed if p.kind not in FREE]
-    step = max([last_step(n) or 0 for n in members if n is not None], default=0)
-    if fault.blamed and fault.step is not None:
-        # The node to blame comes to the same step each time; how far the others come differs by one.
-        step = fault.step
     starts = [
         n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None
     ]
-    if not starts and past:
-        # It ended before it knew which step to go on from: the run is where it was.
-        step = past[-1].step or 0
+    step = _reached(fault, members, past if not starts else ())
     if fault.kind == "lock":
         # Only a try shows who has it, and it is not waited for without end.
         tries = takewhile(lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed))
@@ -236,20 +242,37 @@ def _after(
     if fault.kind in FREE:
         return Decision("form", fault.sentence, kind=fault.kind, step=step)
     if reason := _given_up(fault, step, step > max(starts, default=0), past, now, options):
-        code = 2 if fault.kind == "config" else 3
-        return Decision(
-            "over", reason, fault.blamed, "refused" if code == 2 else "given up", step, code
-        )
+        kind, code = ("refused", 2) if fault.kind == "config" else ("given up", 3)
+        return Decision("over", reason, fault.blamed, kind, step, code)
     loops = sum(1 for _ in takewhile(lambda p: (p.step or 0) >= step, reversed(past)))
     delay = min(LONGEST_DELAY, 2.0**loops) if loops else 0.0
-    until = quarantined(plan, now)
+    until = quarantined(plan, now) | _new_quarantines(fault, past, now)
+    return Decision(
+        "form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until
+    )
+
+
+def _reached(fault: Fault, members: Members, past: Plans) -> int:
+    """Returns how many steps the run had taken at a fault.
+
+    `past`: generations before, if this one ended before it knew which step to go on from: the run is where it was.
+    """
+    if past:
+        return past[-1].step or 0
+    if fault.blamed and fault.step is not None:
+        # The node to blame comes to the same step each time; how far the others come differs by one.
+        return fault.step
+    return max([last_step(n) or 0 for n in members if n is not None], default=0)
+
+
+def _new_quarantines(fault: Fault, past: Plans, now: float) -> dict[str, float]:
+    """Returns until when the nodes to blame are quarantined: at their second fault of a day, longer at each more."""
+    until = {}
     for name in fault.blamed if fault.kind in STRIKES else ():
         strikes = sum(name in p.blamed and p.kind in STRIKES and now - p.wall < DAY for p in past)
         if strikes or fault.kind == "sick":
             until[name] = now + QUARANTINE * 2 ** max(0, strikes - 1)
-    return Decision(
-        "form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until
-    )
+    return until
 
 
 def _given_up(

@@ -1,13 +1,13 @@
 """Fault detectors: who failed and how, and which fault explains the others. All detectors of a supervised run:
 
-    kind of fault                         seen in                                               by
-    lost, preempted, signal, error, ...   records that stop, ends of training processes         `ended`
-    frozen, uninterruptible, gil, stuck,  step, phase, state of every rank's process            `hung`
+    kind of fault                         seen in                                          by
+    lost, preempted, signal, error, ...   records that stop, ends of training processes    `ended`
+    frozen, uninterruptible, gil, stuck,  step, phase, state of every rank's process       `hung`
     collective
-    slow (reported, ends nothing)         seconds that a rank waits for others; a product       `stragglers.Stragglers`
-    sick                                  copies that differ; a product that is known           `health.Health`, in the training process
-    numbers                               a loss or gradient that is not finite                 the training loop; `leader.cleared` afterwards
-    lock                                  a lease that its supervisor no longer renews          `supervised.SupervisedHeartbeat`, in the training process
+    slow (reported, ends nothing)         seconds that a rank waits for others; a product  `stragglers.Stragglers`
+    sick                                  copies that differ; a product that is known      `health.Health` of a process
+    numbers                               a loss or gradient that is not finite            loop, then `leader.cleared`
+    lock                                  a lease that its supervisor no longer renews     `SupervisedHeartbeat`
 
 A rank hangs if it stays in its phase for longer than that may take; a frozen one is silent as a lost node is:
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from meshtrain.survive.records import Node, Rank, RestartPlan, SupervisorOptions
+from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
 
 Members = Sequence[
     Node | None
@@ -52,7 +52,8 @@ SILENT = 5.0  # seconds without a sign of life of a rank's thread, which gives o
 # In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken,
 # phase) only grows.
 PHASES = (
-    "start", "open", "join", "init", "restore", "log", "eval", "save", "data", "compile", "dispatch", "trace", "wait", "end",
+    "start", "open", "join", "init", "restore", "log", "eval", "save",
+    "data", "compile", "dispatch", "trace", "wait", "end",
 )  # fmt: skip
 DOES = {
     "frozen": "is frozen (SIGSTOP)",
@@ -90,23 +91,9 @@ def ended(members: Members, plan: RestartPlan, options: SupervisorOptions) -> li
                 Fault("lost", f"node {name} is gone: another supervisor has its place", (name,))
             )
             continue
-        end = node.end
-        if node.generation == plan.generation and end is not None:
-            # The others wait for a process that was asked to go before it had joined them; later all stop after the
-            # same step.
-            joined = node.rank is None or node.rank.start is not None
-            if (end.exit == 75 and not joined) or (end.exit == -SIGTERM and node.leaving):
-                faults.append(
-                    Fault(
-                        "preempted", f"{name} was asked to go before its first step", (), end.step
-                    )
-                )
-            elif end.exit not in (0, 75):
-                known = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members))
-                is_effect = end.kind in ("peer", "numbers", "lock", "port", "config")
-                blamed = () if is_effect else known if end.ranks else (name,)
-                sentence = f"rank {rank} on {node.name} ({node.host}) {end.sentence.rstrip('.')}"
-                faults.append(Fault(end.kind, sentence, blamed, end.step))
+        if node.generation == plan.generation and node.end is not None:
+            if fault := _end_fault(rank, node, node.end, plan):
+                faults.append(fault)
         elif node.age >= options.node_timeout:
             sentence = f"node {name} ({node.host}) gave no sign of life for {node.age:.1f} s"
             if node.rank:
@@ -117,6 +104,22 @@ def ended(members: Members, plan: RestartPlan, options: SupervisorOptions) -> li
                 Fault("lost", f"node {name} ({node.host}) did not start its process", (name,))
             )
     return faults
+
+
+def _end_fault(rank: int, node: Node, end: ProcessEnd, plan: RestartPlan) -> Fault | None:
+    """Returns the fault of a training process that ended; None if it ended as it should."""
+    # The others wait for a process that was asked to go before it had joined them; later all stop after the same step.
+    joined = node.rank is None or node.rank.start is not None
+    if (end.exit == 75 and not joined) or (end.exit == -SIGTERM and node.leaving):
+        sentence = f"{plan.members[rank]} was asked to go before its first step"
+        return Fault("preempted", sentence, (), end.step)
+    if end.exit in (0, 75):
+        return None
+    known = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members))
+    is_effect = end.kind in ("peer", "numbers", "lock", "port", "config")
+    blamed = () if is_effect else known if end.ranks else (plan.members[rank],)
+    sentence = f"rank {rank} on {node.name} ({node.host}) {end.sentence.rstrip('.')}"
+    return Fault(end.kind, sentence, blamed, end.step)
 
 
 def last_step(node: Node) -> int | None:
@@ -161,6 +164,15 @@ def hung(members: Members, plan: RestartPlan, options: SupervisorOptions) -> lis
     # that does not end.
     if len(started) < len(members) or not running:
         return []
+    return _stuck(running, frozen, options)
+
+
+def _stuck(
+    running: Sequence[tuple[Node, Rank]],
+    frozen: Sequence[tuple[Node, Rank]],
+    options: SupervisorOptions,
+) -> list[Fault]:
+    """Returns faults of the ranks that are behind all others, once one of them is beyond the time of its phase."""
     place = {
         n.name: (rank.step, PHASES.index(rank.phase) if rank.phase in PHASES else 0)
         for n, rank in running

@@ -1,10 +1,11 @@
 """Devices that compute or keep wrong bits, without a word: found by what is there more than once, and by a product that
 is known.
 
-    checksums   every part of a state that several devices hold must be the same bits on all of them; of three or more the majority
-                says who is wrong, of two it is known only that they differ. Before each save: what diverged is never saved
-    product     512 x 512 small integers, whose product every float32 gives exactly; now and then, on every device of this process,
-                under a supervisor
+    checksums   every part of a state that several devices hold must be the same bits on all of them; of three or more,
+                the majority says who is wrong; of two it is known only that they differ. Checked before each save, so
+                that what diverged is never saved
+    product     512 x 512 small integers, whose product every float32 gives exactly; now and then, on every device of
+                this process, under a supervisor
 
 Meta counts six silent corruptions in 54 days on 16,384 GPUs ("The Llama 3 Herd of Models", 2024, section 3.3.4).
 """

@@ -9,20 +9,15 @@ Under a supervisor it also writes all that to a file and ends the process when t
 Imports no JAX: the supervisor reads what is here.
 """
 
-import os
 import statistics
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from meshtrain.errors import ConfigError, say
-
 if TYPE_CHECKING:
-    from meshtrain.survive.supervised import Supervised
+    from meshtrain.survive.records import Supervised
 
 VARIABLE = "MESHTRAIN_SUPERVISED"
 LAST_STEPS = 20  # of which `pace` is the median
@@ -89,7 +84,7 @@ class Heartbeat:
         self._before = self.name  # the phase before this one
         self._since = time.perf_counter()
         self._lock = threading.RLock()
-        self._watching = False
+        self.is_watched = False  # by a thread that counts pauses
 
     def phase(self, name: str) -> None:
         """Goes on to another phase."""
@@ -157,16 +152,6 @@ class Heartbeat:
                 "cache": self.cache,
             }
 
-    def watch_pauses(self) -> None:
-        """Begins the thread that sees when the process does not run."""
-        if not self._watching:
-            from meshtrain.survive.supervised import watch
-
-            self._watching = True
-            threading.Thread(
-                target=watch, args=(self,), name="meshtrain-heartbeat", daemon=True
-            ).start()
-
     def pause(self, late: Mapping[str, float]) -> None:
         """Counts seconds, up to now, in which the process did not run, by the reason."""
         with self._lock:
@@ -181,29 +166,6 @@ class Heartbeat:
 
     def note(self, kind: str, sentence: str, ranks: Sequence[int] | None = None) -> None:
         """Leaves word of why this process fails, if there is a supervisor to read it."""
-
-
-@cache
-def begun() -> Heartbeat | None:
-    """The heartbeat of this process, begun at the first call; None if no supervisor started it.
-
-    Children of the process have none.
-    """
-    text = os.environ.pop(VARIABLE, None)
-    if text is None:
-        return None
-    from meshtrain.survive.supervised import Supervised, SupervisedHeartbeat
-
-    return SupervisedHeartbeat(Supervised.read(text))
-
-
-def begin() -> None:
-    """Begins the heartbeat of a process that only starts: what is wrong ends it with a sentence."""
-    try:
-        begun()
-    except ConfigError as error:
-        say(error)
-        sys.exit(CODES["config"])
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:

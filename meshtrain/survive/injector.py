@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -30,7 +30,12 @@ from meshtrain.survive.heartbeat import Heartbeat
 if TYPE_CHECKING:
     import jax
 
-    from meshtrain.survive.supervisor import Supervisor
+    from meshtrain.config import Config
+    from meshtrain.survive.child import TrainingProcess
+    from meshtrain.survive.leader import Leader
+    from meshtrain.survive.records import Node, SupervisorOptions
+    from meshtrain.survive.store import Store
+    from meshtrain.survive.view import View
 
 StepInputs = tuple[Any, Any]  # the state and the batch of the step that comes
 
@@ -303,6 +308,18 @@ _FAULTS: dict[str, Callable[[Injector, StepInputs], StepInputs | None]] = {
 # --- the faults of a node
 
 
+class InjectedNode(Protocol):
+    """Names what faults of a node read and change of its supervisor."""
+
+    config: "Config"
+    options: "SupervisorOptions"
+    store: "Store"
+    view: "View"
+    leader: "Leader"
+    node: "Node"
+    child: "TrainingProcess | None"
+
+
 class NodeInjector:
     """The faults of one supervisor's node.
 
@@ -310,7 +327,7 @@ class NodeInjector:
     there as a new one.
     """
 
-    def __init__(self, supervisor: "Supervisor") -> None:
+    def __init__(self, supervisor: InjectedNode) -> None:
         self.supervisor = supervisor
         self.done = supervisor.store.root / "injected"
         self.requests = {r.name: r for r in requests(supervisor.config.survive.inject)}

@@ -1,7 +1,7 @@
 """Leads a run: asks `decide`, writes the decision where all read it, and reports events that need no decision.
 
-    records of all nodes, newest plan ──decide──► form: everybody ends its process ──► run: members, mesh, config, coordinator
-                                             └──► stop: a checkpoint, then form      └──► over: everybody ends
+    records of all nodes, newest plan ──decide──► form: all processes end        ──► run: members, mesh, config
+                                             └──► stop: a checkpoint, then form  └─► over: all supervisors end
 
 Every supervisor has one; that of the live node with the lowest name is at work.
 """
@@ -74,12 +74,21 @@ class Leader:
         now = time.time()
         verdict = decision.verdict
         generation = plan.generation if plan else self.view.generation
+        kept = quarantined(plan, now) if decision.quarantined is None and plan else {}
         fields: dict[str, Any] = {
-            "number": self.store.next_number, "generation": generation, "leader": node.name, "wall": now, "kind": decision.kind,
-            "reason": decision.reason, "verdict": verdict, "blamed": list(decision.blamed), "step": decision.step,
-            "code": decision.code, "delay": decision.delay,
-            "quarantined": quarantined(plan, now) if decision.quarantined is None and plan else decision.quarantined or {},
-        }  # fmt: skip
+            "number": self.store.next_number,
+            "generation": generation,
+            "leader": node.name,
+            "wall": now,
+            "kind": decision.kind,
+            "reason": decision.reason,
+            "verdict": verdict,
+            "blamed": list(decision.blamed),
+            "step": decision.step,
+            "code": decision.code,
+            "delay": decision.delay,
+            "quarantined": decision.quarantined or kept,
+        }
         if verdict == "form":
             members = plan.members if plan else []
             new = RestartPlan(
@@ -91,9 +100,13 @@ class Leader:
                 new = self._formed(decision, plan, fields)
             else:
                 new = replace(plan, **fields, state="stopping" if verdict == "stop" else "over")
-        if not self.store.propose(new):
-            return
-        if verdict == "run":
+        if self.store.propose(new):
+            self._announce(new, fields)
+            self.view.look(time.monotonic(), node)
+
+    def _announce(self, new: RestartPlan, fields: dict[str, Any]) -> None:
+        """Logs and prints a plan that was written."""
+        if new.verdict == "run":
             shown = ("generation", "members", "mesh", "microbatches", "kind", "reason")
             self.store.log("formed", **{name: getattr(new, name) for name in shown})
             report(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
@@ -102,10 +115,9 @@ class Leader:
             report(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
             logged = ("verdict", "kind", "reason", "blamed", "generation", "step", "code")
             self.store.log(
-                "over" if verdict == "over" else "verdict",
+                "over" if new.verdict == "over" else "verdict",
                 **{name: fields[name] for name in logged},
             )
-        self.view.look(time.monotonic(), node)
 
     def _formed(self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]) -> RestartPlan:
         generation = formed(self.config, len(decision.members))

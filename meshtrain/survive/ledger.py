@@ -1,7 +1,8 @@
 """Accounts for a run's time: every second from the first `join` to the last sign of it, by kind; and the life of each
 node.
 
-    init compile restore step data eval checkpoint    counted by a process itself, on its own monotonic clock; init is its start and its end
+    init     the start and the end of a process. A process counts this kind and the next six on its own monotonic clock
+    compile  restore  step  data  eval  checkpoint
     lost     whatever it was, it came after the save that a later process went on from: it had to be done again
     down     no process was there
     other    a process was there, and nobody has counted what it did after its last count
@@ -315,7 +316,7 @@ class NodeLife(NamedTuple):
 def lives(history: History, times: Ledger) -> list[NodeLife]:
     """Returns every node that has written anything, in the order of its name's numbers: n2 before n10."""
 
-    def by_numbers(name: str) -> list[tuple[str, int]]:
+    def split_numbers(name: str) -> list[tuple[str, int]]:
         return [
             (letters, int(digits or 0))
             for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", name)
@@ -326,7 +327,7 @@ def lives(history: History, times: Ledger) -> list[NodeLife]:
     for event in history.events:
         of_node.setdefault(event.node, []).append(event)
     nodes = []
-    for name in sorted(of_node, key=by_numbers):
+    for name in sorted(of_node, key=split_numbers):
         events = of_node[name]
         node = NodeLife(name, [], [])
         for event in events:

@@ -69,11 +69,6 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
     axis = _Axis(times, max(width - LEFT - RIGHT, NARROW))
     width = axis.pixels + LEFT + RIGHT
     legend, below = _legend(times, width)
-    title = (
-        f"over: {text(history.plans[-1].reason)}"
-        if history.over and history.plans[-1].reason
-        else "going on"
-    )
     about = (
         f"{counted(len(times.generations), 'generation')} on {counted(len(nodes), 'node')}; "
         f"{counted(len(faults), 'fault')}; "
@@ -83,16 +78,22 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
     top = 62 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
     row = 22 if len(nodes) <= FEW else max(6, 560 // len(nodes))
     bottom = top + row * len(nodes)
+    title = _cut(_title(history), (width - 24) / 8.2)
     body = [
-        f'<text x="12" y="20" font-size="15" font-weight="600">{escape(_cut(title, (width - 24) / 8.2))}</text>',
+        f'<text x="12" y="20" font-size="15" font-weight="600">{escape(title)}</text>',
         f'<text x="12" y="38">{escape(about)}</text>',
         f'<g transform="translate(12 47)">{"".join(legend)}</g>',
         *_rows(nodes, axis, top, row),
-        *(_mark(x, label, title, top, bottom) for x, label, title in marks),
+        *(_mark(x, label, what, top, bottom) for x, label, what in marks),
         *_steps(axis, bottom + 34),
     ]
     label = f"the life of the run: {about}"
     return drawing(width, bottom + 84 + CURVE, ["\n".join(["", *body, ""])], label, size=12)
+
+
+def _title(history: History) -> str:
+    reason = history.plans[-1].reason if history.over else ""
+    return f"over: {text(reason)}" if reason else "going on"
 
 
 class _Axis(NamedTuple):
@@ -211,23 +212,26 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
         yield f'<path d="M{LEFT} {y:.1f}h{plot:.1f}" stroke="{RULE}" stroke-opacity="0.4"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{step:,}</text>'
     for generation in times.generations:
-        stepping = next(
-            (span.began for span in generation.spans if span.did in ("step", "data")), None
-        )
-        if stepping is None or generation.start is None:
-            continue
-        points = [(stepping, generation.start)]
-        points += [(save.time, save.step) for save in generation.saves if save.time >= stepping]
-        if generation.step is not None and generation.step >= points[-1][1]:
-            points.append((max(generation.ended, points[-1][0]), generation.step))
-        line = "L".join(
-            f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}" for time, step in points
-        )
-        title = f"<title>generation {generation.number}</title>"
-        yield f'<path d="M{line}" fill="none" stroke="{FILL["step"]}" stroke-width="1.6">{title}</path>'
+        yield from _curve(generation, axis, base, highest)
     most = max(1, int(plot / 110))
     for i in range(most + 1):
         anchor = "start" if i == 0 else "end" if i == most else "middle"
         label = duration(times.wall * i / most)
         yield f'<text x="{LEFT + plot * i / most:.1f}" y="{base + 18:.1f}" text-anchor="{anchor}">{label}</text>'
     yield f'<text x="{LEFT}" y="{base + 36:.1f}">time since the start</text>'
+
+
+def _curve(generation: GenerationTime, axis: _Axis, base: float, highest: int) -> Iterator[str]:
+    """Draws the steps of one generation over time, if it took any."""
+    stepping = next((span.began for span in generation.spans if span.did in ("step", "data")), None)
+    if stepping is None or generation.start is None:
+        return
+    points = [(stepping, generation.start)]
+    points += [(save.time, save.step) for save in generation.saves if save.time >= stepping]
+    if generation.step is not None and generation.step >= points[-1][1]:
+        points.append((max(generation.ended, points[-1][0]), generation.step))
+    line = "L".join(
+        f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}" for time, step in points
+    )
+    title = f"<title>generation {generation.number}</title>"
+    yield f'<path d="M{line}" fill="none" stroke="{FILL["step"]}" stroke-width="1.6">{title}</path>'

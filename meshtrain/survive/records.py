@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.run.rows import parse
@@ -23,6 +24,22 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST = 1 << 62  # of a number
 LARGEST = 1 << 24  # bytes of a plan that are read: of 65,536 nodes it has 9 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """Holds the settings that a supervisor passes to the process that it starts."""
+
+    local: Path  # the node's own directory, with `beat` and `lease`
+    generation: Path  # of this generation, in the run directory
+    number: int  # of the generation
+    rank: int
+    fence: float  # seconds without a change of the lease after which the process ends itself
+    survive: Path  # RUN/survive
+
+    def own(self, ending: str) -> Path:
+        """Returns a file of this rank in the generation's directory."""
+        return self.generation / f"rank-{self.rank}.{ending}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +207,8 @@ def _checked(value: Any, kind: Any) -> Any:
     inner = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         entries = [entry for entry in dataclasses.fields(kind) if entry.name in value]
-        return kind(**{entry.name: _checked(value[entry.name], entry.type) for entry in entries})  # type: ignore[operator]
+        checked = {entry.name: _checked(value[entry.name], entry.type) for entry in entries}
+        return kind(**checked)  # type: ignore[operator]
     if origin is list and isinstance(value, list):
         return [_checked(v, inner[0]) for v in value]
     if origin is dict and isinstance(value, dict):

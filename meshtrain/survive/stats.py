@@ -137,11 +137,15 @@ def _nodes(history: History, alive: set[str], waited: float | None) -> str:
             rank = str(node.rank.number)
             phase = text(node.rank.phase) + since
             about = [str(node.rank.step), phase, pace, "-" if share is None else f"{share:.0%}"]
-        life = "now" if name in alive else f"{date(node.wall):%Y-%m-%d %H:%M:%S} UTC"
-        if name not in alive and waited is not None:
-            life = f"none in {duration(waited)}; the last says {life}"
+        life = "now" if name in alive else _last_sign(node, waited)
         rows.append([text(name), rank, text(node.host), _state(node), *about, life])
     return columns(rows) if len(rows) > 1 else ""
+
+
+def _last_sign(node: Node, waited: float | None) -> str:
+    """Returns when a node gave its last sign of life; `waited`: for how long it was watched."""
+    last = f"{date(node.wall):%Y-%m-%d %H:%M:%S} UTC"
+    return last if waited is None else f"none in {duration(waited)}; the last says {last}"
 
 
 def _state(node: Node) -> str:

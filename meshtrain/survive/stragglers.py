@@ -1,13 +1,13 @@
 """Ranks that are slow: in SPMD all steps take equally long, so the slow rank is the one that waits least for the
 others.
 
-    step time T   ├── own: loader, dispatch, log, not running ──┼── wait: devices, and the others in their collectives ──┤
+    step time T   ├── own: loader, dispatch, log, not running ──┼── wait: devices, and others in their collectives ──┤
     slow rank     ├──────────────────── own ────────────────────┼─ wait ─┤
 
 Its score is 1 less the difference of the shares that its own phases and those of the rank with the least have in their
 steps. `judge` computes it, from sums over a while, in which bursts count as they must; all reports on slow ranks use
-it. Slow devices are found by a small
-matrix product: the least seconds over its.
+it. Slow devices are
+found by a small matrix product: the least seconds over its.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

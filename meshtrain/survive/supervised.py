@@ -26,8 +26,6 @@ import typing
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -37,6 +35,7 @@ from meshtrain.files import write_atomically
 from meshtrain.inputs import WEIGHTS, inputs
 from meshtrain.run.rows import MetricsFile
 from meshtrain.survive.heartbeat import CODES, VARIABLE, Heartbeat
+from meshtrain.survive.records import Supervised
 
 # files
 BEAT = "beat"
@@ -47,31 +46,15 @@ LEASE_SIZE = 16
 PATIENCE = 2.0  # seconds for the last words, which go to a disk that may hang
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """Holds the settings that a supervisor passes to the process that it starts."""
-
-    local: Path  # the node's own directory, with `beat` and `lease`
-    generation: Path  # of this generation, in the run directory
-    number: int  # of the generation
-    rank: int
-    fence: float  # seconds without a change of the lease after which the process ends itself
-    survive: Path  # RUN/survive
-
-    @classmethod
-    def read(cls, text: str) -> "Supervised":
-        """Reads the JSON of the variable; ConfigError if it is not what a supervisor writes."""
-        kinds = typing.get_type_hints(cls)
-        try:
-            values = json.loads(text)
-            return cls(**{name: kind(values[name]) for name, kind in kinds.items()})
-        except (ValueError, TypeError, KeyError, RecursionError):
-            set_by = "it is set by the supervisor only, so unset it"
-            raise ConfigError(f"{VARIABLE} is {short(repr(text))}; {set_by}.") from None
-
-    def own(self, ending: str) -> Path:
-        """Returns a file of this rank in the generation's directory."""
-        return self.generation / f"rank-{self.rank}.{ending}"
+def read_settings(text: str) -> Supervised:
+    """Reads the JSON of the variable; ConfigError if it is not what a supervisor writes."""
+    kinds = typing.get_type_hints(Supervised)
+    try:
+        values = json.loads(text)
+        return Supervised(**{name: kind(values[name]) for name, kind in kinds.items()})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        set_by = "it is set by the supervisor only, so unset it"
+        raise ConfigError(f"{VARIABLE} is {short(repr(text))}; {set_by}.") from None
 
 
 class SupervisedHeartbeat(Heartbeat):
@@ -99,7 +82,7 @@ class SupervisedHeartbeat(Heartbeat):
         self._renewed = time.monotonic()
         self._looked = self._renewed
         self._write()
-        self.watch_pauses()
+        watch_pauses(self)
 
     def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
         super()._go_on(name, taken, due)
@@ -167,6 +150,15 @@ ALIVE_EVERY = 0.5  # seconds between two counts of `alive`
 # seconds that the thread sleeps, and after which it is late
 NAP = 0.05
 LATE = 0.01
+
+
+def watch_pauses(heartbeat: Heartbeat) -> None:
+    """Begins the thread that sees when the process does not run."""
+    if not heartbeat.is_watched:
+        heartbeat.is_watched = True
+        threading.Thread(
+            target=watch, args=(heartbeat,), name="meshtrain-heartbeat", daemon=True
+        ).start()
 
 
 def watch(heartbeat: Heartbeat) -> NoReturn:

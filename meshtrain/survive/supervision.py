@@ -20,7 +20,8 @@ from meshtrain.inputs import inputs
 from meshtrain.mesh import platform
 from meshtrain.run.hooks import Batch, RunHook
 from meshtrain.run.processes import SickDevice, end_at_once, kind_of
-from meshtrain.survive.heartbeat import CODES, Heartbeat, begun
+from meshtrain.survive import begun
+from meshtrain.survive.heartbeat import CODES, Heartbeat
 
 if TYPE_CHECKING:
     from meshtrain.config.inject import Moment

@@ -1,7 +1,7 @@
 """One node's supervisor: a loop that watches its training process, publishes its record, reads the others', leads if it
 is its turn, follows.
 
-    every 0.2 s   own process ─► own record ─► the others' records ─► lead: decide, propose a plan ─► follow the newest plan
+    every 0.2 s   own process ─► own record ─► others' records ─► lead: decide, propose a plan ─► follow the newest plan
 
 The live node of the lowest name leads; a plan is a file whose number one leader alone can take, so that two leaders do
 no harm. A new generation is formed once no live node has a process of the one before.

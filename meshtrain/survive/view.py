@@ -66,15 +66,7 @@ class View:
 
     def look(self, now: float, own: Node) -> None:
         """Reads what has changed."""
-        plans = self.store.plans()
-        newest = plans[-1] if plans else None
-        if self._old is None:
-            self._old = newest.number if newest and newest.state == "over" else 0
-        if newest and (self.plan is None or newest.number != self.plan.number):
-            self._plan_since = self._next_read = now
-        over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
-        self.plan = replace(newest, age=now - self._plan_since) if newest else None
-        self.history = plans[over + 1 : -1]
+        self._look_at_plans(now)
         self._unread += min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
         self._looked = now
         if now >= self._next_read:
@@ -89,6 +81,18 @@ class View:
         others = [node for node in self._records.values() if node.name != own.name]
         timed = [self._timed(node, self._age(node), self._differs[node.name]) for node in others]
         self.nodes = sorted([*timed, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
+
+    def _look_at_plans(self, now: float) -> None:
+        """Reads the newest plan, and those since a run was over last."""
+        plans = self.store.plans()
+        newest = plans[-1] if plans else None
+        if self._old is None:
+            self._old = newest.number if newest and newest.state == "over" else 0
+        if newest and (self.plan is None or newest.number != self.plan.number):
+            self._plan_since = self._next_read = now
+        over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
+        self.plan = replace(newest, age=now - self._plan_since) if newest else None
+        self.history = plans[over + 1 : -1]
 
     def _timed(self, node: Node, age: float, differs: str) -> Node:
         ended_for = 0.0

@@ -24,6 +24,7 @@ from meshtrain.errors import refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import RESOURCES
 from meshtrain.run.rows import RowReader
+from meshtrain.survive.supervised import watch_pauses
 from meshtrain.telemetry.resources import Resources, open_gpus
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def sample_processes(
     """Samples what this process uses through the hub's `repeat`; the first one also reads the samples of all."""
     rank = jax.process_index()
     processes = jax.process_count()
-    heartbeat.watch_pauses()
+    watch_pauses(heartbeat)
     devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
     gpus = open_gpus(
         [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.survive.heartbeat import VARIABLE
-from meshtrain.survive.supervised import Supervised
+from meshtrain.survive.records import Supervised
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["meshtrain.train"])

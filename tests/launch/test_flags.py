@@ -59,7 +59,9 @@ def test_without_messages_to_some_alone_there_is_no_use_of_such_communicators():
 def test_one_node_and_fake_devices_need_nothing():
     assert not chosen(load({"mesh": {"data": 4, "pipeline": 2}}))
     assert not chosen(cluster=named("cpu", 512))
-    assert not flags.by_the_step(LARGE, named("cpu", 512)) and flags.by_the_step(LARGE, H100S)
+    assert not flags.choose_step_settings(LARGE, named("cpu", 512)) and flags.choose_step_settings(
+        LARGE, H100S
+    )
 
 
 def test_rings_keep_to_their_rail_where_the_way_between_rails_is_narrow():
@@ -132,7 +134,7 @@ def run(code, *xla):
 
 START = "import jax; jax.devices(); print('started')"
 EVERY = chosen(cluster=narrow(between_rails="spine"))
-SET = [*EVERY.values(), *flags.by_the_step(LARGE, H100S)]
+SET = [*EVERY.values(), *flags.choose_step_settings(LARGE, H100S)]
 ALL = [f"{one.name}={one.value}" for one in SET if one.name.startswith("xla_")]
 GONE = [
     f"xla_gpu_enable_{what}=true"

@@ -113,7 +113,7 @@ for document in yaml.safe_load_all(sys.stdin):
 def test_skypilots_own_loader_reads_it(task):
     """SkyPilot pins libraries that others need newer, so it has a Python of its own."""
     python = os.environ.get("SKYPILOT_PYTHON") or pytest.skip(
-        "SKYPILOT_PYTHON names no Python that has SkyPilot"
+        "SKYPILOT_PYTHON names no Python with SkyPilot"
     )
     spot = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     documents = [task(), spot, task("--gpus-per-node", "0"), task() | {"volume": {}}]

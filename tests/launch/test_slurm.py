@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -183,13 +184,10 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     "line, sentence",
     [
-        ("#SBATCH --ntasks-per-node=8", "line 2: --ntasks-per-node is meshtrain's own"),
-        (
-            "#SBATCH -p gpu -N 4",
-            "line 2: -N is meshtrain's own, for one supervisor a node; give --nodes to this command.",
-        ),
+        ("#SBATCH --ntasks-per-node=8", "line 2: --ntasks-per-node is "),
+        ("#SBATCH -p gpu -N 4", "line 2: -N is .*; give --nodes "),
         ("#SBATCH -c8", "give --cpus-per-node"),
-        (None, "site.sh cannot be read: "),
+        (None, r"site\.sh cannot be read: "),
     ],
 )
 def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(
@@ -198,7 +196,7 @@ def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(
     if line:
         (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
     assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]) == 2
-    assert sentence in capsys.readouterr().err
+    assert re.search(sentence, capsys.readouterr().err)
 
 
 @pytest.fixture

@@ -179,9 +179,9 @@ def test_the_node_of_the_script_is_lost_and_the_others_end_the_job(submitted, cl
     cluster.kill_node(host)
     try:
         run.reached(killed + 40)
-        scenario("the node of the batch script lost", began, "went on")
+        scenario("node of the batch script lost", began, "went on")
         job = run.ended()
-        scenario("the node of the batch script lost", began, f"{LONG} steps, {job['JobState']}")
+        scenario("node of the batch script lost", began, f"{LONG} steps, {job['JobState']}")
         assert len(losses(run.run)) == LONG and job["JobState"] == "CANCELLED"
         until(
             lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "",

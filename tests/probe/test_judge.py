@@ -88,9 +88,8 @@ def test_links_of_one_kind_are_held_against_each_other_alone(mesh, per_machine, 
     measured.pairs.seconds[:, 1, 6] *= 2
     assert named_slow(measured) == [("pair", (1, 6))]
     if mesh.islands > 1:
-        assert "from device 1 (island 0, data 1) to device 6 (island 1, data 2)" in report.to_text(
-            measured
-        )
+        first, second = "device 1 (island 0, data 1)", "device 6 (island 1, data 2)"
+        assert f"{first} to {second}" in report.to_text(measured)
 
 
 def at_half_speed(axis, kind, seconds, algorithm=XLA):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,16 +34,16 @@ def test_a_mesh_is_given_by_its_axes(text, mesh):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("data=2,tensr=2", "there is no axis 'tensr'; did you mean tensor?"),
-        ("data", "data is ''; it must be a whole number"),
+        ("data=2,tensr=2", r"'tensr'; did you mean tensor\?"),
+        ("data", "data is ''; .* a whole number"),
         ("data=0", "data is '0'; it must be"),
         ("data=2,data=4", "data is given twice"),
-        ("data=4,islands=3", "mesh.islands 3 does not divide mesh.data 4"),
-        ("", "there is no axis ''; legal are data, tensor, pipeline"),
+        ("data=4,islands=3", r"mesh\.islands 3 .*mesh\.data 4"),
+        ("", "''; legal are data, tensor, pipeline"),
     ],
 )
 def test_another_mesh_is_one_sentence(text, said):
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=said):
         MeshConfig.read(text)
 
 
@@ -50,23 +51,23 @@ def test_another_mesh_is_one_sentence(text, said):
     ("arguments", "said"),
     [
         (["--mesh", "data=2", "--config", "x.yaml"], "both give a mesh"),
-        (["--set", "mesh.data=2"], "overrides a key of --config FILE, which is missing"),
+        (["--set", "mesh.data=2"], "--set .*--config FILE, which is missing"),
         (["--only", "pears"], "--only"),
         (["--only", "pairs", "--output", "c.yaml"], "leave --only out"),
-        (["--algorithms", "rink"], "--algorithms has 'rink'; did you mean ring?"),
+        (["--algorithms", "rink"], r"--algorithms .*'rink'; did you mean ring\?"),
         (
             ["--only", "pairs", "--algorithms", "all"],
-            "--algorithms are of collectives, which --only pairs leaves out",
+            "--algorithms .*--only pairs leaves out",
         ),
         (
             ["--mesh", "data=2", "--algorithms", "hierarchical"],
-            "hierarchical sums in islands first, and the mesh has none",
+            "hierarchical .*islands.*the mesh has none",
         ),
-        (["--html", "c.htm"], "must end in .html"),
-        (["--output", "c.json"], "must end in .yaml"),
+        (["--html", "c.htm"], r"must end in \.html"),
+        (["--output", "c.json"], r"must end in \.yaml"),
         (["--output", "nowhere/c.yaml"], "there is no directory"),
-        (["--cluster", "h1000"], "there is no such file or accelerator"),
-        (["--mesh", "data=4096"], "run.fake_devices fakes at most 1024"),
+        (["--cluster", "h1000"], "h1000.* no such file or accelerator"),
+        (["--mesh", "data=4096"], r"run\.fake_devices fakes at most 1024"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured(
@@ -75,7 +76,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured
     from meshtrain.probe import measure
 
     monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("it was measured"))
-    assert said in refused(command.main, capsys, *arguments)
+    assert re.search(said, refused(command.main, capsys, *arguments))
 
 
 def test_a_cluster_smaller_than_what_is_measured_is_refused(tmp_path):

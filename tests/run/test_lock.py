@@ -37,7 +37,7 @@ def test_a_second_process_is_refused_and_reported_who_holds_it_and_who_only_asks
     ) as process:
         assert process.stdout.readline() == "held\n"
         assert in_use(tmp_path) is True
-        with pytest.raises(ConfigError, match="is in use by process 7 on elsewhere; "):
+        with pytest.raises(ConfigError, match="in use by process 7 on elsewhere; "):
             RunLock(tmp_path)
         process.kill()
     assert in_use(tmp_path) is False  # the lock went with its process
@@ -60,7 +60,7 @@ def test_a_second_run_of_the_same_process_is_refused_and_the_first_keeps_its_loc
 
 
 def test_a_shorter_owner_overwrites_a_longer_one(tmp_path):
-    (tmp_path / ".lock").write_text("process 123456789 on a-host-with-a-long-name that has died")
+    (tmp_path / ".lock").write_text("process 123456789 on host-of-long-name that has died")
     lock = RunLock(tmp_path)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert "died" not in (tmp_path / ".lock").read_text()
@@ -95,6 +95,6 @@ def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr("fcntl.lockf", refused)
-        with pytest.raises(ConfigError, match="cannot be the run's lock: no locks available"):
+        with pytest.raises(ConfigError, match=r"\.lock .*: no locks available"):
             RunLock(tmp_path)
     RunLock(tmp_path).release()

@@ -9,7 +9,7 @@ from fake_serving import fake
 from meshtrain.generate.request import Piece, Request, Sampling
 from meshtrain.serve.cache import AnswerCache, digest
 from meshtrain.serve.metrics import SERVE
-from meshtrain.serve.service import ServedModel
+from meshtrain.serve.models import ServedModel
 
 PLAIN = {"temperature": 0}
 KNOWN = {

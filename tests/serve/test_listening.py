@@ -55,8 +55,7 @@ def test_a_port_that_is_taken_is_a_sentence():
         port = taken.getsockname()[1]
         assert url(taken) == f"http://127.0.0.1:{port}" and is_loopback(taken)
         with pytest.raises(
-            ConfigError,
-            match=rf"^127\.0\.0\.1:{port} cannot be listened on: address already in use; ",
+            ConfigError, match=rf"^127\.0\.0\.1:{port} .*: address already in use; "
         ):
             listening("127.0.0.1", port)
 
@@ -71,7 +70,7 @@ def test_a_client_that_takes_nothing_is_given_up_after_so_many_seconds():
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "x" * 300, "\udcff"])
 def test_an_address_that_is_not_this_machines_is_a_sentence(host):
-    with pytest.raises(ConfigError, match=r"is no address of this machine|cannot be listened on"):
+    with pytest.raises(ConfigError, match=r"no address of this machine|cannot be listened"):
         listening(host, 0)
 
 
@@ -143,7 +142,7 @@ def test_a_client_that_closes_its_connection_frees_its_slot(stream):
             made.until(lambda status: status.busy == 1)
             before = made.engine.status.tokens
         made.until(lambda status: status.busy == 0)
-        assert made.engine.status.tokens < before + 40, "it was not let run to its end"
+        assert made.engine.status.tokens < before + 40, "it was not let finish"
 
 
 def test_what_is_no_http_is_nobodys_error(capfd):

@@ -25,8 +25,8 @@ from meshtrain.serve.__main__ import main
 from meshtrain.serve.app import application
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.listening import separate, served_model, several_models
-from meshtrain.serve.models import Models, NamedModel
-from meshtrain.serve.service import ServedModel, Service
+from meshtrain.serve.models import Models, NamedModel, ServedModel
+from meshtrain.serve.service import Service
 
 
 def chooses(name):
@@ -318,9 +318,7 @@ def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_pat
         (served,) = service.loaded
         weights = sum(x.nbytes for x in jax.tree.leaves(served.engine._decoding.weights))
         cache = sum(x.nbytes for x in jax.tree.leaves(served.engine._state))
-        assert served.engine.status.compiled == 0, (
-            "loaded again, it has the programs of the time before"
-        )
+        assert served.engine.status.compiled == 0, "loaded again, it has its programs"
         assert sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2, (
             "one is freed"
         )

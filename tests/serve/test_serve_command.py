@@ -18,21 +18,18 @@ from meshtrain.serve.listening import listening
 
 def test_what_does_not_fit_together_is_refused_at_once(capsys, monkeypatch):
     assert main(["runs/x", "--key-env", "MY_KEY"]) == cli.USAGE
-    assert (
-        "--key-env names MY_KEY, but the environment has no such variable"
-        in capsys.readouterr().err
-    )
+    assert re.search("--key-env names MY_KEY, .*environment", capsys.readouterr().err)
     monkeypatch.setenv("MY_KEY", "two words")
     assert main(["runs/x", "--key-env", "MY_KEY"]) == cli.USAGE
     said = capsys.readouterr().err
-    assert "the key in MY_KEY must be of printable ASCII" in said and "two words" not in said
+    assert "MY_KEY must be of printable ASCII" in said and "two words" not in said
 
 
 def test_a_port_that_is_taken_ends_it_with_a_sentence(capsys):
     with listening("127.0.0.1", 0) as taken:
         assert main(["runs/x", "--port", str(taken.getsockname()[1])]) == cli.USAGE
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be listened on: address already in use" in line
+    assert "address already in use" in line
 
 
 def test_the_port_is_open_before_jax_is_imported():
@@ -46,8 +43,8 @@ def test_the_port_is_open_before_jax_is_imported():
 def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "nothing"), "--port", "0", "--host", "0.0.0.0"]) == cli.USAGE
     address, warning, sentence = capsys.readouterr().err.splitlines()
-    assert re.search(r"nothing at http://0\.0\.0\.0:\d+/v1, as soon as it is loaded\.$", address)
-    assert re.match(r"meshtrain: warning: whoever reaches .* may use it; give it a key", warning)
+    assert re.search(r"nothing at http://0\.0\.0\.0:\d+/v1, as soon", address)
+    assert re.match(r"meshtrain: warning: .*0\.0\.0\.0.* a key", warning)
     assert "there is no directory" in sentence and sentence.startswith("meshtrain: ")
 
 

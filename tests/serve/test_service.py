@@ -9,7 +9,8 @@ from meshtrain.data.tokenizer import ByteTokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.generate.request import EngineStatus
 from meshtrain.serve.errors import Refused
-from meshtrain.serve.service import COMPILING_SECONDS, ServedModel, verdict
+from meshtrain.serve.models import ServedModel
+from meshtrain.serve.service import COMPILING_SECONDS, verdict
 
 
 def status(busy=1, waiting=0, **times):
@@ -79,11 +80,11 @@ def test_a_device_that_fails_again_and_again_is_broken():
 def test_a_text_that_the_tokenizer_cannot_read_is_the_requests_fault():
     class Tokenizer(ByteTokenizer):
         def encode(self, texts):
-            raise ConfigError("tokenizer.json cannot make tokens of a text (Missing [UNK] token).")
+            raise ConfigError("tokenizer.json cannot make tokens (Missing [UNK]).")
 
     served = ServedModel.__new__(ServedModel)
     served._opened = SimpleNamespace(tokenizer=Tokenizer())
     served.length = 256
-    with pytest.raises(Refused, match="cannot make tokens of a text") as refused:
+    with pytest.raises(Refused, match="cannot make tokens") as refused:
         served._requests(SimpleNamespace(messages=(), prompts=("zebra",), n=1))
     assert refused.value.status == 400

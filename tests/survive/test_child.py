@@ -150,7 +150,7 @@ def test_children_of_one_that_ended_by_itself_are_ended_and_nobody_else_under_it
     assert len(group(one.process.pid)) == 1
     one.kill()
     until(lambda: not group(one.process.pid), "the end of its child")
-    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its number may be another's by now"))
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its number may be another's"))
     one.kill()
     monkeypatch.undo()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_a_host_whose_name_is_its_own_alone_is_told(monkeypatch, capsys, address
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     monkeypatch.setattr(Path, "glob", lambda *_: [])
     _warn_if_unreachable()
-    assert capsys.readouterr().err.count("the name of this host, h7, is 127.0.1.1 here") == said
+    assert capsys.readouterr().err.count("this host, h7, is 127.0.1.1 ") == said
 
 
 @pytest.mark.parametrize(
@@ -83,22 +84,19 @@ def test_a_name_or_an_address_that_is_none(config, tmp_path, capsys, option, val
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("survive.least=3", "survive.least 3, survive.wanted 1"),
-        (
-            "survive.wanted=3",
-            "survive.wanted 3 does not divide the 4 devices of the mesh; legal are 1, 2, 4",
-        ),
+        ("survive.least=3", r"survive\.least 3, survive\.wanted 1"),
+        ("survive.wanted=3", r"survive\.wanted 3 .*4 devices.*; legal are 1, 2, 4\."),
         ("survive.wanted=0", "survive.wanted"),
         ("survive.node_timeout=0.1", "survive.node_timeout"),
         ("survive.node_timeout=.nan", "survive.node_timeout"),
         ("survive.restarts=-1", "survive.restarts"),
-        ("survive.inject=[kill@3:1]", "kill@3:1 is for rank 1, but the run has 1, counted from 0"),
-        ("survive.inject=[disk-full@3:0]", "disk-full is made before a run begins"),
-        ("survive.leest=1", "did you mean least?"),
+        ("survive.inject=[kill@3:1]", "kill@3:1 is for rank 1, .* has 1, .*from 0"),
+        ("survive.inject=[disk-full@3:0]", "disk-full .*before a run"),
+        ("survive.leest=1", r"did you mean least\?"),
     ],
 )
 def test_a_config_that_no_run_can_have(config, tmp_path, capsys, key, words):
-    assert words in refused(capsys, "--config", str(config), "--set", key)
+    assert re.search(words, refused(capsys, "--config", str(config), "--set", key))
     assert not (tmp_path / "run").exists()
 
 
@@ -149,9 +147,7 @@ def test_a_fault_that_is_none(run, capsys, fault, answer):
 
 def test_a_run_that_is_none_to_inject_into(run, tmp_path, capsys):
     for other in ("nowhere", str(tmp_path), "/dev/null"):
-        assert "is no run that a supervisor looks after" in refused(
-            capsys, "inject", "kill@3:0", other
-        )
+        assert f"{other} is no run" in refused(capsys, "inject", "kill@3:0", other)
     run.with_name("other").mkdir()
     Store(run.with_name("other"), "n0")
     assert "there are 2 supervised runs" in refused(capsys, "inject", "kill@3:0")
@@ -194,12 +190,9 @@ def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeyp
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     _set_flags(load({"mesh": {"tensor": 4, "pipeline": 4}}), "h100")
-    permute = "xla_gpu_collective_permute_connected_components=true"
+    permute = "--xla_gpu_collective_permute_connected_components=true"
     patience = "--xla_gpu_nccl_termination_timeout_seconds=3600"
-    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=/x", f"--{permute}", patience]
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=/x", permute, patience]
     assert os.environ["NCCL_DEBUG"] == "INFO"
     said = capsys.readouterr().err
-    assert (
-        f"{permute}: messages go through" in said
-        and "NCCL_DEBUG is left alone: set by the user." in said
-    )
+    assert f"{permute[2:]}: " in said and "NCCL_DEBUG is left alone" in said

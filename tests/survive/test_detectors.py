@@ -114,7 +114,7 @@ def test_a_frozen_rank_is_named_within_the_time_of_a_silent_node_in_every_phase(
     assert (
         f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence and "for 6.5 s" in fault.sentence
     )
-    assert found(0.0), "it was stopped before its first sign of life"
+    assert found(0.0), "stopped before its first heartbeat"
     # Stopped and let go in turns it lives, as one does that is at work.
     assert not found(0.4) and not found(6.5, "S")
     # Whoever looks at it in a debugger has the time of its phase.

@@ -4,6 +4,7 @@ exceeded.
 
 import dataclasses
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,31 +48,20 @@ def apart_from_survive(config: Config) -> Config:
 
 # 128 nodes of 8, as in the issue of meshes that lose a node: half of them idle where data must divide the batch.
 @pytest.mark.parametrize(
-    ("cut", "rows", "says"),
-    [
-        (
-            16,
-            1035,
-            "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16",
-        ),
-        (
-            64,
-            1035,
-            "data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 69 in place of 64",
-        ),
-        (
-            32,
-            1050,
-            "data 15 of 16: 7 of 127 nodes idle, 2.5% more rows, microbatches 35 in place of 32",
-        ),
-    ],
+    ("cut", "rows", "more", "microbatches"),
+    [(16, 1035, "1.1%", 23), (64, 1035, "1.1%", 69), (32, 1050, "2.5%", 35)],
 )
-def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, says):
+def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, more, microbatches):
     config = run_of(
         {"data": 16, "tensor": 8, "pipeline": 8}, 1024, 128, parallel={"microbatches": cut}
     )
     found = on(config, 127)
-    assert (found.nodes, found.sentence) == (120, says)
+    idle, padding, cuts = found.sentence.split(", ")
+    assert (found.nodes, idle) == (120, "data 15 of 16: 7 of 127 nodes idle")
+    assert (padding, cuts) == (
+        f"{more} more rows",
+        f"microbatches {microbatches} in place of {cut}",
+    )
     assert (found.config.mesh.devices, padded_batch_size(found.config)) == (960, rows)
     assert found.config.train.uneven_batch == "pad" and found.config.train.global_batch_size == 1024
 
@@ -153,25 +143,27 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
 
 # Islands of nodes with fast links: equally large, so each loses what the smallest lost, or one of them goes.
 @pytest.mark.parametrize(
-    ("data", "islands", "left", "becomes", "says"),
+    ("data", "islands", "left", "becomes", "ranks", "idle"),
     [
-        (16, 2, 15, (14, 2), "data 14 of 16 in 2 islands of 7: 1 of 15 nodes idle"),
-        (16, 2, 14, (14, 2), "data 14 of 16 in 2 islands of 7: none of 14 nodes idle"),
-        (32, 4, 31, (28, 4), "data 28 of 32 in 4 islands of 7: 3 of 31 nodes idle"),
-        (16, 8, 15, (14, 7), "data 14 of 16 in 7 of 8 islands of 2: 1 of 15 nodes idle"),
-        (16, 4, 15, (12, 3), "data 12 of 16 in 3 of 4 islands of 4: 3 of 15 nodes idle"),
-        (16, 2, 9, (8, 1), "data 8 of 16 in 1 of 2 islands of 8: 1 of 9 nodes idle"),
-        (6, 2, 1, (1, 1), "data 1 of 6 in 1 of 2 islands of 1: none of 1 nodes idle"),
-        (5, 5, 4, (4, 4), "data 4 of 5 in 4 of 5 islands of 1: none of 4 nodes idle"),
+        (16, 2, 15, (14, 2), "14 of 16 in 2 islands of 7", "1 of 15"),
+        (16, 2, 14, (14, 2), "14 of 16 in 2 islands of 7", "none of 14"),
+        (32, 4, 31, (28, 4), "28 of 32 in 4 islands of 7", "3 of 31"),
+        (16, 8, 15, (14, 7), "14 of 16 in 7 of 8 islands of 2", "1 of 15"),
+        (16, 4, 15, (12, 3), "12 of 16 in 3 of 4 islands of 4", "3 of 15"),
+        (16, 2, 9, (8, 1), "8 of 16 in 1 of 2 islands of 8", "1 of 9"),
+        (6, 2, 1, (1, 1), "1 of 6 in 1 of 2 islands of 1", "none of 1"),
+        (5, 5, 4, (4, 4), "4 of 5 in 4 of 5 islands of 1", "none of 4"),
     ],
 )
-def test_islands_stay_equally_large_and_keep_the_most_ranks(data, islands, left, becomes, says):
+def test_islands_stay_equally_large_and_keep_the_most_ranks(
+    data, islands, left, becomes, ranks, idle
+):
     config = run_of(
         {"data": data, "islands": islands}, 8 * data, data, parallel={"microbatches": 4}
     )
     found = on(config, left)
     assert (found.config.mesh.data, found.config.mesh.islands) == becomes
-    assert found.sentence.startswith(says)
+    assert found.sentence.startswith(f"data {ranks}: {idle} nodes idle")
     assert found.nodes == becomes[0]
 
 
@@ -201,10 +193,10 @@ def test_with_all_its_nodes_a_run_is_as_it_was_written():
     )
     found = on(config, 5)
     assert found.config == apart_from_survive(config) and found.nodes == 5
-    assert found.sentence == "data 5 of 5: none of 5 nodes idle, 76.5% more rows"
+    assert re.match(r"data 5 of 5: none of 5 .*, 76\.5% more", found.sentence)
     islands = run_of({"data": 8, "islands": 4, "tensor": 2}, 16, 8)
     assert on(islands, 8).config == apart_from_survive(islands)
-    assert on(islands, 8).sentence.startswith("data 8 of 8 in 4 islands of 2: none of 8 nodes idle")
+    assert re.match("data 8 of 8 in 4 islands of 2: none ", on(islands, 8).sentence)
     # 3 more nodes are spares: survive.most is 5.
     assert on(config, 8).config == found.config
     assert on(config, 8).sentence.startswith("data 5 of 5: 3 of 8 nodes idle")
@@ -224,7 +216,7 @@ def test_devices_beside_the_last_data_rank_are_told():
     config = run_of({"data": 4, "tensor": 2, "pipeline": 3}, 12, 3, parallel={"microbatches": 3})
     found = on(config, 2)
     assert (found.config.mesh.data, found.nodes) == (2, 2)
-    assert "data 2 of 4: none of 2 nodes idle, 4 devices of the others idle" in found.sentence
+    assert re.match("data 2 of 4: none of 2 .*, 4 devices", found.sentence)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +244,7 @@ def test_a_table_of_ones_own_keeps_its_microbatches_and_says_so(tmp_path):
     parallel = {"microbatches": 4, "schedule": str(path)}
     found = on(run_of({"data": 3, "pipeline": 2}, 12, 3, parallel=parallel), 2)
     assert (found.config.parallel.microbatches, found.config.mesh.data) == (4, 2)
-    assert found.sentence.endswith(
-        f"microbatches of 2 rows in place of 1 since {path} is for 4 of them"
-    )
+    assert re.search(f"of 2 rows in place of 1 .*{re.escape(str(path))} is for 4", found.sentence)
 
 
 def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(request):
@@ -279,10 +269,8 @@ def test_where_the_cell_has_no_place_the_planner_proposes_what_fits():
     mesh = found.config.mesh
     assert mesh.devices in (4, 6) and found.config.train.global_batch_size == 10
     assert plan(found.config, named("h100", mesh.devices)).fits
-    assert found.sentence.startswith(
-        f"tensor 4 x pipeline 2 has no place on 3 nodes of 2 devices, data {mesh.data} x tensor {mesh.tensor} x "
-        f"pipeline {mesh.pipeline} in its stead"
-    )
+    proposed = f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}"
+    assert re.match(f"tensor 4 x pipeline 2 .*3 nodes of 2 devices, {proposed}", found.sentence)
 
 
 def test_on_a_number_of_devices_that_no_layout_has_fewer_are_used():

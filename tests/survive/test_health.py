@@ -1,5 +1,6 @@
 """Devices that keep or compute wrong bits are found, and the rank is named where it can be known."""
 
+import re
 import time
 
 import jax
@@ -103,7 +104,7 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
     ("group", "sums", "ranks", "says", "blamed"),
     [
         ([0, 1, 2], [7, 7, 7], [0, 1, 2], None, None),
-        ([0, 1, 2], [7, 8, 7], [0, 1, 2], "rank 1 holds other bits of embedding than", [1]),
+        ([0, 1, 2], [7, 8, 7], [0, 1, 2], r"rank 1 holds .*embedding than", [1]),
         # two of four are no majority
         (
             [0, 1, 2, 3],
@@ -113,7 +114,7 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
             None,
         ),
         ([0, 1, 2, 3, 4], [7, 8, 7, 9, 7], [0, 1, 2, 3, 4], "ranks 1, 3 hold other bits", [1, 3]),
-        ([0, 1], [7, 8], [0, 1], "ranks 0 and 1 hold different bits of embedding", None),
+        ([0, 1], [7, 8], [0, 1], r"ranks 0 and 1 .*embedding", None),
         ([0, 1], [7, 8], [3, 3], "rank 3 holds other bits", [3]),  # whichever device of it
         ([0, 1, 2, 3], [7, 7, 8, 8], [0, 0, 1, 1], "ranks 0 and 1 hold different", None),
     ],
@@ -125,7 +126,7 @@ def test_the_majority_names_who_is_wrong(group, sums, ranks, says, blamed):
     if says is None:
         assert found is None
     else:
-        assert found[0].startswith(says) and found[1] == blamed
+        assert re.match(says, found[0]) and found[1] == blamed
 
 
 def test_who_is_known_to_be_wrong_is_named_though_of_others_it_is_not_known():

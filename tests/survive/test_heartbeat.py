@@ -11,8 +11,9 @@ import pytest
 from supervised import Rank, supervised, variable
 
 from meshtrain.config import ConfigError
-from meshtrain.survive.heartbeat import KIND_OF, KINDS, VARIABLE, Heartbeat, begun
-from meshtrain.survive.supervised import ALIVE_EVERY, SIZE, Supervised, SupervisedHeartbeat
+from meshtrain.survive import begun
+from meshtrain.survive.heartbeat import KIND_OF, KINDS, VARIABLE, Heartbeat
+from meshtrain.survive.supervised import ALIVE_EVERY, SIZE, SupervisedHeartbeat, read_settings
 
 
 def walk(beat: Heartbeat, steps: int) -> None:
@@ -195,17 +196,15 @@ def test_ranks_to_blame_are_noted_where_they_are_known(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"local": 1}', "{" * 3000])
 def test_a_variable_that_no_supervisor_has_set_is_one_sentence(text):
-    with pytest.raises(
-        ConfigError, match=f"^{VARIABLE} is .*; it is set by the supervisor only, so unset it.$"
-    ):
-        Supervised.read(text)
+    with pytest.raises(ConfigError, match=f"^{VARIABLE} is .*supervisor only, so unset it.$"):
+        read_settings(text)
 
 
 def test_the_variable_is_read_back_as_it_was_told_and_children_have_none(tmp_path):
     told = supervised(tmp_path)
-    assert Supervised.read(variable(told)) == told
+    assert read_settings(variable(told)) == told
     code = (
-        "from meshtrain.survive.heartbeat import begun; import os; "
+        "from meshtrain.survive import begun; import os; "
         "print(begun().supervised.rank, sum('SUPERVISED' in name for name in os.environ))"
     )
     environment = os.environ | {VARIABLE: variable(told)}

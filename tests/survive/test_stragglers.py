@@ -2,6 +2,8 @@
 stands still.
 """
 
+import re
+
 import pytest
 
 from meshtrain.survive.heartbeat import HOST
@@ -44,9 +46,7 @@ def test_the_rank_that_waits_least_is_told_once():
     assert told(looks[:TIMES]) == []
     seen = Stragglers(1)
     (_, _, sentence) = next(found for look in looks for found in seen.look(look, PLAN))
-    assert sentence.startswith(
-        "rank 1 on n1 (h1) is slow: 50% of its steps' time it waits for no other (elsewhere 10%), mostly"
-    )
+    assert re.match(r"rank 1 on n1 \(h1\) is slow: 50% .*\(elsewhere 10%\)", sentence)
 
 
 def test_the_rank_whose_device_is_slower_is_told():
@@ -143,7 +143,7 @@ STOPPED = (
 def test_a_rank_that_is_stopped_now_and_then_is_slow_and_why_is_told():
     first, second = judge(dict(enumerate(STOPPED))).values()
     assert second.is_slow and not first.is_slow
-    assert "mostly while it does not run: stopped, frozen or throttled" in second.words()
+    assert "not run: stopped, frozen or throttled" in second.words()
 
 
 def test_ranks_on_cores_that_all_want_are_not_slow():

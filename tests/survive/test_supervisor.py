@@ -8,6 +8,7 @@ process is left.
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
         nodes.check(60)
         told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
         assert told >= {("n1", 1), ("n2", -1)}
-        assert "the clock of n1 is 3600 s ahead of this node's." in n0.said
+        assert "the clock of n1 is 3600 s ahead" in n0.said
 
 
 def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tmp_path):
@@ -61,7 +62,7 @@ def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tm
         assert nodes.until_plan("running", 3)["members"] == ["n0", "n1"]
         assert [node.end() for node in started] == [0, 0], nodes.told()
         assert nodes.faults() == [("lost", ["n0"]), ("grow", [])]
-        assert "the process of n0, which is silent, is ended" in started[1].said
+        assert "n0, which is silent, is ended" in started[1].said
         nodes.check(120)
 
 
@@ -76,7 +77,7 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
             (node,) = nodes.start("n0")
-            until(lambda: "another process, which has the run's lock" in node.said, "a word")
+            until(lambda: "which has the run's lock" in node.said, "a word")
             holder.communicate(b"\n")
         assert node.end() == 0, nodes.told()
         assert nodes.faults() == []
@@ -191,10 +192,7 @@ def test_too_few_nodes_end_with_75(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, least=2, join_timeout=0.5) as nodes:
         (alone,) = nodes.start("n0")
         assert alone.end() == 75
-        assert (
-            "there are 1 nodes after 0 s, 2 are needed; run again to go on"
-            in alone.said.replace("0.5", "0")
-        )
+        assert re.search(r"there are 1 nodes after 0(\.5)? s, 2 are needed", alone.said)
         assert not (nodes.run / "survive" / "gen-1").exists()
 
 
@@ -386,17 +384,14 @@ def test_nodes_with_different_configs_are_refused_before_anything_is_trained(ser
     with Nodes(server, tmp_path, nodes=2) as nodes:
         n0, n1 = nodes.start("n0")[0], nodes.start("n1", set=["optimizer.learning_rate=0.02"])[0]
         assert [n0.end(), n1.end()] == [2, 2], nodes.told()
-        key = "optimizer.learning_rate is 0.02 on n1 and 0.001 on n0"
+        key = "learning_rate is 0.02 on n1 and 0.001 on n0"
         for node in (n0, n1):
             assert (
                 "node n1 (" in node.said
                 and ") does not fit node n0 (" in node.said
                 and key in node.said
             )
-            assert (
-                node.said.count("give all nodes of a run the same config") == 1
-                and "Traceback" not in node.said
-            )
+            assert node.said.count("the same config") == 1 and "Traceback" not in node.said
         assert not nodes.events("started") and not nodes.living()
 
 
@@ -408,7 +403,7 @@ def test_a_node_with_another_config_that_comes_to_a_run_is_refused_alone(server,
         # Of the lowest name: it would lead.
         (n0,) = nodes.start("n0", set=["optimizer.learning_rate=0.02"], **STEADY)
         assert n0.end() == 2, nodes.told()
-        assert "node n0 (" in n0.said and "give all nodes of a run the same config" in n0.said
+        assert "node n0 (" in n0.said and "the same config" in n0.said
         assert "n0" not in {plan["leader"] for plan in nodes.plans()}
         assert [n1.end(), n2.end()] == [0, 0], nodes.told()
         nodes.check(400)

@@ -224,7 +224,7 @@ def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alik
             rank.until(lambda rank=rank: rank.beat.get("step", 0) >= 5)
 
         def over_a_while(pid: int | None = None) -> dict[int, dict[str, float]]:
-            """Seconds by phase of either, while the process `pid` is stopped for 0.4 of each 0.5 s."""
+            """Seconds by phase and rank; `pid` is stopped for 0.4 of each 0.5 s."""
             before = [rank.beat["phases"] for rank in ranks]
             deadline = time.monotonic() + 8
             while time.monotonic() < deadline:

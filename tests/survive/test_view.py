@@ -205,7 +205,7 @@ def test_what_differs_between_nodes_is_named(monkeypatch):
     sentence = said(other, jaxlib="9.9", code="feed")
     assert sentence.startswith("node n1 (h1) does not fit node n0 (h0): ")
     keys = (
-        "optimizer.learning_rate is 0.02 on n1 and 0.01 on n0",
+        "learning_rate is 0.02 on n1 and 0.01 on n0",
         "run.seed is 5 on n1 and 0 on n0",
     )
     assert all(part in sentence for part in (*keys, "jaxlib is 9.9 on n1", "source code"))
