@@ -1,5 +1,6 @@
 """How a command refuses: with one sentence on standard error, nothing on standard output, and exit code 2."""
 
+import re
 from collections.abc import Callable, Sequence
 
 
@@ -9,6 +10,11 @@ def code_of(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> objec
         return main(list(words))
     except SystemExit as ended:
         return ended.code
+
+
+def pattern_of(sentence: str) -> str:
+    """Returns the pattern of a sentence in which ` ... ` stands for any words."""
+    return ".*".join(map(re.escape, sentence.split(" ... ")))
 
 
 def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:

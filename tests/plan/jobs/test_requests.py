@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -57,16 +58,16 @@ def test_a_config_may_be_spread_over_twice_the_nodes_but_tensor_stays_inside_one
 @pytest.mark.parametrize(
     "job, reason",
     [
-        (JobSpec(name="large", devices=32), "it takes 32 devices, and small has 16"),
-        (JobSpec(name="odd", devices=13), "13 devices do not divide into at most 4 nodes of 4"),
+        (JobSpec(name="large", devices=32), r".* 32 devices, .*small has 16"),
+        (JobSpec(name="odd", devices=13), "13 devices .* at most 4 nodes of 4"),
         (
             JobSpec(name="near", devices=12, together=True),
-            "together it takes 3 nodes of one block of links, and a block has 2",
+            "together .* 3 nodes of one block .* has 2",
         ),
     ],
 )
 def test_why_a_job_fits_nowhere(asked, job, reason):
-    assert asked(job).reason == reason
+    assert re.fullmatch(reason, asked(job).reason)
 
 
 @pytest.mark.thorough
@@ -79,11 +80,10 @@ def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
         "train.global_batch_size=2",
     )
     request = asked(JobSpec(name="huge", config=str(config), set=huge))
-    assert not request.shapes and "more than the 73.2 GiB that h100 has for it" in request.reason
+    assert not request.shapes and re.search(r"more than .*73\.2 GiB .*h100", request.reason)
     fixed = asked(JobSpec(name="huge", config=str(config), set=huge, devices=2))
-    assert (
-        not fixed.shapes
-        and fixed.reason == "no layout on 2 devices fits into the 73.2 GiB that h100 has for it"
+    assert not fixed.shapes and re.fullmatch(
+        r"no layout on 2 devices .* 73\.2 GiB .*h100.*", fixed.reason
     )
     few = asked(JobSpec(name="few", config=str(config), set=huge, devices=3))
     assert not few.shapes and "no layout" in few.reason
