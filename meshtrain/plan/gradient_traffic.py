@@ -1,12 +1,12 @@
 """A collective of a step, and those that gradients are sent by: over data, across islands, and of islands that step by
 themselves.
 
-    compression              over data                            across islands, of a shard
-    none                     reduce-scatter, or all-reduce        all-reduce
-    bfloat16, float8,        an all-to-all for each weight        2: a gather of all that is encoded; more: an all-to-all,
-    int8, int4, topk                                              and a gather of the sums
-    powersgd                 an all-reduce of P and one of Q for each weight, over all that are compressed
-    norms, biases            as with none
+    compression          over data                        across islands, of a shard
+    none                 reduce-scatter, or all-reduce    all-reduce
+    bfloat16, float8,    an all-to-all for each weight    2: a gather of all that is encoded; more: an all-to-all,
+    int8, int4, topk                                      and a gather of the sums
+    powersgd             an all-reduce of P and one of Q for each weight, over all that are compressed
+    norms, biases        as with none
 
 Islands that step by themselves (`parallel.sync`) send 2 (R - 1) / R of a device's float32 shard of the weights, R
 islands, once in `every` steps; the first `start` steps, which sum gradients over all islands, are not in it.

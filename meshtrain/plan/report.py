@@ -253,8 +253,8 @@ def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides: a config with them is this one."""
     axes = "data", "tensor", "pipeline", "islands", "expert", "context"
     names = (
-        "schedule", "virtual_stages", "layer_split", "vocab", "microbatches", "zero_stage", "zero_hold", "offload_optimizer",
-        "remat", "remat_keep", "remat_offload", "sequence_parallel", "context_strategy",
+        "schedule", "virtual_stages", "layer_split", "vocab", "microbatches", "zero_stage", "zero_hold",
+        "offload_optimizer", "remat", "remat_keep", "remat_offload", "sequence_parallel", "context_strategy",
     )  # fmt: skip
     return (
         {f"mesh.{name}": getattr(config.mesh, name) for name in axes}

@@ -1,13 +1,13 @@
 """The traffic of a device in a step: every collective with its axis, kind, size and count.
 
-    axis       what is sent                                                              how often
-    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 more if recomputed
-               or gathers and scatters of the sequence (Korthikanti et al. 2022)        10 a layer and pass, 1 more if recomputed
-    data       weights gathered, gradients scattered or summed (ZeRO, section 7)         once a step, or a pass if not held
-    island     what data scattered, summed                                               once a step
-               or what islands moved by themselves (`gradient_traffic`)                          once in `parallel.sync.every` steps
-    pipeline   activations down, cotangents up                                           a clock
-               sums over the stages that share the vocabulary                            a clock, or a head
+    axis       what is sent                                                       how often
+    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)    4 a layer and pass, 5 if recomputed
+               or gathers and scatters of the sequence (Korthikanti et al. 2022)  10 a layer and pass, 11 if recomputed
+    data       weights gathered, gradients scattered or summed (ZeRO, section 7)  once a step, or a pass if not held
+    island     what data scattered, summed                                        once a step
+               or what islands moved by themselves (`gradient_traffic`)           once in `parallel.sync.every` steps
+    pipeline   activations down, cotangents up                                    a clock
+               sums over the stages that share the vocabulary                     a clock, or a head
 
 A pass is a microbatch without stages. With stages it is a clock. All devices run one program, so on accelerators a
 stage that idles in a clock computes and sends all the same; its work is masked. Fills and drains cost traffic too.

@@ -16,15 +16,17 @@ weights is left to the W slot, which nobody waits for and which may therefore fi
 A stage holds `chunks` parts of the model. Counted in the order of the data flow these are the *virtual stages*
 k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
 
-    loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
-    v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
+    loop    0 1 2 3 | 4 5 6 7    stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", 2.2)
+    v       0 1 2 3 | 7 6 5 4    stage 0 holds 0 and 7   (Qi et al. 2024, "... with Controllable Memory")
 
 Collectives over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces
 its gradient. Either begins with its clock and travels beside what the stages do from there on, on a lane of its own:
 until the next one begins or, of a G, until the chunk's first F. A chunk without a G is gathered before all clocks, one
 without an R is reduced after them.
 
-        clock  0        1     2     3          4          5     6        7         interleaved, 2 stages, 2 microbatches, 2 chunks
+    interleaved, 2 stages, 2 microbatches, 2 chunks:
+
+        clock  0        1     2     3          4          5     6        7
     stage 0    F0.0 G1  F1.0  F0.1  F1.1       B0.1       B1.1  B0.0 R1  B1.0
     stage 1         G1  F0.0  F1.0  F0.1 B0.1  F1.1 B1.1  B0.0  B1.0 R1
 """
@@ -257,13 +259,12 @@ class Table(Shown):
 
         The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no),
         `placement` (loop) and `schedule`, its name, may be left out. A cell is empty where the stage is idle in that
-        clock; else it has one op of each kind at
-        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all
-        cells of a row alike, at most one G and one R, each with its chunk. A message sent in a clock can be read from
-        the next on; the last virtual stage may do B in the clock of its F. A table of pairs joins F and B of a cell, which
-        run at once, as in F1+B0; and I and W in a clock without any F. Neither may be in the clock of what it needs.
-        `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark that a
-        spreadsheet leaves.
+        clock; else it has one op of each kind at most, in the order F B, or F I W if split: letter, microbatch, and
+        with chunks a dot and the chunk; then, in all cells of a row alike, at most one G and one R, each with its
+        chunk. A message sent in a clock can be read from the next on; the last virtual stage may do B in the clock of
+        its F. A table of pairs joins F and B of a cell, which run at once, as in F1+B0; and I and W in a clock without
+        any F. Neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes,
+        spaces and byte order mark that a spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]

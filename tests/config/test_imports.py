@@ -118,17 +118,17 @@ def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
         (
             "run.imports",
             "[no.such]",
-            r"run\.imports: no\.such: ModuleNotFoundError: ",
+            r"imports: no\.such: ModuleNotFoundError: ",
         ),
         (
             "train.loss",
             "mine:caped_loss",
-            r"train\.loss: mine .*caped_loss; did you mean capped_loss\?",
+            r"train\.loss: .*caped_loss; did you mean capped_loss\?",
         ),
         (
             "train.loss",
             "other:loss",
-            r"train\.loss is 'other:loss'; write MODULE:FUNCTION, .*run\.imports .*\(mine\)",
+            r"train\.loss is 'other:loss'; .*MODULE:FUNCTION, .*\(mine\)",
         ),
         ("model.block", "mine", r"model.block is 'mine'; write MODULE:FUNCTION"),
     ],
@@ -158,7 +158,7 @@ def test_what_a_file_raises_is_told_with_its_line(written, text, sentence):
 def test_two_files_of_one_name_in_one_process_are_not_taken_for_each_other(written):
     mt.load(written)
     (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
-    with pytest.raises(mt.ConfigError, match=r"mine\.py is not the mine .*imported from"):
+    with pytest.raises(mt.ConfigError, match=r"mine\.py is not .*imported from"):
         mt.load(written)
 
 

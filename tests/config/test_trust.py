@@ -342,9 +342,7 @@ def test_code_that_others_may_have_written_is_refused_until_it_is_trusted(
     if os.geteuid() != 0 and ("of" in fault or "group" in fault):
         pytest.skip("only root can chown")
     FAULTS[fault](path.parent)
-    with pytest.raises(
-        mt.ConfigError, match=r"run\.imports: .*(another user|everyone|group).*--trust"
-    ):
+    with pytest.raises(mt.ConfigError, match=r"run\.imports: .*(another|everyone|group).*--trust"):
         mt.load(path)
     assert not marker.exists()
     monkeypatch.setenv(TRUST, str(tmp_path / "up"))
@@ -443,7 +441,7 @@ def test_a_relative_path_counts_from_the_config_and_is_not_guessed(tmp_path, mar
     assert mt.load(path).run.imports == (str(path.parent / "x.py"),)
     (tmp_path / "here/x.py").write_text("raise ValueError('nor this one')")
     with pytest.raises(
-        mt.ConfigError, match=r"run\.imports: x\.py .*configs/x\.py or .*here/x\.py, .*differ"
+        mt.ConfigError, match=r"imports: x\.py .*configs/x\.py .*here/x\.py, .*differ"
     ):
         mt.load(path)
     (tmp_path / "here/x.py").write_text((path.parent / "x.py").read_text())

@@ -61,7 +61,7 @@ def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, t
     )
 
 
-@pytest.mark.skipif(not CUDA, reason="needs XLA's CUDA compiler: pip install 'meshtrain[compile]'")
+@pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
 def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
     """8B parameters on 16 H100 that nobody has."""
     found = json.loads(

@@ -146,15 +146,15 @@ def test_splitting_the_backward_takes_no_more_memory(schedule):
     [
         (
             ("1f1B", 2, 2),
-            r"schedule '1f1B' .* gpipe, .* path ending in \.csv; did you mean 1f1b",
+            r"schedule '1f1B' .* gpipe, .* path .*\.csv; did you mean 1f1b",
         ),
         (
             ("1f1b", 2, 2, 2),
-            "1f1b has 1 model chunk .* 2 asked for; with 2 .* interleaved, looped_bfs",
+            "1f1b has 1 .* 2 asked for; with 2 .* interleaved, looped_bfs",
         ),
         (
             ("v_1f1b", 2, 2),
-            "v_1f1b has 2 model chunks .* 1 asked for; with 1 .* gpipe",
+            "v_1f1b has 2 .* 1 asked for; with 1 .* gpipe",
         ),
         (("interleaved", 0, 1, 1), "stages is 0, .* at least 1"),
         (("interleaved", 1, 0, 1), "microbatches is 0, .* at least 1"),
@@ -193,7 +193,7 @@ def test_a_csv_file_that_was_edited_is_read_again(tmp_path):
         (
             "F1,F0 B0\nB0,",
             "F1 B0,F0 B0\n,",
-            r"mine\.csv: .*1f1b: clock 1 \(CSV row 4\), stage 0, .*'F1 B0': B0 is too",
+            r"mine\.csv: .*1f1b: clock 1 .*row 4\), stage 0, .*'F1 B0': B0 is",
         ),
     ],
 )

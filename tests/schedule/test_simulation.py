@@ -240,7 +240,7 @@ def test_another_execution_is_refused():
 def test_durations_for_another_number_of_virtual_stages_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"forward has 3 entries, .* a number or .* each of the 2 virtual stages",
+        match=r"forward has 3 entries, .* number or .* 2 virtual stages",
     ):
         simulate(make_table("1f1b", 2, 2), Durations(forward=np.ones(3)))
 

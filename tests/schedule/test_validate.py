@@ -58,7 +58,7 @@ def test_a_missing_weight_gradient_is_named():
         ),
         (
             "# stages=2 microbatches=1\na,b\nF0,\nB0,F0 B0\n",
-            "(CSV row 4), ... B0 is too early: ... B0 of stage 1 ... clock 1, ... 2 on",
+            "row 4), ... B0 is too early: ... B0 ... clock 1, ... clock 2",
         ),
         (
             "# stages=1 microbatches=2\na\nF0 B1\nF1 B0\n",
@@ -78,7 +78,7 @@ def test_a_missing_weight_gradient_is_named():
         ),
         (
             "# stages=2 microbatches=1 chunks=2\na,b\nF0.0,\nF0.1,F0.0\n,F0.1 B0.1\nB0.1,\n,B0.0\nB0.0,\n",
-            "(CSV row 4), ... F0.1 is too early: ... F0.0 of stage 1 ... clock 1",
+            "row 4), ... F0.1 ... too early: ... F0.0 ... stage 1 ... clock 1",
         ),
     ],
 )

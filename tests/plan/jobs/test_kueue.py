@@ -207,15 +207,15 @@ ONE = "jobs: [{name: run, config: CONFIG}"
 @pytest.mark.parametrize(
     "text, said",
     [
-        (f"{ONE}]", "--kueue needs kueue.image ... job run has a config"),
+        (f"{ONE}]", "--kueue needs kueue.image ... job run"),
         (f"{ONE}]\nkueue: {{image: i}}", "--kueue needs kueue.volume"),
         (
             f"{ONE}]\nkueue: {{image: i, volume: v, node_label: gpu}}",
-            "kueue.node_label is 'gpu'; ... as in team=a.",
+            "kueue.node_label is 'gpu'; ... team=a.",
         ),
         (
             f"{ONE}, {{name: two, config: CONFIG}}]\nkueue: {{image: i, volume: v}}",
-            "jobs run and two both ... run.directory runs/small; ... its own",
+            "jobs run and two ... run.directory runs/small",
         ),
         ("jobs: [{name: queues, devices: 1}]", "no job ... name queues"),
         (f"{ONE}]\nkueue: {{image: i, volume: v, queue: A b}}", "kueue.queue is 'A b'"),
