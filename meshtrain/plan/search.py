@@ -369,11 +369,16 @@ def _bytes(
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
-    # the optimizer's state waits on the host only where it has to: the same stage without comes just before
+    _leave_out_offload(nbytes, zeros, usable)
+    return nbytes
+
+
+def _leave_out_offload(nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float) -> None:
+    """Makes bytes of [rows, columns] infinite where the optimizer's state need not wait on the host."""
+    # the same stage without comes just before
     for column, zero in enumerate(zeros):
         if zero.offload:
             nbytes[nbytes[:, column - 1] <= usable, column] = math.inf
-    return nbytes
 
 
 def _state(

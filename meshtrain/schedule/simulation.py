@@ -287,6 +287,37 @@ def _asynchronous(
     table: Table, durations: Durations, spans: _Spans, lanes: _Lanes
 ) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when every stage goes on as soon as it can."""
+    wants, gives, hop = _link(table, durations, spans)
+    nothing = 4 * table.virtual_stages * table.microbatches
+    ready = [0.0] * (nothing + 2)
+    giver = [-1] * (nothing + 2)
+    free = [0.0] * table.stages
+    before = [-1] * table.stages
+    starts = []
+    causes = []
+    columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
+    for i, (s, clock, work, wanted, value, travel) in enumerate(
+        zip(*(c.tolist() for c in columns), strict=True)
+    ):
+        start = lanes.at(s, clock, free[s])
+        cause = before[s]
+        if ready[wanted] > start:
+            start = ready[wanted]
+            cause = giver[wanted]
+        starts.append(start)
+        causes.append(cause)
+        free[s] = end = start + work
+        before[s] = i
+        if end + travel > ready[value]:
+            ready[value] = end + travel
+            giver[value] = i
+    return np.array(starts), np.array(causes)
+
+
+def _link(
+    table: Table, durations: Durations, spans: _Spans
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the number of the value that each span waits for, of the one that it gives, and how long that travels."""
     last = table.virtual_stages - 1
     # Each value that a span can wait for has a number: the inputs of F and of B, and of the loss head, by virtual stage
     # and microbatch. `wants` is what a span waits for, `gives` what it makes ready, `hop` how long that travels.
@@ -313,30 +344,7 @@ def _asynchronous(
         durations.head and durations.head_spread and table.stages > 1
     ):  # all stages get the output, and send a part back
         hop[is_head | (is_f & (spans.virtual == last))] = durations.message
-
-    ready = [0.0] * (nothing + 2)
-    giver = [-1] * (nothing + 2)
-    free = [0.0] * table.stages
-    before = [-1] * table.stages
-    starts = []
-    causes = []
-    columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
-    for i, (s, clock, work, wanted, value, travel) in enumerate(
-        zip(*(c.tolist() for c in columns), strict=True)
-    ):
-        start = lanes.at(s, clock, free[s])
-        cause = before[s]
-        if ready[wanted] > start:
-            start = ready[wanted]
-            cause = giver[wanted]
-        starts.append(start)
-        causes.append(cause)
-        free[s] = end = start + work
-        before[s] = i
-        if end + travel > ready[value]:
-            ready[value] = end + travel
-            giver[value] = i
-    return np.array(starts), np.array(causes)
+    return wants, gives, hop
 
 
 def _lockstep(

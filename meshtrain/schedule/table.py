@@ -345,27 +345,33 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     sends = table.sends.copy()
     paired = any("+" in cell for row in rows for cell in row)
     for clock, row in enumerate(rows):
-        sent: list[dict[int, int]] = []
+        where = f"{source}, row {clock + 3}"
         if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
-                f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where "
-                "idle"
+                f"{where}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
             )
-        for stage, cell in enumerate(row):
-            try:
-                cells[clock, stage], chunks = _read_cell(cell, table)
-                sent.append(chunks)
-                _check_sent(cell, sent, sends)
-            except IllegalTable as error:
-                raise IllegalTable(
-                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}"
-                ) from None
-        for kind, chunk in sent[0].items() if sent else ():
+        sent = _read_row(row, table, cells[clock], sends, where)
+        for kind, chunk in sent.items():
             sends[kind, chunk] = clock
     table = Table(cells=cells, paired=paired, sends=sends, **title)
     if paired:
         _check_pairs(table, rows, source)
     return table
+
+
+def _read_row(
+    row: list[str], table: Table, cells: np.ndarray, sends: np.ndarray, where: str
+) -> dict[int, int]:
+    """Writes the ops of a row into `cells`; returns its chunks by the kind of collective, those before being `sends`."""
+    sent: list[dict[int, int]] = []
+    for stage, cell in enumerate(row):
+        try:
+            cells[stage], chunks = _read_cell(cell, table)
+            sent.append(chunks)
+            _check_sent(cell, sent, sends)
+        except IllegalTable as error:
+            raise IllegalTable(f"{where}, column {stage + 1} (stage {stage}): {error}") from None
+    return sent[0] if sent else {}
 
 
 def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
@@ -432,7 +438,8 @@ def _check_rows(clocks: int, title: dict, source: str) -> None:
         )
 
 
-def _read_title(line: str, source: str) -> dict:
+def _read_words(line: str, source: str) -> dict[str, str]:
+    """Returns the values of a title by their keys, as they stand there."""
     if not line.startswith("#"):
         raise IllegalTable(
             f"{source}, row 1: must begin with '#' and say what the table is for, as in '{_TITLE_EXAMPLE}'"
@@ -454,6 +461,11 @@ def _read_title(line: str, source: str) -> dict:
             raise IllegalTable(
                 f"{source}, row 1: does not say {key}; it must be as in '{_TITLE_EXAMPLE}'"
             )
+    return words
+
+
+def _read_title(line: str, source: str) -> dict:
+    words = _read_words(line, source)
     title: dict = {
         "name": short("_".join((words.get("schedule") or Path(source).stem).split())),
         "placement": words.get("placement", "loop"),
@@ -476,20 +488,25 @@ def _read_title(line: str, source: str) -> dict:
     return title | {"split": split == "yes"}
 
 
+def _match_word(word: str, table: Table) -> re.Match[str]:
+    """Returns the match of a letter, a microbatch or chunk, and perhaps a dot and a chunk."""
+    match = _WORD.fullmatch(word)
+    if match is None or match[1] not in table.letters + SENT:
+        example = "F3" if table.chunks == 1 else "F3.1"
+        raise IllegalTable(
+            f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}', "
+            f"or {' or '.join(SENT)} and a chunk"
+        )
+    return match
+
+
 def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
     cell = np.full((3, 2), -1, np.int32)
     sent = {}
     done = -1
     letters = table.letters + SENT
     for word in text.replace("+", " ").split():
-        match = _WORD.fullmatch(word)
-        if match is None or match[1] not in letters:
-            example = "F3" if table.chunks == 1 else "F3.1"
-            raise IllegalTable(
-                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as "
-                f"'{example}', "
-                f"or {' or '.join(SENT)} and a chunk"
-            )
+        match = _match_word(word, table)
         slot = letters.index(match[1])
         microbatch = int(match[2])
         chunk = int(match[3] or 0)
