@@ -370,7 +370,7 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
     return node, source
 
 
-def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
+def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
@@ -401,7 +401,7 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
     return values
 
 
-def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
+def _sections(kind: Any, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(
             f"{_locate(source, node)}: {name} is {shape(node)}; it must be a list of mappings."

@@ -60,7 +60,7 @@ class MeshConfig:
     )
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
+    def make(cls, sizes: Mapping[str, int]) -> "MeshConfig":
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
         islands = sizes.get(ISLAND, 1)
         expert = sizes.get(EXPERT, 1)

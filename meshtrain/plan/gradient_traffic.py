@@ -74,7 +74,7 @@ class Iterations:
     down: int | None = None
     up: int | None = None
 
-    def of(self, moment: str) -> int:
+    def passes(self, moment: str) -> int:
         """Passes through what one of the fields names."""
         count = getattr(self, moment)
         if count is not None:
@@ -299,7 +299,11 @@ def _scatters(
         # A tied weight is used twice, and its gradients are scattered one by one.
         tied = config.model.tied_head and name == "tokens"
         for at in (part, "head") if tied else (part,):
-            yield f" of the {at}", shard, iterations.of("head" if at == "head" else "unembedding")
+            yield (
+                f" of the {at}",
+                shard,
+                iterations.passes("head" if at == "head" else "unembedding"),
+            )
 
 
 def _low_rank(config: Config, weight: Placed) -> bool:

@@ -336,7 +336,7 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         yield f'<text x="{_LEFT - 8}" y="{level + 4:.2f}" text-anchor="end">{entries}</text>'
     stages = timeline.table.stages
     for stage in range(stages):
-        times, counts = timeline.in_flight(stage)
+        times, counts = timeline.count_in_flight(stage)
         across = _LEFT + times * scale
         down = top + _CURVE * (1 - counts / highest)
         steps = "".join(
@@ -402,7 +402,7 @@ def _fit(line: str, columns: int) -> str:
 def _sparkline(timeline: Timeline, columns: int) -> str:
     """Entries in flight on the fullest stage: the most in each column, in eighths of the peak."""
     fullest = int(np.argmax(timeline.peak_in_flight))
-    times, counts = timeline.in_flight(fullest)
+    times, counts = timeline.count_in_flight(fullest)
     edges = np.linspace(0, timeline.makespan, columns + 1)
     first = np.searchsorted(
         times, edges[:-1], side="right"

@@ -141,7 +141,7 @@ class Table(Shown):
         """Says whether a G or an R stands in the table."""
         return bool((self.sends >= 0).any())
 
-    def without_sends(self) -> "Table":
+    def drop_sends(self) -> "Table":
         """The table without G and R."""
         return replace(self, sends=np.full((2, self.chunks), -1))
 
@@ -192,7 +192,7 @@ class Table(Shown):
         return clocks
 
     @staticmethod
-    def at(
+    def place(
         when: np.ndarray,
         *,
         name: str,

@@ -215,7 +215,7 @@ def test_in_flight_begins_with_one_and_ends_with_none(schedule):
         make_table(schedule, 3, 6, legal_chunks(schedule) or 2), Durations(), "asynchronous"
     )
     for stage in range(3):
-        times, counts = timeline.in_flight(stage)
+        times, counts = timeline.count_in_flight(stage)
         assert (np.diff(times) > 0).all()
         assert counts[0] == 1 and counts[-1] == 0 and counts.min() >= 0
 

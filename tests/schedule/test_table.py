@@ -143,7 +143,7 @@ def test_ops_come_in_an_order_in_which_they_can_be_done():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_at_is_the_inverse_of_when(schedule):
     table = make_table(schedule, 3, 5, legal_chunks(schedule) or 2)
-    again = Table.at(
+    again = Table.place(
         table.when(),
         name=schedule,
         stages=3,
@@ -159,7 +159,7 @@ def test_two_ops_in_one_slot_are_refused():
     when = make_table("1f1b", 2, 2).when().copy()
     when[F, 0] = 0
     with pytest.raises(IllegalTable, match="share one slot"):
-        Table.at(when, name="double", stages=2)
+        Table.place(when, name="double", stages=2)
 
 
 def test_a_table_without_split_has_no_w():

@@ -92,14 +92,14 @@ def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
 def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(cluster, config):
     made = cluster(4, 4, 2, between=1)
     speeds, shape = Speeds(made), JobShape(2, 4, load(config))
-    beside = speeds.at(shape, [0, 1, 2, 3, 4, 5, 6, 7]).seconds
+    beside = speeds.plan_on(shape, [0, 1, 2, 3, 4, 5, 6, 7]).seconds
     assert (
         beside
         == estimate(shape.config, resized(made, 8)).seconds
         == speeds.side_by_side(shape).seconds
     )
-    assert speeds.at(shape, [8, 9, 10, 11, 12, 13, 14, 15]).seconds == beside
-    assert speeds.at(shape, [4, 5, 6, 7, 8, 9, 10, 11]).seconds > 1.1 * beside
+    assert speeds.plan_on(shape, [8, 9, 10, 11, 12, 13, 14, 15]).seconds == beside
+    assert speeds.plan_on(shape, [4, 5, 6, 7, 8, 9, 10, 11]).seconds > 1.1 * beside
     # As many devices on more nodes have less of the fast links.
     assert speeds.side_by_side(JobShape(4, 2, load(config))).seconds > beside
 
@@ -110,7 +110,7 @@ def test_the_block_with_the_fewest_of_its_devices_sets_the_pace(cluster, config)
         JobShape(4, 4, load(config, ["mesh.data=8"])),
     )
     # Nodes 1 and 2 with 3 and 4: two and two. Nodes 0 to 2 with 3: the one that is alone has all its traffic go out.
-    even, uneven = speeds.at(shape, range(4, 20)), speeds.at(shape, range(16))
+    even, uneven = speeds.plan_on(shape, range(4, 20)), speeds.plan_on(shape, range(16))
     assert uneven.seconds > even.seconds == speeds.side_by_side(shape).seconds
 
 
