@@ -108,12 +108,15 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     schedule = parallel.schedule
     microbatches = parallel.microbatches
     chunks = parallel.virtual_stages
+    entry = SCHEDULES.get(schedule)
+    is_made_for_it = entry and entry.formulas
+    if is_made_for_it and microbatches >= stages:
+        return
+    from meshtrain.schedule import simulate
 
     def idle(microbatches: int) -> str:
-        from meshtrain.schedule import Durations, simulate
-
         table = make_table(schedule, stages, microbatches, chunks)
-        return f"{simulate(table, Durations()).bubble_fraction:.0%}"
+        return f"{simulate(table).bubble_fraction:.0%}"
 
     if microbatches < stages:
         better = "more would shorten that"
@@ -123,11 +126,8 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
         few = f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}"
         yield f"{few}: every stage idles {idle(microbatches)} of the step; {better}."
     # What one program for all stages costs a table of one's own; the named schedules are made for it.
-    entry = SCHEDULES.get(schedule)
-    if entry and entry.formulas:
+    if is_made_for_it:
         return
-    from meshtrain.schedule import simulate
-
     table = make_table(schedule, stages, microbatches, chunks)
     lockstep, alone = (
         simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous")
