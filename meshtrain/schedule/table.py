@@ -362,7 +362,7 @@ def parse_csv(text: str, source: str = "csv") -> Table:
 def _read_row(
     row: list[str], table: Table, cells: np.ndarray, sends: np.ndarray, where: str
 ) -> dict[int, int]:
-    """Writes the ops of a row into `cells`; returns its chunks by the kind of collective, those before being `sends`."""
+    """Writes the ops of a row into `cells` and returns its chunks by kind of collective; `sends`: of rows before."""
     sent: list[dict[int, int]] = []
     for stage, cell in enumerate(row):
         try:
