@@ -302,7 +302,7 @@ def _config(
     # for each call would cost more than it saves.
     config = replaced(
         run,
-        mesh=vars(MeshConfig.of(mesh)),
+        mesh=vars(MeshConfig.make(mesh)),
         parallel={"zero_stage": 0},
         train={"uneven_batch": "pad"},
         precision={"float8_frozen": False},

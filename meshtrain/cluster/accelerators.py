@@ -4,15 +4,17 @@ Dense rates without sparsity, in TFLOP/s; bandwidth in GB/s (10^9); memory in Gi
 
     a100-40, a100-80  NVIDIA A100 data sheet (2021): 312 TFLOP/s bf16/fp16, 156 tf32; 1555 and 2039 GB/s; 400 W
     h100              NVIDIA H100 SXM data sheet (2023): 989.4 bf16/fp16, 494.7 tf32, 1978.9 fp8; 3350 GB/s; 700 W
-    h100-96           the H100 of torchtitan's benchmarks/llama3_h100_202412: 96 GB HBM2e, 2400 GB/s, run at 500 W; its peak is
-                      "between SXM and NVL" (989 and 835), so we take the middle
+    h100-96           the H100 of torchtitan's benchmarks/llama3_h100_202412: 96 GB HBM2e, 2400 GB/s, run at 500 W;
+                      its peak is "between SXM and NVL" (989 and 835), so we take the middle
     h200              NVIDIA H200 SXM data sheet (2024): as H100, 141 GB at 4800 GB/s
     b200              NVIDIA HGX B200 data sheet (2025): 2250 bf16/fp16, 1100 tf32, 4500 fp8; 180 GB at 7700 GB/s
-    gb200             NVIDIA GB200 NVL72 data sheet (2025): 2500 bf16/fp16, 1250 tf32, 5000 fp8; 186 GB at 8000 GB/s; 1200 W
+    gb200             NVIDIA GB200 NVL72 data sheet (2025): 2500 bf16/fp16, 1250 tf32, 5000 fp8; 186 GB at 8000 GB/s;
+                      1200 W
     v100              NVIDIA V100 SXM2 data sheet (2020): 125 fp16, 15.7 fp32 (no bf16 units), 32 GB at 900 GB/s
     tpu-v5p           cloud.google.com/tpu/docs/v5p: 459 bf16, 95 GiB at 2765 GB/s
-    cpu               a small cloud machine, a 2-core x86 virtual machine with AVX-512, as a whole: medians of four runs of
-                      `python -m meshtrain.plan --measure` on two fake devices, memory given by hand; measure your own
+    cpu               a small cloud machine, a 2-core x86 virtual machine with AVX-512, as a whole: medians of four
+                      runs of `python -m meshtrain.plan --measure` on two fake devices, memory given by hand; measure
+                      your own
 
 float32 matmuls on NVIDIA devices are counted at the TF32 rate, which is what XLA uses by default.
 """
@@ -44,12 +46,14 @@ class Efficiency:
 
         matmul      share of the peak that a very large matrix product reaches
         half_size   a product (m, k, n) reaches that share times 1/(1 + half_size (1/m + 1/k + 1/n))
-        attention   share of the peak that cuDNN's attention reaches forward on very long sequences, on the half of the scores that is not
-                    masked; `compute.Kernel` has the law for shorter ones, its backward, and other kernels
+        attention   share of the peak that cuDNN's attention reaches forward on very long sequences, on the half of
+                    the scores that is not masked; `compute.Kernel` has the law for shorter ones, its backward, and
+                    other kernels
         memory      share of the memory bandwidth that norms, activations, residuals and the optimizer reach
         link        share of a link's bandwidth that collectives reach
         exposed     share of the communication over data that could hide behind compute, but does not
-        exposed_tensor   the same of collectives over tensor, of frameworks that send them in pieces beside their products
+        exposed_tensor   the same of collectives over tensor, of frameworks that send them in pieces beside their
+                    products
 
     `experiments/plan/calibrate.py` fits them on published runs.
     """

@@ -3,17 +3,18 @@
 S is the size of the whole array: what an all-reduce sums, what an all-gather ends with, what a reduce-scatter and an
 all-to-all begin with on a device. n devices, k = ceil(log2 n).
 
-    all-reduce      steps      bytes that a device sends         source
-    ring            2 (n-1)    2 S (n-1)/n                       Patarasuk & Yuan 2009
-    butterfly       2 k        2 S (n-1)/n                       recursive halving and doubling, Thakur et al. 2005, section 4.5
-    tree            2 k        2 S                               two binary trees, each half of S: Sanders et al. 2009; NCCL 2.4
-    hierarchical    reduce-scatter inside the block of the lowest level, all-reduce of a share between blocks, all-gather inside
+    all-reduce      steps    bytes that a device sends   source
+    ring            2 (n-1)  2 S (n-1)/n                 Patarasuk & Yuan 2009
+    butterfly       2 k      2 S (n-1)/n                 recursive halving and doubling, Thakur et al. 2005, section 4.5
+    tree            2 k      2 S                         two binary trees, each half of S: Sanders et al. 2009; NCCL 2.4
+    hierarchical    reduce-scatter inside the block of the lowest level, all-reduce of a share between blocks,
+                    all-gather inside
 
 An all-gather or reduce-scatter is half of a ring, butterfly or hierarchical all-reduce; trees have no such half. An
-all-to-all has
-nothing to pass on: a device sends each other one its part of S/n, by itself.
+all-to-all has nothing to pass on: a device sends each other one its part of S/n, by itself.
 
-    all-to-all      n-1        S (n-1)/n, each part over all levels between the two      pairwise exchange, Thakur et al. 2005, section 4.6
+    all-to-all      n-1      S (n-1)/n, each part over   pairwise exchange, Thakur et al. 2005, section 4.6
+                             all levels between the two
 
 On a torus whose dimensions are known, and on a hypercube, far partners share wires: `meshtrain.cluster.topology` counts
 them. On GPUs the choice is NCCL's: `meshtrain.cluster.nccl`. Elsewhere the cheapest of these is taken.

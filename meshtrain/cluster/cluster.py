@@ -49,8 +49,9 @@ class Cluster:
     devices_per_node: int = key(8, "accelerators in a machine", least=1)
     shared: bool = key(False, "fake devices: all devices are one machine, and the accelerator's figures are of all of "
                               "them together")
-    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(FAT_TREE, "shape of the "
-                                                                                                               "network")
+    topology: Literal["fat_tree", "rail_optimised", "torus", "dragonfly", "hypercube", "flat"] = key(
+        FAT_TREE, "shape of the network"
+    )
     dimensions: tuple[int, ...] = key(
         (), "torus: places along each dimension, neighbours in the last; the level that joins as many is the torus",
         least=1
@@ -63,7 +64,10 @@ class Cluster:
         2e-5, "failures that stop the job, per device and hour; Llama 3 (section 3.3.4): 419 in 54 days of 16,384 GPUs",
         least=0.0, most=1.0, unit="failures per device and hour (one in 50,000 hours is 2e-05)"
     )
-    restart_seconds: float = key(300.0, "from a failure to the first step after the restart", least=0.0, most=86400.0, unit="seconds")
+    restart_seconds: float = key(
+        300.0, "from a failure to the first step after the restart",
+        least=0.0, most=86400.0, unit="seconds"
+    )
     save_seconds: float = key(
         0.2, "for which a save stops training however little it copies (barrier, directory, names of arrays): the "
              "quickstart's 10 MB, median of 10",
@@ -74,15 +78,21 @@ class Cluster:
                "several seconds on 1,536",
         least=0.0, most=60.0, unit="seconds a host"
     )
-    storage_bandwidth: float = key(1.0, "GB/s that one node writes to the checkpoint store", least=0.001, most=1000.0, unit="GB/s of one "
-                                                                                                                            "node")
+    storage_bandwidth: float = key(
+        1.0, "GB/s that one node writes to the checkpoint store",
+        least=0.001, most=1000.0,
+        unit="GB/s of one node"
+    )
     storage_bandwidth_total: float = key(
         200.0, "GB/s that the store takes from all nodes at once, however many; a large store of its own kind: Llama "
                "3's takes 2,000 (section 3.3.1)",
         least=0.001, most=1e6, unit="GB/s of the store"
     )
-    host_bandwidth: float = key(20.0, "GB/s at which one device copies to its host", least=0.01, most=1000.0, unit="GB/s of one "
-                                                                                                                   "device")
+    host_bandwidth: float = key(
+        20.0, "GB/s at which one device copies to its host",
+        least=0.01, most=1000.0,
+        unit="GB/s of one device"
+    )
     price_per_device_hour: float = key(0.0, "price of one device for an hour, in any currency", least=0.0)
     device_order: tuple[str, ...] = key(
         (), "devices as HOST/NUMBER, neighbours by their links, as the probe found them; mesh.cluster has a mesh take "

@@ -50,7 +50,7 @@ class Clustered:
     order: tuple[int, ...]
 
     @property
-    def in_order(self) -> bool:
+    def is_ordered(self) -> bool:
         return self.order == tuple(range(len(self.order)))
 
 

@@ -4,14 +4,16 @@ protocols.
 It knows them by a model of its own (NVIDIA/nccl, src/graph/tuning.cc of 2.28.7), whose constants stand here: seconds =
 start + latencies of the steps + bytes / bandwidth. n ranks, m of them in each of B machines.
 
-    algorithm   what for                          latencies                                    seconds for S bytes, bandwidth W
+    algorithm   what for                          latencies                                    seconds (S bytes by W)
     ring        everything                        passes (n - B of a machine, B - 1 between)   passes S (n-1)/n / W
     tree        all-reduce                        2 (m - 1) of a machine, 2 log2 B between     2 S / 0.92 W
     NVLS        all-reduce in switches that sum   one of 25 µs                                 S / 0.75 W
-    NVLS tree   the same, a tree between them     140 µs, and 2 log2 B between                 the same, or 2 S / W between (S, B = 2)
+    NVLS tree   the same, a tree between them     140 µs, and 2 log2 B between                 the same, or 2 S / W
+                                                                                               between (S, B = 2)
 
     protocol    a message takes, in a machine, between (of a link's latency)    bandwidth
-    LL          0.18, 0.19: flags beside 4 bytes of data, no fence              1/2, at most 88 GB/s in a machine, 19 between (Ampere's)
+    LL          0.18, 0.19: flags beside 4 bytes of data, no fence              1/2, at most 88 GB/s in a machine,
+                                                                                19 between (Ampere's)
     LL128       0.56, 0.29: flags beside 120 of 128 bytes                       0.92
     Simple      1, 1: fences                                                    1
 

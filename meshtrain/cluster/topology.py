@@ -7,16 +7,18 @@ Devices that share a way out of a block slow each other:
 
 The shape says what else messages meet on the way:
 
-    topology         the file says besides its levels     what it changes                                          source
+    topology         the file says besides its levels     what it changes
     flat             nothing                              nothing: every message has its way to itself
-    fat_tree         links.LEVEL.oversubscription: 2      a device's share of the way into that level is 1/2       Leiserson 1985; Al-Fares et al.
-                                                                                                                   2008, section 2.1
-    rail_optimised   between_rails: node | spine          a switch joins the devices of one number in their        Wang et al. 2023, section 2
+    fat_tree         links.LEVEL.oversubscription: 2      a device's share of the way into that level is 1/2
+    rail_optimised   between_rails: node | spine          a switch joins the devices of one number in their
                                                           nodes; to others it goes over NVLink first, or the spine
-    dragonfly        nothing: groups are the blocks       a block that talks to one other has 1/(g-1) of its       Kim et al. 2008, sections 3, 4
+    dragonfly        nothing: groups are the blocks       a block that talks to one other has 1/(g-1) of its
                      below the highest level, g of them   links there, or half of all by way of third blocks
-    torus            dimensions: [4, 4, 8]                rings along dimensions; far partners share wires         Dally & Towles 2004, chapter 5
-    hypercube        nothing                              a torus whose dimensions are all 2                       Saad & Schultz 1988
+    torus            dimensions: [4, 4, 8]                rings along dimensions; far partners share wires
+    hypercube        nothing                              a torus whose dimensions are all 2
+
+Sources: fat_tree: Leiserson 1985; Al-Fares et al. 2008, section 2.1. rail_optimised: Wang et al. 2023, section 2.
+dragonfly: Kim et al. 2008, sections 3, 4. torus: Dally & Towles 2004, chapter 5. hypercube: Saad & Schultz 1988.
 
 A torus has its last dimension's neighbours next to each other in the numbering, as `mesh.order` has its last axis. One
 whose dimensions the file leaves out is known by its name alone: a group is a ring of its own, with all of a device's

@@ -192,13 +192,8 @@ def _batch_problems(config: Config) -> Iterator[str]:
         yield f"{uneven}, which {PADDED} does without; legal are {listed_divisors(own)}."
 
 
-def _pipeline_problems(config: Config) -> Iterator[str]:
-    layers = config.model.layers
-    stages = config.mesh.pipeline
-    parallel = config.parallel
-    schedule = parallel.schedule
-    chunks = parallel.virtual_stages
-    microbatches = parallel.microbatches
+def _schedule_problems(schedule: str) -> Iterator[str]:
+    """Yields what is wrong with the schedule's name or its table's path."""
     is_table = schedule.endswith(".csv")
     if is_table and not os.path.isfile(os.path.expanduser(schedule)):
         path = Path(os.path.expanduser(schedule))
@@ -216,6 +211,17 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.schedule is {short(repr(schedule))}; it must be one of {legal}, or the path of a .csv "
             f"table{ending}"
         )
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
+    layers = config.model.layers
+    stages = config.mesh.pipeline
+    parallel = config.parallel
+    schedule = parallel.schedule
+    chunks = parallel.virtual_stages
+    microbatches = parallel.microbatches
+    is_table = schedule.endswith(".csv")
+    yield from _schedule_problems(schedule)
     # Without stages no table is run: neither chunks nor a split of the layers have a use (see `notes`).
     if stages == 1:
         # Whoever names a table of several stages wants it run: a mesh that leaves it unused is a mistake.
@@ -255,8 +261,6 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
 
 def _data_problems(config: Config) -> Iterator[str]:
     data = config.data
-    tensor = config.mesh.tensor
-    batch = config.train.global_batch_size
     if data.format == images.IMAGES:
         return
     if (data.source == MIXTURE) != bool(data.mixture):
@@ -283,6 +287,14 @@ def _data_problems(config: Config) -> Iterator[str]:
         if data.batching != "window":
             but = f"but {data.source} tokens form no documents"
             yield f"data.batching is {data.batching}, {but}; set it to window."
+    yield from _batching_problems(config)
+
+
+def _batching_problems(config: Config) -> Iterator[str]:
+    """Yields what is wrong with rows of several lengths."""
+    data = config.data
+    tensor = config.mesh.tensor
+    batch = config.train.global_batch_size
     by_length = data.batching in ("grouped", "budget")
     if by_length and config.mesh.context > 1:
         of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"

@@ -79,13 +79,13 @@ def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
 
     A few times as fast as `dataclasses.replace`, which searches notice.
     """
-    return _with_values(config, sections)
+    return _put_values(config, sections)
 
 
-def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+def _put_values(section: Any, values: Mapping[str, Any]) -> Any:
     before = vars(section)
     # A mapping is for a section: no key takes one.
-    inner = {n: _with_values(before[n], v) for n, v in values.items() if isinstance(v, Mapping)}
+    inner = {n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, Mapping)}
     return type(section)(**(before | values | inner))
 
 

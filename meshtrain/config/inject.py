@@ -1,7 +1,8 @@
 """Faults to be injected: the table of their kinds, and KIND@STEP:RANK as a person writes it.
 
     kill@40:1       rank 1 is killed as soon as 40 steps are taken
-    kill@40:1.b     the same once more: what was done stays done, in RUN/survive/injected/, and a name of its own asks again
+    kill@40:1.b     the same once more: what was done stays done, in RUN/survive/injected/, and a name of its own asks
+                    again
 
 A training process does its own (`survive.injector`), the supervisor those of nodes; some are made before the run
 begins. Imports no JAX.
@@ -52,10 +53,10 @@ _TABLE = (
     FaultKind("loader", 18, "the thread that reads data is stuck", "trainer", "data"),
     FaultKind("gil", 19, "never lets go of Python's lock", "trainer", "dispatch"),
     FaultKind("d-state", 20, "sleeps in the kernel, in state D", "trainer", "dispatch"),
-    FaultKind("collective", 21, "gives a step what is never ready, so that all ranks wait in it", "trainer", "dispatch"),
+    FaultKind("collective", 21, "gives a step what is never ready: all ranks wait in it", "trainer", "dispatch"),
     FaultKind("nan", 22, "NaN in a weight", "trainer", "dispatch"),
     FaultKind("nan-always", 23, "NaN in a weight whenever the step is reached", "trainer", "dispatch", always=True),
-    FaultKind("bit-flip", 24, "one bit of a parameter flips, on one of the devices that hold it", "trainer", "dispatch"),
+    FaultKind("bit-flip", 24, "one bit of a parameter flips, on one device that holds it", "trainer", "dispatch"),
     FaultKind("slow", 25, "half a step's time of sleep in each step from there on", "trainer", "dispatch", always=True),
     FaultKind("damage", 26, "a byte of the newest checkpoint flips, then SIGKILL", "trainer", "data"),
     FaultKind("disk-full", 27, "nothing more can be written", "start"),

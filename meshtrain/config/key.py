@@ -17,7 +17,8 @@ SYNONYMS = {
         "train_micro_batch_size_per_gpu local_batch_size",
         "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length block_size context_length "
         "cutoff_len max_target_length",
-        "train.steps": "max_steps num_steps total_steps max_iters train_iters training_steps num_train_steps iterations",
+        "train.steps": "max_steps num_steps total_steps max_iters train_iters training_steps num_train_steps "
+        "iterations",
         "train.epochs": "num_epochs num_train_epochs max_epochs n_epochs",
         "train.loss_chunk": "chunked_loss",
         "run.seed": "random_seed manual_seed",

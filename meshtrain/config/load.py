@@ -61,32 +61,20 @@ def load(
     With `reading` no code of a run directory or of others is imported unless it is trusted: names that it would bring
     are taken as they are (`registry.Unimported`). Raises ConfigError, one sentence, if the source is not a config.
     """
-    values: dict[str, Any] = {}
-    # A text is a sequence of texts too, its letters.
-    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not listed or not all(isinstance(override, str) for override in overrides):
-        legal = "a list of texts, such as ['mesh.data=2']"
-        raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
+    _check_overrides(overrides)
     _plug_in()
     overridden: tuple[str, ...] | None = None
     for override in overrides:
         if override.partition("=")[0].strip() == IMPORTS:
             overridden = _take(_override(Config(), override).run.imports, None)
     left_out: str | None = None
-    if isinstance(source, Mapping):
-        values = _read_mapping(source)
-    elif source is not None and not isinstance(source, Config):
-        if not isinstance(source, str | os.PathLike):
-            raise ConfigError(
-                f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None."
-            )
-        file = config_file(source)
-        given, left_out = _read_config(file, reading)
-        values = placed(given, keys(Config), Path(file).parent)
-    config = unresolved(source) if isinstance(source, Config) else filled(Config(), values)
-    model_keys = set(
-        _changed(config.model) if isinstance(source, Config) else _flatten(values.get("model", {}))
-    )
+    if isinstance(source, Config):
+        config = unresolved(source)
+        model_keys = set(_changed(config.model))
+    else:
+        values, left_out = _read_source(source, reading)
+        config = filled(Config(), values)
+        model_keys = set(_flatten(values.get("model", {})))
     for override in overrides:
         config = _override(config, override)
         model_keys.add(override.partition("=")[0].strip().removeprefix("model."))
@@ -104,6 +92,30 @@ def load(
     config = resolve(_fill_from_weights(config, model_keys))
     check(config)
     return config
+
+
+def _check_overrides(overrides: Any) -> None:
+    """Raises ConfigError unless the overrides are a list of texts."""
+    # A text is a sequence of texts too, its letters.
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not listed or not all(isinstance(override, str) for override in overrides):
+        legal = "a list of texts, such as ['mesh.data=2']"
+        raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
+
+
+def _read_source(source: Any, reading: bool) -> tuple[dict[str, Any], str | None]:
+    """Returns the values of a file, of nested dicts or of None, and what `_read_config` left out."""
+    if source is None:
+        return {}, None
+    if isinstance(source, Mapping):
+        return _read_mapping(source), None
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None."
+        )
+    file = config_file(source)
+    given, left_out = _read_config(file, reading)
+    return placed(given, keys(Config), Path(file).parent), left_out
 
 
 def _refuse_secrets(config: Config) -> None:
@@ -358,7 +370,7 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
     return node, source
 
 
-def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
+def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
@@ -375,24 +387,21 @@ def _section(kind: type, node: yaml.Node, prefix: str, source: str, what: str) -
             raise ConfigError(f"{where}: {_unknown(kind, prefix, name)}")
         if name in values:
             raise ConfigError(f"{where}: {prefix}{name} stands here twice.")
-        if dataclasses.is_dataclass(hints[name]):
-            section = typing.cast(type, hints[name])
+        hint: Any = hints[name]
+        path = f"{prefix}{name}"
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+        if dataclasses.is_dataclass(hint):
             empty = value_node.tag == NULL
-            values[name] = (
-                {} if empty else _section(section, value_node, f"{prefix}{name}.", source, what)
-            )
-        elif typing.get_origin(hints[name]) is tuple and dataclasses.is_dataclass(
-            typing.get_args(hints[name])[0]
-        ):
-            section = typing.get_args(hints[name])[0]
-            values[name] = _sections(section, value_node, f"{prefix}{name}", source, what)
+            values[name] = {} if empty else _section(hint, value_node, f"{path}.", source, what)
+        elif dataclasses.is_dataclass(item):
+            values[name] = _sections(item, value_node, path, source, what)
         else:
-            where = f"{_locate(source, value_node)}: {prefix}{name}"
-            values[name] = value(hints[name], keys(kind)[name], value_node, where)
+            where = f"{_locate(source, value_node)}: {path}"
+            values[name] = value(hint, keys(kind)[name], value_node, where)
     return values
 
 
-def _sections(kind: type, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
+def _sections(kind: Any, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(
             f"{_locate(source, node)}: {name} is {shape(node)}; it must be a list of mappings."
@@ -415,16 +424,7 @@ def _override(config: Config, text: str) -> Config:
             else "for example --set mesh.data=2."
         )
         raise ConfigError(f"{source}: write --set section.key=value, {example}")
-    kind: type = Config
-    prefix = ""
-    for section in sections:
-        hint = typing.get_type_hints(kind).get(section)
-        if hint is None:
-            raise ConfigError(f"{source}: {_unknown(kind, prefix, section)}")
-        if not dataclasses.is_dataclass(hint):
-            raise ConfigError(f"{source}: {prefix}{section} is a key and has none of its own.")
-        kind = typing.cast(type, hint)
-        prefix = f"{prefix}{section}."
+    kind, prefix = _find_section(sections, source)
     hints = typing.get_type_hints(kind)
     if name not in hints:
         raise ConfigError(f"{source}: {_unknown(kind, prefix, name)}")
@@ -442,6 +442,21 @@ def _override(config: Config, text: str) -> Config:
             path, value(hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}")
         ),
     )
+
+
+def _find_section(sections: list[str], source: str) -> tuple[type, str]:
+    """Returns the class of a section within sections, and the prefix of its keys."""
+    kind: type = Config
+    prefix = ""
+    for section in sections:
+        hint = typing.get_type_hints(kind).get(section)
+        if hint is None:
+            raise ConfigError(f"{source}: {_unknown(kind, prefix, section)}")
+        if not dataclasses.is_dataclass(hint):
+            raise ConfigError(f"{source}: {prefix}{section} is a key and has none of its own.")
+        kind = typing.cast(type, hint)
+        prefix = f"{prefix}{section}."
+    return kind, prefix
 
 
 def _unknown(kind: type, prefix: str, name: str) -> str:

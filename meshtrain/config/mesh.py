@@ -6,8 +6,8 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
                             island 1   data 0, 1        those across are slow
     data 2, context 2:      data 0     context 0, 1     each data rank's rows are cut along the sequence over
                             data 1     context 0, 1     its context ranks (see `parallel.context`)
-    data 4, expert 2:       data 0     expert 0, 1      the ranks of expert have rows of their own, and share the experts of a layer
-                            data 1     expert 0, 1      between them (see `parallel.experts`)
+    data 4, expert 2:       data 0     expert 0, 1      the ranks of expert have rows of their own, and share the
+                            data 1     expert 0, 1      experts of a layer between them (see `parallel.experts`)
 """
 
 import math
@@ -30,7 +30,10 @@ ORDER = (ISLAND, PIPELINE, DATA, TENSOR)  # outermost first
 # fmt: off
 @dataclass(frozen=True)
 class MeshConfig:
-    data: int = key(1, "data-parallel replicas; ZeRO shards state over this axis, or over its part in an island", least=1)
+    data: int = key(
+        1, "data-parallel replicas; ZeRO shards state over this axis, or over its part in an island",
+        least=1
+    )
     tensor: int = key(1, "tensor-parallel ranks: heads, d_ff and vocabulary are split over this axis", least=1)
     pipeline: int = key(1, "pipeline stages: layers are split over this axis", least=1)
     islands: int = key(
@@ -57,11 +60,12 @@ class MeshConfig:
     )
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> "MeshConfig":
+    def make(cls, sizes: Mapping[str, int]) -> "MeshConfig":
         """Makes the section from the axes of a mesh and their sizes, as `shape` has them."""
         islands = sizes.get(ISLAND, 1)
         expert = sizes.get(EXPERT, 1)
-        return cls(sizes[DATA] * islands * expert, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1), expert)
+        data = sizes[DATA] * islands * expert
+        return cls(data, sizes[TENSOR], sizes[PIPELINE], islands, sizes.get(CONTEXT, 1), expert)
 
     @classmethod
     def read(cls, text: str, axes: tuple[str, ...] = (*AXES, "islands"), why: str = ".") -> "MeshConfig":
@@ -98,7 +102,8 @@ class MeshConfig:
         """The axes of the mesh and their sizes: islands, expert and context only where there are several."""
         among = ((ISLAND, self.islands), (EXPERT, self.expert), (CONTEXT, self.context))
         optional = {axis: size for axis, size in among if size > 1}
-        sizes = {DATA: self.data // self.islands // self.expert, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
+        data = self.data // self.islands // self.expert
+        sizes = {DATA: data, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
         return {axis: sizes[axis] for axis in ALL_AXES if axis in sizes}
 
     @property

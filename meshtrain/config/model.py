@@ -156,12 +156,18 @@ class MoeConfig:
         None, "experts that a token is computed by; null: as the family has it",
         least=1, most=1024, follows=_family_default("top_k"), resume=SHAPE, counts=_has_experts
     )
-    d_ff: int = key(0, "hidden width of an expert; 0: as wide as the family's MLP", least=0, resume=SHAPE, counts=_has_experts)
-    shared_experts: int = key(0, "experts that every token is computed by, beside those it chooses", least=0, most=1024, resume=SHAPE, counts=_has_experts)
+    d_ff: int = key(
+        0, "hidden width of an expert; 0: as wide as the family's MLP",
+        least=0, resume=SHAPE, counts=_has_experts
+    )
+    shared_experts: int = key(
+        0, "experts that every token is computed by, beside those it chooses",
+        least=0, most=1024, resume=SHAPE, counts=_has_experts
+    )
     router: Literal["softmax", "sigmoid", "softmax_top_k"] = key(
         None, "scores, of which the top_k are chosen, and the weights of their outputs. softmax, sigmoid: of each "
-              "logit; softmax_top_k: the "
-        "logits, and a softmax over those chosen; null: as the family has it", follows=_family_default("router"), resume=SHAPE, counts=_has_experts
+              "logit; softmax_top_k: the logits, and a softmax over those chosen; null: as the family has it",
+        follows=_family_default("router"), resume=SHAPE, counts=_has_experts
     )
     normalize: bool = key(
         None, "softmax, sigmoid: the weights of a token's experts are divided by their sum; null: as the family has it",
@@ -181,7 +187,10 @@ class MoeConfig:
         "by bias_rate a step while its load is below the mean, else down (Wang et al. 2024). Both are the same on "
         "every mesh", counts=_has_experts
     )
-    balance_weight: float = key(1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)", least=0.0, counts=_has_experts)
+    balance_weight: float = key(
+        1e-4, "balance sequence: the loss's weight (DeepSeek-V3, section 4.2)",
+        least=0.0, counts=_has_experts
+    )
     bias_rate: float = key(1e-3, "balance bias: the change of a step", above=0.0, counts=_has_experts)
 
 
@@ -210,12 +219,21 @@ class ModelConfig:
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE
     )
-    vocab_size: int = key(512, "rows of the embedding; at least the tokenizer's size; of images the classes", least=2, resume=SIZE)
-    dropout: float = key(0.0, "probability of dropping an activation (embedding, attention, residual)", least=0.0, most=0.99)
+    vocab_size: int = key(
+        512, "rows of the embedding; at least the tokenizer's size; of images the classes",
+        least=2, resume=SIZE
+    )
+    dropout: float = key(
+        0.0, "probability of dropping an activation (embedding, attention, residual)",
+        least=0.0, most=0.99
+    )
     block: str | None = key(None, "a function in the place of the built-in block, as MODULE:NAME of run.imports "
                                   "(model.hooks)", resume=FUNCTION)
     attention: str | None = key(None, "a function in the place of attention, likewise", resume=FUNCTION)
-    tied_head: bool = key(None, "use the embedding as output head; null: as the family does", follows=_family_default("tied_head"), resume=SHAPE)
+    tied_head: bool = key(
+        None, "use the embedding as output head; null: as the family does",
+        follows=_family_default("tied_head"), resume=SHAPE
+    )
     qkv_bias: bool = key(
         None, "biases of the query, key and value projections; null: as the family has it",
         follows=lambda c: FAMILIES[c.model.family].biases or FAMILIES[c.model.family].biased_qkv, resume=SHAPE
@@ -236,9 +254,13 @@ class ModelConfig:
               "has it",
         least=0, follows=_family_default("window"), resume=SHAPE
     )
-    rope_theta: float = key(10000.0, "base of the rotary frequencies, where positions are rotary", above=1.0, resume=SHAPE)
+    rope_theta: float = key(
+        10000.0, "base of the rotary frequencies, where positions are rotary",
+        above=1.0, resume=SHAPE
+    )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
-        "none", "how rotary frequencies are stretched for sequences longer than those of the first training", resume=SHAPE
+        "none", "how rotary frequencies are stretched for sequences longer than those of the first training",
+        resume=SHAPE
     )
     rope_factor: float = key(1.0, "rope_scaling: by how much", least=1.0, resume=SHAPE)
     rope_original: int = key(8192, "rope_scaling llama3, yarn: the sequence length before", least=1, resume=SHAPE)
@@ -250,11 +272,15 @@ class ModelConfig:
         None, "llama3, yarn: those that go round so often, or more, stay; null: 4 (llama3), 32 (yarn)",
         above=0.0, follows=lambda c: 32.0 if c.model.rope_scaling == "yarn" else 4.0, resume=SHAPE
     )
-    rope_amplitude: float = key(0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1", least=0.0, resume=SHAPE)
+    rope_amplitude: float = key(
+        0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1",
+        least=0.0, resume=SHAPE
+    )
     rope_truncate: bool = key(True, "yarn: the ramp begins and ends at whole pairs", resume=SHAPE)
     max_positions: int = key(
         None, "rows of the position table, where positions are learned; null: train.sequence_length",
-        least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE, counts=lambda c: FAMILIES[c.model.family].positions == "learned"
+        least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE,
+        counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
     init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get "
@@ -271,7 +297,10 @@ class ModelConfig:
         None, "embeddings are multiplied by the root of d_model; null: as the family has it",
         follows=_family_default("scaled_embedding"), resume=SHAPE
     )
-    query_scalar: int = key(None, "scores are divided by the root of this; null: head_dim", least=1, follows=lambda c: c.model.head_dim, resume=SHAPE)
+    query_scalar: int = key(
+        None, "scores are divided by the root of this; null: head_dim",
+        least=1, follows=lambda c: c.model.head_dim, resume=SHAPE
+    )
     score_cap: float = key(
         None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
         least=0.0, follows=_family_default("score_cap"), resume=SHAPE
@@ -291,14 +320,26 @@ class ModelConfig:
         "the family has it",
         least=0.0, follows=_family_default("rope_theta_local"), resume=SHAPE
     )
-    image_size: int = key(224, "images: height and width, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
-    patch_size: int = key(16, "images: height and width of a patch, in pixels", least=1, most=2**14, resume=SHAPE, counts=_of_images)
-    channels: int = key(3, "images: numbers of a pixel (1: grey, 3: red, green, blue)", least=1, most=1024, resume=SHAPE, counts=_of_images)
+    image_size: int = key(
+        224, "images: height and width, in pixels",
+        least=1, most=2**14, resume=SHAPE, counts=_of_images
+    )
+    patch_size: int = key(
+        16, "images: height and width of a patch, in pixels",
+        least=1, most=2**14, resume=SHAPE, counts=_of_images
+    )
+    channels: int = key(
+        3, "images: numbers of a pixel (1: grey, 3: red, green, blue)",
+        least=1, most=1024, resume=SHAPE, counts=_of_images
+    )
     pool: Literal["class", "mean"] = key(
-        "class", "images: what the head reads: class, a learned token before the patches; mean, the mean of the patches", resume=SHAPE, counts=_of_images
+        "class", "images: what the head reads: class, a learned token before the patches; mean, the mean of the "
+                 "patches",
+        resume=SHAPE, counts=_of_images
     )
     weights: str | None = key(
-        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section", path=True, resume=Resume.FREE
+        None, "a Hugging Face directory whose weights a new run begins with, and whose config.json fills this section",
+        path=True, resume=Resume.FREE
     )
 
     @property
@@ -309,7 +350,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = key(0, "width of the adapters beside frozen projections (Hu et al. 2021); 0: none", least=0, most=4096, resume=ADAPTERS)
+    rank: int = key(
+        0, "width of the adapters beside frozen projections (Hu et al. 2021); 0: none",
+        least=0, most=4096, resume=ADAPTERS
+    )
     alpha: float = key(
         None, "adapters are scaled by alpha / rank; null: 2 rank",
         above=0.0, follows=lambda c: 2.0 * max(1, c.lora.rank), resume=REFUSED

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from meshtrain.config import reduce
 from meshtrain.config.follow import followed, padded_batch_size, value_of
 from meshtrain.config.key import keys
-from meshtrain.config.schema import AUTO, Config, pairs_may_hide, planned_schedule, planned_strategy
+from meshtrain.config.schema import (
+    AUTO,
+    Config,
+    ParallelConfig,
+    pairs_may_hide,
+    planned_schedule,
+    planned_strategy,
+)
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
@@ -70,15 +77,7 @@ def _notes(config: Config) -> Iterator[str]:
         more = f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}"
         yield f"{more}: the run ends before the learning rate is at its peak."
     if mesh.pipeline == 1:
-        if parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1):
-            yield (
-                "parallel.virtual_stages has no use with mesh.pipeline 1: the microbatches are plain gradient "
-                "accumulation."
-            )
-        if parallel.schedule.endswith(".csv"):
-            yield "parallel.schedule has no use with mesh.pipeline 1: a table is for several stages."
-        if parallel.layer_split is not None:
-            yield "parallel.layer_split has no use with mesh.pipeline 1: all layers are on one stage."
+        yield from _stage_notes(parallel)
     if mesh.islands > 1 and parallel.zero_stage and mesh.shards == 1:
         each = f"each of the {mesh.islands} islands is one data rank, and has all of the state"
         yield f"parallel.zero_stage {parallel.zero_stage} shards nothing: {each}."
@@ -88,18 +87,36 @@ def _notes(config: Config) -> Iterator[str]:
         yield f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: {why}."
 
 
+def _stage_notes(parallel: ParallelConfig) -> Iterator[str]:
+    """Yields the keys that have no use with one stage."""
+    unused = {
+        "virtual_stages": (
+            parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1),
+            "the microbatches are plain gradient accumulation",
+        ),
+        "schedule": (parallel.schedule.endswith(".csv"), "a table is for several stages"),
+        "layer_split": (parallel.layer_split is not None, "all layers are on one stage"),
+    }
+    for name, (given, why) in unused.items():
+        if given:
+            yield f"parallel.{name} has no use with mesh.pipeline 1: {why}."
+
+
 def _pipeline_notes(config: Config) -> Iterator[str]:
     parallel = config.parallel
     stages = config.mesh.pipeline
     schedule = parallel.schedule
     microbatches = parallel.microbatches
     chunks = parallel.virtual_stages
+    entry = SCHEDULES.get(schedule)
+    is_made_for_it = entry and entry.formulas
+    if is_made_for_it and microbatches >= stages:
+        return
+    from meshtrain.schedule import simulate
 
     def idle(microbatches: int) -> str:
-        from meshtrain.schedule import Durations, simulate
-
         table = make_table(schedule, stages, microbatches, chunks)
-        return f"{simulate(table, Durations()).bubble_fraction:.0%}"
+        return f"{simulate(table).bubble_fraction:.0%}"
 
     if microbatches < stages:
         better = "more would shorten that"
@@ -109,11 +126,8 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
         few = f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}"
         yield f"{few}: every stage idles {idle(microbatches)} of the step; {better}."
     # What one program for all stages costs a table of one's own; the named schedules are made for it.
-    entry = SCHEDULES.get(schedule)
-    if entry and entry.formulas:
+    if is_made_for_it:
         return
-    from meshtrain.schedule import simulate
-
     table = make_table(schedule, stages, microbatches, chunks)
     lockstep, alone = (
         simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous")

@@ -40,7 +40,10 @@ class ReduceConfig:
     over: Literal["data", "islands"] = key("data", "what compression is for: sums over data, or those across islands "
                                                    "alone", counts=_compresses)
     block: int = key(256, "float8, int8, int4: numbers that share a scale", least=16, most=65536, counts=_compresses)
-    ratio: float = key(0.01, "topk: share of a gradient's numbers that is sent", above=0.0, most=1.0, counts=_compresses)
+    ratio: float = key(
+        0.01, "topk: share of a gradient's numbers that is sent",
+        above=0.0, most=1.0, counts=_compresses
+    )
     rank: int = key(4, "powersgd: columns of its two matrices", least=1, most=4096, counts=_compresses)
     feedback: bool = key(
         None, "keep what compression left out, and add it to the next step's gradient; null: true for int4, topk and "
@@ -59,7 +62,10 @@ class SyncConfig:
     outer_learning_rate: float = key(0.7, "of the outer step, SGD with Nesterov momentum along the mean of what the "
                                           "islands moved", above=0.0)
     outer_momentum: float = key(0.9, "of the outer step; 0: none", least=0.0, most=0.99999)
-    start: int = key(0, "steps with gradients summed over all islands before the first one alone", least=0, resume=Resume.REFUSED)
+    start: int = key(
+        0, "steps with gradients summed over all islands before the first one alone",
+        least=0, resume=Resume.REFUSED
+    )
     fragments: int = key(
         1, "parts of the model that are brought together one after the other, each every `every` steps (Streaming "
            "DiLoCo: Douillard et al. "

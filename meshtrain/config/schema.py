@@ -124,7 +124,10 @@ def pairs_may_hide(config: "Config") -> bool:
 class RunConfig:
     directory: str = key("runs/default", "where config.yaml, metrics.jsonl and checkpoints/ are written", resume=FREE)
     # JAX's keys take 32 bits of it
-    seed: int = key(0, "the one seed: initialisation, dropout and the order of the data follow from it", least=0, most=2**32 - 1, resume=REFUSED)
+    seed: int = key(
+        0, "the one seed: initialisation, dropout and the order of the data follow from it",
+        least=0, most=2**32 - 1, resume=REFUSED
+    )
     fake_devices: int = key(
         0, "CPU devices to fake when there is no accelerator (XLA_FLAGS wins); 0: as many as the mesh needs",
         least=0, most=MOST_FAKE_DEVICES
@@ -203,7 +206,8 @@ class ParallelConfig:
         f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
         "1f1b where a stage has one chunk, or with pairs where they are clearly faster by the plan; on one stage only "
         "paired has a use",
-        path=True, follows=_schedule, counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
+        path=True, follows=_schedule,
+        counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
     layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as "
                                                     "can be", least=0)
@@ -254,8 +258,14 @@ class PrecisionConfig:
                    "device, so that losses depend "
         "on the mesh and on microbatches; blockwise, 128 of a row and 128 x 128 of a weight, multiplied in the "
         "compute dtype", counts=_uses_float8)
-    float8_wgrad: Literal["compute", "float8"] = key("compute", "what the gradients of weights are multiplied in", counts=_uses_float8)
-    float8_skip: tuple[int, ...] = key((1, 1), "how many of the first and of the last layers stay in the compute dtype", least=0, counts=_uses_float8)
+    float8_wgrad: Literal["compute", "float8"] = key(
+        "compute", "what the gradients of weights are multiplied in",
+        counts=_uses_float8
+    )
+    float8_skip: tuple[int, ...] = key(
+        (1, 1), "how many of the first and of the last layers stay in the compute dtype",
+        least=0, counts=_uses_float8
+    )
     float8_gather: bool = key(
         True, "gather what is rounded: over tensor with sequence_parallel, and weights over data with zero_stage 3, "
               "blockwise those whose "
@@ -264,7 +274,10 @@ class PrecisionConfig:
         True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; "
               "they are saved as what they "
         "were rounded to", counts=_uses_float8)
-    loss_scale: float = key(65536.0, "float16: initial loss scale; it never leaves these bounds", least=1.0, most=LARGEST_LOSS_SCALE)
+    loss_scale: float = key(
+        65536.0, "float16: initial loss scale; it never leaves these bounds",
+        least=1.0, most=LARGEST_LOSS_SCALE
+    )
     loss_scale_window: int = key(1000, "float16: good steps after which the scale is doubled", least=1)
     loss_scale_hysteresis: int = key(
         2, "float16: which overflow since the scale last grew, in a row or not, halves it first; every later one does "
@@ -290,8 +303,14 @@ class DataConfig:
               "the files of the "
         "tokenizer say", resume=CONTENT
     )
-    end: str | None = key(None, "the token behind each document; null: as the files of the tokenizer say", resume=CONTENT)
-    mixture: tuple[str, ...] = key((), "source: mixture draws from these sources (each stdlib, text or prepared shards)", path=True, resume=CONTENT)
+    end: str | None = key(
+        None, "the token behind each document; null: as the files of the tokenizer say",
+        resume=CONTENT
+    )
+    mixture: tuple[str, ...] = key(
+        (), "source: mixture draws from these sources (each stdlib, text or prepared shards)",
+        path=True, resume=CONTENT
+    )
     weights: tuple[float, ...] = key(
         (), "share of each source of the mixture, in sequences (batching grouped and budget: in batches); "
         "they are divided by their sum and rounded to 1/4096",
@@ -311,7 +330,10 @@ class DataConfig:
                 "no other, or pad it; "
         "of what is held out none is left out", resume=REFUSED
     )
-    lengths: int = key(8, "grouped, budget: sequence lengths to pad to, so the shapes to compile", least=1, most=64, resume=REFUSED)
+    lengths: int = key(
+        8, "grouped, budget: sequence lengths to pad to, so the shapes to compile",
+        least=1, most=64, resume=REFUSED
+    )
     length_multiple: int = key(16, "grouped, budget: the lengths are multiples of this", least=1, resume=REFUSED)
     rows_multiple: int = key(
         None, "budget: the rows of a batch are a multiple of this; null: train.global_batch_size",
@@ -366,8 +388,14 @@ class TrainConfig:
         256, "tokens a sequence; of images it follows: the positions of one",
         least=1, follows=lambda c: positions_of(c.model) or 256, resume=REFUSED
     )
-    label_smoothing: float = key(0.0, "share of the target probability spread evenly over the vocabulary", least=0.0, most=0.99)
-    z_loss: float = key(0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)", least=0.0)
+    label_smoothing: float = key(
+        0.0, "share of the target probability spread evenly over the vocabulary",
+        least=0.0, most=0.99
+    )
+    z_loss: float = key(
+        0.0, "weight of log(Z)^2, which keeps the logits' normaliser near one (PaLM, section 5)",
+        least=0.0
+    )
     loss: str | None = key(None, "a function in the place of the built-in loss, as MODULE:NAME of run.imports "
                                  "(model.hooks)", resume=Resume.FUNCTION)
     loss_chunk: int | Literal["auto"] = key(
@@ -376,7 +404,10 @@ class TrainConfig:
         "than 4 GiB a device",
         least=1, counts=lambda c: not FAMILIES[c.model.family].images
     )
-    epochs: float = key(0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts", least=0.0)
+    epochs: float = key(
+        0.0, "passes over the data, from which train.steps then follows; 0: train.steps counts",
+        least=0.0
+    )
     trainable: tuple[str, ...] = key(
         (), "weights that are trained, by name or pattern (blocks.attention.*), the others frozen; empty: all, or "
             "with lora.rank the "
@@ -408,8 +439,14 @@ class OptimizerConfig:
         "then falls over the last decay_ratio of the steps; or one registered from outside", one_of=LEARNING_RATES
     )
     warmup_steps: int = key(10, "steps of linear warm-up, from the first rung to the peak", least=0)
-    final_ratio: float = key(0.1, "learning rate at the last step over the peak (cosine, linear, wsd)", least=0.0, most=1.0)
-    decay_ratio: float = key(0.1, "schedule wsd: share of all steps, the last ones, in which the rate falls", above=0.0, most=1.0)
+    final_ratio: float = key(
+        0.1, "learning rate at the last step over the peak (cosine, linear, wsd)",
+        least=0.0, most=1.0
+    )
+    decay_ratio: float = key(
+        0.1, "schedule wsd: share of all steps, the last ones, in which the rate falls",
+        above=0.0, most=1.0
+    )
     weight_decay: float = key(0.1, "decoupled weight decay", least=0.0)
     decay_norms: bool = key(False, "also decay norms and biases")
     grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0.0)
@@ -472,14 +509,20 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class SurviveConfig:
-    wanted: int = key(1, "nodes that the mesh is for, one process each; a run begins when so many are there", least=1, most=65536, resume=FREE)
+    wanted: int = key(
+        1, "nodes that the mesh is for, one process each; a run begins when so many are there",
+        least=1, most=65536, resume=FREE
+    )
     least: int = key(1, "fewest nodes to go on with", least=1, most=65536, resume=FREE)
     most: int = key(
         None, "most nodes to use: the data axis grows beyond the mesh's where they return; null: wanted, others are "
               "spares",
         least=1, most=65536, follows=lambda c: c.survive.wanted, resume=FREE
     )
-    join_timeout: float = key(300.0, "seconds to wait for `wanted` nodes before going on with at least `least`", least=0.0, resume=FREE)
+    join_timeout: float = key(
+        300.0, "seconds to wait for `wanted` nodes before going on with at least `least`",
+        least=0.0, resume=FREE
+    )
     step_timeout: float = key(
         0.0, "seconds without a sign of progress within a step that are a hang; 0: 10 times the median step, at least "
              "60",
@@ -487,7 +530,10 @@ class SurviveConfig:
     )
     node_timeout: float = key(20.0, "seconds without a sign of life after which a node is lost, or a frozen process "
                                     "ended", least=1.0, resume=FREE)
-    restarts: int = key(20, "restarts for faults that a run may take in 24 hours before it is given up", least=0, resume=FREE)
+    restarts: int = key(
+        20, "restarts for faults that a run may take in 24 hours before it is given up",
+        least=0, resume=FREE
+    )
     inject: tuple[str, ...] = key((), "faults to inject, KIND@STEP:RANK each; `meshtrain survive inject --list` has "
                                       "the kinds", resume=FREE)
 

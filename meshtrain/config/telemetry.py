@@ -27,7 +27,8 @@ PLAIN: tuple[AlertKind, ...] = ("log", "file")
 VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 # Hosts of services whose webhooks ask for no password besides.
 _SERVICES = re.compile(
-    r"(^|\.)((hooks?|webhooks?)\.|(slack|discord|discordapp|telegram|office|zapier|pagerduty|opsgenie)\.[a-z]+$|logic\.azure\.com$|chat\.googleapis\.com$)"
+    r"(^|\.)((hooks?|webhooks?)\.|(slack|discord|discordapp|telegram|office|zapier|pagerduty|opsgenie)\.[a-z]+$|"
+    r"logic\.azure\.com$|chat\.googleapis\.com$)"
 )
 ADDRESSED: tuple[AlertKind, ...] = ("webhook", "command")  # followed by a colon, and by where to
 
@@ -49,9 +50,14 @@ class TelemetryConfig:
     bind: str = key("127.0.0.1", "address that the endpoint listens on; 0.0.0.0 shows it to everyone, without a "
                                  "password", resume=FREE)
     trackers: tuple[Tracker, ...] = key(
-        (), "where rows of metrics also go; wandb and mlflow are extras of these names (pip install 'meshtrain[wandb]')", resume=FREE
+        (), "where rows of metrics also go; wandb and mlflow are extras of these names (pip install "
+            "'meshtrain[wandb]')",
+        resume=FREE
     )
-    trace_at: tuple[int, ...] = key((), "steps before which the profiler starts; traces/STEP/ then has what it saw", least=1, resume=FREE)
+    trace_at: tuple[int, ...] = key(
+        (), "steps before which the profiler starts; traces/STEP/ then has what it saw",
+        least=1, resume=FREE
+    )
     trace_steps: int = key(3, "steps that one trace takes in", least=1, most=100, resume=FREE)
     experts_every: int = key(
         0, "experts: steps between two rows of metrics that also have the tokens of each expert, and each layer's "
@@ -59,7 +65,8 @@ class TelemetryConfig:
         least=0, resume=FREE, counts=lambda c: c.model.moe.experts > 0
     )
     memory_limit: float = key(
-        0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if anything",
+        0.0, "GiB of host memory that a process is to stay below, for the alert; 0: what its cgroup allows, if "
+             "anything",
         least=0.0, most=1e6, resume=FREE
     )
     alerts: tuple[str, ...] = key(("log", "file"), "where alerts go: log (stderr), file (alerts.jsonl), "

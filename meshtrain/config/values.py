@@ -125,17 +125,23 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
         ]
         return value(next(a for a in args if a is not type(None)), key, node, where, words)
     if origin is tuple:
-        if not isinstance(node, yaml.SequenceNode):
-            given = (
-                node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
-            )
-            example = short(given) if args[0] is str else "2, 3"
-            raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
-        return tuple(
-            value(args[0], key, item, f"{where}[{i}]") for i, item in enumerate(node.value)
-        )
+        return _list(args[0], key, node, where)
+    return _scalar(hint, key, node, where, words)
+
+
+def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
+    """Returns the values of a list's node."""
+    if not isinstance(node, yaml.SequenceNode):
+        given = node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
+        example = short(given) if item is str else "2, 3"
+        raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
+    return tuple(value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value))
+
+
+def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]) -> Any:
+    """Returns the value of a node that is neither a list nor a mapping."""
     # the legal values by their text, where they are counted out
-    listed = args if origin is Literal else key.one_of or ()
+    listed = typing.get_args(hint) if typing.get_origin(hint) is Literal else key.one_of or ()
     choices = {str(choice): choice for choice in listed}
     legal = " or ".join((*words, takes(hint, key, _range(hint, key) if hint in LARGEST else "")))
     if not isinstance(node, yaml.ScalarNode):

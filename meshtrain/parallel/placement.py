@@ -334,7 +334,7 @@ def table(config: Config) -> Table:
     )
     if made.has_sends == sends_by_table(config):
         return made
-    return made.without_sends() if made.has_sends else with_sends(made)
+    return made.drop_sends() if made.has_sends else with_sends(made)
 
 
 def buckets(layers: int) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ step time.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
@@ -234,7 +235,6 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
 
 def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
     """Configs one step away that tend to hold less, with the settings that lead there."""
-    parallel = config.parallel
     mesh = config.mesh
 
     def change(section: str, **keys) -> tuple[tuple[str, ...], Config]:
@@ -243,25 +243,8 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
 
     if fastest := _fastest_schedule(config, cluster):
         yield fastest
-    if mesh.data * mesh.context > 1:
-        for stage in range(parallel.zero_stage + 1, 4):
-            yield change("parallel", zero_stage=stage)
-        if parallel.zero_stage >= 2 and parallel.zero_hold:
-            yield change("parallel", zero_hold=False)
-    unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
-    for remat in ("selective", "dots", "full"):
-        if parallel.remat != remat:
-            yield change("parallel", remat=remat, **unnamed)
-    for name in parallel.remat_keep:
-        yield change(
-            "parallel", remat_keep=tuple(other for other in parallel.remat_keep if other != name)
-        )
-    if mesh.tensor > 1 and not parallel.sequence_parallel:
-        yield change("parallel", sequence_parallel=True)
-    for factor in (2, 4, 8):
-        yield change("parallel", microbatches=parallel.microbatches * factor)
-    if parallel.vocab == "edge" and mesh.pipeline > 1:
-        yield change("parallel", vocab="spread")
+    for keys in _parallel_keys(config):
+        yield change("parallel", **keys)
     if shapes.loss_chunk(config) > CHUNK and not FAMILIES[config.model.family].images:
         yield change("train", loss_chunk=CHUNK)
     if config.precision.compute == "float32":
@@ -271,3 +254,26 @@ def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, .
         yield change("mesh", data=mesh.data // 2, pipeline=mesh.pipeline * 2)
         if 2 * mesh.context in contexts(config, mesh.devices):
             yield change("mesh", data=mesh.data // 2, context=mesh.context * 2)
+
+
+def _parallel_keys(config: Config) -> Iterator[dict[str, Any]]:
+    """Yields keys of the section parallel with which a device tends to hold less."""
+    parallel = config.parallel
+    mesh = config.mesh
+    if mesh.data * mesh.context > 1:
+        for stage in range(parallel.zero_stage + 1, 4):
+            yield {"zero_stage": stage}
+        if parallel.zero_stage >= 2 and parallel.zero_hold:
+            yield {"zero_hold": False}
+    unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
+    for remat in ("selective", "dots", "full"):
+        if parallel.remat != remat:
+            yield {"remat": remat, **unnamed}
+    for name in parallel.remat_keep:
+        yield {"remat_keep": tuple(other for other in parallel.remat_keep if other != name)}
+    if mesh.tensor > 1 and not parallel.sequence_parallel:
+        yield {"sequence_parallel": True}
+    for factor in (2, 4, 8):
+        yield {"microbatches": parallel.microbatches * factor}
+    if parallel.vocab == "edge" and mesh.pipeline > 1:
+        yield {"vocab": "spread"}

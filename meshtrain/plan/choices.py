@@ -117,26 +117,27 @@ def schedule(config: Config) -> tuple[str, str]:
                 )
                 # what zero bubble alone would save is no reason
                 best = name if pays and (name == PAIRED or best in pairs) else best
-    (seconds, nbytes) = plans[best]
-    words = []
-    for name, (other, holds) in plans.items():
-        if name != best:
-            without = f"with {name}" if name in pairs or plain != AUTO else "without pairs"
-            # A share, since the seconds of a plan are those of its whole timeline.
-            less = 1 - seconds / other
-            words.append(
-                f"{abs(less):.1%} {'less' if less >= 0 else 'more'} than {without}"
-                + (
-                    f", which holds {size(holds)} in place of {size(nbytes)}"
-                    if holds > nbytes
-                    else ""
-                )
-            )
+    unpaired = "without pairs" if plain == AUTO else f"with {plain}"
+    words = list(_compare(plans, best, unpaired))
     why = f"by the plan for {cluster.name}"
     why += (
         f", a step takes {', '.join(words)}" if words else ", which has nothing to compare it with"
     )
     return best if best in pairs else plain, why
+
+
+def _compare(plans: dict[str, tuple[float, float]], best: str, unpaired: str) -> Iterator[str]:
+    """Yields how the best of some schedules compares with each other one; `unpaired` names the one without pairs."""
+    seconds, nbytes = plans[best]
+    for name, (other, holds) in plans.items():
+        if name != best:
+            # A share, since the seconds of a plan are those of its whole timeline.
+            less = 1 - seconds / other
+            more = (
+                f", which holds {size(holds)} in place of {size(nbytes)}" if holds > nbytes else ""
+            )
+            without = f"with {name}" if SCHEDULES[name].paired else unpaired
+            yield f"{abs(less):.1%} {'less' if less >= 0 else 'more'} than {without}{more}"
 
 
 def _layer_seconds(config: Config, cluster: Cluster) -> float:
@@ -244,28 +245,7 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one
     beats in both bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
     """
-    # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
-    names, selective = (
-        tuple(
-            n
-            for n in given
-            if (n != "mlp_out" or config.model.post_norms)
-            and (n != "dispatched" or config.model.moe.experts)
-        )
-        for given in (ACTIVATIONS, SELECTIVE)
-    )
-    options: list[dict[str, Any]] = [
-        {"remat": remat} for remat in ("none", "selective", "dots", "full")
-    ]
-    for count in range(1, len(names) + 1):
-        options += [
-            {"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)
-        ]
-    if config.mesh.pipeline == 1:
-        options += [
-            {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
-            for i in range(len(selective))
-        ]
+    options = _remat_options(config)
     costs = []
     for i, keys in enumerate(options):
         chosen = put(config, parallel=keys)
@@ -291,3 +271,30 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
             fastest = seconds
     full = {"remat": "full"}
     return worthwhile if full in worthwhile else [*worthwhile, full]
+
+
+def _remat_options(config: Config) -> list[dict[str, Any]]:
+    """Returns all ways to recompute or offload that a layer of the config has, as keys of the section parallel."""
+    # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
+    names, selective = (
+        tuple(
+            n
+            for n in given
+            if (n != "mlp_out" or config.model.post_norms)
+            and (n != "dispatched" or config.model.moe.experts)
+        )
+        for given in (ACTIVATIONS, SELECTIVE)
+    )
+    options: list[dict[str, Any]] = [
+        {"remat": remat} for remat in ("none", "selective", "dots", "full")
+    ]
+    for count in range(1, len(names) + 1):
+        options += [
+            {"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)
+        ]
+    if config.mesh.pipeline == 1:
+        options += [
+            {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
+            for i in range(len(selective))
+        ]
+    return options

@@ -106,7 +106,7 @@ class Plan(Shown):
 
     def as_json(self) -> dict:
         """The fields that `plan --json` prints; see INTERFACE.md."""
-        held = memory.by_kind(self.memory)
+        held = memory.sum_by_kind(self.memory)
         return {
             "parameters": self.parameters,
             "active_parameters": shapes.active_parameters(self.config.model),

@@ -1,8 +1,8 @@
 """The cost of a layer's experts: rows and slots, bytes of activations, messages over the axis `expert`, seconds.
 
-    dispatch      forward                                     backward
-    all_gather    rows gathered, outputs scattered            their cotangents, the other way; rows again where computed again
-    all_to_all    rows sent to their experts, and back        likewise
+    dispatch      forward                                backward
+    all_gather    rows gathered, outputs scattered       their cotangents, the other way; rows again if recomputed
+    all_to_all    rows sent to their experts, and back   likewise
 
 In our program only a pair's other half hides some: they stand between a layer's products. Others send a row to a node
 once (`FrameworkProfile`).

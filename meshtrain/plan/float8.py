@@ -2,7 +2,8 @@
 kept and gathered.
 
     rounding       read twice, for the scale and for the cast, and written as a byte: 5 bytes of a bfloat16 element
-    transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a weight's gradient
+    transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a
+                   weight's gradient
 
 A product gains what its width takes of the faster rate, and loses the passes, whose bytes do not depend on it: narrow
 ones lose. Blockwise products and experts' have the rate of the compute dtype: XLA has no kernel for the one, nor we for

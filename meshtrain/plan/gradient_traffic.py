@@ -1,12 +1,12 @@
 """A collective of a step, and those that gradients are sent by: over data, across islands, and of islands that step by
 themselves.
 
-    compression              over data                            across islands, of a shard
-    none                     reduce-scatter, or all-reduce        all-reduce
-    bfloat16, float8,        an all-to-all for each weight        2: a gather of all that is encoded; more: an all-to-all,
-    int8, int4, topk                                              and a gather of the sums
-    powersgd                 an all-reduce of P and one of Q for each weight, over all that are compressed
-    norms, biases            as with none
+    compression          over data                        across islands, of a shard
+    none                 reduce-scatter, or all-reduce    all-reduce
+    bfloat16, float8,    an all-to-all for each weight    2: a gather of all that is encoded; more: an all-to-all,
+    int8, int4, topk                                      and a gather of the sums
+    powersgd             an all-reduce of P and one of Q for each weight, over all that are compressed
+    norms, biases        as with none
 
 Islands that step by themselves (`parallel.sync`) send 2 (R - 1) / R of a device's float32 shard of the weights, R
 islands, once in `every` steps; the first `start` steps, which sum gradients over all islands, are not in it.
@@ -74,7 +74,7 @@ class Iterations:
     down: int | None = None
     up: int | None = None
 
-    def of(self, moment: str) -> int:
+    def passes(self, moment: str) -> int:
         """Passes through what one of the fields names."""
         count = getattr(self, moment)
         if count is not None:
@@ -299,7 +299,11 @@ def _scatters(
         # A tied weight is used twice, and its gradients are scattered one by one.
         tied = config.model.tied_head and name == "tokens"
         for at in (part, "head") if tied else (part,):
-            yield f" of the {at}", shard, iterations.of("head" if at == "head" else "unembedding")
+            yield (
+                f" of the {at}",
+                shard,
+                iterations.passes("head" if at == "head" else "unembedding"),
+            )
 
 
 def _low_rank(config: Config, weight: Placed) -> bool:

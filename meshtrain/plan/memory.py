@@ -78,7 +78,7 @@ def spared(cluster: Cluster) -> float:
     return cluster.accelerator.usable_bytes * (1 - MARGIN)
 
 
-def by_kind(items: list[MemoryItem]) -> dict[str, float]:
+def sum_by_kind(items: list[MemoryItem]) -> dict[str, float]:
     return {kind: sum(i.nbytes for i in items if i.kind == kind) for kind in KINDS}
 
 
@@ -192,7 +192,7 @@ def _images(config: Config) -> list[MemoryItem]:
     ]
 
 
-def of_layer(config: Config) -> tuple[float, float]:
+def layer_bytes(config: Config) -> tuple[float, float]:
     """Returns the bytes that one layer keeps of a microbatch for its backward, and for its weights' gradients alone."""
     return activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(
         config
@@ -207,12 +207,12 @@ def kept(
     stage: Any = None,
 ) -> list[MemoryItem]:
     """Activations that the microbatches in flight keep for their backward, and those that wait between stages;
-    `layer_keeps`: `of_layer`, where it is known already; `stage`: see `passing`.
+    `layer_keeps`: `layer_bytes`, where it is known already; `stage`: see `passing`.
     """
     stage = stage or stages(config)
     parallel = config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    layer, residuals = layer_keeps or of_layer(config)
+    layer, residuals = layer_keeps or layer_bytes(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = (
         4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
@@ -265,21 +265,13 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     collectives stand between.
     """
     size = _itemsize(config)
-    tensor = config.mesh.tensor
     several = config.parallel.microbatches > 1
     gathers = gathers_at_use(config)
-    scatters = scatters_at_use(config)
-    resident = shapes.resident(config)
     trained = shapes.trained(config)
-    block = resident.block
-    vocabulary = resident.vocabulary
+    vocabulary = shapes.resident(config).vocabulary
     chunked = shapes.loss_chunks(config) > 1
     waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
-    logits = MemoryItem("logits", "activations", _logits(config, 4))
-    head = [
-        MemoryItem("cotangent of the logits", "activations", _logits(config, size)),
-        MemoryItem("hidden states at the head", "activations", _hidden(config)),
-    ]
+    logits, *head = _head_items(config, _hidden(config))
     in_place = platform != "cpu" and sums_in_place(config)
     gradients = [
         MemoryItem(
@@ -290,39 +282,51 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     embedding = 4 * trained.tokens.full if gathers != several else 0
     late = 0 if waits else size * trained.vocabulary.largest
     new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
-    remat = config.parallel.remat
-    # They are set to zero before the head.
-    early = remat == "full" or (several and (tensor > 1 or remat not in ("dots", "names")))
-    early = early or activations.kernel(config, platform) == "fused"
+    early = gradients if _sets_early(config, platform) else []
     gathered = MemoryItem(
         "gathered output head", "parameters", size * vocabulary.largest if gathers else 0
     )
     largest = MemoryItem(
         "gradient of the output head",
         "gradients",
-        (size + 4 * scatters) * trained.vocabulary.largest,
+        (size + 4 * scatters_at_use(config)) * trained.vocabulary.largest,
     )
-    layer = [
-        MemoryItem(
-            "gathered weights of a layer", "parameters", size * block.largest if gathers else 0
-        ),
-        MemoryItem("work of one layer", "activations", activations.work(config, platform)),
-        MemoryItem(
-            "gradients of a layer, to be scattered",
-            "gradients",
-            4 * trained.block.full if scatters else 0,
-        ),
-    ]
+    weights, scattered = _layer_items(config)
+    work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     return {
-        "loss": [logits, *head, gathered, _summed(config), *(gradients if early else [])],
-        "loss head": [
-            *head,
-            gathered,
-            *(new if several and not waits else [largest]),
-            *(gradients if early else []),
-        ],
-        "backward": [*gradients, *new, *layer, *(head if waits else [])],
+        "loss": [logits, *head, gathered, _summed(config), *early],
+        "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
+        "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
     }
+
+
+def _sets_early(config: Config, platform: str) -> bool:
+    """Returns whether the layers' new gradients are set to zero before the head."""
+    remat = config.parallel.remat
+    several = config.parallel.microbatches > 1
+    if remat == "full" or activations.kernel(config, platform) == "fused":
+        return True
+    return several and (config.mesh.tensor > 1 or remat not in ("dots", "names"))
+
+
+def _layer_items(config: Config) -> list[MemoryItem]:
+    """Returns the items for a layer's weights as they are gathered, and for its gradients before they are scattered."""
+    weights = gathers_at_use(config) * _itemsize(config) * shapes.resident(config).block.largest
+    gradients = scatters_at_use(config) * 4 * shapes.trained(config).block.full
+    return [
+        MemoryItem("gathered weights of a layer", "parameters", weights),
+        MemoryItem("gradients of a layer, to be scattered", "gradients", gradients),
+    ]
+
+
+def _head_items(config: Config, hidden: float) -> list[MemoryItem]:
+    """Returns the items for the logits, their cotangent, and so many bytes of hidden states."""
+    cotangent = _logits(config, _itemsize(config))
+    return [
+        MemoryItem("logits", "activations", _logits(config, 4)),
+        MemoryItem("cotangent of the logits", "activations", cotangent),
+        MemoryItem("hidden states at the head", "activations", hidden),
+    ]
 
 
 def _pipelined_moments(
@@ -334,37 +338,16 @@ def _pipelined_moments(
     there twice.
     """
     size = _itemsize(config)
-    gathers = gathers_at_use(config)
-    scatters = scatters_at_use(config)
-    block = shapes.resident(config).block
-    trained = shapes.trained(config).block
     chunked = shapes.loss_chunks(config) > 1
-    always = [
-        MemoryItem(
-            "gathered weights of a layer", "parameters", size * block.largest if gathers else 0
-        ),
-        MemoryItem(
-            "gradients of a layer, to be scattered",
-            "gradients",
-            4 * trained.full if scatters else 0,
-        ),
-    ]
+    always = _layer_items(config)
     # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _unpipelined_moments.
-    logits = MemoryItem("logits", "activations", _logits(config, 4))
-    head = [
-        MemoryItem("cotangent of the logits", "activations", _logits(config, size)),
-        MemoryItem(
-            "hidden states at the head",
-            "activations",
-            _hidden(config) if chunked else size * _read(config),
-        ),
-    ]
+    logits, *head = _head_items(config, _hidden(config) if chunked else size * _read(config))
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time,
     # in another order.
     degree = zero_ways(config)
-    gathered = block if config.parallel.zero_stage == 3 else trained
-    weight = size * gathered.largest * stage.on_device if degree > 1 and not gathers else 0
+    gathers = degree > 1 and not gathers_at_use(config)
+    weight = size * _gathered(config).largest * stage.on_device if gathers else 0
     gathering = MemoryItem(
         "a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree)
     )
@@ -376,20 +359,27 @@ def _pipelined_moments(
     moments = {"gathering": [gathering], "loss": loss, "backward": backward}
     if platform == "cpu" or not sends_by_table(config):
         return moments
-    # What travels beside the clocks is there twice.
-    layers = stage.longest
-    reduce = shapes.itemsize(config.precision.reduce)
-    weights = MemoryItem(
-        "weights of a chunk, as they arrive", "parameters", size * gathered.full * layers
-    )
-    full = trained.full * layers + shapes.trained(config).head.full
-    sent = MemoryItem(
-        "gradients of a chunk and the head, as they are sent", "gradients", reduce * full
-    )
-    shards = MemoryItem(
-        "gradients that have been reduced", "gradients", 4 * trained.shard * stage.on_device
-    )
-    return moments | {"gathering": [weights, work], "reducing": [sent, shards, work, pair]}
+    weights, *sent = _sent_items(config, stage)
+    return moments | {"gathering": [weights, work], "reducing": [*sent, work, pair]}
+
+
+def _gathered(config: Config) -> Any:
+    """Returns the sizes of a layer's weights that are gathered: of all, or of those that are trained."""
+    return (shapes.resident if config.parallel.zero_stage == 3 else shapes.trained)(config).block
+
+
+def _sent_items(config: Config, stage: Any) -> list[MemoryItem]:
+    """Returns the items for what travels beside the clocks, and so is there twice."""
+    trained = shapes.trained(config)
+    weights = _itemsize(config) * _gathered(config).full * stage.longest
+    full = trained.block.full * stage.longest + trained.head.full
+    sent = shapes.itemsize(config.precision.reduce) * full
+    shards = 4 * trained.block.shard * stage.on_device
+    return [
+        MemoryItem("weights of a chunk, as they arrive", "parameters", weights),
+        MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", sent),
+        MemoryItem("gradients that have been reduced", "gradients", shards),
+    ]
 
 
 def _itemsize(config: Config) -> int:

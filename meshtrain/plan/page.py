@@ -37,6 +37,10 @@ from meshtrain.plan.estimate import PART_NAMES, Plan
 from meshtrain.plan.scaling import Point
 from meshtrain.schedule import draw
 
+# of the curves
+LEFT = 46
+TOP = 10
+HEIGHT = 190
 KIND_COLOURS = {
     "parameters": BLUE,
     "gradients": GREEN,
@@ -216,41 +220,44 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     counts = sorted({point.devices for points in drawn.values() for point in points})
     if not counts:
         return ""
-    left = 46
-    top = 10
     width = WIDTH - 72
-    height = 190
     low, high = math.log2(counts[0]), max(math.log2(counts[-1]), math.log2(counts[0]) + 1)
     most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
 
     def x(devices: int) -> float:
-        return left + (math.log2(devices) - low) / (high - low) * width
+        return LEFT + (math.log2(devices) - low) / (high - low) * width
 
     def y(efficiency: float) -> float:
-        return top + height * (1 - efficiency / most)
+        return TOP + HEIGHT * (1 - efficiency / most)
 
     body = []
     for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
         body.append(
-            f'<line x1="{left}" x2="{left + width}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="{GRID}"/>'
-            f'<text x="{left - 8}" y="{y(mark) + 5:.1f}" text-anchor="end">{mark:.0%}</text>'
+            f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" stroke="{GRID}"/>'
+            f'<text x="{LEFT - 8}" y="{y(mark) + 5:.1f}" text-anchor="end">{mark:.0%}</text>'
         )
     for devices in counts[:: math.ceil(len(counts) / 5)]:
         body.append(
-            f'<text x="{x(devices):.1f}" y="{top + height + 20}" text-anchor="middle">{devices:,}</text>'
+            f'<text x="{x(devices):.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{devices:,}</text>'
         )
     body.append(
-        f'<text x="{WIDTH}" y="{top + height + 38}" text-anchor="end" fill="{FAINT}">devices</text>'
+        f'<text x="{WIDTH}" y="{TOP + HEIGHT + 38}" text-anchor="end" fill="{FAINT}">devices</text>'
     )
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
-        path = " ".join(f"{x(p.devices):.1f},{y(p.efficiency):.1f}" for p in points)
+        places = [(x(point.devices), y(point.efficiency)) for point in points]
+        path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
         body.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
         )
         body += [
-            f'<circle cx="{x(p.devices):.1f}" cy="{y(p.efficiency):.1f}" r="3.5" fill="{colour}"><title>{p.devices:,} '
-            f"devices: {p.efficiency:.1%}, step {units.duration(p.plan.seconds)}</title></circle>"
-            for p in points
+            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.5" fill="{colour}"><title>{_title(point)}</title></circle>'
+            for point, (left, top) in zip(points, places, strict=True)
         ]
-    legend, end = keys(zip((FIRST, SECOND), drawn, strict=False), y=top + height + 50)
+    legend, end = keys(zip((FIRST, SECOND), drawn, strict=False), y=TOP + HEIGHT + 50)
     return chart(end, [*body, *legend], "efficiency by number of devices")
+
+
+def _title(point: Point) -> str:
+    """Returns the words that a point of a curve shows."""
+    step = units.duration(point.plan.seconds)
+    return f"{point.devices:,} devices: {point.efficiency:.1%}, step {step}"

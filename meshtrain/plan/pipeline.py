@@ -136,7 +136,7 @@ def timeline(
     """
     of_step = table(config)
     if not any(sent):
-        of_step = of_step.without_sends()
+        of_step = of_step.drop_sends()
     each = durations(config, costs, of_step.split, optimizer)
     return simulate(of_step, replace(each, gather=sent[0], reduce=sent[1]), profile.execution)
 

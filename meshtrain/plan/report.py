@@ -62,11 +62,7 @@ def headline(plan: Plan) -> str:
             f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)"
         )
     if plan.timeline is not None:
-        lines.append(
-            f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, at most {plan.peak_in_flight} "
-            "microbatches in flight, "
-            f"{plan.bubble_fraction:.1%} of the time idle"
-        )
+        lines.append(_pipeline(plan))
     peak = device.flops(config.precision.compute) / 1e12
     lines.append(
         f"rates   products reach up to {device.efficiency.matmul:.3g} of {peak:,.4g} TFLOP/s: {evidence(device)}"
@@ -75,6 +71,13 @@ def headline(plan: Plan) -> str:
     if plan.cost:
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
     return "\n".join(lines)
+
+
+def _pipeline(plan: Plan) -> str:
+    """Returns the line on the pipeline: its schedule and how long its stages idle."""
+    flight = f"at most {plan.peak_in_flight} microbatches in flight"
+    idle = f"{plan.bubble_fraction:.1%} of the time idle"
+    return f"pipeline {plan.config.parallel.schedule}, {plan.clocks} clocks, {flight}, {idle}"
 
 
 def layers(plan: Plan) -> str:
@@ -253,8 +256,8 @@ def settings(config: Config) -> dict[str, object]:
     """The keys that a search decides: a config with them is this one."""
     axes = "data", "tensor", "pipeline", "islands", "expert", "context"
     names = (
-        "schedule", "virtual_stages", "layer_split", "vocab", "microbatches", "zero_stage", "zero_hold", "offload_optimizer",
-        "remat", "remat_keep", "remat_offload", "sequence_parallel", "context_strategy",
+        "schedule", "virtual_stages", "layer_split", "vocab", "microbatches", "zero_stage", "zero_hold",
+        "offload_optimizer", "remat", "remat_keep", "remat_offload", "sequence_parallel", "context_strategy",
     )  # fmt: skip
     return (
         {f"mesh.{name}": getattr(config.mesh, name) for name in axes}

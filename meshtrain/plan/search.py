@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
 
     @property
     def config(self) -> Config:
-        return _with_zero(self.base, self.zero)
+        return _set_zero(self.base, self.zero)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -324,7 +324,7 @@ class _Group:
                 zero = self.zeros[j]
                 seconds = math.inf
                 if self.fits[i, j]:
-                    config = _with_zero(scheduled, zero)
+                    config = _set_zero(scheduled, zero)
                     cost = costs[stage.longest]
                     if (key := (stage.on_device, zero)) not in self.outside:
                         self.outside[key] = sum(outside_seconds(config, self.cluster))
@@ -356,7 +356,7 @@ def _bytes(
         if config.parallel.remat_offload and runs_table(rows[0]):
             nbytes[at] = math.inf
             continue
-        layer_keeps: Any = tuple(np.array([memory.of_layer(row) for row in rows]).T)
+        layer_keeps: Any = tuple(np.array([memory.layer_bytes(row) for row in rows]).T)
         kept: Any = memory.total(memory.kept(rows[0], facts, platform, layer_keeps, layers))
         totals = nbytes[at] + kept[:, None]
         fits = totals <= usable
@@ -364,16 +364,21 @@ def _bytes(
         for j in np.flatnonzero(fits.any(axis=0)):
             if (key := zeros[j][:2]) not in passing:
                 moments = memory.passing(
-                    _with_zero(rows[0], zeros[j]), facts, platform, layers
+                    _set_zero(rows[0], zeros[j]), facts, platform, layers
                 ).values()
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
-    # the optimizer's state waits on the host only where it has to: the same stage without comes just before
+    _leave_out_offload(nbytes, zeros, usable)
+    return nbytes
+
+
+def _leave_out_offload(nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float) -> None:
+    """Makes bytes of [rows, columns] infinite where the optimizer's state need not wait on the host."""
+    # the same stage without comes just before
     for column, zero in enumerate(zeros):
         if zero.offload:
             nbytes[nbytes[:, column - 1] <= usable, column] = math.inf
-    return nbytes
 
 
 def _state(
@@ -385,12 +390,12 @@ def _state(
         key = config.parallel.vocab, config.parallel.microbatches > 1, stage.on_device
         if key not in known:
             scheduled = put(config, parallel=keys)
-            known[key] = [memory.total(memory.state(_with_zero(scheduled, zero))) for zero in zeros]
+            known[key] = [memory.total(memory.state(_set_zero(scheduled, zero))) for zero in zeros]
         rows.append(known[key])
     return np.array(rows)
 
 
-def _with_zero(config: Config, zero: ZeroKeys) -> Config:
+def _set_zero(config: Config, zero: ZeroKeys) -> Config:
     return put(
         config,
         parallel={

@@ -135,13 +135,7 @@ def edge_cost(
         head += Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
         if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
-    sends = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}
-    forward = 0.0
-    for moment, t in edge_transfers(config):
-        spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
-        sends[t.axis] += spent
-        if moment in ("embedding", "head"):
-            forward += spent
+    sends, forward = _edge_sends(config, cluster)
     if profile.whole_logits:
         nbytes = (
             shapes.labels(model, shapes.tokens(config)) * model.vocab_size * shapes.itemsize(dtype)
@@ -155,6 +149,18 @@ def edge_cost(
         if config.train.objective == "dpo"
         else 0.0,
     )
+
+
+def _edge_sends(config: Config, cluster: Cluster) -> tuple[dict[str, float], float]:
+    """Returns seconds that embedding and head of a microbatch wait for messages, by axis; and those of a forward."""
+    sends = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}
+    forward = 0.0
+    for moment, t in edge_transfers(config):
+        spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
+        sends[t.axis] += spent
+        if moment in ("embedding", "head"):
+            forward += spent
+    return sends, forward
 
 
 def message_cost(

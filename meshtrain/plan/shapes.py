@@ -105,7 +105,7 @@ def _resident(
     """`alone`: of what is trained."""
     placed_weights = _one_layer((model, mesh, vocab, zero, lora, trainable))
 
-    def under(name: str | tuple[str, ...]) -> Elements:
+    def sum_weights(name: str | tuple[str, ...]) -> Elements:
         chosen = [
             p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)
         ]
@@ -115,7 +115,7 @@ def _resident(
         )
 
     names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
-    return WeightParts(*(under(name) for name in names))
+    return WeightParts(*(sum_weights(name) for name in names))
 
 
 def _gathered(weight: Placed, ranks: int) -> float:
@@ -278,14 +278,14 @@ def model_flops(config: Config) -> float:
     length = train.sequence_length
     reference = 2 if train.objective == "dpo" else 0
 
-    def of(weight: Weight) -> float:
+    def count_flops(weight: Weight) -> float:
         passes = 6 if is_trained(weight, config.lora, train.trainable) else 4
         return (passes + (0 if weight.adapter else reference)) * active_size(model, weight)
 
     every = all_weights(model, config.lora)
-    matrices = sum(of(weight) for weight in every if weight.stacked and weight.decayed)
+    matrices = sum(count_flops(weight) for weight in every if weight.stacked and weight.decayed)
     head = next(
-        of(weight)
+        count_flops(weight)
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
@@ -295,7 +295,7 @@ def model_flops(config: Config) -> float:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
     embedding = sum(
-        of(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT
+        count_flops(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT
     )
     return float((per_token * length + head + embedding * number) * train.global_batch_size)
 

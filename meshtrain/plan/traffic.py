@@ -1,13 +1,13 @@
 """The traffic of a device in a step: every collective with its axis, kind, size and count.
 
-    axis       what is sent                                                              how often
-    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)           4 a layer and pass, 1 more if recomputed
-               or gathers and scatters of the sequence (Korthikanti et al. 2022)        10 a layer and pass, 1 more if recomputed
-    data       weights gathered, gradients scattered or summed (ZeRO, section 7)         once a step, or a pass if not held
-    island     what data scattered, summed                                               once a step
-               or what islands moved by themselves (`gradient_traffic`)                          once in `parallel.sync.every` steps
-    pipeline   activations down, cotangents up                                           a clock
-               sums over the stages that share the vocabulary                            a clock, or a head
+    axis       what is sent                                                       how often
+    tensor     sums of partial activations of each layer (Shoeybi et al. 2019)    4 a layer and pass, 5 if recomputed
+               or gathers and scatters of the sequence (Korthikanti et al. 2022)  10 a layer and pass, 11 if recomputed
+    data       weights gathered, gradients scattered or summed (ZeRO, section 7)  once a step, or a pass if not held
+    island     what data scattered, summed                                        once a step
+               or what islands moved by themselves (`gradient_traffic`)           once in `parallel.sync.every` steps
+    pipeline   activations down, cotangents up                                    a clock
+               sums over the stages that share the vocabulary                     a clock, or a head
 
 A pass is a microbatch without stages. With stages it is a clock. All devices run one program, so on accelerators a
 stage that idles in a clock computes and sends all the same; its work is masked. Fills and drains cost traffic too.
@@ -86,10 +86,10 @@ def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
         *expert_transfers(config),
         *edge_transfers(config),
     ]
-    return [replace(t, count=t.count * iterations.of(moment)) for moment, t in transfers]
+    return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
 
 
-Moment = tuple[str, Transfer]  # a pass (see Iterations.of), and what is sent in it
+Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it
 
 
 def _stream_bytes(config: Config) -> int:
@@ -99,21 +99,11 @@ def _stream_bytes(config: Config) -> int:
 
 def layer_transfers(config: Config) -> list[Moment]:
     """Collectives over tensor of a chunk's layers, in one pass."""
-    parallel, ranks, stream_bytes = config.parallel, config.mesh.tensor, _stream_bytes(config)
+    parallel = config.parallel
+    ranks = config.mesh.tensor
+    stream_bytes = _stream_bytes(config)
     layers = stages(config).longest
-    names = (
-        ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
-    )
-    # of the layer's own output the backward has no use, unless a norm stands behind it
-    again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
-    # Of products that are computed again the backward waits for the inputs; else only the weights' gradients take them.
-    # where experts lie over tensor too nothing is gathered for them, but for shared ones
-    halves = 1 + (config.model.d_ff > 0 or TENSOR not in expert_axes(config))
-    late = (
-        ("qkv" in names) + (halves - 1) * ("mlp_in" in names)
-        if parallel.remat != "dots"
-        else halves
-    )
+    halves, late, again = _count_sends(config)
 
     def transfer(
         moment: str,
@@ -168,6 +158,23 @@ def layer_transfers(config: Config) -> list[Moment]:
         ],
         *over_heads,
     ]
+
+
+def _count_sends(config: Config) -> tuple[int, int, int]:
+    """Returns how often a layer gathers its inputs, how often again for the weights' gradients alone, and how many
+    outputs the backward sends again.
+    """
+    parallel = config.parallel
+    names = (
+        ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
+    )
+    # where experts lie over tensor too nothing is gathered for them, but for shared ones
+    halves = 1 + (config.model.d_ff > 0 or TENSOR not in expert_axes(config))
+    # The backward waits for the inputs of products that are computed again; else only the weights' gradients take them.
+    late = ("qkv" in names) + (halves - 1) * ("mlp_in" in names)
+    # The backward has no use for the layer's own output, unless a norm stands behind it.
+    again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
+    return halves, halves if parallel.remat == "dots" else late, again
 
 
 def practised_count(what: str, count: float, profile: FrameworkProfile) -> float:
@@ -306,7 +313,7 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
     ]
     for moment, elements in edge_uses(config):
         what = f"weights of the {moment} gathered"
-        times = iterations.of(moment)
+        times = iterations.passes(moment)
         transfers.append(Transfer(over, ALL_GATHER, what, elements * weight, times, ranks))
     return transfers
 
@@ -329,8 +336,12 @@ def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
     size = shapes.itemsize(config.precision.compute)
     stream = shapes.stream(config) * size
     return [
-        Transfer("pipeline", PERMUTE, "activations sent on", stream, iterations.of("down"), stages),
-        Transfer("pipeline", PERMUTE, "cotangents sent back", stream, iterations.of("up"), stages),
+        Transfer(
+            "pipeline", PERMUTE, "activations sent on", stream, iterations.passes("down"), stages
+        ),
+        Transfer(
+            "pipeline", PERMUTE, "cotangents sent back", stream, iterations.passes("up"), stages
+        ),
     ]
 
 

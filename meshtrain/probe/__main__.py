@@ -192,7 +192,7 @@ def _show(probe: Probe, cluster: Cluster | None, options: argparse.Namespace) ->
         print(report.to_text(probe, cluster))
     if options.output:
         write_target(options.output, describe.to_yaml(probe))
-        if (together := describe.cluster_pairs(probe)) and not together.in_order:
+        if (together := describe.cluster_pairs(probe)) and not together.is_ordered:
             say(
                 f"devices that fast links join are no neighbours in the mesh; mesh.cluster={options.output} has it "
                 "take them in the order found."

@@ -62,7 +62,7 @@ def cluster_pairs(probe: Probe) -> Clustered | None:
         return None
     together = clustered(probe.pairs.sizes, probe.pairs.seconds)
     every = not np.isnan(probe.pairs.seconds[:, ~np.eye(probe.size, dtype=bool)]).any()
-    return together if len(together.levels) > 1 and (every or together.in_order) else None
+    return together if len(together.levels) > 1 and (every or together.is_ordered) else None
 
 
 def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
@@ -95,7 +95,9 @@ def levels(probe: Probe) -> dict[str, Level]:
     """Returns levels by the planner's names, innermost first."""
     together = cluster_pairs(probe)
     by_distance = (
-        _pair_levels(probe, together) if together and not together.in_order else _axis_levels(probe)
+        _pair_levels(probe, together)
+        if together and not together.is_ordered
+        else _axis_levels(probe)
     )
     while len(by_distance) > 1:
         gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance)))

@@ -100,7 +100,7 @@ def measure(
     return Probe(
         platform=platform(mesh),
         kind=canonical(numbered[0].device_kind),
-        mesh=MeshConfig.of(mesh.shape),
+        mesh=MeshConfig.make(mesh.shape),
         machines=machines_of(numbered),
         processes=jax.process_count(),
         barriers=barriers,

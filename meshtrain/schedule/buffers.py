@@ -281,10 +281,10 @@ class Executed(Buffers):
     for nothing.
     """
 
-    entering: (
-        np.ndarray
-    )  # microbatch that the next F on virtual stage 0 takes, in the clock of an F
-    leaving: np.ndarray  # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
+    # microbatch that the next F on virtual stage 0 takes, in the clock of an F
+    entering: np.ndarray
+    # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
+    leaving: np.ndarray
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
 

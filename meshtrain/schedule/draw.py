@@ -107,29 +107,29 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
                 f'<rect x="{x[clock]:.1f}" y="{y}" width="{wide:.1f}" height="{_STAGE - 2}" rx="2" fill="{RULE}" '
                 'fill-opacity="0.12"/>'
             )
-            # In the order in which the stage runs them.
-            done = [
-                slot
-                for slot in range(len(table.letters))
-                if table.cells[clock, stage, slot, 0] >= 0
-            ]
-            for i, slot in enumerate(done):
-                microbatch, chunk = table.cells[clock, stage, slot].tolist()
-                part = wide / len(done)
-                left = x[clock] + i * wide / len(done)
-                word = f"{table.letters[slot]}{table.entry_text(microbatch, chunk)}"
-                yield (
-                    f'<rect x="{left:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" '
-                    f'fill="{_colour(slot, chunk, table.chunks)}"/>'
-                    f'<text x="{left + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" '
-                    f'fill="{INK}">{word}</text>'
-                )
+            yield from _ops(table, table.cells[clock, stage], x[clock], wide, y)
     y = 16 + table.stages * _STAGE
     if table.has_sends:
         yield f'<text x="0" y="{y + 15}">over data</text>'
     for kind, chunk in np.argwhere(table.sends >= 0).tolist():
         left = x[table.sends[kind, chunk]] + 2
         yield f'<text x="{left:.1f}" y="{y + 14}" font-size="10" fill="{_SENT[kind][0]}">{SENT[kind]}{chunk}</text>'
+
+
+def _ops(table: Table, cell: np.ndarray, left: float, wide: float, y: int) -> Iterator[str]:
+    """Yields the ops of a cell, each with its part of the width, in the order in which the stage runs them."""
+    done = [slot for slot in range(len(table.letters)) if cell[slot, 0] >= 0]
+    for i, slot in enumerate(done):
+        microbatch, chunk = cell[slot].tolist()
+        part = wide / len(done)
+        x = left + i * wide / len(done)
+        word = f"{table.letters[slot]}{table.entry_text(microbatch, chunk)}"
+        yield (
+            f'<rect x="{x:.1f}" y="{y}" width="{part:.1f}" height="{_STAGE - 2}" rx="2" '
+            f'fill="{_colour(slot, chunk, table.chunks)}"/>'
+            f'<text x="{x + part / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10" '
+            f'fill="{INK}">{word}</text>'
+        )
 
 
 def _plain(time: float) -> str:
@@ -329,14 +329,14 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     """Entries in flight over time: a step line for each stage, from blue (the first) to orange (the last)."""
     highest = int(timeline.peak_in_flight.max())
     yield f'<text x="{_LEFT}" y="{top - 8}">in flight: entries kept for the backward, by stage</text>'
+    end = _LEFT + timeline.makespan * scale
     for entries in sorted({0, (highest + 1) // 2, highest}):
         level = top + _CURVE * (1 - entries / highest)
-        end = _LEFT + timeline.makespan * scale
         yield f'<path d="M{_LEFT} {level:.2f}H{end:.2f}" stroke="{RULE}" stroke-opacity="0.4"/>'
         yield f'<text x="{_LEFT - 8}" y="{level + 4:.2f}" text-anchor="end">{entries}</text>'
     stages = timeline.table.stages
     for stage in range(stages):
-        times, counts = timeline.in_flight(stage)
+        times, counts = timeline.count_in_flight(stage)
         across = _LEFT + times * scale
         down = top + _CURVE * (1 - counts / highest)
         steps = "".join(
@@ -347,9 +347,8 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
         if stages <= 8 or stage in (0, stages - 1):
             y = top + 12 + 14 * stage if stages <= 8 else top + (12 if stage == 0 else 26)
-            end = _LEFT + timeline.makespan * scale + 8
             yield (
-                f'<path d="M{end:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 20:.2f}" '
+                f'<path d="M{end + 8:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 28:.2f}" '
                 f'y="{y}">stage {stage}</text>'
             )
 
@@ -403,7 +402,7 @@ def _fit(line: str, columns: int) -> str:
 def _sparkline(timeline: Timeline, columns: int) -> str:
     """Entries in flight on the fullest stage: the most in each column, in eighths of the peak."""
     fullest = int(np.argmax(timeline.peak_in_flight))
-    times, counts = timeline.in_flight(fullest)
+    times, counts = timeline.count_in_flight(fullest)
     edges = np.linspace(0, timeline.makespan, columns + 1)
     first = np.searchsorted(
         times, edges[:-1], side="right"

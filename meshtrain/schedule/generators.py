@@ -84,7 +84,7 @@ class Schedule:
         if not split:
             when.append(np.full(shape, -1))
         at = np.stack(when)
-        return Table.at(
+        return Table.place(
             at,
             name=self.name,
             stages=stages,
@@ -168,7 +168,7 @@ def _made(
     schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None
 ) -> Table:
     if schedule.endswith(".csv"):
-        return _proved(short(schedule), lambda: _from_file(schedule, stages, microbatches, chunks))
+        return _proved(short(schedule), lambda: _read_file(schedule, stages, microbatches, chunks))
     if isinstance(schedule, Unimported) and schedule not in SCHEDULES:
         raise NotImported(schedule)
     if schedule not in SCHEDULES:
@@ -203,7 +203,7 @@ def _proved(where: str, make: Callable[[], Table]) -> Table:
     return table
 
 
-def _from_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
+def _read_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
     table = read_csv(path)
     for what, wanted in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if (value := getattr(table, what)) != wanted:

@@ -153,7 +153,7 @@ class Timeline(Shown):
         taken = self.table.cells[:, :, F, 0] >= 0
         return (np.cumsum(taken, axis=0) - np.cumsum(done, axis=0) + done).max(axis=0)
 
-    def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
+    def count_in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """(times, entries stashed from then on) for a stage: a step function that ends with 0."""
         mine = self.stage == stage
         begin = self.start[mine & (self.kind == F)]
@@ -222,7 +222,7 @@ class _Lanes:
             [[lane] for lane in range(lanes)] if lanes > 1 else [list(range(table.stages))]
         )
 
-    def at(self, lane: int, clock: int, now: float) -> float:
+    def begin(self, lane: int, clock: int, now: float) -> float:
         """Begins what begins up to a clock that a stage would go on with `now`; returns when it does."""
         while self.next[lane] < len(self.bounds) and self.bounds[self.next[lane]] <= clock:
             now = self.free[lane] = max(now, self.free[lane])
@@ -262,24 +262,33 @@ def _spans(table: Table, durations: Durations, execution: str) -> _Spans:
     in_pair = (with_b & (with_f | with_w))[clock, stage]
     hidden = durations.hidden(table)[kind, virtual] * in_pair
     work = durations.work(table)[kind, virtual] - hidden
+    spans = _Spans(kind, stage, microbatch, chunk, clock, virtual, work, hidden)
     if durations.head:
-        last = table.virtual_stages - 1
-        on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
-        heads = len(on) * table.microbatches
-        clock = np.append(clock, np.repeat(table.when()[F, last], len(on)))
-        microbatch = np.append(microbatch, np.repeat(np.arange(table.microbatches), len(on)))
-        stage = np.append(stage, np.tile(on, table.microbatches))
-        kind = np.append(kind, np.full(heads, HEAD))
-        chunk = np.append(chunk, np.full(heads, table.chunk_of(last)))
-        virtual = np.append(virtual, np.full(heads, last))
-        work = np.append(work, np.full(heads, durations.head / len(on)))
-        hidden = np.append(hidden, np.zeros(heads))
-    order = np.lexsort((stage, _IN_CLOCK[table.paired][kind], clock))
+        heads = _head_spans(table, durations)
+        spans = _Spans(*map(np.append, _columns(spans), _columns(heads)))
+    order = np.lexsort((spans.stage, _IN_CLOCK[table.paired][spans.kind], spans.clock))
+    return _Spans(*(column[order] for column in _columns(spans)))
+
+
+def _columns(spans: _Spans) -> list[np.ndarray]:
+    """Lists the columns of spans in their order."""
+    return list(vars(spans).values())
+
+
+def _head_spans(table: Table, durations: Durations) -> _Spans:
+    """Returns the loss heads: one for each microbatch and each stage that has a part of the head."""
+    last = table.virtual_stages - 1
+    on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
+    heads = len(on) * table.microbatches
     return _Spans(
-        *(
-            column[order]
-            for column in (kind, stage, microbatch, chunk, clock, virtual, work, hidden)
-        )
+        kind=np.full(heads, HEAD),
+        stage=np.tile(on, table.microbatches),
+        microbatch=np.repeat(np.arange(table.microbatches), len(on)),
+        chunk=np.full(heads, table.chunk_of(last)),
+        clock=np.repeat(table.when()[F, last], len(on)),
+        virtual=np.full(heads, last),
+        work=np.full(heads, durations.head / len(on)),
+        hidden=np.zeros(heads),
     )
 
 
@@ -287,6 +296,37 @@ def _asynchronous(
     table: Table, durations: Durations, spans: _Spans, lanes: _Lanes
 ) -> tuple[np.ndarray, np.ndarray]:
     """Start and cause of each span when every stage goes on as soon as it can."""
+    wants, gives, hop = _link(table, durations, spans)
+    nothing = 4 * table.virtual_stages * table.microbatches
+    ready = [0.0] * (nothing + 2)
+    giver = [-1] * (nothing + 2)
+    free = [0.0] * table.stages
+    before = [-1] * table.stages
+    starts = []
+    causes = []
+    columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
+    for i, (s, clock, work, wanted, value, travel) in enumerate(
+        zip(*(c.tolist() for c in columns), strict=True)
+    ):
+        start = lanes.begin(s, clock, free[s])
+        cause = before[s]
+        if ready[wanted] > start:
+            start = ready[wanted]
+            cause = giver[wanted]
+        starts.append(start)
+        causes.append(cause)
+        free[s] = end = start + work
+        before[s] = i
+        if end + travel > ready[value]:
+            ready[value] = end + travel
+            giver[value] = i
+    return np.array(starts), np.array(causes)
+
+
+def _link(
+    table: Table, durations: Durations, spans: _Spans
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the number of the value that each span waits for, of the one that it gives, and how long that travels."""
     last = table.virtual_stages - 1
     # Each value that a span can wait for has a number: the inputs of F and of B, and of the loss head, by virtual stage
     # and microbatch. `wants` is what a span waits for, `gives` what it makes ready, `hop` how long that travels.
@@ -313,30 +353,7 @@ def _asynchronous(
         durations.head and durations.head_spread and table.stages > 1
     ):  # all stages get the output, and send a part back
         hop[is_head | (is_f & (spans.virtual == last))] = durations.message
-
-    ready = [0.0] * (nothing + 2)
-    giver = [-1] * (nothing + 2)
-    free = [0.0] * table.stages
-    before = [-1] * table.stages
-    starts = []
-    causes = []
-    columns = (spans.stage, spans.clock, spans.work, wants, gives, hop)
-    for i, (s, clock, work, wanted, value, travel) in enumerate(
-        zip(*(c.tolist() for c in columns), strict=True)
-    ):
-        start = lanes.at(s, clock, free[s])
-        cause = before[s]
-        if ready[wanted] > start:
-            start = ready[wanted]
-            cause = giver[wanted]
-        starts.append(start)
-        causes.append(cause)
-        free[s] = end = start + work
-        before[s] = i
-        if end + travel > ready[value]:
-            ready[value] = end + travel
-            giver[value] = i
-    return np.array(starts), np.array(causes)
+    return wants, gives, hop
 
 
 def _lockstep(
@@ -353,7 +370,7 @@ def _lockstep(
     for clock, (does_f, does_head, does_b, does_w, *_) in enumerate(
         ops_per_clock(phases(table)).tolist()
     ):
-        now = lanes.at(0, clock, now)
+        now = lanes.begin(0, clock, now)
         pair = table.paired and does_b and (does_f or does_w)
         f, b, w = in_pair if pair else alone
         if pair and does_f:

@@ -16,15 +16,17 @@ weights is left to the W slot, which nobody waits for and which may therefore fi
 A stage holds `chunks` parts of the model. Counted in the order of the data flow these are the *virtual stages*
 k = 0 .. stages * chunks - 1, assigned to the stages by `placement`:
 
-    loop    0 1 2 3 | 4 5 6 7        stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", section 2.2)
-    v       0 1 2 3 | 7 6 5 4        stage 0 holds 0 and 7   (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")
+    loop    0 1 2 3 | 4 5 6 7    stage 0 holds 0 and 4   (Narayanan et al. 2021, "Efficient Large-Scale ...", 2.2)
+    v       0 1 2 3 | 7 6 5 4    stage 0 holds 0 and 7   (Qi et al. 2024, "... with Controllable Memory")
 
 Collectives over data may stand in the table too, on all stages at once: G gathers the weights of a chunk, R reduces
 its gradient. Either begins with its clock and travels beside what the stages do from there on, on a lane of its own:
 until the next one begins or, of a G, until the chunk's first F. A chunk without a G is gathered before all clocks, one
 without an R is reduced after them.
 
-        clock  0        1     2     3          4          5     6        7         interleaved, 2 stages, 2 microbatches, 2 chunks
+    interleaved, 2 stages, 2 microbatches, 2 chunks:
+
+        clock  0        1     2     3          4          5     6        7
     stage 0    F0.0 G1  F1.0  F0.1  F1.1       B0.1       B1.1  B0.0 R1  B1.0
     stage 1         G1  F0.0  F1.0  F0.1 B0.1  F1.1 B1.1  B0.0  B1.0 R1
 """
@@ -139,7 +141,7 @@ class Table(Shown):
         """Says whether a G or an R stands in the table."""
         return bool((self.sends >= 0).any())
 
-    def without_sends(self) -> "Table":
+    def drop_sends(self) -> "Table":
         """The table without G and R."""
         return replace(self, sends=np.full((2, self.chunks), -1))
 
@@ -190,7 +192,7 @@ class Table(Shown):
         return clocks
 
     @staticmethod
-    def at(
+    def place(
         when: np.ndarray,
         *,
         name: str,
@@ -257,13 +259,12 @@ class Table(Shown):
 
         The title's keys may stand in any order: `stages` and `microbatches` must, `chunks` (1), `split` (no),
         `placement` (loop) and `schedule`, its name, may be left out. A cell is empty where the stage is idle in that
-        clock; else it has one op of each kind at
-        most, in the order F B, or F I W if split: letter, microbatch, and with chunks a dot and the chunk; then, in all
-        cells of a row alike, at most one G and one R, each with its chunk. A message sent in a clock can be read from
-        the next on; the last virtual stage may do B in the clock of its F. A table of pairs joins F and B of a cell, which
-        run at once, as in F1+B0; and I and W in a clock without any F. Neither may be in the clock of what it needs.
-        `read_csv` takes it back, with the line ends, quotes, spaces and byte order mark that a
-        spreadsheet leaves.
+        clock; else it has one op of each kind at most, in the order F B, or F I W if split: letter, microbatch, and
+        with chunks a dot and the chunk; then, in all cells of a row alike, at most one G and one R, each with its
+        chunk. A message sent in a clock can be read from the next on; the last virtual stage may do B in the clock of
+        its F. A table of pairs joins F and B of a cell, which run at once, as in F1+B0; and I and W in a clock without
+        any F. Neither may be in the clock of what it needs. `read_csv` takes it back, with the line ends, quotes,
+        spaces and byte order mark that a spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
         lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
@@ -344,27 +345,33 @@ def parse_csv(text: str, source: str = "csv") -> Table:
     sends = table.sends.copy()
     paired = any("+" in cell for row in rows for cell in row)
     for clock, row in enumerate(rows):
-        sent: list[dict[int, int]] = []
+        where = f"{source}, row {clock + 3}"
         if row and len(row) != stages:  # an empty row is a clock in which all are idle
             raise IllegalTable(
-                f"{source}, row {clock + 3}: {len(row)} columns, and there must be {stages}, one a stage, empty where "
-                "idle"
+                f"{where}: {len(row)} columns, and there must be {stages}, one a stage, empty where idle"
             )
-        for stage, cell in enumerate(row):
-            try:
-                cells[clock, stage], chunks = _read_cell(cell, table)
-                sent.append(chunks)
-                _check_sent(cell, sent, sends)
-            except IllegalTable as error:
-                raise IllegalTable(
-                    f"{source}, row {clock + 3}, column {stage + 1} (stage {stage}): {error}"
-                ) from None
-        for kind, chunk in sent[0].items() if sent else ():
+        sent = _read_row(row, table, cells[clock], sends, where)
+        for kind, chunk in sent.items():
             sends[kind, chunk] = clock
     table = Table(cells=cells, paired=paired, sends=sends, **title)
     if paired:
         _check_pairs(table, rows, source)
     return table
+
+
+def _read_row(
+    row: list[str], table: Table, cells: np.ndarray, sends: np.ndarray, where: str
+) -> dict[int, int]:
+    """Writes the ops of a row into `cells` and returns its chunks by kind of collective; `sends`: of rows before."""
+    sent: list[dict[int, int]] = []
+    for stage, cell in enumerate(row):
+        try:
+            cells[stage], chunks = _read_cell(cell, table)
+            sent.append(chunks)
+            _check_sent(cell, sent, sends)
+        except IllegalTable as error:
+            raise IllegalTable(f"{where}, column {stage + 1} (stage {stage}): {error}") from None
+    return sent[0] if sent else {}
 
 
 def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
@@ -431,7 +438,8 @@ def _check_rows(clocks: int, title: dict, source: str) -> None:
         )
 
 
-def _read_title(line: str, source: str) -> dict:
+def _read_words(line: str, source: str) -> dict[str, str]:
+    """Returns the values of a title by their keys, as they stand there."""
     if not line.startswith("#"):
         raise IllegalTable(
             f"{source}, row 1: must begin with '#' and say what the table is for, as in '{_TITLE_EXAMPLE}'"
@@ -453,6 +461,11 @@ def _read_title(line: str, source: str) -> dict:
             raise IllegalTable(
                 f"{source}, row 1: does not say {key}; it must be as in '{_TITLE_EXAMPLE}'"
             )
+    return words
+
+
+def _read_title(line: str, source: str) -> dict:
+    words = _read_words(line, source)
     title: dict = {
         "name": short("_".join((words.get("schedule") or Path(source).stem).split())),
         "placement": words.get("placement", "loop"),
@@ -475,20 +488,25 @@ def _read_title(line: str, source: str) -> dict:
     return title | {"split": split == "yes"}
 
 
+def _match_word(word: str, table: Table) -> re.Match[str]:
+    """Returns the match of a letter, a microbatch or chunk, and perhaps a dot and a chunk."""
+    match = _WORD.fullmatch(word)
+    if match is None or match[1] not in table.letters + SENT:
+        example = "F3" if table.chunks == 1 else "F3.1"
+        raise IllegalTable(
+            f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as '{example}', "
+            f"or {' or '.join(SENT)} and a chunk"
+        )
+    return match
+
+
 def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
     cell = np.full((3, 2), -1, np.int32)
     sent = {}
     done = -1
     letters = table.letters + SENT
     for word in text.replace("+", " ").split():
-        match = _WORD.fullmatch(word)
-        if match is None or match[1] not in letters:
-            example = "F3" if table.chunks == 1 else "F3.1"
-            raise IllegalTable(
-                f"'{short(word)}' must be one of the letters {', '.join(table.letters)} and a microbatch, as "
-                f"'{example}', "
-                f"or {' or '.join(SENT)} and a chunk"
-            )
+        match = _match_word(word, table)
         slot = letters.index(match[1])
         microbatch = int(match[2])
         chunk = int(match[3] or 0)

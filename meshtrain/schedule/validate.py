@@ -106,15 +106,7 @@ def _check_sends(table: Table) -> None:
     when = table.when()
     chunks = table.chunk_of(np.arange(table.virtual_stages))
     last_slot = W if table.split else B
-    if (
-        table.sends.shape != (2, table.chunks)
-        or not ((table.sends >= -1) & (table.sends < table.clocks)).all()
-    ):
-        raise IllegalTable(
-            f"schedule {table.name}: sends must be a G and an R for each of the {table.chunks} chunks, clocks from 0 "
-            "to "
-            f"{table.clocks - 1}, or -1 for none"
-        )
+    _check_clocks(table)
     for kind, chunk in np.argwhere(table.sends >= 0).tolist():
         clock = int(table.sends[kind, chunk])
         mine = np.flatnonzero(chunks == chunk)
@@ -135,3 +127,16 @@ def _check_sends(table: Table) -> None:
             )
         if (table.sends[kind] == clock).sum() > 1:
             raise IllegalTable(f"{place}: of one kind only one collective may begin with a clock")
+
+
+def _check_clocks(table: Table) -> None:
+    """Checks that the table has a clock of its own, or none, for the G and the R of each chunk."""
+    if (
+        table.sends.shape != (2, table.chunks)
+        or not ((table.sends >= -1) & (table.sends < table.clocks)).all()
+    ):
+        raise IllegalTable(
+            f"schedule {table.name}: sends must be a G and an R for each of the {table.chunks} chunks, clocks from 0 "
+            "to "
+            f"{table.clocks - 1}, or -1 for none"
+        )

@@ -131,19 +131,17 @@ def test_a_bad_description_is_one_sentence_with_what_is_legal(tmp_path, change):
 def test_an_empty_description_is_told_what_it_needs_and_that_is_enough(tmp_path):
     for text in ("", "# nothing yet"):
         path = write(tmp_path / "empty.yaml", text)
-        with pytest.raises(ConfigError, match=r"empty.yaml is empty; it needs at least ") as caught:
+        with pytest.raises(ConfigError, match=r"empty\.yaml is empty; .* at least ") as caught:
             load_cluster(path)
         needed = str(caught.value).split("'")[1::2]
         assert load_cluster(write(path, "\n".join(needed))).devices == 8
-    with pytest.raises(
-        ConfigError, match="a cluster description must be a mapping of keys to values, not a list"
-    ):
+    with pytest.raises(ConfigError, match=r"cluster description .* mapping .* not a list"):
         load_cluster(write(path, "[1]"))
 
 
 @pytest.mark.parametrize("name", ["h" * 5000, "h\0", "h\ud800", ".."])
 def test_a_name_that_no_file_can_have_is_an_unknown_cluster(name):
-    with pytest.raises(ConfigError, match="there is no such file or accelerator") as caught:
+    with pytest.raises(ConfigError, match="no such file or accelerator") as caught:
         named(name, 8)
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 

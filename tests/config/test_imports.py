@@ -5,12 +5,14 @@ be had.
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from refusals import pattern_of
 
 import meshtrain as mt
 from meshtrain.config import imports, to_yaml
@@ -111,22 +113,22 @@ def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("run.imports", "mine.py", r"must be a list, such as \[mine.py\]"),
-        ("run.imports", "[nope.py]", r"there is no Python file .*nope.py"),
+        ("run.imports", "mine.py", r"must be a list, .*\[mine\.py\]"),
+        ("run.imports", "[nope.py]", r"no Python file .*nope\.py"),
         (
             "run.imports",
             "[no.such]",
-            r"run.imports: no.such: ModuleNotFoundError: No module named 'no'",
+            r"imports: no\.such: ModuleNotFoundError: ",
         ),
         (
             "train.loss",
             "mine:caped_loss",
-            r"train.loss: mine has no function caped_loss; did you mean capped_loss\?",
+            r"train\.loss: .*caped_loss; did you mean capped_loss\?",
         ),
         (
             "train.loss",
             "other:loss",
-            r"train.loss is 'other:loss'; write MODULE:FUNCTION, of what run.imports and plug-ins bring \(mine\)",
+            r"train\.loss is 'other:loss'; .*MODULE:FUNCTION, .*\(mine\)",
         ),
         ("model.block", "mine", r"model.block is 'mine'; write MODULE:FUNCTION"),
     ],
@@ -139,8 +141,8 @@ def test_what_is_not_there_is_a_sentence(written, key, value, sentence):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("x = 1\n1 / 0\n", r"mine.py, line 2: ZeroDivisionError: division by zero"),
-        ("x = 1\n\ndef (\n", r"mine.py, line 3: SyntaxError: invalid syntax"),
+        ("x = 1\n1 / 0\n", r"mine\.py, line 2: ZeroDivisionError: "),
+        ("x = 1\n\ndef (\n", r"mine\.py, line 3: SyntaxError: "),
         (
             "from meshtrain.families import FAMILIES as F\nF.register(F['gpt2'])\n\nraise KeyError('a')",
             r"mine.py, line 4: KeyError",
@@ -156,7 +158,7 @@ def test_what_a_file_raises_is_told_with_its_line(written, text, sentence):
 def test_two_files_of_one_name_in_one_process_are_not_taken_for_each_other(written):
     mt.load(written)
     (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
-    with pytest.raises(mt.ConfigError, match=r"mine.py is not the mine that was imported from"):
+    with pytest.raises(mt.ConfigError, match=r"mine\.py is not .*imported from"):
         mt.load(written)
 
 
@@ -234,9 +236,9 @@ def test_a_plug_in_of_a_distribution_is_there_without_being_named(value, plugged
         (
             "team_plugin:register",
             "",
-            "AttributeError: module 'team_plugin' has no attribute 'register'",
+            "AttributeError: ... 'team_plugin' ... 'register'",
         ),
-        ("no_such", "", "ModuleNotFoundError: No module named 'no_such'"),
+        ("no_such", "", "ModuleNotFoundError: ... 'no_such'"),
     ],
 )
 def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(
@@ -245,8 +247,10 @@ def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(
     plugged(value, text)
     with pytest.raises(mt.ConfigError) as refused:
         mt.load(None)
-    sentence = f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; mend or uninstall it."
-    assert str(refused.value) == sentence
+    sentence = (
+        f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; ... uninstall it."
+    )
+    assert re.fullmatch(pattern_of(sentence), str(refused.value))
 
 
 @pytest.mark.thorough

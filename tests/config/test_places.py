@@ -52,7 +52,7 @@ def test_a_path_counts_from_the_folder_of_its_file_and_else_from_the_working_dir
     path = written(data={"source": source})
     assert mt.load(path).data.source.replace("configs/../", "") == meant
     overridden = mt.load(path, [f"data.source={source}"]).data.source
-    assert overridden == source, "what --set gives counts from the working directory"
+    assert overridden == source, "--set counts from the working directory"
 
 
 def test_every_path_of_a_file_does_so(written):
@@ -61,7 +61,7 @@ def test_every_path_of_a_file_does_so(written):
     config = mt.load(written(mesh=mesh, parallel=parallel, data=data))
     assert config.parallel.schedule == "configs/mine.csv"
     assert config.data.mixture == ("configs/beside", "here", "stdlib")
-    nowhere = "there is no such file, neither beside the config that names it nor in the working directory"
+    nowhere = "no such file, .* config .* nor .*working directory"
     with pytest.raises(mt.ConfigError, match=nowhere):
         mt.load(written(mesh=mesh, parallel={"schedule": "other.csv"}))
 
@@ -89,7 +89,7 @@ def test_a_config_that_comes_along_is_taken_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mt.load("quickstart", ["mesh.tensor=1"]).run.directory == "runs/quickstart"
     names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    sentence = f"there is no config quickstrt; give a YAML file, or one of {names}; did you mean quickstart\\?"
+    sentence = f"no config quickstrt; .*YAML file, .*{names}; did you mean quickstart\\?"
     with pytest.raises(mt.ConfigError, match=sentence):
         mt.load("quickstrt")
     (tmp_path / "quickstart").write_text("")  # a file of that name is meant

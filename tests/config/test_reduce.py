@@ -1,8 +1,10 @@
 """What gradients cannot be sent as is refused in one sentence, and what has no use is said."""
 
 import itertools
+import re
 
 import pytest
+from refusals import pattern_of
 
 from meshtrain.config import ConfigError, load
 from meshtrain.config.notes import notes
@@ -17,7 +19,7 @@ def asked(*changes):
 def test_compression_over_data_needs_shards_to_scatter_to():
     with pytest.raises(ConfigError) as refused:
         asked("mesh.data=4", "parallel.zero_stage=0")
-    assert "parallel.zero_stage is 0; set it to 1, 2 or 3." in str(refused.value)
+    assert re.search(r"parallel\.zero_stage is 0; .* 1, 2 or 3\.", str(refused.value))
     with pytest.raises(ConfigError, match=r"or parallel\.reduce\.over to islands"):
         asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0")
     asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0", "parallel.reduce.over=islands")
@@ -37,7 +39,7 @@ def test_compression_over_data_needs_shards_to_scatter_to():
         (("mesh.data=1",), "has no use with mesh.data 1"),
         (
             ("mesh.data=4", "parallel.reduce.over=islands"),
-            "has no use over islands with mesh.islands 1",
+            "no use over islands ... mesh.islands 1",
         ),
         (("mesh.data=4", "mesh.islands=2", "parallel.reduce.over=islands"), ""),
         (("mesh.data=4",), ""),
@@ -45,7 +47,7 @@ def test_compression_over_data_needs_shards_to_scatter_to():
 )
 def test_compression_that_compresses_nothing_is_said(changes, said):
     found = [note for note in notes(asked(*changes)) if "compression" in note]
-    assert [said in note for note in found] == [True] * bool(said)
+    assert [bool(re.search(pattern_of(said), note)) for note in found] == [True] * bool(said)
 
 
 @pytest.mark.parametrize("given", ["block=8", "block=100000", "compression=int7", "over=rack"])

@@ -107,7 +107,7 @@ def trapped(tmp_path, marker):
 
 def own_by(path: Path, user: int) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root gives files to another user")
+        pytest.skip("only root can chown")
     for one in (path, *path.rglob("*")):
         os.chown(one, user, user, follow_symlinks=False)
 
@@ -224,7 +224,7 @@ def test_a_run_that_is_trusted_is_read_with_its_code(command, trapped, marker, c
         "monitor": (monitor, [str(run), "--once"]),
     }
     if command not in words:
-        pytest.skip("another way to call one of those, or one that needs no code")
+        pytest.skip("calls no code of its own")
     main, given = words[command]
     assert main([*given, "--trust", str(run)]) == 0, capsys.readouterr().err
     assert marker.exists()
@@ -340,11 +340,9 @@ def test_code_that_others_may_have_written_is_refused_until_it_is_trusted(
 ):
     path = own_file(tmp_path / "up" / "configs", marker)
     if os.geteuid() != 0 and ("of" in fault or "group" in fault):
-        pytest.skip("only root gives files to another user")
+        pytest.skip("only root can chown")
     FAULTS[fault](path.parent)
-    with pytest.raises(
-        mt.ConfigError, match=r"run.imports: .*(another user|everyone|its group).*--trust"
-    ):
+    with pytest.raises(mt.ConfigError, match=r"run\.imports: .*(another|everyone|group).*--trust"):
         mt.load(path)
     assert not marker.exists()
     monkeypatch.setenv(TRUST, str(tmp_path / "up"))
@@ -375,7 +373,7 @@ def test_trusting_a_run_is_no_trust_in_what_its_links_lead_to(
     (run / "imports/x.py").symlink_to(outside)
     outside.chmod(0o666)
     monkeypatch.setenv(TRUST, str(run))
-    with pytest.raises(mt.ConfigError, match=r"outside\.py can be written by everyone"):
+    with pytest.raises(mt.ConfigError, match=r"outside\.py .*written by everyone"):
         mt.load(run / "config.yaml")
     assert not marker.exists()
 
@@ -385,14 +383,14 @@ def test_a_module_beside_the_config_is_code_of_others_too(tmp_path, marker, monk
     (path.parent / "trap_beside.py").write_text(TRAP.format(marker=str(marker)))
     (path.parent / "trap_beside.py").chmod(0o666)
     monkeypatch.syspath_prepend(path.parent)
-    with pytest.raises(mt.ConfigError, match=r"trap_beside\.py can be written by everyone"):
+    with pytest.raises(mt.ConfigError, match=r"trap_beside\.py .*written by everyone"):
         mt.load(SMALL, ["run.imports=[trap_beside]"])
     package = path.parent / "trap_package"
     package.mkdir()
     (package / "__init__.py").write_text(TRAP.format(marker=str(marker)))
     (package / "part.py").write_text("")
     package.chmod(0o777)
-    with pytest.raises(mt.ConfigError, match="trap_package can be written by everyone"):
+    with pytest.raises(mt.ConfigError, match=r"trap_package .*written by everyone"):
         mt.load(SMALL, ["run.imports=[trap_package.part]"])
     assert not marker.exists()
     assert mt.load(SMALL, ["run.imports=[json.tool]"]).run.imports == ("json.tool",)
@@ -430,7 +428,7 @@ def test_an_absolute_path_is_that_file_whatever_lies_beside_the_config(tmp_path,
     assert not marker.exists() and (tmp_path / "elsewhere-ran").exists()
     missing = path.parent / "missing.yaml"
     missing.write_text(path.read_text().replace(str(elsewhere), str(tmp_path / "nowhere/x.py")))
-    with pytest.raises(mt.ConfigError, match=r"there is no Python file .*nowhere/x\.py"):
+    with pytest.raises(mt.ConfigError, match=r"no Python file .*nowhere/x\.py"):
         mt.load(missing)
 
 
@@ -443,7 +441,7 @@ def test_a_relative_path_counts_from_the_config_and_is_not_guessed(tmp_path, mar
     assert mt.load(path).run.imports == (str(path.parent / "x.py"),)
     (tmp_path / "here/x.py").write_text("raise ValueError('nor this one')")
     with pytest.raises(
-        mt.ConfigError, match=r"run.imports: x.py is .*configs/x.py or .*here/x.py, which differ"
+        mt.ConfigError, match=r"imports: x\.py .*configs/x\.py .*here/x\.py, .*differ"
     ):
         mt.load(path)
     (tmp_path / "here/x.py").write_text((path.parent / "x.py").read_text())
@@ -451,7 +449,7 @@ def test_a_relative_path_counts_from_the_config_and_is_not_guessed(tmp_path, mar
     (path.parent / "x.py").unlink()
     assert mt.load(path).run.imports == (str(tmp_path / "here/x.py"),)
     (tmp_path / "here/x.py").unlink()
-    with pytest.raises(mt.ConfigError, match=r"there is no Python file .*configs/x\.py"):
+    with pytest.raises(mt.ConfigError, match=r"no Python file .*configs/x\.py"):
         mt.load(path)
 
 

@@ -39,7 +39,7 @@ def ragged_table(
             clock = put(B, k, microbatch, clock + 1)
             if split:
                 put(W, k, microbatch, clock)
-    return Table.at(
+    return Table.place(
         when, name="own", stages=stages, chunks=chunks, split=split, placement=placement
     )
 

@@ -151,7 +151,7 @@ def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
     )
     found = search(config, small, 2)
     assert found.plans and all(p.config.parallel.offload_optimizer for p in found.plans)
-    assert all(p.time.host > 0 for p in found.plans), "the way from the host and back has its price"
+    assert all(p.time.host > 0 for p in found.plans), "transfers to the host take time"
     same = put(found.plans[0].config, parallel={"offload_optimizer": False})
     assert plan(same, small).seconds < found.plans[0].seconds
 

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ CUDA = (
 
 def test_a_target_is_a_name_with_or_without_the_number_of_devices():
     assert parse_target("h100", 8) == parse_target("H100x8", 8) == "h100"
-    with pytest.raises(ConfigError, match="the mesh has 8 devices, so write h100 or h100x8"):
+    with pytest.raises(ConfigError, match=r"mesh has 8 devices, .* h100 or h100x8"):
         parse_target("h100x16", 8)
     with pytest.raises(ConfigError, match="must be one of cpu, a100, h100, h200, b200"):
         parse_target("h300", 8)
@@ -54,14 +55,13 @@ def planned(config, target, tmp_path):
 def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, tmp_path):
     done = planned(llama_8b(), "h100", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "meshtrain: --compile h100 needs XLA's CUDA compiler, though no GPU: install jax-cuda12"
+    assert re.match(
+        "meshtrain: --compile h100 .* CUDA compiler, .* install jax-cuda12",
+        done.stderr.splitlines()[-1],
     )
 
 
-@pytest.mark.skipif(
-    not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU"
-)
+@pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
 def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
     """8B parameters on 16 H100 that nobody has."""
     found = json.loads(

@@ -89,7 +89,7 @@ def test_a_plan_says_whether_float8_pays():
         )
         if "float8" in note
     ]
-    assert "precision.matmul float8 pays for this model here" in wide
+    assert "precision.matmul float8 pays" in wide
     (sparse,) = [
         note
         for note in advice.notes(

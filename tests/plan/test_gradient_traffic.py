@@ -117,9 +117,7 @@ def test_a_float32_gradient_over_what_is_sent_is_the_ratio():
     sent, ratio = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
     plain = put(config, parallel={"reduce": {"compression": "none"}})
     whole = traffic.by_axis(plan(plain, named("cpu", 8)).transfers)["data"] / 2
-    assert sent * ratio == pytest.approx(whole, rel=1e-6), (
-        "half of the traffic of ZeRO-1: the other half are weights"
-    )
+    assert sent * ratio == pytest.approx(whole, rel=1e-6), "half of ZeRO-1's traffic are weights"
     assert 3.8 < ratio < 4 / (1 + 4 / 256)
 
 

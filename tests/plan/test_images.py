@@ -152,8 +152,7 @@ def test_traffic_is_that_of_the_compiled_step(case):
 def test_a_sequence_that_ranks_cannot_share_names_the_way_out():
     with pytest.raises(
         ConfigError,
-        match=r"mesh\.tensor 4 does not divide train\.sequence_length 17, .* with model\.pool: mean, which has no "
-        r"class token beside the 16 patches, 4 too\.",
+        match=r"mesh\.tensor 4 .*\.sequence_length 17, .*pool: mean, .* 16 patches, 4 ",
     ):
         vit((1, 4, 1), sequence_parallel=True)
     vit((1, 4, 1), "mean", sequence_parallel=True)

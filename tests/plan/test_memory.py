@@ -362,7 +362,7 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
 
 def test_every_byte_has_a_name_and_a_kind(llama_8b):
     found = plan(llama_8b(), named("h100", 16))
-    assert sum(memory.by_kind(found.memory).values()) == pytest.approx(found.bytes)
+    assert sum(memory.sum_by_kind(found.memory).values()) == pytest.approx(found.bytes)
     assert not [
         name for name, count in Counter(item.name for item in found.memory).items() if count > 1
     ]
@@ -414,7 +414,7 @@ def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
     for ranks in (2, 8):
         mesh, train = {"context": ranks}, {"global_batch_size": 1, "sequence_length": 2**17}
         config = llama_8b(mesh, train, microbatches=1, remat="full", zero_stage=3)
-        kinds[ranks] = memory.by_kind(plan(config, named("h100", ranks)).memory)
+        kinds[ranks] = memory.sum_by_kind(plan(config, named("h100", ranks)).memory)
     for kind in ("activations", "optimizer_state"):
         assert kinds[8][kind] == pytest.approx(kinds[2][kind] / 4, rel=0.05)
 

@@ -158,9 +158,9 @@ def test_a_random_table_sends_what_its_compiled_program_does(seed, tmp_path):
     )
     found = [c for c in collectives(lowered.compile(), program.mesh) if c.axis == PIPELINE]
     planned, message = pipeline.iterations(config), 4 * 8 * 16
-    assert planned.of("down") + planned.of("up") == sum(
+    assert planned.passes("down") + planned.passes("up") == sum(
         c.trips for c in found if c.kind == "collective-permute"
     )
     # XLA sums small things along with them
     summed = sum(c.trips * (c.bytes // message) for c in found if c.kind == "all-reduce")
-    assert planned.of("embedding") + planned.of("unembedding") + 2 * planned.head == summed
+    assert planned.passes("embedding") + planned.passes("unembedding") + 2 * planned.head == summed

@@ -45,9 +45,7 @@ def test_rows_of_a_million_tokens_fit_64_gpus_and_the_long_quickstart_8_fake_dev
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(
-    not CUDA, reason="needs XLA's CUDA compiler (pip install 'meshtrain[compile]'), though no GPU"
-)
+@pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
 @pytest.mark.parametrize("name", DEVICES)
 def test_its_memory_is_that_of_xlas_gpu_program(name):
     environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

@@ -9,7 +9,7 @@ from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER,
 from meshtrain.config import load, replaced
 from meshtrain.plan import named, plan, scaling, traffic
 from meshtrain.plan.failures import faults
-from meshtrain.plan.memory import by_kind
+from meshtrain.plan.memory import sum_by_kind
 
 MODELS = {
     "8B": {
@@ -215,8 +215,8 @@ def test_sequence_parallelism_keeps_less(model, cluster):
     plain, split = (
         on(made(model, (1, 8, 1), 8, 4096, 8, sequence_parallel=s), cluster) for s in (False, True)
     )
-    assert by_kind(split.memory)["activations"] < by_kind(plain.memory)["activations"]
-    assert by_kind(split.memory)["parameters"] == by_kind(plain.memory)["parameters"]
+    assert sum_by_kind(split.memory)["activations"] < sum_by_kind(plain.memory)["activations"]
+    assert sum_by_kind(split.memory)["parameters"] == sum_by_kind(plain.memory)["parameters"]
     # an all-reduce is a gather and a scatter, and what was gathered is gathered once more for the backward
     assert (
         traffic.by_axis(plain.transfers)["tensor"]
@@ -230,7 +230,7 @@ def test_more_recomputation_takes_less_memory_and_more_time(model, cluster):
     none, dots, full = (
         on(made(model, (2, 4, 1), 8, 4096, 2, remat=r), cluster) for r in ("none", "dots", "full")
     )
-    assert falls(by_kind(p.memory)["activations"] for p in (none, dots, full))
+    assert falls(sum_by_kind(p.memory)["activations"] for p in (none, dots, full))
     assert falls(p.seconds for p in (full, dots, none))
     # a forward again is a third of forward and backward at most
     assert full.seconds < 1.4 * none.seconds

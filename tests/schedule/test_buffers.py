@@ -37,7 +37,9 @@ def test_entries_held_are_those_that_the_simulator_has_in_flight(schedule):
         for execution in ("asynchronous", "lockstep"):
             timeline = simulate(table, Durations(1.0, 0.7, 1.3, message=0.4, head=0.5), execution)
             assert timeline.peak_in_flight.tolist() == held
-            assert [timeline.in_flight(stage)[1].max() for stage in range(table.stages)] == held
+            assert [
+                timeline.count_in_flight(stage)[1].max() for stage in range(table.stages)
+            ] == held
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -146,19 +146,19 @@ def test_splitting_the_backward_takes_no_more_memory(schedule):
     [
         (
             ("1f1B", 2, 2),
-            r"schedule '1f1B' is not one of gpipe, .* or a path ending in .csv; did you mean 1f1b",
+            r"schedule '1f1B' .* gpipe, .* path .*\.csv; did you mean 1f1b",
         ),
         (
             ("1f1b", 2, 2, 2),
-            "1f1b has 1 model chunk a stage, and 2 asked for; with 2 there are interleaved, looped_bfs",
+            "1f1b has 1 .* 2 asked for; with 2 .* interleaved, looped_bfs",
         ),
         (
             ("v_1f1b", 2, 2),
-            "v_1f1b has 2 model chunks a stage, and 1 asked for; with 1 there are gpipe",
+            "v_1f1b has 2 .* 1 asked for; with 1 .* gpipe",
         ),
-        (("interleaved", 0, 1, 1), "stages is 0, and must be at least 1"),
-        (("interleaved", 1, 0, 1), "microbatches is 0, and must be at least 1"),
-        (("interleaved", 1, 1, 0), "chunks is 0, and must be at least 1"),
+        (("interleaved", 0, 1, 1), "stages is 0, .* at least 1"),
+        (("interleaved", 1, 0, 1), "microbatches is 0, .* at least 1"),
+        (("interleaved", 1, 1, 0), "chunks is 0, .* at least 1"),
     ],
 )
 def test_what_no_schedule_can_have_is_refused(asked, says):
@@ -170,9 +170,7 @@ def test_a_csv_file_is_a_schedule(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("interleaved", 2, 4, 2).to_csv())
     assert make_table(str(path), 2, 4, 2) == make_table("interleaved", 2, 4, 2)
-    with pytest.raises(
-        ValueError, match=r"mine.csv is for microbatches=4, and microbatches=8 is asked for"
-    ):
+    with pytest.raises(ValueError, match=r"mine\.csv is for microbatches=4, .*microbatches=8"):
         make_table(str(path), 2, 8, 2)
 
 
@@ -195,7 +193,7 @@ def test_a_csv_file_that_was_edited_is_read_again(tmp_path):
         (
             "F1,F0 B0\nB0,",
             "F1 B0,F0 B0\n,",
-            r"mine.csv: schedule 1f1b: clock 1 \(CSV row 4\), stage 0, cell 'F1 B0': B0 is too",
+            r"mine\.csv: .*1f1b: clock 1 .*row 4\), stage 0, .*'F1 B0': B0 is",
         ),
     ],
 )

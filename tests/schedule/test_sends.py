@@ -71,17 +71,17 @@ def test_it_is_written_as_a_person_would():
         (
             "G1,G1",
             "G1,",
-            "row 3, column 2 .*'' must have the same G and R as the row's other stages",
+            "row 3, column 2 .*'' .*same G and R .*other stages",
         ),
         ("F1.0,F0.0", "F1.0 G1,F0.0 G1", "row 4, column 1 .*'G1' stands in row 3 already"),
-        ("G1,G1", "G2,G2", "'G2' must be G and a chunk, and chunks are 0 to 1"),
+        ("G1,G1", "G2,G2", "'G2' must be G and a chunk, .* 0 to 1"),
         ("G1,G1", "G1.0,G1.0", "'G1.0' must be G and a chunk"),
-        ("F0.0 G1,G1", "G1 F0.0,G1", "'G1 F0.0' must have each letter once, in the order F B G R"),
+        ("F0.0 G1,G1", "G1 F0.0,G1", "'G1 F0.0' must .* once, .*order F B G R"),
         ("G1,G1", "R1 R0,R1 R0", "'F0.0 R1 R0' must have each letter once"),
         (
             "G1,G1",
             "X1,G1",
-            "'X1' must be one of the letters F, B and a microbatch, as 'F3.1', or G or R and a chunk",
+            "'X1' must .*F, B .*microbatch, as 'F3\\.1', or G or R .*chunk",
         ),
     ],
 )
@@ -97,16 +97,16 @@ def test_a_wrong_cell_is_named(old, new, says):
             G,
             1,
             2,
-            r"clock 2 \(CSV row 5\), stage 0.*: G1 is too late: F0.1 needs the weights in clock 2",
+            r"clock 2 .*row 5\), stage 0.*: G1 .*too late: F0\.1 .* clock 2",
         ),
-        (G, 1, 3, "G1 is too late: F0.1 needs the weights in clock 2"),
+        (G, 1, 3, r"G1 is too late: F0\.1 .*weights in clock 2"),
         (
             R,
             1,
             5,
-            r"clock 5 \(CSV row 8\), stage 0.*: R1 is too early: B1.1 adds to the gradient in clock 5",
+            r"clock 5 .*row 8\), stage 0.*: R1 .*too early: B1\.1 .* clock 5",
         ),
-        (R, 0, 7, "clock 7 .*stage 0.*: R0 is too early: B1.0 adds to the gradient in clock 7"),
+        (R, 0, 7, r"clock 7 .*stage 0.*: R0 is too early: B1\.0 .* clock 7"),
         (R, 1, 8, "clocks from 0 to 7, or -1 for none"),
     ],
 )
@@ -122,9 +122,7 @@ def test_of_one_kind_only_one_begins_with_a_clock():
     table = with_sends(make_table("interleaved", 2, 2, 3))
     sends = table.sends.copy()
     sends[G, 2] = sends[G, 1]
-    with pytest.raises(
-        IllegalTable, match="of one kind only one collective may begin with a clock"
-    ):
+    with pytest.raises(IllegalTable, match=r"only one collective .* with a clock"):
         validate(dataclasses.replace(table, sends=sends))
 
 

@@ -215,7 +215,7 @@ def test_in_flight_begins_with_one_and_ends_with_none(schedule):
         make_table(schedule, 3, 6, legal_chunks(schedule) or 2), Durations(), "asynchronous"
     )
     for stage in range(3):
-        times, counts = timeline.in_flight(stage)
+        times, counts = timeline.count_in_flight(stage)
         assert (np.diff(times) > 0).all()
         assert counts[0] == 1 and counts[-1] == 0 and counts.min() >= 0
 
@@ -233,14 +233,14 @@ def test_no_schedule_named_idles_less_in_lockstep_than_zb_interleaved():
 
 
 def test_another_execution_is_refused():
-    with pytest.raises(ValueError, match="execution 'wall' is not one of asynchronous, lockstep"):
+    with pytest.raises(ValueError, match=r"execution 'wall' .* asynchronous, lockstep"):
         simulate(make_table("1f1b", 1, 1), Durations(), "wall")
 
 
 def test_durations_for_another_number_of_virtual_stages_are_refused():
     with pytest.raises(
         ValueError,
-        match="forward has 3 entries, and must be a number or have one for each of the 2 virtual stages",
+        match=r"forward has 3 entries, .* number or .* 2 virtual stages",
     ):
         simulate(make_table("1f1b", 2, 2), Durations(forward=np.ones(3)))
 

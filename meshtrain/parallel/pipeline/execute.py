@@ -40,7 +40,7 @@ class Executor:
         self.skips = forward.skips
         self.sends = forward.overlaps and table.has_sends
         if not self.sends:
-            table = self.table = table.without_sends()
+            table = self.table = table.drop_sends()
         if self.skips:
             # Idle slots are skipped anyway.
             self.phases = [

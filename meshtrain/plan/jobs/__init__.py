@@ -2,8 +2,8 @@
 
     python -m meshtrain.plan --jobs configs/jobs/llama.yaml --cluster h100
 
-    JOBS.yaml ──► shapes: nodes x devices of each job ──► rules: first fit, best fit, balance ──► a packing ──► report, page, kueue
-     listed        requests: seconds, bytes by the plan       packing, searched
+    JOBS.yaml ─► shapes: nodes x devices of a job ─► rules: first fit, best fit, balance ─► a packing ─► report, page,
+     listed       requests: seconds, bytes by the plan        packing, searched                           kueue
 
 - `meshtrain.plan.jobs.listed`: the file of jobs. `meshtrain.plan.jobs.requests`: the shapes that a job may take, and
   its speed where it lies.

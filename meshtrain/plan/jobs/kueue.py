@@ -5,7 +5,8 @@
                  ClusterQueue           the quota: all devices of the cluster
                  LocalQueue             where the jobs of a namespace wait
                  WorkloadPriorityClass  one for each priority
-    NAME.yaml    ConfigMap, JobSet      as `meshtrain.launch.kubernetes` writes them, with its queue, its priority and where its pods belong
+    NAME.yaml    ConfigMap, JobSet      as `meshtrain.launch.kubernetes` writes them, with its queue, its priority and
+                                        where its pods belong
 
 Kueue (kueue.x-k8s.io/v1beta2, apis/kueue/v1beta2 in kubernetes-sigs/kueue) chooses nodes by itself. It is told the
 nodes of each job in the placement and the devices on each, and to keep a job in one block where it can, or must

@@ -112,7 +112,7 @@ class PlacedJob:
     end: float
     plan: Plan | None
 
-    def by_node(self, per_node: int) -> dict[int, tuple[int, ...]]:
+    def group_by_node(self, per_node: int) -> dict[int, tuple[int, ...]]:
         """Devices of each node, numbered in the node."""
         nodes: dict[int, tuple[int, ...]] = {}
         for device in self.devices:
@@ -205,13 +205,13 @@ class Packer:
         self.speeds = speeds
         self.blocks: Blocks = blocks_of(cluster)
 
-    def by_priority(self) -> tuple[int, ...]:
+    def sort_by_priority(self) -> tuple[int, ...]:
         """The jobs that have a shape, by priority and then in their order."""
         fitting = (number for number, request in enumerate(self.requests) if request.shapes)
         return tuple(sorted(fitting, key=lambda number: -self.requests[number].job.priority))
 
     def usual(self, rule: str) -> Order:
-        return Order(self.by_priority(), (0,) * len(self.requests), rule)
+        return Order(self.sort_by_priority(), (0,) * len(self.requests), rule)
 
     def pack(self, order: Order, later: bool = True) -> Packing:
         """Places the jobs in an order; with `later` those too that have to wait for others to end."""
@@ -256,6 +256,6 @@ class Packer:
             )
             for node in nodes:
                 del free[node][: shape.each]
-            plan = self.speeds.at(shape, devices)
+            plan = self.speeds.plan_on(shape, devices)
             return PlacedJob(request, shape, devices, now, now + hours(request.job, plan), plan)
         return None

@@ -101,7 +101,7 @@ def job_rows(result: Result) -> Iterator[JobRow]:
 
 def _place(placed: PlacedJob, per_node: int) -> str:
     parts = []
-    for devices, group in groupby(placed.by_node(per_node).items(), key=lambda pair: pair[1]):
+    for devices, group in groupby(placed.group_by_node(per_node).items(), key=lambda pair: pair[1]):
         where = (
             ""
             if len(devices) == per_node
@@ -270,7 +270,7 @@ def as_json(result: Result) -> dict:
 def _job_json(result: Result, request: JobRequest) -> dict:
     placed = result.placed.get(request.job.name)
     per_node = result.packing.cluster.devices_per_node
-    plan, nodes = (placed.plan, placed.by_node(per_node)) if placed else (None, {})
+    plan, nodes = (placed.plan, placed.group_by_node(per_node)) if placed else (None, {})
     return {
         "name": request.job.name,
         "priority": request.job.priority,

@@ -54,7 +54,7 @@ class Speeds:
     cluster: Cluster
     known: dict[tuple[JobShape, Cluster], Plan] = field(default_factory=dict)
 
-    def at(self, shape: JobShape, devices: Sequence[int]) -> Plan | None:
+    def plan_on(self, shape: JobShape, devices: Sequence[int]) -> Plan | None:
         """The plan of a shape on these devices of the cluster, numbered through all nodes."""
         if shape.config is None:
             return None
@@ -78,7 +78,7 @@ class Speeds:
             # The last block may be smaller.
             layouts += [evenly] if evenly[-1] < self.cluster.nodes else []
         plans = [
-            self.at(shape, [n * per_node + d for n in nodes for d in range(shape.each)])
+            self.plan_on(shape, [n * per_node + d for n in nodes for d in range(shape.each)])
             for nodes in layouts
         ]
         return min((plan for plan in plans if plan), key=lambda plan: plan.seconds, default=None)

@@ -66,7 +66,7 @@ class Search:
         self.packer = packer
         self.goal = goal
         self.random = random.Random(seed)
-        size = max(1, len(packer.by_priority())) * packer.cluster.nodes
+        size = max(1, len(packer.sort_by_priority())) * packer.cluster.nodes
         self.most = max(LEAST_PACKINGS, min(MOST_PACKINGS, WORK // size))
 
     def best(self, begun: list[Packing]) -> Order:
@@ -89,11 +89,15 @@ class Search:
         priority = [request.job.priority for request in self.packer.requests]
         return [
             list(group)
-            for _, group in itertools.groupby(self.packer.by_priority(), key=lambda n: priority[n])
+            for _, group in itertools.groupby(
+                self.packer.sort_by_priority(), key=lambda n: priority[n]
+            )
         ]
 
     def _count(self) -> int:
-        shapes = math.prod(len(self.packer.requests[n].shapes) for n in self.packer.by_priority())
+        shapes = math.prod(
+            len(self.packer.requests[n].shapes) for n in self.packer.sort_by_priority()
+        )
         return (
             shapes * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
         )

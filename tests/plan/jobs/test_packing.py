@@ -155,9 +155,11 @@ def test_no_device_is_given_twice_and_the_search_is_never_worse(cluster, packer,
         for i, one in enumerate(packing.placed):
             assert len(set(one.devices)) == one.shape.devices == one.request.job.devices
             assert all(0 <= device < packing.cluster.devices for device in one.devices)
-            assert {len(there) for there in one.by_node(shape[1]).values()} == {one.shape.each}
+            assert {len(there) for there in one.group_by_node(shape[1]).values()} == {
+                one.shape.each
+            }
             if one.request.job.together:
-                assert len({node // shape[2] for node in one.by_node(shape[1])}) == 1
+                assert len({node // shape[2] for node in one.group_by_node(shape[1])}) == 1
             for other in packing.placed[:i]:
                 at_once = one.start < other.end and other.start < one.end
                 assert not (at_once and set(one.devices) & set(other.devices))
@@ -206,7 +208,7 @@ def nodes(cluster, packer):
         made = packer(cluster(4, 4, 2), *jobs)
         packing = made.pack(made.usual(rule))
         assert len(packing.placed) == len(devices)
-        return [list(found.by_node(4)) for found in packing.placed]
+        return [list(found.group_by_node(4)) for found in packing.placed]
 
     return placed
 
