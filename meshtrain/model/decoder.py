@@ -21,8 +21,8 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm, make_parameters
-from meshtrain.model.products import linear, linear_float32
+from meshtrain.model.layers import Block, Norm
+from meshtrain.model.products import linear, linear_float32, make_parameters
 from meshtrain.model.rope import sequences
 
 

@@ -31,7 +31,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.expert_loops import LoopedWeights, looped, weighted_hidden
 from meshtrain.model.grouped import grouped
-from meshtrain.model.layers import hidden, keeping_arguments, make_parameters
+from meshtrain.model.products import hidden, keeping_arguments, make_parameters
 from meshtrain.model.rope import Routing, Sequence
 from meshtrain.model.slots import ExpertSlots, collected, slots_of, spread
 from meshtrain.model.weights import COUNTED

@@ -29,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import hooks
+from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, of_attention
 from meshtrain.model.collectives import Collectives
@@ -282,10 +283,3 @@ def _check_result(
 
 def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:
     return f"{x.dtype}{list(x.shape)}"
-
-
-def name_of(hook: Any) -> str:
-    """Returns the name of a hook, for a sentence."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
