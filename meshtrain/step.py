@@ -55,8 +55,7 @@ from meshtrain.optim import (
 )
 from meshtrain.parallel import offload
 from meshtrain.parallel.forward import Batch
-from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.parallelize import Gradients, LocalStep
+from meshtrain.parallel.parallelize import Gradients, LocalStep, make_layout
 from meshtrain.precision import (
     LossScale,
     factor,
@@ -133,7 +132,7 @@ class Program(Shown):
         self.hooks = Hooks.of(config, block=block, attention=attention, loss=loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
-        self.layout = Layout(config, mesh, masters)
+        self.layout = make_layout(config, mesh, masters)
         self.local = LocalStep(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)

@@ -84,9 +84,7 @@ class Collectives:
         self,
         kernel: Any,
         scoring: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        heads: Any,
         masks: Any,
         sinks: Any = None,
     ) -> jax.Array:
@@ -98,9 +96,7 @@ class Collectives:
     def attend_by_heads(
         self,
         attend: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        heads: Any,
         segments: Any,
         dropout: Any,
         sinks: Any = None,
@@ -128,7 +124,7 @@ class Collectives:
         """
         return compute(rows, chosen, weights, chosen.size)
 
-    def of_experts(self) -> "Collectives":
+    def expert_collectives(self) -> "Collectives":
         """Returns the collectives of a layer's experts: they differ where each tensor rank sends its own part of the
         sequence to them.
         """

@@ -25,7 +25,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
-from meshtrain.model.attention import MaskArrays, Scoring, cap_slope, within
+from meshtrain.model.attention import (
+    Heads,
+    MaskArrays,
+    Outputs,
+    Scoring,
+    cap_slope,
+    within,
+)
 from meshtrain.model.dropout import keep_mask
 from meshtrain.model.kernels import MASKED
 
@@ -50,12 +57,9 @@ class Masks(NamedTuple):
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
-def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays
-) -> tuple[jax.Array, jax.Array]:
-    """Returns, for queries [B, T, H, K] and keys, values [B, T, G, K], the output [B, T, H, K] and float32 log of sums
-    [B, H, T].
-    """
+def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    q, k, v = given
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, arrays, of_keys=False)
@@ -77,16 +81,13 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    arrays: MaskArrays,
-    log_sum: jax.Array,
-    rows: jax.Array,
-    d_out: jax.Array,
+    scoring: Scoring, given: Heads, arrays: MaskArrays, outputs: Outputs, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
+    """Returns the cotangents of `forward`'s queries, keys and values."""
+    q, k, v = given
+    out, log_sum = outputs
+    # [B, H, T], sums over the width
+    rows = jnp.sum((out * d_out).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
     batch, length, heads, width = q.shape
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, arrays, of_keys=False)

@@ -31,7 +31,7 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import hooks
 from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend, of_attention
+from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block
@@ -177,7 +177,9 @@ class ModelParts:
             raise ConfigError(
                 f"model.attention takes no sinks, which {config.model.family} has; leave it out."
             )
-        self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
+        self._attend: Callable[..., jax.Array] = partial(
+            attend, **attention_arguments(config.model)
+        )
         if hooks.loss is not None:
             from meshtrain.model.hook_checks import check_sharded_loss
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend, of_attention
+from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.products import (
@@ -111,7 +111,7 @@ class Attention(nnx.Module):
     def __init__(
         self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
     ) -> None:
-        self.attend: Callable[..., jax.Array] = partial(attend, **of_attention(config))
+        self.attend: Callable[..., jax.Array] = partial(attend, **attention_arguments(config))
         self.group = config.heads // config.kv_heads  # query heads that share a key/value head
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
@@ -238,12 +238,12 @@ class Block(nnx.Module):
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
         normed = self.mlp_norm(x_BTD)
-        of_experts = collectives.of_experts()
-        parts = self.experts is not None and of_experts is not collectives
+        for_experts = collectives.expert_collectives()
+        parts = self.experts is not None and for_experts is not collectives
         h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
         m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
         if self.experts is not None:
-            m = m + self.experts(normed if parts else unrounded(h), sequence, of_experts)
+            m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)

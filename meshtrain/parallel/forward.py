@@ -155,10 +155,7 @@ class Forward:
         ) -> jax.Array:
             weights = Weights(differentiated, constant)
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
-            if self.config.precision.matmul == "float8":
-                from meshtrain.parallel.float8 import use_float8
-
-                use_float8(block, self.zero, weights, products, index)
+            self.layout.storage.prepare(block, self.zero, weights, products, index)
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
             of_layer = (
@@ -205,7 +202,7 @@ class Forward:
         """
         head, tied = self._head(weights)
         head = nnx.merge(self.head_graph, head)
-        return head(self.collectives.from_last_stage(head.read(x), here), tied, self.collectives)
+        return head(self.collectives.share_last_stage(head.read(x), here), tied, self.collectives)
 
     def _head(self, weights: Weights) -> tuple[Tree, jax.Array | None]:
         """The weights that the head uses: its own, and those of the embedding where it is tied to them."""
@@ -240,7 +237,7 @@ class Forward:
                 nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels
             )
 
-        given = loss, self._head(weights), self.collectives.from_last_stage(x, here), labels
+        given = loss, self._head(weights), self.collectives.share_last_stage(x, here), labels
         return (
             (None, by_chunks(*given, chunk))
             if counts is None

@@ -17,7 +17,12 @@ from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout
-from meshtrain.parallel.context import by_heads, column_order, positions, zigzag_attention
+from meshtrain.parallel.context import (
+    attend_by_heads,
+    column_order,
+    positions,
+    zigzag_attention,
+)
 from meshtrain.step import Program
 
 ROWS, WIDTH = 2, 8
@@ -33,8 +38,8 @@ class OnContext(Collectives):
     def attend_in_zigzag(self, kernel, scoring, *arrays):
         return zigzag_attention(kernel, scoring, self.rings, *arrays)
 
-    def attend_by_heads(self, attend, q, k, v, segments, dropout, sinks):
-        return by_heads(attend, q, k, v, segments, self, dropout, sinks)
+    def attend_by_heads(self, attend, heads, segments, dropout, sinks):
+        return attend_by_heads(attend, heads, segments, self, dropout, sinks)
 
 
 def plain(q, k, v, segments, window: int, cap: float, keep):
