@@ -156,7 +156,7 @@ class Program(Shown):
         optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(params))
         shardings = state_shardings(self.layout, self.mesh, optimizer)
         if self.config.parallel.offload_optimizer:
-            shardings = offload.on_host(optimizer, shardings)
+            shardings = offload.host_shardings(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
         feedback = self.local.zero.feedback
@@ -356,7 +356,7 @@ class Program(Shown):
             after = taken_if(finite, after, before)
             scale = next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
-        params = self.layout.with_frozen(after[0], state.params)
+        params = self.layout.add_frozen(after[0], state.params)
         metrics |= (
             statistics
             | gradients.measured

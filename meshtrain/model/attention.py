@@ -40,7 +40,10 @@ class Outputs(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residuals for the backward: a kernel keeps q, k, v as its arguments and log_sum [B, H, T], blocks these shapes."""
+    """Residuals for the backward, in the shapes of blocks.
+
+    A kernel keeps q, k, v in the shapes of its arguments, and log_sum as [B, H, T].
+    """
 
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]

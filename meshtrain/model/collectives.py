@@ -20,7 +20,8 @@ class Collectives:
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
     vocabulary_ranks: int = 1  # how many they share it between
     context: int = 1  # ranks that the tokens of a row are split over, see `parallel.context`
-    by_heads: bool = False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
+    # whether attention swaps these tokens for heads (Ulysses); else they are in zigzag order
+    by_heads: bool = False
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""

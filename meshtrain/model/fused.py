@@ -2,11 +2,14 @@
 
 Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, section 3.2) in Pallas, for Triton:
 
-               keys →                a row of blocks is one program of the forward and of the queries' gradient, a column
-    queries  ■                       one of the keys' and values'; nothing of the size of the scores meets memory. Documents
-       ↓     ■ ■                     are the ids in `segments`: a block is read only between the first and the last that
-             · ■ ■   · = not read    may hold one of its ids. Which scores are dropped follows from `model.dropout` alone.
-             · · ■ ■                 Both ways the other half is read too, and what pads the keys to whole blocks is not seen.
+               keys →                a row of blocks is one program of the forward and of the queries' gradient
+    queries  ■                       a column is one of the keys' and values' gradient
+       ↓     ■ ■                     documents are the ids in `segments`: a block is read only between the first and
+             · ■ ■   · = not read    the last that may hold one of its ids
+             · · ■ ■                 both ways the other half is read too
+
+Nothing of the size of the scores meets memory. Keys that pad the last block are not seen. `model.dropout` alone decides
+which scores are dropped.
 
 Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a
 sequence, of which data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys

@@ -75,7 +75,7 @@ class Forward:
         self.block_graph, _ = nnx.split(decoder.blocks)
         self.head_graph, _ = nnx.split(decoder.head)
 
-    def without_adapters(self) -> "Forward":
+    def disable_adapters(self) -> "Forward":
         """Returns the same with LoRA's adapters off."""
         other = copy.copy(self)
         other.adapters = False
@@ -227,7 +227,7 @@ class Forward:
         chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
         if chunk is None:
             return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
-        from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
+        from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
         def loss(
             used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array
@@ -239,9 +239,9 @@ class Forward:
 
         given = loss, self._head(weights), self.collectives.share_last_stage(x, here), labels
         return (
-            (None, by_chunks(*given, chunk))
+            (None, chunk_losses(*given, chunk))
             if counts is None
-            else summed_by_chunks(*given, counts, chunk)
+            else sum_chunk_losses(*given, counts, chunk)
         )
 
     @jax.named_scope(xla.HEAD)

@@ -188,7 +188,7 @@ class Layout(Shown):
         """The tree with None in the place of what the optimizer does not change: what is frozen, and experts' loads."""
         return self.map(lambda weight, x: x if weight.updated else None, tree)
 
-    def with_frozen(self, trained: Tree, whole: Tree) -> Tree:
+    def add_frozen(self, trained: Tree, whole: Tree) -> Tree:
         """The tree `trained`, with the frozen weights of `whole`."""
         return self.map(lambda weight, new, old: new if weight.trained else old, trained, whole)
 
@@ -218,7 +218,7 @@ class Layout(Shown):
         """ShapeDtypeStructs of the live weights as a state has them."""
         return self.map(self.master)
 
-    def in_float8(self, weight: Placed) -> bool:
+    def is_rounded(self, weight: Placed) -> bool:
         """Returns whether a state has a weight in float8, see `parallel.float8`."""
         return self.storage.rounds(weight)
 

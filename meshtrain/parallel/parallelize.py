@@ -225,7 +225,7 @@ class LocalStep:
         """
         if self.config.train.objective != "dpo":
             return batches
-        losses = self._label_losses(self.forward.without_adapters(), weights, batches).losses
+        losses = self._label_losses(self.forward.disable_adapters(), weights, batches).losses
         # One forward after the other, so that the activations of both are never alive together.
         tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
         return {**batches, "tokens": tokens, "reference": losses}

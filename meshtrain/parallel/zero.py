@@ -4,11 +4,11 @@ scattered.
 Between steps every stage from 1 on holds one shard of the fp32 master weights and of the optimizer state. They differ
 in the step:
 
-    stage      start of the step     at each layer of a microbatch                          end of the step
-    0          weights are replicated                                                  all-reduce of gradients       2Ψ sent
-    1          all-gather weights                                                   reduce-scatter gradients      2Ψ
-    2          all-gather weights    backward: reduce-scatter its gradient                                        2Ψ
-    3                                all-gather its weights, twice; reduce-scatter                                3Ψ
+    stage      start of the step     at each layer of a microbatch                      end of the step
+    0          weights are replicated                                              all-reduce of gradients       2Ψ sent
+    1          all-gather weights                                               reduce-scatter gradients      2Ψ
+    2          all-gather weights    backward: reduce-scatter its gradient                                    2Ψ
+    3                                all-gather its weights, twice; reduce-scatter                            3Ψ
     2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and
                3mΨ of 3
 
@@ -103,7 +103,7 @@ class Zero:
         """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes
         with; without the `blocks`, whose shards `gather_layers` takes.
         """
-        stays = lambda weight: weight.float32 or self.layout.in_float8(weight)
+        stays = lambda weight: weight.float32 or self.layout.is_rounded(weight)
         computed = self.layout.map(
             lambda weight, x: x if stays(weight) else x.astype(self.compute), masters
         )
@@ -233,7 +233,7 @@ class Zero:
             assert constant is not None
             full = self.gathered(weight, constant) if self.gathers_at_use else constant
             # products take what is in float8 as it is (`parallel.float8`)
-            return self.layout.unstored(weight, full) if self.layout.in_float8(weight) else full
+            return self.layout.unstored(weight, full) if self.layout.is_rounded(weight) else full
         if not self.scatters_at_use or weight.zero_dim is None:
             return differentiated
 

@@ -3,8 +3,8 @@
 Each number is encoded once on its way to where it is summed, and summed in float32:
 
     scatter, over data                            all_reduce, across islands
-    rank 0   [to 0][to 1]  ─┐ all-to-all          2 islands: the other's shard, whole, beside the own one; summed by both
-    rank 1   [to 0][to 1]  ─┘ of u8               more: each sums one chunk of it, and sends the sum on, encoded once more
+    rank 0   [to 0][to 1]  ─┐ all-to-all          2 islands: both shards on both, which sum them
+    rank 1   [to 0][to 1]  ─┘ of u8               more: each sums one chunk, and sends the sum, encoded again
              decode, sum
 
 A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the

@@ -1,7 +1,7 @@
 """The sums of gradients over data: scattered within an island, then all-reduced across islands (HSDP, Zhao et al. 2023,
 section 3.2.2).
 
-    island 0            island 1                    sent by a device, of S bytes of gradients on N data ranks in R islands
+    island 0            island 1                    sent by a device, of S bytes, on N data ranks in R islands
     data 0   data 1     data 0   data 1
     ├─scatter─┤         ├─scatter─┤                 S (N/R - 1) / (N/R)
     │         └─────────┼─all-reduce┘               2 (R - 1) / R of a shard, S / (N/R)
