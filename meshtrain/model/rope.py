@@ -11,8 +11,8 @@ A pair i turns through theta^(-2i/K) a position; `turns` is how often it goes ro
 
 Layers may alternate between a window and all positions:
 
-    global_every 3      layer 0   1   2   3   4   5       one program serves both kinds, so a layer's kind follows on the
-                              w   w   all w   w   all     device from its index
+    global_every 3      layer 0   1   2   3   4   5       one program serves both kinds, so a layer's kind follows on
+                              w   w   all w   w   all     the device from its index
 
 (sliding window: Beltagy et al. 2020; by turns with another rotary base: Gemma Team 2025, section 2).
 """
