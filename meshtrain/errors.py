@@ -129,3 +129,10 @@ def listed_divisors(n: int) -> str:
     return ", ".join(
         map(str, all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n])
     )
+
+
+def name_of(function: object) -> str:
+    """Returns the name of a function, for a sentence."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]

@@ -73,9 +73,9 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
         optimizer = optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer)
     if not config.model.moe.experts:
         return optimizer
-    from meshtrain.parallel.loads import beside_loads
+    from meshtrain.parallel.loads import optimize_loads
 
-    return beside_loads(optimizer, config, layout)
+    return optimize_loads(optimizer, config, layout)
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:

@@ -55,8 +55,7 @@ from meshtrain.optim import (
 )
 from meshtrain.parallel import offload
 from meshtrain.parallel.forward import Batch
-from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.parallelize import Gradients, LocalStep
+from meshtrain.parallel.parallelize import Gradients, LocalStep, make_layout
 from meshtrain.precision import (
     LossScale,
     factor,
@@ -133,7 +132,7 @@ class Program(Shown):
         self.hooks = Hooks.of(config, block=block, attention=attention, loss=loss)
         self.hooks.check(config)
         offload.check_memory(config, mesh)
-        self.layout = Layout(config, mesh, masters)
+        self.layout = make_layout(config, mesh, masters)
         self.local = LocalStep(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
@@ -157,7 +156,7 @@ class Program(Shown):
         optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(params))
         shardings = state_shardings(self.layout, self.mesh, optimizer)
         if self.config.parallel.offload_optimizer:
-            shardings = offload.on_host(optimizer, shardings)
+            shardings = offload.host_shardings(optimizer, shardings)
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         scale = jax.eval_shape(lambda: initial_scale(self.config.precision))
         feedback = self.local.zero.feedback
@@ -357,7 +356,7 @@ class Program(Shown):
             after = taken_if(finite, after, before)
             scale = next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
-        params = self.layout.with_frozen(after[0], state.params)
+        params = self.layout.add_frozen(after[0], state.params)
         metrics |= (
             statistics
             | gradients.measured

@@ -393,6 +393,16 @@ class OffloadCheck(RunHook):
         return state, batch
 
 
+def _costs(config: Config) -> list[str]:
+    """Returns a sentence on each thing that is legal but costs something."""
+    sentences = [*notes(config), *placement.notes(config)]
+    if config.precision.matmul == "compute":
+        return sentences
+    from meshtrain.parallel import float8
+
+    return [*sentences, *float8.notes(config)]
+
+
 def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
     """Returns sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is
     left to do.
@@ -412,7 +422,7 @@ def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evalu
         ),
         *_stands_in(program),
         *chosen(config),
-        *(f"note: {sentence}" for sentence in (*notes(config), *placement.notes(config))),
+        *(f"note: {sentence}" for sentence in _costs(config)),
     ]
     if start >= config.train.steps:
         return [

@@ -148,7 +148,7 @@ def expected() -> tuple[Any, list[float], Any]:
 
     @jax.jit
     def step(trained: Any, state: Any) -> Any:
-        of = lambda t: formula(base, merged(config, layout.with_frozen(t, numbers)), batch)
+        of = lambda t: formula(base, merged(config, layout.add_frozen(t, numbers)), batch)
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient

@@ -111,9 +111,9 @@ def test_scales_of_frozen_weights_are_the_same_on_every_mesh(recipe, mesh, paral
     split, one = (Program(config, make_mesh(config)) for config in configs)
     numbers = canonical_numbers(one.layout)
     for weight, whole in zip(split.layout.flat, one.layout.flat, strict=True):
-        if not one.layout.in_float8(whole):
+        if not one.layout.is_rounded(whole):
             continue
-        assert split.layout.in_float8(weight)
+        assert split.layout.is_rounded(weight)
         *parents, name = weight.name.split(".")
         here, there = (place(program.layout, numbers) for program in (split, one))
         for parent in (*parents, name):
@@ -215,7 +215,7 @@ def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(
         placed = next(w for w in program.layout.flat if w.name == weight.name)
         live = program.layout.unstored(placed, jax.tree.map(jnp.asarray, here))
         np.testing.assert_array_equal(model.weights[weight.name], live)
-        if program.layout.in_float8(placed):
+        if program.layout.is_rounded(placed):
             groups = (1, *groups_of(placed, "rowwise"))
             np.testing.assert_array_equal(live, widened(rounded(live, groups), live.dtype))
     assert (

@@ -84,9 +84,7 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
     @jax.jit
     def step(trained: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
         batch = {"tokens": tokens, "labels": labels}
-        of = lambda t: reference.loss(
-            model, merged(config, layout.with_frozen(t, numbers)), **batch
-        )
+        of = lambda t: reference.loss(model, merged(config, layout.add_frozen(t, numbers)), **batch)
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient

@@ -51,6 +51,7 @@ from meshtrain.checkpoint.rearrangement import rearrangement
 from meshtrain.config.reduce import SyncConfig
 from meshtrain.errors import ConfigError
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.parallelize import make_layout
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.sizes import over_islands, q_spread
 from meshtrain.parallel.sync import states
@@ -68,7 +69,7 @@ def restore_residuals(
     """Returns the arrays of `State.reduce` by name, and a sentence on each thing that changed."""
     entries = [e for e in converter.entries if e.name.startswith(REDUCE)]
     leaves = start.manifest.leaves
-    before = Layout(earlier_config(start.manifest.config), converter.layout.mesh)
+    before = make_layout(earlier_config(start.manifest.config), converter.layout.mesh)
     same = [e for e in entries if _is_unchanged(converter.layout, before, e, leaves)]
     resharded = [e for e in entries if e not in same and _is_residual(e) and e.name in leaves]
     initial = [e for e in entries if e not in same and e not in resharded]

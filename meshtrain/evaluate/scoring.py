@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.logits import of_stream, stream
+from meshtrain.parallel.logits import compute_logits, stream
 from meshtrain.reader import Model
 
 LEAST = 16  # places that a row is padded to, and that are scored at once
@@ -165,7 +165,7 @@ class Scorer:
 
             def score(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 x, labels = chunk
-                logits = of_stream(forward, weights, x, resident)
+                logits = compute_logits(forward, weights, x, resident)
                 logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
                 return logprobs, vocabulary.argmax(logits) == labels
 

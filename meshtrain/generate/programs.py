@@ -43,6 +43,7 @@ from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.rope import sequences
 from meshtrain.parallel.layout import Layout, is_placed
+from meshtrain.parallel.parallelize import make_layout
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import Model
@@ -159,7 +160,7 @@ class Decoding:
             model.config, parallel={"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
         )
         _check(self.config, model.program.hooks, slots, length)
-        self.layout = Layout(self.config, self.mesh)
+        self.layout = make_layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = model.program.local.forward
         self.graphs = Parts(forward.embedding_graph, forward.block_graph, forward.head_graph)

@@ -24,8 +24,26 @@ from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
 from meshtrain.model.kernels import MASKED, Kernel, attention_kernel, block_size
 
 
+class Heads(NamedTuple):
+    """Queries [B, T, H, K], and the keys and values [B, T, G, K] that they attend to."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+class Outputs(NamedTuple):
+    """The outputs of attention for each query, and the logs of its softmax denominators, float32."""
+
+    out: jax.Array  # [B, T, H, K]
+    log_sum: jax.Array  # [B, H, T]
+
+
 class Residuals(NamedTuple):
-    """Residuals for the backward: a kernel keeps q, k, v as its arguments and log_sum [B, H, T], blocks these shapes."""
+    """Residuals for the backward, in the shapes of blocks.
+
+    A kernel keeps q, k, v in the shapes of its arguments, and log_sum as [B, H, T].
+    """
 
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]
@@ -63,7 +81,7 @@ class MaskArrays(NamedTuple):
         return self.segments if self.key_segments is None else self.key_segments
 
 
-def of_attention(config: ModelConfig) -> dict[str, Any]:
+def attention_arguments(config: ModelConfig) -> dict[str, Any]:
     """Returns the arguments of `attend` that follow from a resolved config's model."""
     causal = FAMILIES[config.family].causal
     return {
@@ -99,11 +117,12 @@ def attend(
     Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
+    given = Heads(q_BTHK, k_BTGK, v_BTGK)
     if collectives.context > 1 and collectives.by_heads:
-        of_heads = partial(attend, window=window, scale=scale, cap=cap, causal=causal, local=local)
-        return collectives.attend_by_heads(
-            of_heads, q_BTHK, k_BTGK, v_BTGK, segments_BT, dropout, sinks
+        attend_heads = partial(
+            attend, window=window, scale=scale, cap=cap, causal=causal, local=local
         )
+        return collectives.attend_by_heads(attend_heads, given, segments_BT, dropout, sinks)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
@@ -128,41 +147,35 @@ def attend(
         sinks = vary(sinks, varying(q_BTHK))
     if collectives.context > 1:
         shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return collectives.attend_in_zigzag(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared, sinks)
+        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
     if kernel == "blocks":
-        return blockwise(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)
+        return blockwise(scoring, given, masks, sinks)
     shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return by_kernel(
-        kernel, scoring, q_BTHK, k_BTGK, v_BTGK, shared._replace(local=masks.local), sinks
-    )
+    return run_kernel(kernel, scoring, given, shared._replace(local=masks.local), sinks)
 
 
-def with_sinks(
-    out_BTHK: jax.Array, log_sum_BHT: jax.Array, sinks_H: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns an output and its log of sums with one more score, whose value is zero, in each head's softmax.
+def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
+    """Returns the outputs with one more score, whose value is zero, in each head's softmax.
 
     No kernel knows of it: what they make of the backward follows from the output and the log of all that the queries
     see.
     """
     if sinks_H is None:
-        return out_BTHK, log_sum_BHT
+        return outputs
+    out_BTHK, log_sum_BHT = outputs
     total = jnp.logaddexp(log_sum_BHT, sinks_H.astype(jnp.float32)[:, None])
     share = jnp.exp(log_sum_BHT - total).transpose(0, 2, 1)[..., None]
-    return (out_BTHK * share).astype(out_BTHK.dtype), total
+    return Outputs((out_BTHK * share).astype(out_BTHK.dtype), total)
 
 
 def sink_gradients(
-    sinks_H: jax.Array | None,
-    out_BTHK: jax.Array,
-    log_sum_BHT: jax.Array,
-    cotangent_BTHK: jax.Array,
+    sinks_H: jax.Array | None, outputs: Outputs, cotangent_BTHK: jax.Array
 ) -> jax.Array | None:
-    """Returns the cotangent of sinks from what `with_sinks` gave, and its."""
+    """Returns the cotangent of sinks from the result of `add_sinks` and its output's cotangent."""
     if sinks_H is None:
         return None
-    p = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - log_sum_BHT)
-    rows = jnp.sum((out_BTHK * cotangent_BTHK).astype(jnp.float32), axis=-1)
+    p = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - outputs.log_sum)
+    rows = jnp.sum((outputs.out * cotangent_BTHK).astype(jnp.float32), axis=-1)
     return vary(
         -jnp.einsum("bht,bth->h", p, rows, precision="highest").astype(sinks_H.dtype),
         varying(sinks_H),
@@ -185,7 +198,7 @@ def cap_slope(cap: float, y: jax.Array) -> jax.Array:
     return 1 - (jnp.maximum(y, -cap) / cap) ** 2
 
 
-def by_window(
+def run_windowed(
     scoring: Scoring, local: jax.Array | None, run: Callable[..., Any], *args: Any
 ) -> Any:
     """Returns `run(scoring, *args)`, without the window where `local` is false on the device."""
@@ -197,33 +210,29 @@ def by_window(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def by_kernel(
+def run_kernel(
     kernel: Kernel,
     scoring: Scoring,
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention by one of an accelerator's kernels."""
-    return _kernel_forward(kernel, scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
+    return _kernel_forward(kernel, scoring, heads, masks, sinks)[0]
 
 
 def _kernel_forward(
     kernel: Kernel,
     scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
-    out, log_sum = by_window(scoring, masks.local, partial(forward, kernel), q, k, v, masks)
-    out, log_sum = with_sinks(out, log_sum, sinks)
-    rows = out.reshape(q.shape[0] * q.shape[1], -1)
+    outputs = run_windowed(scoring, masks.local, partial(forward, kernel), heads, masks)
+    out, log_sum = add_sinks(outputs, sinks)
+    rows = out.reshape(out.shape[0] * out.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (Residuals(q, k, v, rows, log_sum), masks, sinks)
+    return rows, (Residuals(*heads, rows, log_sum), masks, sinks)
 
 
 def _kernel_backward(
@@ -231,69 +240,58 @@ def _kernel_backward(
     scoring: Scoring,
     residuals: tuple[Residuals, MaskArrays, jax.Array | None],
     cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+) -> tuple[Heads, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
-    given = rows.reshape(q.shape), log_sum, cotangent.reshape(q.shape)
-    d_q, d_k, d_v = by_window(
-        scoring, masks.local, partial(backward, kernel), q, k, v, masks, *given
-    )
-    return d_q, d_k, d_v, None, sink_gradients(sinks, *given)
+    given = Outputs(rows.reshape(q.shape), log_sum), cotangent.reshape(q.shape)
+    run = partial(backward, kernel)
+    cotangents = run_windowed(scoring, masks.local, run, Heads(q, k, v), masks, *given)
+    return Heads(*cotangents), None, sink_gradients(sinks, *given)
 
 
-by_kernel.defvjp(_kernel_forward, _kernel_backward)
+run_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
-def forward(
-    kernel: Kernel, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what any kernel makes of queries [B, T, H, K] and keys, values [B, T, G, K]: the output [B, T, H, K], and
-    the log of sums [B, H, T] in float32.
-    """
+def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
+    """Returns the outputs of any kernel."""
     if kernel == "cudnn":
         from meshtrain.compat_kernels import cudnn_attention
 
-        return cudnn_attention(q, k, v, scoring.window, scoring.scale, scoring.causal)
+        return Outputs(*cudnn_attention(*heads, scoring.window, scoring.scale, scoring.causal))
     if kernel == "blocks":
-        out, log_sum = _forward_blocks(scoring, *_by_group(scoring, q, k, v), masks)
-        return out.reshape(q.shape), log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
-    if kernel == "splash":
-        return _module(kernel).forward(scoring, q, k, v, masks.segments, masks.of_keys)
-    return _module(kernel).forward(scoring, q, k, v, masks)
+        q = heads.q
+        out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
+        sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
+        return Outputs(out.reshape(q.shape), sums)
+    return Outputs(*_module(kernel).forward(scoring, heads, masks))
 
 
 def backward(
     kernel: Kernel,
     scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
-    out: jax.Array,
-    log_sum: jax.Array,
+    outputs: Outputs,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Returns the cotangents of `forward`'s q, k and v.
+    """Returns the cotangents of `forward`'s queries, keys and values.
 
-    `out` and `log_sum` may be those of more keys than these: of all that the queries see.
+    `outputs` may be those of more keys than these: of all that the queries see.
     """
+    out, log_sum = outputs
     if kernel == "cudnn":
         from meshtrain.compat_kernels import cudnn_attention_backward
 
         return cudnn_attention_backward(
-            q, k, v, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
+            *heads, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
         )
     if kernel == "blocks":
-        grouped = _by_group(scoring, q, k, v)
-        rows = out.reshape(-1, q.shape[2] * q.shape[3])
+        grouped = _group_heads(scoring, heads)
+        rows = out.reshape(out.shape[0] * out.shape[1], -1)
         sums = log_sum.reshape(grouped[0].shape[:-1])
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    if kernel == "splash":
-        given = q, k, v, masks.segments, masks.of_keys, out, log_sum, cotangent
-        return _module(kernel).backward(scoring, *given)
-    rows = jnp.sum((out * cotangent).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-    return _module(kernel).backward(scoring, q, k, v, masks, log_sum, rows, cotangent)
+    return _module(kernel).backward(scoring, heads, masks, outputs, cotangent)
 
 
 def _module(kernel: str) -> ModuleType:
@@ -304,9 +302,7 @@ def _module(kernel: str) -> ModuleType:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(
     scoring: Scoring,
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
@@ -319,39 +315,35 @@ def blockwise(
     Backward as in flash attention (Dao et al. 2022, appendix B.4): probabilities are not kept, under any remat policy,
     but made again from the scores and the log of their sum; the softmax needs only the row sums of out x its cotangent.
     """
-    return _forward(scoring, q_BTHK, k_BTGK, v_BTGK, masks, sinks)[0]
+    return _forward(scoring, heads, masks, sinks)[0]
 
 
 def _forward(
     scoring: Scoring,
-    q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGK: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
-    q, k, v = _by_group(scoring, q_BTHK, k_BTGK, v_BTGK)
-    out, log_sum = by_window(scoring, masks.local, _forward_blocks, q, k, v, masks)
+    q, k, v = _group_heads(scoring, heads)
+    out, log_sum = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
     if sinks is not None:
-        batch, length, heads, _ = q_BTHK.shape
-        by_head, of_heads = with_sinks(
-            out.reshape(q_BTHK.shape), log_sum.reshape(batch, heads, length), sinks
-        )
-        out = by_head.reshape(out.shape)
-        log_sum = of_heads.reshape(log_sum.shape)
+        shape = heads.q.shape
+        sums = log_sum.reshape(shape[0], shape[2], shape[1])
+        total = add_sinks(Outputs(out.reshape(shape), sums), sinks)
+        out = total.out.reshape(out.shape)
+        log_sum = total.log_sum.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
     return out, (Residuals(q, k, v, out, log_sum), masks, sinks)
 
 
-def _by_group(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q (scaled), k and v in the shapes of `Residuals`."""
-    batch, length, heads, width = q.shape
+    q, k, v = heads
+    batch, length, queries, width = q.shape
     groups = k.shape[2]
     q = (
         (q * scoring.scale)
-        .reshape(batch, length, groups, heads // groups, width)
+        .reshape(batch, length, groups, queries // groups, width)
         .transpose(0, 2, 3, 1, 4)
     )
     return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -387,18 +379,13 @@ def _backward(
     scoring: Scoring,
     residuals: tuple[Residuals, MaskArrays, jax.Array | None],
     cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
+) -> tuple[Heads, None, jax.Array | None]:
     parts, masks, sinks = residuals
-    d_q, d_k, d_v = by_window(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
+    d_heads = run_windowed(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     batch, groups, repeats, length, _ = parts.q.shape
     out, d_out = (x.reshape(batch, length, groups * repeats, -1) for x in (parts.out, cotangent))
-    return (
-        d_q,
-        d_k,
-        d_v,
-        None,
-        sink_gradients(sinks, out, parts.log_sum.reshape(batch, -1, length), d_out),
-    )
+    outputs = Outputs(out, parts.log_sum.reshape(batch, -1, length))
+    return Heads(*d_heads), None, sink_gradients(sinks, outputs, d_out)
 
 
 def _backward_blocks(

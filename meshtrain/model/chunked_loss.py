@@ -5,9 +5,9 @@
     ...
 
 The stream is all that is kept: n x V / shares logits are alive at a time, and no more of what is gathered of a split
-sequence. Where it is known what each loss counts (`summed_by_chunks`), one loop makes losses and gradients. Where that
+sequence. Where it is known what each loss counts (`sum_chunk_losses`), one loop makes losses and gradients. Where that
 hangs on the losses, as in DPO's, they come out token by token first, and a second loop makes the logits again
-(`by_chunks`): the price is the head's product once more. Chunks are asked for by `train.loss_chunk`; see
+(`chunk_losses`): the price is the head's product once more. Chunks are asked for by `train.loss_chunk`; see
 `config.follow.loss_chunk`.
 """
 
@@ -27,7 +27,7 @@ Tree = Any
 Loss = Callable[[Tree, jax.Array, jax.Array], LabelLosses]
 
 
-def by_chunks(
+def chunk_losses(
     loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int
 ) -> LabelLosses:
     """Returns the loss of each label, [B, L], from chunks of at most `chunk` labels; L is T times the ranks that split
@@ -37,11 +37,11 @@ def by_chunks(
     can be; what the last one lacks is zeros, whose losses are left out.
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
-    losses = _loop(loss)(weights, cuts.of_stream(x_BTD), cuts.of_labels(labels_BL))
+    losses = _loop(loss)(weights, cuts.cut_stream(x_BTD), cuts.cut_labels(labels_BL))
     return jax.tree.map(cuts.joined, losses)
 
 
-def summed_by_chunks(
+def sum_chunk_losses(
     loss: Loss,
     weights: Tree,
     x_BTD: jax.Array,
@@ -49,11 +49,11 @@ def summed_by_chunks(
     counts_BL: jax.Array,
     chunk: int,
 ) -> tuple[jax.Array, LabelLosses]:
-    """Returns the sum of the losses of `by_chunks` times what each counts, whose gradient is made with it, and the
+    """Returns the sum of the losses of `chunk_losses` times what each counts, whose gradient is made with it, and the
     losses, which have none.
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
-    given = cuts.of_stream(x_BTD), cuts.of_labels(labels_BL), cuts.of_labels(counts_BL)
+    given = cuts.cut_stream(x_BTD), cuts.cut_labels(labels_BL), cuts.cut_labels(counts_BL)
     total, losses = _summed(loss)(weights, *given)
     return total, jax.tree.map(cuts.joined, lax.stop_gradient(losses))
 
@@ -68,11 +68,11 @@ class _Cuts:
         self.count = -(-self.tokens * self.ranks // chunk)
         self.size = -(-self.tokens // self.count)
 
-    def of_stream(self, x_BTD: jax.Array) -> jax.Array:
+    def cut_stream(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [count, 1, size, D]."""
         return self._cut(x_BTD.reshape(self.tokens, -1))
 
-    def of_labels(self, labels_BL: jax.Array) -> jax.Array:
+    def cut_labels(self, labels_BL: jax.Array) -> jax.Array:
         """[B, L] to [count, 1, ranks size]."""
         by_token = labels_BL.reshape(self.rows, self.ranks, self.local).swapaxes(1, 2)
         cut = self._cut(by_token.reshape(self.tokens, self.ranks))
@@ -166,8 +166,8 @@ def _gradients(
             found = loss(_joined(weights, frozen), x, ids)
             return found.losses, found
 
-        of_labels, vjp, found = jax.vjp(losses, trained, x, has_aux=True)
-        gradient, gx = vjp(vary(g, varying(of_labels)))
+        cut_labels, vjp, found = jax.vjp(losses, trained, x, has_aux=True)
+        gradient, gx = vjp(vary(g, varying(cut_labels)))
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (
             found,
             gx,

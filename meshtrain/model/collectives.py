@@ -20,7 +20,8 @@ class Collectives:
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
     vocabulary_ranks: int = 1  # how many they share it between
     context: int = 1  # ranks that the tokens of a row are split over, see `parallel.context`
-    by_heads: bool = False  # whether these then take turns with the heads in attention (Ulysses); else they are in zigzag order
+    # whether attention swaps these tokens for heads (Ulysses); else they are in zigzag order
+    by_heads: bool = False
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""
@@ -84,9 +85,7 @@ class Collectives:
         self,
         kernel: Any,
         scoring: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        heads: Any,
         masks: Any,
         sinks: Any = None,
     ) -> jax.Array:
@@ -98,9 +97,7 @@ class Collectives:
     def attend_by_heads(
         self,
         attend: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        heads: Any,
         segments: Any,
         dropout: Any,
         sinks: Any = None,
@@ -128,7 +125,7 @@ class Collectives:
         """
         return compute(rows, chosen, weights, chosen.size)
 
-    def of_experts(self) -> "Collectives":
+    def expert_collectives(self) -> "Collectives":
         """Returns the collectives of a layer's experts: they differ where each tensor rank sends its own part of the
         sequence to them.
         """

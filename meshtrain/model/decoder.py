@@ -21,8 +21,8 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm, make_parameters
-from meshtrain.model.products import linear, linear_float32
+from meshtrain.model.layers import Block, Norm
+from meshtrain.model.products import linear, linear_float32, make_parameters
 from meshtrain.model.rope import sequences
 
 
@@ -90,7 +90,7 @@ class PatchEmbedding(nnx.Module):
 
         image [H, W, C] ─cut─► patches [N, P] ─x W─ + bias ─┐
                                                              ├─ + positions ─►  [T, D]
-                                       class token [1, D] ───┘                  T = N + 1, or N where the head takes the mean
+                                       class token [1, D] ───┘                  T = N + 1, or N for the mean of all
 
     W [P, D] is cut along P as a vocabulary is along its ids: each rank multiplies the numbers of a patch whose rows it
     has, and the sums of the ranks meet where those of looked-up tokens do. A convolution whose stride is its width is

@@ -1,9 +1,10 @@
 """The products of experts as one loop over the blocks in use: how a layer of experts is computed where no kernels do
 it.
 
-    forward               a block's rows, read where they lie ─► gate and up ─► hidden x weight ─► down; each token sums its slots
+    forward               a block's rows, read in place ─► gate and up ─► hidden x weight ─► down; tokens sum slots
     gradient of rows      gate and up once more, and back; what the next loop multiplies lies in slots
-    gradient of weights   sums over the blocks of each expert; a loop of its own, since a zero-bubble schedule has it in another half
+    gradient of weights   sums over the blocks of each expert; a loop of its own, since a zero-bubble schedule has it in
+                          another half
 
 There is room for all rows that may come, of which few do where ranks share the experts. To write and read arrays of
 that length takes longer than the products, so that none is kept for the backward: rows are, as they came.
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.compat import vary, varying
-from meshtrain.model.grouped import block_of, dot, over_blocks, sums_by_expert
+from meshtrain.model.grouped import block_of, dot, map_blocks, sums_by_expert
 from meshtrain.model.slots import ExpertSlots, summed, taken
 
 Hidden = Callable[[jax.Array, jax.Array], jax.Array]
@@ -80,7 +81,7 @@ class _Blocks(NamedTuple):
     def length(self) -> int:
         return len(self.slots.pairs) // len(self.slots.expert_of_block)
 
-    def of_rows(self, x_ND: jax.Array, i: jax.Array) -> jax.Array:
+    def take_rows(self, x_ND: jax.Array, i: jax.Array) -> jax.Array:
         return taken(x_ND, block_of(self.slots.pairs, i, self.length) // self.weights_NK.shape[1])
 
     def weight(self, i: jax.Array) -> jax.Array:
@@ -119,10 +120,12 @@ def _looped(
     def block(own: LoopedWeights, i: jax.Array) -> jax.Array:
         expert = _one(own)
         weight = blocks.weight(i)
-        y = dot(_between(hidden, _into(expert, blocks.of_rows(rows, i)), weight), expert.down, 1, 0)
+        y = dot(
+            _between(hidden, _into(expert, blocks.take_rows(rows, i)), weight), expert.down, 1, 0
+        )
         return (y if expert.down_bias is None else y + weight * expert.down_bias).astype(rows.dtype)
 
-    return summed(over_blocks(block, weights, slots.expert_of_block, slots.blocks), slots.places)
+    return summed(map_blocks(block, weights, slots.expert_of_block, slots.blocks), slots.places)
 
 
 def _backward(
@@ -131,10 +134,12 @@ def _backward(
     blocks = _Blocks(*operands)
     weights, rows, _, slots = blocks
 
-    def to_slots(own: LoopedWeights, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def differentiate_rows(
+        own: LoopedWeights, i: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         expert = _one(own)
-        g = blocks.of_rows(g_ND, i)
-        into = _into(expert, blocks.of_rows(rows, i))
+        g = blocks.take_rows(g_ND, i)
+        into = _into(expert, blocks.take_rows(rows, i))
         h, between_vjp = jax.vjp(partial(_between, hidden), into, blocks.weight(i))
         to_into, to_weight = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
         if expert.down_bias is not None:
@@ -145,13 +150,13 @@ def _backward(
             jnp.concatenate([h, to_into], 1),
         )
 
-    to_rows, to_weights, multiplied = over_blocks(
-        to_slots, weights, slots.expert_of_block, slots.blocks
+    to_rows, to_weights, multiplied = map_blocks(
+        differentiate_rows, weights, slots.expert_of_block, slots.blocks
     )
 
-    def to_expert(i: jax.Array) -> LoopedWeights:
-        x = blocks.of_rows(rows, i)
-        g = blocks.of_rows(g_ND, i)
+    def differentiate_weights(i: jax.Array) -> LoopedWeights:
+        x = blocks.take_rows(rows, i)
+        g = blocks.take_rows(g_ND, i)
         h, to_into = jnp.split(
             block_of(multiplied, i, blocks.length), [weights.down.shape[1]], axis=1
         )
@@ -163,7 +168,7 @@ def _backward(
         of_biases = [None if w is None else s for w, s in zip(weights[3:], to_biases, strict=True)]
         return LoopedWeights(to_gate, to_up, dot(h, g, 0, 0), *of_biases)
 
-    to_experts = sums_by_expert(to_expert, weights, slots.expert_of_block, slots.blocks)
+    to_experts = sums_by_expert(differentiate_weights, weights, slots.expert_of_block, slots.blocks)
     return to_experts, summed(to_rows, slots.places), taken(to_weights[:, 0], slots.places), None
 
 

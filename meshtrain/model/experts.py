@@ -31,7 +31,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.expert_loops import LoopedWeights, looped, weighted_hidden
 from meshtrain.model.grouped import grouped
-from meshtrain.model.layers import hidden, keeping_arguments, make_parameters
+from meshtrain.model.products import hidden, keeping_arguments, make_parameters
 from meshtrain.model.rope import Routing, Sequence
 from meshtrain.model.slots import ExpertSlots, collected, slots_of, spread
 from meshtrain.model.weights import COUNTED
@@ -94,12 +94,12 @@ recorded.defvjp(
 
 
 @jax.custom_vjp
-def with_loss(x: jax.Array, losses_B: jax.Array, seeds_B: jax.Array) -> jax.Array:
+def add_losses(x: jax.Array, losses_B: jax.Array, seeds_B: jax.Array) -> jax.Array:
     """x; the gradient of each of the losses is its seed, as if they had been added to the loss."""
     return x
 
 
-with_loss.defvjp(
+add_losses.defvjp(
     lambda x, losses, seeds: (x, (losses, seeds)),
     lambda kept, g: (g, vary(kept[1], varying(kept[0])), None),
 )
@@ -177,7 +177,7 @@ class Experts(nnx.Module):
         routes = route(moe, logits, lax.stop_gradient(load[: moe.experts]), routed.reshape(-1))
         if routing.seeds_B is not None and (moe.z_loss or moe.balance == "sequence"):
             losses = auxiliary_losses(moe, logits, routes, routed, collectives)
-            rows = with_loss(rows, losses, collectives.once(routing.seeds_B))
+            rows = add_losses(rows, losses, collectives.once(routing.seeds_B))
         compute = partial(self.compute, collectives)
         y, dropped = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
         y = recorded(y, load, collectives.once(counted(routes, dropped)))
@@ -196,7 +196,7 @@ class Experts(nnx.Module):
         """
         slots = slots_of(chosen_NK, len(self.gate[...]), room)
         if collectives.platform == "gpu" or self.float8 is not None:
-            return self.in_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
+            return self.compute_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
         down_bias = None if self.down_bias is None else collectives.share(self.down_bias[...])
         gate_bias, up_bias = (
             None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias)
@@ -208,7 +208,7 @@ class Experts(nnx.Module):
             self.hidden, weights, checkpoint_name(rows_ND, "dispatched"), weights_NK, slots
         ), slots.dropped
 
-    def in_slots(
+    def compute_slots(
         self,
         collectives: Collectives,
         rows_ND: jax.Array,
@@ -222,7 +222,7 @@ class Experts(nnx.Module):
         branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
         if self.gate_bias is not None and self.up_bias is not None:
             branches = [
-                b + of_slots(bias[...], slots)
+                b + slot_biases(bias[...], slots)
                 for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
             ]
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
@@ -233,7 +233,7 @@ class Experts(nnx.Module):
         )
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
-            y = y + (of_slots(collectives.share(self.down_bias[...]), slots) * weights).astype(
+            y = y + (slot_biases(collectives.share(self.down_bias[...]), slots) * weights).astype(
                 y.dtype
             )
         return collected(y, source, slots.places)
@@ -252,7 +252,7 @@ class Experts(nnx.Module):
         return self.float8.grouped(name, rows, weight, platform, (experts, blocks))
 
 
-def of_slots(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
+def slot_biases(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
     """The bias of each slot's expert, [S, F]: by a product, whose transpose scatters no sum."""
     one_hot = jax.nn.one_hot(slots.expert_of_block, len(bias_EF), dtype=bias_EF.dtype)
     by_block = jnp.matmul(one_hot, bias_EF, precision="highest")

@@ -134,7 +134,7 @@ class Float8Recipe(NamedTuple):
     products: str = "float8"  # of a layer, see `parallel.layout.Segment`
 
     @property
-    def of_gradients(self) -> Any:
+    def cotangent_dtype(self) -> Any:
         """The dtype of cotangents: what e5m2 lacks in precision it has in range, which blocks do not need."""
         return E4M3 if self.recipe == "blockwise" else E5M2
 
@@ -221,7 +221,7 @@ def _product_backward(
     rows = math.prod(shape) // width
     b = how.weight(weight.reshape(rows, width)) if b is None else b.matrix(rows)
     to_x = how.times(
-        rounded(g_NF, how.groups(1), how.of_gradients),
+        rounded(g_NF, how.groups(1), how.cotangent_dtype),
         how.turned(b, 1, weight=True),
         (1, 1),
         g_NF.dtype,
@@ -231,7 +231,7 @@ def _product_backward(
     q = rounded(kept, how.groups(1)) if keeps_x else kept
     if how.wgrad:
         to_weight = how.times(
-            how.turned(q, 0), rounded(g_NF, how.groups(0), how.of_gradients), (0, 0), g_NF.dtype
+            how.turned(q, 0), rounded(g_NF, how.groups(0), how.cotangent_dtype), (0, 0), g_NF.dtype
         )
     else:
         to_weight = lax.dot_general(widened(q, g_NF.dtype), g_NF, OVER_ROWS)
@@ -254,7 +254,9 @@ def _times(
 ) -> jax.Array:
     if not blocks:
         return x @ (w.T if transposed else w)
-    return implementation(platform, x, w, blocks[0]).by_blocks(x, w, *blocks, transposed=transposed)
+    return implementation(platform, x, w, blocks[0]).multiply_blocks(
+        x, w, *blocks, transposed=transposed
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -309,7 +311,11 @@ def _wide_backward(
     w = _wide_weight(how, skip, weight, b, None if blocks else (-1, g.shape[1]))
     turned = how.selected(skip, w, 1, weight=True, turned=True)
     to_x = _times(
-        platform, how.selected(skip, g, 1, dtype=how.of_gradients), turned, blocks, transposed=True
+        platform,
+        how.selected(skip, g, 1, dtype=how.cotangent_dtype),
+        turned,
+        blocks,
+        transposed=True,
     )
     if kept is None:
         return None, to_x, None, None, None, *others
@@ -317,7 +323,7 @@ def _wide_backward(
     x = how.selected(skip, x, 1) if q is None else widened(q, g.dtype)
     if how.wgrad:
         x = how.selected(skip, x, 0, turned=True)
-        g = how.selected(skip, g, 0, dtype=how.of_gradients)
+        g = how.selected(skip, g, 0, dtype=how.cotangent_dtype)
     if blocks:
         to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(x, g, *blocks, w)
     else:

@@ -2,11 +2,14 @@
 
 Flash attention (Dao et al. 2022; the backward in two kernels as in Dao 2023, section 3.2) in Pallas, for Triton:
 
-               keys →                a row of blocks is one program of the forward and of the queries' gradient, a column
-    queries  ■                       one of the keys' and values'; nothing of the size of the scores meets memory. Documents
-       ↓     ■ ■                     are the ids in `segments`: a block is read only between the first and the last that
-             · ■ ■   · = not read    may hold one of its ids. Which scores are dropped follows from `model.dropout` alone.
-             · · ■ ■                 Both ways the other half is read too, and what pads the keys to whole blocks is not seen.
+               keys →                a row of blocks is one program of the forward and of the queries' gradient
+    queries  ■                       a column is one of the keys' and values' gradient
+       ↓     ■ ■                     documents are the ids in `segments`: a block is read only between the first and
+             · ■ ■   · = not read    the last that may hold one of its ids
+             · · ■ ■                 both ways the other half is read too
+
+Nothing of the size of the scores meets memory. Keys that pad the last block are not seen. `model.dropout` alone decides
+which scores are dropped.
 
 Why not cuDNN's own packed layout (`q_offsets`, JAX 0.10 to 0.12): it wants Hopper, a bound on the documents in a
 sequence, of which data has none, and a log of sums [T] for each of them; and until jax 0.12 it reads the wrong keys
@@ -25,7 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
-from meshtrain.model.attention import MaskArrays, Scoring, cap_slope, within
+from meshtrain.model.attention import (
+    Heads,
+    MaskArrays,
+    Outputs,
+    Scoring,
+    cap_slope,
+    within,
+)
 from meshtrain.model.dropout import keep_mask
 from meshtrain.model.kernels import MASKED
 
@@ -50,12 +60,9 @@ class Masks(NamedTuple):
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
-def forward(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, arrays: MaskArrays
-) -> tuple[jax.Array, jax.Array]:
-    """Returns, for queries [B, T, H, K] and keys, values [B, T, G, K], the output [B, T, H, K] and float32 log of sums
-    [B, H, T].
-    """
+def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    q, k, v = given
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, arrays, of_keys=False)
@@ -77,16 +84,13 @@ def forward(
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    arrays: MaskArrays,
-    log_sum: jax.Array,
-    rows: jax.Array,
-    d_out: jax.Array,
+    scoring: Scoring, given: Heads, arrays: MaskArrays, outputs: Outputs, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `forward`'s q, k and v. `rows` [B, H, T] are the sums of out x its cotangent over the width."""
+    """Returns the cotangents of `forward`'s queries, keys and values."""
+    q, k, v = given
+    out, log_sum = outputs
+    # [B, H, T], sums over the width
+    rows = jnp.sum((out * d_out).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
     batch, length, heads, width = q.shape
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, arrays, of_keys=False)

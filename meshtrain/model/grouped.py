@@ -49,8 +49,9 @@ def grouped(
 
 
 def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
-    """The module whose `by_blocks` and `weight_gradient` are run; that of the kernels takes Pallas, which is slow to
-    import.
+    """Returns the module whose `multiply_blocks` and `weight_gradient` are run.
+
+    The kernels' module takes Pallas, which is slow to import.
     """
     in_tiles = all(size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:]))
     return import_module(
@@ -62,7 +63,9 @@ def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: j
 def _grouped(
     platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array
 ) -> jax.Array:
-    return implementation(platform, rows, weight, experts).by_blocks(rows, weight, experts, blocks)
+    return implementation(platform, rows, weight, experts).multiply_blocks(
+        rows, weight, experts, blocks
+    )
 
 
 def _forward(
@@ -83,7 +86,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     rows, weight, experts, blocks = residuals
     run = implementation(platform, g_RN, weight, experts)
-    to_rows = run.by_blocks(g_RN, weight, experts, blocks, transposed=True)
+    to_rows = run.multiply_blocks(g_RN, weight, experts, blocks, transposed=True)
     return (
         to_rows,
         None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight),
@@ -95,7 +98,7 @@ def _backward(
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def by_blocks(
+def multiply_blocks(
     rows: jax.Array,
     weight: jax.Array,
     experts: jax.Array,
@@ -110,7 +113,7 @@ def by_blocks(
     def block(own: jax.Array, i: jax.Array) -> jax.Array:
         return dot(block_of(rows, i, length), own, 1, 1 if transposed else 0).astype(rows.dtype)
 
-    return over_blocks(block, weight, experts, blocks)
+    return map_blocks(block, weight, experts, blocks)
 
 
 def weight_gradient(
@@ -127,14 +130,14 @@ def weight_gradient(
     return sums_by_expert(block, weight, experts, blocks)
 
 
-def over_blocks(
+def map_blocks(
     function: Callable[[Any, jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array
 ) -> Any:
     """Returns what `function` makes of the weights of an expert and of each of its blocks in use, one after another,
     and zeros behind them.
     """
 
-    def of_expert(out: Any, its: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
+    def run_expert(out: Any, its: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
         own, first, behind = its
 
         def block(i: jax.Array, out: Any) -> Any:
@@ -153,7 +156,7 @@ def over_blocks(
         lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype), of_block
     )
     ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
-    return lax.scan(of_expert, empty, (weights, ends[:-1], ends[1:]))[0]
+    return lax.scan(run_expert, empty, (weights, ends[:-1], ends[1:]))[0]
 
 
 def sums_by_expert(
@@ -163,7 +166,7 @@ def sums_by_expert(
     of the weights.
     """
 
-    def of_expert(_: None, ends: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+    def run_expert(_: None, ends: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         empty = jax.tree.map(lambda w: jnp.zeros(w.shape[1:], jnp.float32), weights)
         sums = lax.fori_loop(
             *ends,
@@ -173,7 +176,7 @@ def sums_by_expert(
         return None, jax.tree.map(lambda w, total: total.astype(w.dtype), weights, sums)
 
     ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
-    return lax.scan(of_expert, None, (ends[:-1], ends[1:]))[1]
+    return lax.scan(run_expert, None, (ends[:-1], ends[1:]))[1]
 
 
 def first_blocks(experts: jax.Array, blocks: jax.Array, count: int) -> jax.Array:

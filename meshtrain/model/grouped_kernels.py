@@ -1,11 +1,13 @@
-"""Grouped products as kernels on GPUs, in Pallas for Triton: what `grouped.by_blocks` and `grouped.weight_gradient`
-loop over, side by side.
+"""Grouped products as kernels on GPUs, in Pallas for Triton: `grouped.multiply_blocks` and `grouped.weight_gradient`
+side by side in place of a loop.
 
-    by_blocks          a program is a tile of the result: of a block's rows and of the columns of its expert, whose number it reads
-    weight_gradient    a program is a tile of an expert's weight; it goes through the rows of that expert's blocks, first to last
+    multiply_blocks    a program is a tile of the result: of a block's rows and of the columns of its expert, whose
+                       number it reads
+    weight_gradient    a program is a tile of an expert's weight; it goes through the rows of that expert's
+                       blocks, first to last
 
-In `by_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two rows of
-tiles:
+In `multiply_blocks`, programs that run side by side are tiles of a few rows and a few columns, here in groups of two
+rows of tiles:
 
     0 2 4 │ ..      row by row the device would read all columns of an expert for every 128 tokens
     1 3 5 │
@@ -30,8 +32,8 @@ from meshtrain.compat import struct_like
 from meshtrain.model.grouped import first_blocks
 
 # Bytes of a side of a result's tile, and of the steps that are summed over: with more, accumulators leave the
-# registers. `by_blocks` takes tiles of twice as many columns: Mixtral's products reach 690 TFLOP/s so on an H100, and
-# 530 to 590 in squares (`experiments/gpu`).
+# registers. `multiply_blocks` takes tiles of twice as many columns: Mixtral's products reach 690 TFLOP/s so on an H100,
+# and 530 to 590 in squares (`experiments/gpu`).
 SIDE = 256
 STEP = 128
 GROUP = 8  # rows of tiles
@@ -39,14 +41,14 @@ GROUP = 8  # rows of tiles
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnames="transposed")
-def by_blocks(
+def multiply_blocks(
     rows: jax.Array,
     weight: jax.Array,
     experts: jax.Array,
     blocks: jax.Array,
     transposed: bool = False,
 ) -> jax.Array:
-    """Returns what `grouped.by_blocks` does."""
+    """Returns what `grouped.multiply_blocks` does."""
     over, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
     height = _tile(SIDE, rows, len(rows) // len(experts))
     columns = _tile(2 * SIDE, rows, width)
@@ -97,7 +99,9 @@ def weight_gradient(
     )(rows, g_RN, firsts * (len(rows) // len(experts) // step))
 
 
-def _product_kernel(transposed, place, tiles, step, rows, weight, experts, blocks, out) -> None:  # type: ignore[no-untyped-def]
+def _product_kernel(  # type: ignore[no-untyped-def]
+    transposed, place, tiles, step, rows, weight, experts, blocks, out
+) -> None:
     block = jax.lax.div(place(pl.program_id(0))[0], jnp.int32(tiles))
     expert = experts[block]
 

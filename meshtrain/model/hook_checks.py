@@ -5,6 +5,7 @@ vocabulary.
 import inspect
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.errors import name_of
 from meshtrain.model.collectives import VocabularyShards
-from meshtrain.model.hooks import LossHook, name_of
 from meshtrain.model.loss import Vocabulary
 
 
@@ -38,7 +39,9 @@ def check_call(kind: str, hook: Any, names: list[str]) -> None:
         ) from None
 
 
-def check_sharded_loss(hook: LossHook, config: Config, axes: tuple[str, ...]) -> None:
+def check_sharded_loss(
+    hook: Callable[..., jax.Array], config: Config, axes: tuple[str, ...]
+) -> None:
     """Raises ConfigError if a loss hook takes its shard of the vocabulary, which the mesh axes `axes` split, for all of
     it.
 

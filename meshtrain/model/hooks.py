@@ -29,8 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import hooks
+from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend, of_attention
+from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block
@@ -176,7 +177,9 @@ class ModelParts:
             raise ConfigError(
                 f"model.attention takes no sinks, which {config.model.family} has; leave it out."
             )
-        self._attend: Callable[..., jax.Array] = partial(attend, **of_attention(config.model))
+        self._attend: Callable[..., jax.Array] = partial(
+            attend, **attention_arguments(config.model)
+        )
         if hooks.loss is not None:
             from meshtrain.model.hook_checks import check_sharded_loss
 
@@ -282,10 +285,3 @@ def _check_result(
 
 def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:
     return f"{x.dtype}{list(x.shape)}"
-
-
-def name_of(hook: Any) -> str:
-    """Returns the name of a hook, for a sentence."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]

@@ -37,8 +37,8 @@ def attention_kernel(
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
     cudnn: cuDNN's flash attention (cuDNN 9 on Ampere and later). 16 bits, head widths in eights up to 128, neither
-    packed nor
-        dropped nor capped, which JAX does not offer: its dropout would depend on the mesh, and see `model.fused` for its packed sequences.
+        packed nor dropped nor capped: JAX does not offer a cap, its dropout would depend on the mesh, and see
+        `model.fused` for its packed sequences.
     fused: `model.fused`, for all else on GPUs.
     splash: JAX's kernel for TPUs, packed or not. Sequences in blocks of 128, head widths in 64; no dropout.
     blocks: `attention.blockwise`, on CPUs and where no other kernel is.

@@ -6,7 +6,7 @@ d_model, H query heads, G key/value heads, K head width, F d_ff, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,80 +16,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
-from meshtrain.families import EXACT_GELU, FAMILIES, QUICK_GELU
-from meshtrain.model.attention import attend, of_attention
+from meshtrain.families import FAMILIES
+from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.products import enter, project, rows_of, unrounded
+from meshtrain.model.products import (
+    enter,
+    hidden,
+    keeping_arguments,
+    make_adapters,
+    make_parameters,
+    project,
+    rows_of,
+    unrounded,
+)
 from meshtrain.model.rope import Sequence, rotate
-from meshtrain.model.weights import Weight, adapters, lora_scale, weights
-
-
-def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
-    """Gives a module its float32 parameters: those whose names in `weights` begin with the module's own, `name`."""
-    for weight in weights(config):
-        _make(module, name, weight, rngs)
-
-
-def make_adapters(
-    module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
-) -> None:
-    """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
-    module.lora_scale = lora_scale(lora) if lora is not None and lora.rank else 0.0
-    module.lora_drop = None
-    if lora is not None and lora.rank:
-        for weight in adapters(config, lora):
-            _make(module, name, weight, rngs)
-
-
-def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None:
-    """Gives the module `name` the parameter of a weight, if it is one of its own."""
-    parent, _, attribute = weight.name.rpartition(".")
-    if parent != name:
-        return
-    shape = tuple(n for _, n in weight.dims)
-    if weight.bound:
-        drawn = jax.random.uniform(rngs.lora(), shape, minval=-weight.bound, maxval=weight.bound)
-    elif weight.std:
-        drawn = weight.std * jax.random.normal(rngs.params(), shape)
-    else:
-        # of a dtype that is given: with a weak one the first step would be compiled once more for the second
-        drawn = jnp.full(shape, weight.fill, jnp.float32)
-    setattr(module, attribute, nnx.Param(drawn))
-
-
-def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `function` with its arguments as the only residuals, and the rest computed again in the backward pass:
-    for cheap functions.
-
-    jax.checkpoint would not do: a policy of a checkpoint around it reaches inside.
-    """
-    run = jax.custom_vjp(function)
-    run.defvjp(
-        lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent)
-    )
-    return run
-
-
-@cache
-def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., jax.Array]:
-    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else
-    activation(up).
-
-    With a `limit` gate is at most that, and up, to which 1 is added, within it (gpt-oss: OpenAI 2025).
-    """
-    others: dict[str, Callable[[jax.Array], jax.Array]] = {
-        EXACT_GELU: partial(jax.nn.gelu, approximate=False),
-        QUICK_GELU: lambda x: x * jax.nn.sigmoid(1.702 * x),
-    }
-    function = others.get(activation) or getattr(jax.nn, activation)
-    if limit and gated:
-        return keeping_arguments(
-            lambda gate, up: function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
-        )
-    return keeping_arguments(
-        (lambda gate, up: function(gate) * up) if gated else (lambda up: function(up))
-    )
 
 
 def normalised(
@@ -170,7 +111,7 @@ class Attention(nnx.Module):
     def __init__(
         self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
     ) -> None:
-        self.attend: Callable[..., jax.Array] = partial(attend, **of_attention(config))
+        self.attend: Callable[..., jax.Array] = partial(attend, **attention_arguments(config))
         self.group = config.heads // config.kv_heads  # query heads that share a key/value head
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
@@ -297,12 +238,12 @@ class Block(nnx.Module):
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
         normed = self.mlp_norm(x_BTD)
-        of_experts = collectives.of_experts()
-        parts = self.experts is not None and of_experts is not collectives
+        for_experts = collectives.expert_collectives()
+        parts = self.experts is not None and for_experts is not collectives
         h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
         m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
         if self.experts is not None:
-            m = m + self.experts(normed if parts else unrounded(h), sequence, of_experts)
+            m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)

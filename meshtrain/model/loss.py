@@ -176,7 +176,7 @@ def dpo(
     rewards = beta * (batch["reference"] - losses)
     weights = batch["weights"]
     chosen, rejected = (
-        _of_pairs(rewards * jnp.maximum(w, 0), batch["pairs"], collectives)
+        _sum_pairs(rewards * jnp.maximum(w, 0), batch["pairs"], collectives)
         for w in (weights, -weights)
     )
     margins = chosen - rejected
@@ -209,11 +209,11 @@ def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
 
 def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
     """Returns whether a pair counts, bool [rows, T // 2 + 1]: it does if one of its labels weighs."""
-    learned = _of_pairs(jnp.abs(batch["weights"]), batch["pairs"], collectives) > 0
+    learned = _sum_pairs(jnp.abs(batch["weights"]), batch["pairs"], collectives) > 0
     return learned.at[:, 0].set(False)
 
 
-def _of_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) -> jax.Array:
+def _sum_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) -> jax.Array:
     """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the
     pairs' numbers.
     """

@@ -1,22 +1,68 @@
-"""Products with weights, and LoRA's beside them.
+"""The pieces of attention, MLP and experts: their parameters, products with them, LoRA's beside, and the functions
+between two products.
 
     y = x W + scale (x A) B        W frozen: of x nothing is kept for its gradient; A and B are weights like others
 
-A product keeps its arguments for its backward as they are, so that the pipeline stashes no copy of a weight."""
+A product keeps its arguments for its backward as they are, so that the pipeline stashes no copy of a weight.
+"""
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal
 
+from meshtrain.config import LoraConfig, ModelConfig
 from meshtrain.config.model import PROJECTIONS
+from meshtrain.families import EXACT_GELU, QUICK_GELU
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
+from meshtrain.model.weights import Weight, adapters, lora_scale, weights
 
 ProductResiduals = tuple[jax.Array | None, jax.Array]
+
+
+# --- parameters
+
+
+def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    """Gives a module its float32 parameters: those whose names in `weights` begin with the module's own, `name`."""
+    for weight in weights(config):
+        _make(module, name, weight, rngs)
+
+
+def make_adapters(
+    module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
+) -> None:
+    """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
+    module.lora_scale = lora_scale(lora) if lora is not None and lora.rank else 0.0
+    module.lora_drop = None
+    if lora is not None and lora.rank:
+        for weight in adapters(config, lora):
+            _make(module, name, weight, rngs)
+
+
+def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None:
+    """Gives the module `name` the parameter of a weight, if it is one of its own."""
+    parent, _, attribute = weight.name.rpartition(".")
+    if parent != name:
+        return
+    shape = tuple(n for _, n in weight.dims)
+    if weight.bound:
+        drawn = jax.random.uniform(rngs.lora(), shape, minval=-weight.bound, maxval=weight.bound)
+    elif weight.std:
+        drawn = weight.std * jax.random.normal(rngs.params(), shape)
+    else:
+        # of a dtype that is given: with a weak one the first step would be compiled once more for the second
+        drawn = jnp.full(shape, weight.fill, jnp.float32)
+    setattr(module, attribute, nnx.Param(drawn))
+
+
+# --- products
 
 
 def _product(x_ND: jax.Array, weight: jax.Array) -> jax.Array:
@@ -133,3 +179,40 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
     for module in filter(None, (block.attention, block.mlp)):
         module.lora_scale = module.lora_scale if on else 0.0
         module.lora_drop = drop if dropout.rate else None
+
+
+# --- the functions between two products
+
+
+def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns `function` with its arguments as the only residuals, and the rest computed again in the backward pass:
+    for cheap functions.
+
+    jax.checkpoint would not do: a policy of a checkpoint around it reaches inside.
+    """
+    run = jax.custom_vjp(function)
+    run.defvjp(
+        lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent)
+    )
+    return run
+
+
+@cache
+def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., jax.Array]:
+    """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else
+    activation(up).
+
+    With a `limit` gate is at most that, and up, to which 1 is added, within it (gpt-oss: OpenAI 2025).
+    """
+    others: dict[str, Callable[[jax.Array], jax.Array]] = {
+        EXACT_GELU: partial(jax.nn.gelu, approximate=False),
+        QUICK_GELU: lambda x: x * jax.nn.sigmoid(1.702 * x),
+    }
+    function = others.get(activation) or getattr(jax.nn, activation)
+    if limit and gated:
+        return keeping_arguments(
+            lambda gate, up: function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+        )
+    return keeping_arguments(
+        (lambda gate, up: function(gate) * up) if gated else (lambda up: function(up))
+    )

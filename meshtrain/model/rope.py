@@ -1,18 +1,18 @@
 """Rotary positions (RoPE, Su et al. 2021), and how a model that was trained on short sequences is stretched to long
 ones.
 
-    model.rope_scaling      frequencies                                                 published in
-    none                    theta^(-2i/K)
-    linear                  all of them slower by the factor                            Chen et al. 2023
-    llama3                  the slow ones by the factor, fast ones not, a ramp between  Llama 3 (2024), section 3.4.2
-    yarn                    likewise, a ramp by pair; cos and sin a little larger       Peng et al. 2023, sections 3.2 to 3.4
+    model.rope_scaling   frequencies                                                 published in
+    none                 theta^(-2i/K)
+    linear               all of them slower by the factor                            Chen et al. 2023
+    llama3               the slow ones by the factor, fast ones not, a ramp between  Llama 3 (2024), section 3.4.2
+    yarn                 likewise, a ramp by pair; cos and sin a little larger       Peng et al. 2023, sections 3.2-3.4
 
 A pair i turns through theta^(-2i/K) a position; `turns` is how often it goes round in the sequence length of before.
 
 Layers may alternate between a window and all positions:
 
-    global_every 3      layer 0   1   2   3   4   5         one program serves both kinds, so a layer's kind follows on the
-                              w   w   all w   w   all       device from its index
+    global_every 3      layer 0   1   2   3   4   5       one program serves both kinds, so a layer's kind follows on
+                              w   w   all w   w   all     the device from its index
 
 (sliding window: Beltagy et al. 2020; by turns with another rotary base: Gemma Team 2025, section 2).
 """

@@ -20,56 +20,40 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 
 from meshtrain.compat import unchecked, vary, varying
 from meshtrain.compat_kernels import splash_backward
-from meshtrain.model.attention import Scoring
+from meshtrain.model.attention import Heads, MaskArrays, Outputs, Scoring
 from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
-def forward(
-    scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    key_segments: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns, for queries [B, T, H, K] and keys, values [B, T, G, K], the output [B, T, H, K] and float32 log of sums
-    [B, H, T].
-    """
-    kernel, axes = _kernel(scoring, q), varying(q)
+def forward(scoring: Scoring, heads: Heads, masks: MaskArrays) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    q, k, v = heads
+    kernel = _kernel(scoring, q)
+    axes = varying(q)
 
-    def one(ids: SegmentIds | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(ids: SegmentIds | None, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, (log_sum,) = kernel(*given, ids)
         return out, log_sum
 
     with unchecked():
-        out, log_sum = jax.vmap(one)(
-            _ids(segments, key_segments), *_by_head(q * scoring.scale, k, v)
-        )
-    return vary(_by_head(out)[0], axes), vary(log_sum, axes)
+        out, log_sum = jax.vmap(run)(_ids(masks), *_swap_heads(q * scoring.scale, k, v))
+    return vary(_swap_heads(out)[0], axes), vary(log_sum, axes)
 
 
 def backward(
-    scoring: Scoring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    key_segments: jax.Array | None,
-    out: jax.Array,
-    log_sum: jax.Array,
-    d_out: jax.Array,
+    scoring: Scoring, heads: Heads, masks: MaskArrays, outputs: Outputs, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of `forward`'s q, k and v."""
-    kernel, axes = _kernel(scoring, q), varying(q)
+    """Returns the cotangents of `forward`'s queries, keys and values."""
+    q, k, v = heads
+    kernel = _kernel(scoring, q)
+    axes = varying(q)
 
-    def one(ids: SegmentIds | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    def run(ids: SegmentIds | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         return splash_backward(kernel, ids, log_sum, *given)
 
     with unchecked():
-        cotangents = jax.vmap(one)(
-            _ids(segments, key_segments), log_sum, *_by_head(q * scoring.scale, k, v, out, d_out)
-        )
-    d_q, d_k, d_v = vary(_by_head(*cotangents), axes)
+        arrays = _swap_heads(q * scoring.scale, k, v, outputs.out, d_out)
+        cotangents = jax.vmap(run)(_ids(masks), outputs.log_sum, *arrays)
+    d_q, d_k, d_v = vary(_swap_heads(*cotangents), axes)
     return d_q * scoring.scale, d_k, d_v
 
 
@@ -95,8 +79,10 @@ def _kernel(scoring: Scoring, q: jax.Array) -> Any:
     )
 
 
-def _ids(segments: jax.Array | None, key_segments: jax.Array | None) -> SegmentIds | None:
-    return None if segments is None or key_segments is None else SegmentIds(segments, key_segments)
+def _ids(masks: MaskArrays) -> SegmentIds | None:
+    if masks.segments is None or masks.of_keys is None:
+        return None
+    return SegmentIds(masks.segments, masks.of_keys)
 
 
 def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
@@ -106,6 +92,6 @@ def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
     return LocalMask(square, (scoring.window - 1, 0), 0) if scoring.window else CausalMask(square)
 
 
-def _by_head(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, H, K] to [B, H, T, K] and back."""
+def _swap_heads(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays [B, T, H, K] as [B, H, T, K], and the other way round."""
     return tuple(a.transpose(0, 2, 1, 3) for a in arrays)

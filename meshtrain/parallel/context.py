@@ -32,19 +32,23 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.config import Config
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import (
+    Heads,
     MaskArrays,
+    Outputs,
     Scoring,
+    add_sinks,
     backward,
-    by_window,
     forward,
+    run_windowed,
     sink_gradients,
-    with_sinks,
 )
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import MASKED, Kernel
+from meshtrain.parallel.tensor import MeshCollectives
 
 # dimensions of [B, T, H, K]
 SEQUENCE = 1
@@ -75,6 +79,38 @@ def _firsts(rank: jax.Array, ranks: int, chunk: int) -> tuple[jax.Array, jax.Arr
     return rank * chunk, (2 * ranks - 1 - rank) * chunk
 
 
+class ContextCollectives(MeshCollectives):
+    """Collectives where the tokens of a row may lie over `context`."""
+
+    def __init__(self, config: Config, platform: str) -> None:
+        super().__init__(config, platform)
+        strategy = config.parallel.context_strategy
+        self.by_heads = strategy == "ulysses"
+        self.rings = strategy == "ring"
+
+    def first_position(self, length: int) -> jax.Array | int:
+        first = super().first_position(length)
+        if self.context == 1:
+            return first
+        positions = self.positions(length * self.ranks if self.sequence_parallel else length)
+        return lax.dynamic_slice_in_dim(positions, first, length) - jnp.arange(length)
+
+    def positions(self, length: int) -> jax.Array:
+        if self.context == 1:
+            return super().positions(length)
+        return positions(length, self.context, self.by_heads)
+
+    def attend_in_zigzag(
+        self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
+    ) -> jax.Array:
+        return zigzag_attention(kernel, scoring, self.rings, heads, masks, sinks)
+
+    def attend_by_heads(
+        self, attend: Any, heads: Heads, segments: Any, dropout: Any, sinks: Any = None
+    ) -> jax.Array:
+        return attend_by_heads(attend, heads, segments, self, dropout, sinks)
+
+
 # --- zigzag
 
 
@@ -100,9 +136,7 @@ def zigzag_attention(
     kernel: Kernel,
     scoring: Scoring,
     rings: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
 ) -> jax.Array:
@@ -111,24 +145,23 @@ def zigzag_attention(
 
     `rings`: keys and values go round; else they are gathered.
     """
-    return _forward(kernel, scoring, rings, q, k, v, masks, sinks)[0]
+    return _forward(kernel, scoring, rings, heads, masks, sinks)[0]
 
 
 def _forward(
     kernel: Kernel,
     scoring: Scoring,
     rings: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    q, k, v = heads
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
-        (q,), (k, v) = queries.arrays, keys.arrays
-        out, log_sum = forward(kernel, scoring, q, k, v, _masks(masks.words, queries, keys))
+        heads = Heads(*queries.arrays, *keys.arrays)
+        out, log_sum = forward(kernel, scoring, heads, _masks(masks.words, queries, keys))
         return _Seen(out.astype(jnp.float32), log_sum)
 
     def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
@@ -160,25 +193,25 @@ def _forward(
         return out, jnp.concatenate([early.log_sum, late.log_sum], axis=2)
 
     sent = (k, v, masks.segments)
-    out, log_sum = by_window(scoring, masks.local, attend, sent if rings else _gathered(sent))
-    out, log_sum = with_sinks(out, log_sum, sinks)
+    out, log_sum = run_windowed(scoring, masks.local, attend, sent if rings else _gathered(sent))
+    out, log_sum = add_sinks(Outputs(out, log_sum), sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (q, k, v, masks, sinks, rows, log_sum)
+    return rows, (heads, masks, sinks, rows, log_sum)
 
 
 def _backward(
     kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, jax.Array | None]:
-    q, k, v, masks, sinks, rows, log_sum = residuals
+) -> tuple[Heads, None, jax.Array | None]:
+    (q, k, v), masks, sinks, rows, log_sum = residuals
     ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
     of_rows = q, rows.reshape(q.shape), cotangent.reshape(q.shape), log_sum.transpose(0, 2, 1)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[jax.Array, ...]:
         """Cotangents of the queries, keys and values, float32."""
         (q, out, d_out, sums), (k, v) = queries.arrays, keys.arrays
-        parts = out, sums.transpose(0, 2, 1), d_out
-        d_qkv = backward(kernel, scoring, q, k, v, _masks(masks.words, queries, keys), *parts)
+        given = Heads(q, k, v), _masks(masks.words, queries, keys)
+        d_qkv = backward(kernel, scoring, *given, Outputs(out, sums.transpose(0, 2, 1)), d_out)
         return tuple(x.astype(jnp.float32) for x in d_qkv)
 
     def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
@@ -219,12 +252,13 @@ def _backward(
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
     sent = (k, v, masks.segments)
-    d_q, d_kv = by_window(scoring, masks.local, cotangents, sent if rings else _gathered(sent))
+    d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent if rings else _gathered(sent))
     if not rings:
         d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
     d_k, d_v = (x.astype(k.dtype) for x in d_kv)
-    d_sinks = sink_gradients(sinks, rows.reshape(q.shape), log_sum, cotangent.reshape(q.shape))
-    return d_q, d_k, d_v, None, d_sinks
+    outputs = Outputs(rows.reshape(q.shape), log_sum)
+    d_sinks = sink_gradients(sinks, outputs, cotangent.reshape(q.shape))
+    return Heads(d_q, d_k, d_v), None, d_sinks
 
 
 zigzag_attention.defvjp(_forward, _backward)
@@ -384,11 +418,9 @@ class _OfHeads(Collectives):
         return self._outer.first_head(self._heads) + lax.axis_index(CONTEXT) * heads
 
 
-def by_heads(
+def attend_by_heads(
     attend: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     segments: jax.Array | None,
     collectives: Collectives,
     dropout: Dropout,
@@ -398,9 +430,9 @@ def by_heads(
     after it. Where N does not divide the groups, keys and values are repeated for as many as it does.
     """
     ranks = lax.axis_size(CONTEXT)
-    heads = q.shape[HEADS]
-    groups = k.shape[HEADS]
-    repeats = ranks // math.gcd(ranks, groups)
+    q, k, v = heads
+    repeats = ranks // math.gcd(ranks, k.shape[HEADS])
+    outer = _OfHeads(collectives, q.shape[HEADS])
     k, v = (jnp.repeat(x, repeats, axis=HEADS) if repeats > 1 else x for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     if segments is not None:
@@ -409,6 +441,6 @@ def by_heads(
         sinks = lax.dynamic_slice_in_dim(
             sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS]
         )
-    rows = attend(q, k, v, segments, _OfHeads(collectives, heads), dropout, sinks=sinks)
+    rows = attend(q, k, v, segments, outer, dropout, sinks=sinks)
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     return out.reshape(out.shape[0] * out.shape[1], -1)

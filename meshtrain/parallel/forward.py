@@ -75,7 +75,7 @@ class Forward:
         self.block_graph, _ = nnx.split(decoder.blocks)
         self.head_graph, _ = nnx.split(decoder.head)
 
-    def without_adapters(self) -> "Forward":
+    def disable_adapters(self) -> "Forward":
         """Returns the same with LoRA's adapters off."""
         other = copy.copy(self)
         other.adapters = False
@@ -155,10 +155,7 @@ class Forward:
         ) -> jax.Array:
             weights = Weights(differentiated, constant)
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
-            if self.config.precision.matmul == "float8":
-                from meshtrain.parallel.float8 import use_float8
-
-                use_float8(block, self.zero, weights, products, index)
+            self.layout.storage.prepare(block, self.zero, weights, products, index)
             use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
             block.attention.attend = self.parts.attention
             of_layer = (
@@ -205,7 +202,7 @@ class Forward:
         """
         head, tied = self._head(weights)
         head = nnx.merge(self.head_graph, head)
-        return head(self.collectives.from_last_stage(head.read(x), here), tied, self.collectives)
+        return head(self.collectives.share_last_stage(head.read(x), here), tied, self.collectives)
 
     def _head(self, weights: Weights) -> tuple[Tree, jax.Array | None]:
         """The weights that the head uses: its own, and those of the embedding where it is tied to them."""
@@ -230,7 +227,7 @@ class Forward:
         chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
         if chunk is None:
             return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
-        from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
+        from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
         def loss(
             used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array
@@ -240,11 +237,11 @@ class Forward:
                 nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels
             )
 
-        given = loss, self._head(weights), self.collectives.from_last_stage(x, here), labels
+        given = loss, self._head(weights), self.collectives.share_last_stage(x, here), labels
         return (
-            (None, by_chunks(*given, chunk))
+            (None, chunk_losses(*given, chunk))
             if counts is None
-            else summed_by_chunks(*given, counts, chunk)
+            else sum_chunk_losses(*given, counts, chunk)
         )
 
     @jax.named_scope(xla.HEAD)

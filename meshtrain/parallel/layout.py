@@ -5,7 +5,8 @@ one has the layers of one stage side by side, each virtual stage padded to the l
 
     canonical   0 1 2 3 4            5 layers
     live        0 1 2 │ 3 4 ·        2 stages; · is padding, skipped by the stage and zero for ever
-    live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or as the schedule's table says
+    live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or where the schedule's
+                                                         table says
 """
 
 import itertools
@@ -23,10 +24,38 @@ from meshtrain.config.follow import runs_table
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages, table
+from meshtrain.parallel.reduce.reduction import gather
 from meshtrain.schedule.table import Table
 from meshtrain.shown import Shown
 
 Tree = Any
+
+
+class Storage:
+    """How a state holds weights: as arrays, in the dtype that trains or computes."""
+
+    def rounds(self, weight: Placed) -> bool:
+        """Returns whether a state has a weight in float8."""
+        return False
+
+    def shapes(self, weight: Placed, array: jax.ShapeDtypeStruct) -> Any:
+        """Returns the ShapeDtypeStructs of a live weight in a state, with shardings."""
+        return array
+
+    def store(self, weight: Placed, x: jax.Array, array: jax.ShapeDtypeStruct) -> Any:
+        """Returns a live weight, its layers stacked, as a state has it."""
+        return x
+
+    def load(self, weight: Placed, stored: Any, dtype: jnp.dtype) -> jax.Array:
+        """Returns the live weight of what a state has of it, or a layer's."""
+        return stored
+
+    def gather(self, weight: Placed, shard: Any) -> Any:
+        """Gathers a weight's shards, as a state has them, inside shard_map."""
+        return gather(weight, shard)
+
+    def prepare(self, block: Any, zero: Any, weights: Any, products: str, index: jax.Array) -> None:
+        """Has the modules of layer `index` multiply as the `products` of its segment say: in the compute dtype."""
 
 
 def shard_spec(placed: Placed) -> PartitionSpec:
@@ -53,10 +82,18 @@ class Layout(Shown):
     `masters` False: nothing is trained, so that all of them are held in the dtype that computes.
     """
 
-    def __init__(self, config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh | AbstractMesh,
+        masters: bool = True,
+        storage: Storage | None = None,
+    ) -> None:
+        """`storage` is that of arrays unless given; `parallelize.make_layout` gives a config's."""
         self.config = config
         self.mesh = mesh
         self.has_masters = masters
+        self.storage = storage or Storage()
         self.data = config.mesh.shards
         self.pipeline = config.mesh.pipeline
         self.stages = stages(config)
@@ -151,7 +188,7 @@ class Layout(Shown):
         """The tree with None in the place of what the optimizer does not change: what is frozen, and experts' loads."""
         return self.map(lambda weight, x: x if weight.updated else None, tree)
 
-    def with_frozen(self, trained: Tree, whole: Tree) -> Tree:
+    def add_frozen(self, trained: Tree, whole: Tree) -> Tree:
         """The tree `trained`, with the frozen weights of `whole`."""
         return self.map(lambda weight, new, old: new if weight.trained else old, trained, whole)
 
@@ -181,37 +218,21 @@ class Layout(Shown):
         """ShapeDtypeStructs of the live weights as a state has them."""
         return self.map(self.master)
 
-    def in_float8(self, weight: Placed) -> bool:
+    def is_rounded(self, weight: Placed) -> bool:
         """Returns whether a state has a weight in float8, see `parallel.float8`."""
-        if weight.trained or self.config.precision.matmul == "compute" or not self.has_masters:
-            return False
-        from meshtrain.parallel.float8 import is_held
-
-        return is_held(self.config, weight)
+        return self.storage.rounds(weight)
 
     def master(self, weight: Placed) -> Any:
         """Returns the result of `array`, but a `Rounded` of them where a state has the weight in float8."""
-        if not self.in_float8(weight):
-            return self.array(weight)
-        from meshtrain.parallel.float8 import shapes
-
-        return shapes(self.config, weight, self.array(weight))
+        return self.storage.shapes(weight, self.array(weight))
 
     def stored(self, weight: Placed, x: jax.Array) -> Any:
         """Returns a live weight as a state has it: the array, or its rounded form."""
-        if not self.in_float8(weight):
-            return x
-        from meshtrain.parallel.float8 import stored
-
-        return stored(self, weight, x)
+        return self.storage.store(weight, x, self.array(weight))
 
     def unstored(self, weight: Placed, stored: Any) -> jax.Array:
-        """The live weight of what a state has of it, or a step of a layer's."""
-        if not self.in_float8(weight):
-            return stored
-        from meshtrain.model.float8 import widened
-
-        return jax.jit(widened, static_argnums=1)(stored, self.dtype(weight))
+        """Returns the live weight of what a state has of it, or a layer's."""
+        return self.storage.load(weight, stored, self.dtype(weight))
 
     def init(self, key: jax.Array) -> Tree:
         """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""

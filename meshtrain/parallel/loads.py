@@ -1,7 +1,7 @@
 """The routers' counts of a step: the metrics of experts' loads, of each layer where asked, and the bias that evens
 loads out.
 
-    gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows          of all layers, in each row
+    gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows   of all layers, in each row
                                              ├─► the same of each layer, and the tokens of each expert, where
                                              telemetry.experts_every └─► the step of the bias (balance: bias)
 
@@ -27,7 +27,7 @@ DIGIT_BITS = 15  # n counts of as many bits sum up to an int32, of up to 2^15 ex
 COUNTS = "expert_counts"  # in the metrics of a step, float32 [layers, experts + 2]
 
 
-def beside_loads(
+def optimize_loads(
     optimizer: optax.GradientTransformation, config: Config, layout: Layout
 ) -> optax.GradientTransformation:
     """Returns the optimizer of all but the experts' loads, whose gradients are counts: with `balance: bias` an expert's
@@ -35,7 +35,7 @@ def beside_loads(
     """
     moe = config.model.moe
 
-    def of_load(counts: jax.Array) -> jax.Array:
+    def update_load(counts: jax.Array) -> jax.Array:
         if moe.balance != "bias":
             return jnp.zeros_like(counts)
         tokens = counts[..., : moe.experts]
@@ -46,7 +46,7 @@ def beside_loads(
         updates, state = optimizer.update(
             layout.only_updated(gradients), state, layout.only_updated(params)
         )
-        of = lambda weight, u, g: of_load(g) if weight.trained and weight.counts else u
+        of = lambda weight, u, g: update_load(g) if weight.trained and weight.counts else u
         return layout.map(of, updates, gradients), state
 
     return optax.GradientTransformation(

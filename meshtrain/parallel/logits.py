@@ -20,7 +20,7 @@ from meshtrain.parallel.zero import Weights
 def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
     """This device's shard of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
     x, here = stream(forward, weights, batch)
-    return of_stream(forward, weights, x, here)
+    return compute_logits(forward, weights, x, here)
 
 
 def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +46,9 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
     return x, here
 
 
-def of_stream(forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Array) -> jax.Array:
+def compute_logits(
+    forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Array
+) -> jax.Array:
     """The logits of what `stream` made, or of some of its places: this device's shard, [b, T, V share] in float32."""
     shard = forward.logits(weights, x_BTD, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some

@@ -28,7 +28,7 @@ def check_memory(config: Config, mesh: Mesh) -> None:
         )
 
 
-def on_host(shapes: Tree, shardings: Tree) -> Tree:
+def host_shardings(shapes: Tree, shardings: Tree) -> Tree:
     """The shardings of arrays of such shapes, in host memory; scalars stay (they cost nothing)."""
     return jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if x.ndim else s, shapes, shardings)
 

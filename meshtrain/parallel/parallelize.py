@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from meshtrain import xla
 from meshtrain.compat import varying
-from meshtrain.config import ConfigError
+from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import drops
 from meshtrain.config.reduce import sums_in_place
 from meshtrain.inputs import LABELS, WEIGHTS, inputs
@@ -38,7 +39,7 @@ from meshtrain.parallel.forward import (
     weighted,
 )
 from meshtrain.parallel.layout import Layout
-from meshtrain.parallel.reduce.reduction import Statistics
+from meshtrain.parallel.reduce.reduction import Reduction, Statistics
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
 
@@ -64,6 +65,40 @@ class Gradients(NamedTuple):
     )
 
 
+def make_layout(config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> Layout:
+    """Returns the layout of a config, whose storage has weights in float8 where products are."""
+    if config.precision.matmul == "compute":
+        return Layout(config, mesh, masters)
+    from meshtrain.parallel.float8_storage import Float8Storage
+
+    return Layout(config, mesh, masters, Float8Storage(config, masters))
+
+
+def make_collectives(config: Config, platform: str) -> MeshCollectives:
+    """Returns the collectives within a layer: those of experts and of context only where there are any."""
+    if config.model.moe.experts:
+        from meshtrain.parallel.experts import ExpertCollectives
+
+        return ExpertCollectives(config, platform)
+    if config.mesh.context > 1:
+        from meshtrain.parallel.context import ContextCollectives
+
+        return ContextCollectives(config, platform)
+    return MeshCollectives(config, platform)
+
+
+def make_zero(layout: Layout, across: bool = True) -> Zero:
+    """Returns ZeRO of a layout, with the sums of gradients that its config asks for."""
+    config = layout.config
+    if config.parallel.reduce.compression == "none":
+        return Zero(layout, Reduction(config, across))
+    from meshtrain.parallel.reduce.exchange import Exchange
+    from meshtrain.parallel.reduce.feedback import Feedback
+
+    reduction = Reduction(config, across, Exchange(config))
+    return Zero(layout, reduction, Feedback(layout, reduction))
+
+
 class LocalStep:
     """The functions of one layout on devices of one platform; all but the constructor are called inside shard_map."""
 
@@ -74,11 +109,11 @@ class LocalStep:
         self.data_axes = self.config.mesh.data_axes
         self.summed_over = self.config.mesh.token_axes(across)
         # 1. tensor and sequence parallelism: collectives within a layer, and over the vocabulary
-        collectives = MeshCollectives(self.config, platform)
+        collectives = make_collectives(self.config, platform)
         # 2. block, attention and loss: built in, or replaced from outside
         parts = ModelParts(self.config, collectives, hooks)
         # 3. ZeRO over data: when weights are gathered; gradients are scattered, and summed across islands
-        self.zero = Zero(layout, across)
+        self.zero = make_zero(layout, across)
         # 4. embedding, layers and loss of those weights, each layer under its activation checkpointing
         self.forward = Forward(layout, self.zero, collectives, parts)
         # 5. microbatches: through the stages of a pipeline by its table, or one after the other
@@ -190,7 +225,7 @@ class LocalStep:
         """
         if self.config.train.objective != "dpo":
             return batches
-        losses = self._label_losses(self.forward.without_adapters(), weights, batches).losses
+        losses = self._label_losses(self.forward.disable_adapters(), weights, batches).losses
         # One forward after the other, so that the activations of both are never alive together.
         tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
         return {**batches, "tokens": tokens, "reference": losses}

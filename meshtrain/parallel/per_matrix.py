@@ -40,7 +40,7 @@ def per_matrix(
     def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
         return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
 
-    def over_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
+    def map_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
         """Maps a function over layers; returns it as it is where no layer is trained."""
         return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
 
@@ -55,14 +55,14 @@ def per_matrix(
     def init(params: Tree) -> Tree:
         blocks, edge = parts(params)
         return {
-            "layers": over_layers(on_layer.init, 0, axes(blocks))(blocks),
+            "layers": map_layers(on_layer.init, 0, axes(blocks))(blocks),
             "edge": on_edge.init(edge),
         }
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         (g_blocks, g_edge), (p_blocks, p_edge) = parts(gradients), parts(params)
         by_layer = axes(p_blocks)
-        on_all = over_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))
+        on_all = map_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))
         u_blocks, layers = on_all(g_blocks, state["layers"], p_blocks)
         u_edge, edge_state = on_edge.update(g_edge, state["edge"], p_edge)
         return mapped(pad, {**u_edge, **u_blocks}), {"layers": layers, "edge": edge_state}

@@ -377,10 +377,6 @@ def notes(config: Config) -> list[str]:
             f"{assigned.longest}, "
             f"so {1 - model.layers / places:.0%} of the stages' time is idle."
         )
-    if config.precision.matmul == "float8":
-        from meshtrain.parallel import float8
-
-        notes += float8.notes(config)
     data = zero_ways(config)
     for weight in all_placed(config):
         padded = math.prod(weight.padded)

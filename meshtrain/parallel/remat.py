@@ -1,12 +1,14 @@
 """Recomputation in the backward pass (activation checkpointing, Chen et al. 2016): parallel.remat as policies of
 jax.checkpoint.
 
-    none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism the inputs
-                of products (Korthikanti et al. 2022, section 4.2.2)
-    selective   what takes neither a product with a weight nor attention's kernel: norms, the MLP's activation, dropout's masks; and of an
-                attention hook its inner part, scores and softmax (section 5 there; built-in ones keep none)
+    none        nothing; but what was gathered is gathered again: weights at use (ZeRO-3), and with sequence parallelism
+                the inputs of products (Korthikanti et al. 2022, section 4.2.2)
+    selective   what takes neither a product with a weight nor attention's kernel: norms, the MLP's activation,
+                dropout's masks; and of an attention hook its inner part, scores and softmax (section 5 there; built-in
+                ones keep none)
     dots        all but products with weights: attention too
-    names       all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the host
+    names       all but parallel.remat_keep, which stays on the device, and parallel.remat_offload, which waits on the
+                host
     full        all of a layer
 
 The names are given where the values are made, in `model.layers` and `model.attention`; `config.schema.ACTIVATIONS`

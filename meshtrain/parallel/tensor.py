@@ -8,7 +8,6 @@ With check_vma the backward collectives follow from the types, none is written b
 """
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
@@ -16,8 +15,8 @@ from jax import lax
 from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import CONTEXT, PIPELINE, TENSOR
-from meshtrain.model.collectives import Collectives, VocabularyShards
-from meshtrain.parallel.placement import expert_axes, expert_ranks, splits
+from meshtrain.model.collectives import VocabularyShards
+from meshtrain.parallel.placement import splits
 
 SEQUENCE = 1  # the dimension of [B, T, D] that sequence parallelism splits
 
@@ -30,12 +29,6 @@ class MeshCollectives(VocabularyShards):
         self.ranks = config.mesh.tensor
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
         self.context = config.mesh.context
-        strategy = config.parallel.context_strategy
-        self.by_heads = strategy == "ulysses"
-        self.rings = strategy == "ring"
-        self.experts = config.parallel.experts
-        self.expert_axes = expert_axes(config)
-        self.expert_ranks = expert_ranks(config)
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
         super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
@@ -83,60 +76,7 @@ class MeshCollectives(VocabularyShards):
         return lax.axis_index(TENSOR) * heads
 
     def first_position(self, length: int) -> jax.Array | int:
-        first = lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
-        if self.context == 1:
-            return first
-        positions = self.positions(length * self.ranks if self.sequence_parallel else length)
-        return lax.dynamic_slice_in_dim(positions, first, length) - jax.numpy.arange(length)
-
-    def positions(self, length: int) -> jax.Array:
-        if self.context == 1:
-            return super().positions(length)
-        from meshtrain.parallel.context import positions
-
-        return positions(length, self.context, self.by_heads)
-
-    def attend_in_zigzag(
-        self,
-        kernel: Any,
-        scoring: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        masks: Any,
-        sinks: Any = None,
-    ) -> jax.Array:
-        from meshtrain.parallel.context import zigzag_attention
-
-        return zigzag_attention(kernel, scoring, self.rings, q, k, v, masks, sinks)
-
-    def attend_by_heads(
-        self,
-        attend: Any,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segments: Any,
-        dropout: Any,
-        sinks: Any = None,
-    ) -> jax.Array:
-        from meshtrain.parallel.context import by_heads
-
-        return by_heads(attend, q, k, v, segments, self, dropout, sinks)
-
-    def dispatch(
-        self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        from meshtrain.parallel.experts import dispatched
-
-        return dispatched(self, compute, experts, rows, chosen, weights)
-
-    def of_experts(self) -> Collectives:
-        if TENSOR not in self.expert_axes:
-            return self
-        from meshtrain.parallel.experts import PartsOfSequences
-
-        return PartsOfSequences(self)
+        return lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
 
     def once(self, x: jax.Array) -> jax.Array:
         return jax.numpy.where(lax.axis_index(TENSOR) == 0, x, 0) if self.ranks > 1 else x
@@ -153,9 +93,9 @@ class MeshCollectives(VocabularyShards):
     def stream_axes(self) -> tuple[str, ...]:
         return (TENSOR,) if self.sequence_parallel else ()
 
-    def from_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:
-        """The value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows back to
-        there.
+    def share_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:
+        """Returns the value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows
+        back to there.
         """
         if PIPELINE not in self.vocabulary:
             return y

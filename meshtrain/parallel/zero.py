@@ -4,12 +4,13 @@ scattered.
 Between steps every stage from 1 on holds one shard of the fp32 master weights and of the optimizer state. They differ
 in the step:
 
-    stage      start of the step     at each layer of a microbatch                          end of the step
-    0          weights are replicated                                                  all-reduce of gradients       2Ψ sent
-    1          all-gather weights                                                   reduce-scatter gradients      2Ψ
-    2          all-gather weights    backward: reduce-scatter its gradient                                        2Ψ
-    3                                all-gather its weights, twice; reduce-scatter                                3Ψ
-    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and 3mΨ of 3
+    stage      start of the step     at each layer of a microbatch                      end of the step
+    0          weights are replicated                                              all-reduce of gradients       2Ψ sent
+    1          all-gather weights                                               reduce-scatter gradients      2Ψ
+    2          all-gather weights    backward: reduce-scatter its gradient                                    2Ψ
+    3                                all-gather its weights, twice; reduce-scatter                            3Ψ
+    2, 3 held  as stage 1: with m microbatches the traffic at the layers is m times as much, (1 + m)Ψ of stage 2 and
+               3mΨ of 3
 
 (sent per data rank, in elements of the Ψ parameters, times (N-1)/N.) Gradients are summed over the microbatches in
 `precision.gradient_sums`: in full in stages 0 and 1 and where held, else a shard of them. Three calls tell the story:
@@ -34,10 +35,9 @@ from meshtrain.parallel.reduce.reduction import (
     ReducedGradient,
     Reduction,
     Statistics,
+    gather,
     left_out,
     statistics,
-    unpadded,
-    zero_dimension,
 )
 
 if TYPE_CHECKING:
@@ -81,19 +81,18 @@ class EarlyReduced(NamedTuple):
 
 
 class Zero:
-    """The ZeRO stage of a layout, in `compute` dtype; gradients are summed by `reduction`, `across` islands too."""
+    """The ZeRO stage of a layout, in `compute` dtype; gradients are summed by `reduction`, and `feedback` is that of
+    compression, where there is any.
+    """
 
-    feedback: "Feedback | None" = None  # of compression
-
-    def __init__(self, layout: Layout, across: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, reduction: Reduction, feedback: "Feedback | None" = None
+    ) -> None:
         config = layout.config
         self.layout = layout
         self.axes = config.mesh.axes
-        self.reduction = Reduction(config, across)
-        if config.parallel.reduce.compression != "none":
-            from meshtrain.parallel.reduce.feedback import Feedback
-
-            self.feedback = Feedback(layout, self.reduction)
+        self.reduction = reduction
+        self.feedback = feedback
         self.compute = jnp.dtype(config.precision.compute)
         self.sums = jnp.dtype(config.precision.gradient_sums)
         self.gathers_at_use = gathers_at_use(config)
@@ -104,7 +103,7 @@ class Zero:
         """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes
         with; without the `blocks`, whose shards `gather_layers` takes.
         """
-        stays = lambda weight: weight.float32 or self.layout.in_float8(weight)
+        stays = lambda weight: weight.float32 or self.layout.is_rounded(weight)
         computed = self.layout.map(
             lambda weight, x: x if stays(weight) else x.astype(self.compute), masters
         )
@@ -134,7 +133,9 @@ class Zero:
 
         Their gradient flows to `differentiated`: as it is, or summed and scattered over data.
         """
-        return jax.tree.map(self._at_use, self.layout.weights[part], *weights, is_leaf=is_placed)
+        return jax.tree.map(
+            self._gather_weight, self.layout.weights[part], *weights, is_leaf=is_placed
+        )
 
     def no_gradients(self, weights: Tree) -> Tree:
         """Zeros to sum gradients of a tree of weights in."""
@@ -222,19 +223,17 @@ class Zero:
         )
 
     def gathered(self, weight: Placed, shard: Any) -> Any:
-        """`gather` of what a state has of a weight."""
-        if not self.layout.in_float8(weight):
-            return gather(weight, shard)
-        from meshtrain.parallel.float8 import gathered
+        """Gathers the part of a weight that a state has on this rank."""
+        return self.layout.storage.gather(weight, shard)
 
-        return gathered(self.layout.config, weight, shard)
-
-    def _at_use(self, weight: Placed, differentiated: jax.Array | None, constant: Any) -> jax.Array:
+    def _gather_weight(
+        self, weight: Placed, differentiated: jax.Array | None, constant: Any
+    ) -> jax.Array:
         if differentiated is None:
             assert constant is not None
             full = self.gathered(weight, constant) if self.gathers_at_use else constant
             # products take what is in float8 as it is (`parallel.float8`)
-            return self.layout.unstored(weight, full) if self.layout.in_float8(weight) else full
+            return self.layout.unstored(weight, full) if self.layout.is_rounded(weight) else full
         if not self.scatters_at_use or weight.zero_dim is None:
             return differentiated
 
@@ -250,14 +249,3 @@ class Zero:
 
     def _scatter(self, weight: Placed, g: jax.Array) -> jax.Array:
         return self.reduction.reduce_scatter(weight, g).shard.astype(g.dtype)
-
-
-def gather(weight: Placed, shard: jax.Array) -> jax.Array:
-    """All-gather over `zero_axes` along the weight's ZeRO dimension, padding off.
-
-    Takes stacked leaves and single layers of them.
-    """
-    if weight.zero_dim is None:
-        return shard
-    dim = zero_dimension(weight, shard)
-    return unpadded(weight, lax.all_gather(shard, weight.zero_axes, axis=dim, tiled=True))

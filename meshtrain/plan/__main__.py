@@ -19,7 +19,7 @@ from meshtrain.config.load import given_devices
 from meshtrain.draw.svg import file
 from meshtrain.errors import say
 from meshtrain.launch import flags
-from meshtrain.parallel import placement
+from meshtrain.parallel import float8, placement
 from meshtrain.plan import advice, axes, page, pipeline, report, scaling
 from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough
@@ -259,6 +259,7 @@ def _notes(planned: Plan) -> list[str]:
         *chosen(config),
         *notes(config),
         *placement.notes(config),
+        *float8.notes(config),
         *advice.notes(planned),
         *axes.notes(planned),
         *_not_here(config),

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.parallelize import make_zero
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.feedback import FeedbackState
-from meshtrain.parallel.zero import Zero
 
 # nothing divides; the norms go uncompressed
 MODEL = {
@@ -47,7 +47,7 @@ class Closing:
         )
         self.mesh = make_mesh(self.config)
         self.layout = Layout(self.config, self.mesh)
-        self.zero = Zero(self.layout)
+        self.zero = make_zero(self.layout)
         self.weights: dict[str, Placed] = {weight.name: weight for weight in self.layout.flat}
         of_device, of_kept = PartitionSpec(*self.mesh.axis_names), self.zero.feedback.specs
         lead = (0,) * len(self.mesh.axis_names)

@@ -10,7 +10,7 @@ from jax import lax
 
 from meshtrain.config import ConfigError, load
 from meshtrain.config.follow import CHUNK, loss_chunk
-from meshtrain.model.chunked_loss import by_chunks, summed_by_chunks
+from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 from meshtrain.model.collectives import Collectives, VocabularyShards
 from meshtrain.model.loss import LabelLosses, Vocabulary, cross_entropy
 from meshtrain.step import Program
@@ -60,12 +60,12 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
 
     @jax.jit
     def run(w, x):
-        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, chunk).losses, w, x)
+        losses, vjp = jax.vjp(lambda w, x: chunk_losses(loss, w, x, labels, chunk).losses, w, x)
         return losses, *vjp(jnp.asarray(WEIGHTS, jnp.float32))
 
     @jax.jit
     def run_summed(w, x):
-        of = lambda w, x: summed_by_chunks(
+        of = lambda w, x: sum_chunk_losses(
             loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32) / 3, chunk
         )
         _, vjp, losses = jax.vjp(of, w, x, has_aux=True)
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
         near(gx, right_x)
         near(gw, right_w)
     total, _ = jax.jit(
-        lambda w, x: summed_by_chunks(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk)
+        lambda w, x: sum_chunk_losses(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk)
     )(w, x)
     near(total, (WEIGHTS * right).sum())
 
@@ -93,8 +93,8 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
     def rank(share, x):
         gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)
         loss = lambda w, x, labels: inner(w, gathered(x), labels)
-        losses, vjp = jax.vjp(lambda w, x: by_chunks(loss, w, x, labels, 4).losses, share, x)
-        summed = lambda w, x: summed_by_chunks(loss, w, x, labels, cotangents, 4)
+        losses, vjp = jax.vjp(lambda w, x: chunk_losses(loss, w, x, labels, 4).losses, share, x)
+        summed = lambda w, x: sum_chunk_losses(loss, w, x, labels, cotangents, 4)
         _, vjp_summed, losses_summed = jax.vjp(summed, share, x, has_aux=True)
         return (losses, *vjp(cotangents)), (losses_summed.losses, *vjp_summed(jnp.ones(())))
 
@@ -112,14 +112,18 @@ def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
 def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
     x, w, labels = example()
     loss = head(Vocabulary(SIZE, Collectives()))
-    of_x = str(jax.make_jaxpr(jax.grad(lambda x: by_chunks(loss, w, x, labels, 5).losses.sum()))(x))
-    both = str(jax.make_jaxpr(jax.grad(lambda w: by_chunks(loss, w, x, labels, 5).losses.sum()))(w))
+    of_x = str(
+        jax.make_jaxpr(jax.grad(lambda x: chunk_losses(loss, w, x, labels, 5).losses.sum()))(x)
+    )
+    both = str(
+        jax.make_jaxpr(jax.grad(lambda w: chunk_losses(loss, w, x, labels, 5).losses.sum()))(w)
+    )
     ones = jnp.ones(labels.shape)
     summed_x = str(
-        jax.make_jaxpr(jax.grad(lambda x: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(x)
+        jax.make_jaxpr(jax.grad(lambda x: sum_chunk_losses(loss, w, x, labels, ones, 5)[0]))(x)
     )
     summed = str(
-        jax.make_jaxpr(jax.grad(lambda w: summed_by_chunks(loss, w, x, labels, ones, 5)[0]))(w)
+        jax.make_jaxpr(jax.grad(lambda w: sum_chunk_losses(loss, w, x, labels, ones, 5)[0]))(w)
     )
     # forward, forward again, and a product for each gradient; where it is known what losses count, forward once
     assert (of_x.count("dot_general["), both.count("dot_general[")) == (3, 4)
@@ -133,7 +137,7 @@ def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():
     """Four hundred times 1: in bfloat16 the sum would stand still at 256."""
     x, labels = jnp.ones((1, 400, 1), jnp.bfloat16), jnp.zeros((1, 400), jnp.int32)
     loss = lambda w, x, labels: LabelLosses((x @ w)[..., 0].astype(jnp.float32))
-    gradient = jax.grad(lambda w: by_chunks(loss, w, x, labels, 1).losses.sum())(
+    gradient = jax.grad(lambda w: chunk_losses(loss, w, x, labels, 1).losses.sum())(
         jnp.ones((1, 1), jnp.bfloat16)
     )
     assert gradient == 400
@@ -158,10 +162,10 @@ def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(chunk, tokens, 
     [
         (
             "aut",
-            r"train.loss_chunk is 'aut'; it must be auto or a whole number, at least 1 .*; did you mean auto\?",
+            r"train\.loss_chunk is 'aut'; .* auto .* number, at least 1 .* mean auto\?",
         ),
-        ("0", "train.loss_chunk is 0; it must be at least 1"),
-        ("null", "train.loss_chunk has no value; it must be auto or a whole number"),
+        ("0", r"train\.loss_chunk is 0; .* at least 1"),
+        ("null", r"train\.loss_chunk has no value; .* auto .* number"),
     ],
 )
 def test_what_is_no_chunk_is_refused(given, said):

@@ -132,7 +132,7 @@ def layer_of(family: str, dtype):
             experts = nnx.merge(graph, state)
             if not slotted:
                 return experts.compute(Collectives(), rows, chosen, weights, 400)[0]
-            return experts.in_slots(Collectives(), rows, weights, slots_of(chosen, 3, 400))
+            return experts.compute_slots(Collectives(), rows, weights, slots_of(chosen, 3, 400))
 
         return jax.vjp(run, state, rows, weights)
 

@@ -369,7 +369,7 @@ def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
 
 def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
     with pytest.raises(
-        ConfigError, match=r"train\.z_loss is 0\.1, but the loss is replaced by capped_loss"
+        ConfigError, match=r"train\.z_loss is 0\.1, .* loss is replaced by capped_loss"
     ):
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
 
@@ -490,7 +490,7 @@ def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(
 
 
 def test_a_loss_that_counts_the_padding_of_the_vocabulary_in_is_refused_where_there_is_any():
-    with pytest.raises(ConfigError, match=r"padding_counted_in .* leave out the ids from 259 on"):
+    with pytest.raises(ConfigError, match=r"padding_counted_in .* ids from 259 on"):
         mt.Program(
             configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in
         )

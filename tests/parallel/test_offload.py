@@ -98,7 +98,7 @@ def test_the_check_notices_a_gradient_that_differs():
     for wrong in (difference, float("nan")):
         with pytest.raises(
             FloatingPointError,
-            match=r"with parallel.remat_offload the gradients differ by .*, so leave it out\.$",
+            match=r"parallel\.remat_offload .* differ by .*, so leave it out\.$",
         ):
             offload.judged(wrong, "float32")
 
@@ -116,6 +116,6 @@ def test_devices_without_host_memory_are_refused_in_one_sentence():
 
     with pytest.raises(
         ConfigError,
-        match="offload_optimizer needs pinned_host memory, but these devices have only device",
+        match=r"offload_optimizer needs pinned_host memory, .* only device",
     ):
         offload.check_memory(configuration(offload_optimizer=True), Mesh())

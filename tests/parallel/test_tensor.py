@@ -196,7 +196,7 @@ def test_last_stages_value_reaches_all_and_all_gradients_reach_it():
 
     def local(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         stage = jax.lax.axis_index("pipeline")
-        run = lambda y: (stage + 1.0) * hooks.from_last_stage(y, stage == 2)
+        run = lambda y: (stage + 1.0) * hooks.share_last_stage(y, stage == 2)
         out, vjp = jax.vjp(run, y)
         return out, vjp(jnp.ones_like(out))[0]
 
@@ -210,4 +210,4 @@ def test_last_stages_value_reaches_all_and_all_gradients_reach_it():
 def test_vocabulary_on_the_edges_needs_no_broadcast():
     hooks = on_mesh(1, 4, vocab="edge")[2]
     y = numbers(3)
-    assert hooks.from_last_stage(y, jnp.array(True)) is y
+    assert hooks.share_last_stage(y, jnp.array(True)) is y

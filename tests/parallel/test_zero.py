@@ -25,10 +25,11 @@ from meshtrain.config import Config, load
 from meshtrain.hlo import live_bytes
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.weights import Weight
-from meshtrain.parallel import accumulate, placement, zero
+from meshtrain.parallel import accumulate, placement
 from meshtrain.parallel.layout import Layout, shard_spec
+from meshtrain.parallel.parallelize import make_zero
 from meshtrain.parallel.placement import Placed, splits
-from meshtrain.parallel.reduce.reduction import Reduction
+from meshtrain.parallel.reduce.reduction import Reduction, gather
 from meshtrain.step import Program
 
 WITHIN = 0.02
@@ -158,7 +159,7 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     padded[tuple(slice(n) for n in shape)] = x
 
     whole = jax.shard_map(
-        lambda s: zero.gather(leaf, s)[None],
+        lambda s: gather(leaf, s)[None],
         mesh=mesh,
         in_specs=shard_spec(leaf),
         out_specs=STACKED,
@@ -191,7 +192,7 @@ def test_what_is_held_over_the_step_by_default_and_by_choice(
     stage, hold, microbatches, pipeline, gathers, scatters
 ):
     config = configuration((2, 1, pipeline), stage, zero_hold=hold, microbatches=microbatches)
-    found = zero.Zero(Layout(config, make_mesh(config)))
+    found = make_zero(Layout(config, make_mesh(config)))
     assert (found.gathers_at_use, found.scatters_at_use) == (gathers, scatters)
 
 

@@ -5,8 +5,7 @@ import pytest
 from experiments.plan.published import FITTED, FLOAT8
 from meshtrain.cluster.cluster import named
 from meshtrain.config import load
-from meshtrain.parallel.float8 import float8_share
-from meshtrain.parallel.placement import notes
+from meshtrain.parallel.float8 import float8_share, notes
 from meshtrain.plan import advice
 from meshtrain.plan.estimate import estimate
 from meshtrain.plan.report import layout

@@ -69,7 +69,7 @@ def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
     """Returns this stage's instructions of the given clocks."""
     stage = lax.axis_index(PIPELINE)
 
-    def of_stage(array: np.ndarray) -> jax.Array:
+    def take_stage(array: np.ndarray) -> jax.Array:
         chosen = jnp.asarray(array[clocks])
         return (
             lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False)
@@ -78,8 +78,10 @@ def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
         )
 
     arrays = {name: array for name, array in vars(buffers).items() if isinstance(array, np.ndarray)}
-    row: Row = {name: of_stage(array) for name, array in arrays.items()}
-    return row | {"arrivals": [(of_stage(a.active), of_stage(a.place)) for a in buffers.arrivals]}
+    row: Row = {name: take_stage(array) for name, array in arrays.items()}
+    return row | {
+        "arrivals": [(take_stage(a.active), take_stage(a.place)) for a in buffers.arrivals]
+    }
 
 
 class Execution:
@@ -297,7 +299,7 @@ class Execution:
     def embed(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The embedding of a microbatch, where there is one to come; of use on stage 0."""
         embed = lambda _: self.stage.embed(self.stage.edge, microbatch)
-        return self.when(self.at_first_stage(microbatch >= 0), embed, lambda x: x)(before)
+        return self.when(self.is_embedded(microbatch >= 0), embed, lambda x: x)(before)
 
     @jax.named_scope(xla.EMBEDDING)
     def add_embedding_gradient(self, carry: Carry, microbatch: jax.Array) -> Carry:
@@ -311,11 +313,11 @@ class Execution:
             return self.stage.add_embedding_gradient(edge, microbatch, jnp.where(here, carry.gx, 0))
 
         return carry._replace(
-            edge=self.if_active(self.at_first_stage(leaves), add, lambda edge: edge)(carry.edge)
+            edge=self.if_active(self.is_embedded(leaves), add, lambda edge: edge)(carry.edge)
         )
 
-    def at_first_stage(self, here: jax.Array) -> jax.Array:
-        """On stage 0, or on all stages where they share the vocabulary."""
+    def is_embedded(self, here: jax.Array) -> jax.Array:
+        """Returns `here` on stage 0, or on all stages where they share the vocabulary; else False."""
         return here if self.shared_vocabulary else here & (lax.axis_index(PIPELINE) == 0)
 
     # --- messages

@@ -1,12 +1,12 @@
 """The order of a function's operations in which its messages travel while matrix products run that need nothing of
 them.
 
-    as traced    AG ─ P ─ RS ─ AG ─ P ─ RS      forward        one half after the other: nothing for XLA's scheduler to tell which
-                 AG ─ P ─ RS ─ AG ─ P ─ RS      backward       message belongs under which product; what it joins waits for both
+    as traced    AG ─ P ─ RS ─ AG ─ P ─ RS      forward        one half after the other: XLA cannot tell which
+                 AG ─ P ─ RS ─ AG ─ P ─ RS      backward       message to hide under which product; what it joins waits
 
     ordered      links   AG AG ╶╴ RS AG ╶╴ RS AG ...           one message at a time, tied to the one before it
-                 device        P  P ╶╴ P  P ╶╴ P  ...           each product tied to the one before it; a message's result is used
-                                                               after the product that hides it
+                 device        P  P ╶╴ P  P ╶╴ P  ...           each product tied to the one before it; the result of a
+                                                               message is used after the product that hides it
 
 It is the greedy list scheduling of Graham (1966, "Bounds for Certain Multiprocessing Anomalies") for two machines, the
 device and its links: of what is ready that comes first behind which most is left to do. So a gradient of weights, which

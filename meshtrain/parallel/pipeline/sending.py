@@ -55,9 +55,9 @@ class Sending:
         blocks = empty((), jax.eval_shape(self.zero.gather_layers, self.shards))
         for chunk in np.flatnonzero(self.sends[G] < 0):
             blocks = self.written(blocks, self.gathered(self.shards, chunk), chunk)
-        carry = self.with_blocks(blocks).start()
+        carry = self.replace_blocks(blocks).start()
         like = jax.eval_shape(
-            lambda blocks: self.reduced("blocks", self.of_chunk(blocks, 0)), carry.blocks
+            lambda blocks: self.reduced("blocks", self.slice_chunk(blocks, 0)), carry.blocks
         )
         state = SendState(carry, blocks, empty((self.table.chunks,), like))
         head = None
@@ -65,14 +65,14 @@ class Sending:
             if section.reduces and head is None:
                 head = self.reduced("head", after(state.carry.edge["head"], state.carry.gx))
             state = self.run_section(section, state)
-        carry = self.with_blocks(state.blocks).end(state.carry)
+        carry = self.replace_blocks(state.blocks).end(state.carry)
         reduced = state.reduced
         # XLA joins what is sent at one moment, and would have what travels wait for the embedding.
         edge = after(carry.edge, carry.blocks)
         for chunk in np.flatnonzero(self.sends[R] < 0):
             reduced = write(
                 reduced,
-                self.reduced("blocks", self.of_chunk(carry.blocks, chunk)),
+                self.reduced("blocks", self.slice_chunk(carry.blocks, chunk)),
                 jnp.int32(chunk),
             )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
@@ -99,11 +99,11 @@ class Sending:
         if section.gathers:
             weights = self.gathered(after(self.shards, blocks, carry.forward_received), gathers)
         if section.reduces:
-            complete = self.of_chunk(carry.blocks, reduces)
+            complete = self.slice_chunk(carry.blocks, reduces)
             gradients = self.reduced("blocks", after(complete, carry.gx))
             # Read before the clocks add to the others, or XLA would copy all chunks to have both.
             carry = carry._replace(blocks=after(carry.blocks, complete))
-        carry = self.with_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
+        carry = self.replace_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
         if section.gathers:
             # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
             carry = carry._replace(
@@ -121,8 +121,8 @@ class Sending:
             carry = carry._replace(blocks=after(carry.blocks, gradients), gx=gx)
         return SendState(carry, blocks, reduced), None
 
-    def with_blocks(self, blocks: Weights) -> Execution:
-        """The execution over other weights of the blocks."""
+    def replace_blocks(self, blocks: Weights) -> Execution:
+        """Returns the execution over other weights of the blocks."""
         execution = copy.copy(self.execution)
         execution.stage = copy.copy(execution.stage)
         execution.stage.blocks = blocks
@@ -130,14 +130,14 @@ class Sending:
 
     @jax.named_scope(xla.ZERO)
     def gathered(self, shards: Weights, chunk: Any) -> Weights:
-        return self.zero.gather_layers(self.of_chunk(shards, chunk))
+        return self.zero.gather_layers(self.slice_chunk(shards, chunk))
 
     @jax.named_scope(xla.ZERO)
     def reduced(self, part: str, gradients: Tree) -> Tree:
         return self.zero.reduce_early(part, gradients)
 
-    def of_chunk(self, tree: Tree, chunk: Any) -> Tree:
-        """The layers of a chunk, of arrays [layers of all chunks, ..]."""
+    def slice_chunk(self, tree: Tree, chunk: Any) -> Tree:
+        """Returns the layers of a chunk, of arrays [layers of all chunks, ..]."""
         return jax.tree.map(
             lambda a: lax.dynamic_slice_in_dim(a, chunk * self.layers, self.layers), tree
         )

@@ -3,12 +3,11 @@
 The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to
 its place:
 
-    forward     x ─► layer 0 ─► layer 1 ─► y          stash[place, layer] ◄─ the layer's input, and what its vjp keeps
-    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += those of its weights, where the stage is not idle
+    forward     x ─► layer 0 ─► layer 1 ─► y              stash[place, layer] ◄─ the layer's input, its vjp's residuals
+    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += its weights', where the stage is not idle
 
 Buffers are trees of arrays whose first axes count places, and of the stash layers too. The layers' loop writes and
-reads place and layer
-where they lie: a whole place is never in a second piece of memory.
+reads place and layer where they lie: a whole place is never in a second piece of memory.
 
     stash              [places, layers, ...]    a place is what F leaves of one microbatch and chunk for B
     receive buffers    [places, ...]

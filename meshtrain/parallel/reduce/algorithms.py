@@ -98,8 +98,8 @@ def joined(chunks: jax.Array, like: jax.Array) -> jax.Array:
     return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
 
-def _at(chunks: jax.Array, number: jax.Array) -> jax.Array:
-    """The chunk of that number, counted around: -1 is the last."""
+def _take_chunk(chunks: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the chunk of that number, counted around: -1 is the last."""
     return lax.dynamic_index_in_dim(chunks, number % len(chunks), keepdims=False)
 
 
@@ -150,9 +150,9 @@ def _ring_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
     """
     rank = lax.axis_index(axes)
     # What it sends first is its left neighbour's chunk, which has the longest way.
-    total = _at(chunks, rank - 1)
+    total = _take_chunk(chunks, rank - 1)
     for step in range(1, len(chunks)):
-        total = _shifted(total, axes, 1) + _at(chunks, rank - 1 - step)
+        total = _shifted(total, axes, 1) + _take_chunk(chunks, rank - 1 - step)
     return total
 
 
@@ -193,14 +193,14 @@ def _two_way_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
     """
     rank = lax.axis_index(axes)
     (right, left) = _reaches(len(chunks))
-    from_left = _at(chunks, rank + right)
+    from_left = _take_chunk(chunks, rank + right)
     for step in range(1, right + 1):
-        from_left = _shifted(from_left, axes, 1) + _at(chunks, rank + right - step)
+        from_left = _shifted(from_left, axes, 1) + _take_chunk(chunks, rank + right - step)
     if not left:
         return from_left
-    from_right = _at(chunks, rank - left)
+    from_right = _take_chunk(chunks, rank - left)
     for step in range(1, left):
-        from_right = _shifted(from_right, axes, -1) + _at(chunks, rank - left + step)
+        from_right = _shifted(from_right, axes, -1) + _take_chunk(chunks, rank - left + step)
     # Its own part is in what came from the left.
     return from_left + _shifted(from_right, axes, -1)
 
@@ -297,7 +297,7 @@ def _hierarchical(x: jax.Array, axes: Axes) -> jax.Array:
 
         islands of 4        0 1 2 3          4 5 6 7
         reduce-scatter      └─ring─┘         └─ring─┘        fast links: S (m-1)/m, m devices in an island
-        all-reduce          0 ──── ring ──── 4               slow links: 2 S/m (i-1)/i, i islands; all m pairs at once, each its shard
+        all-reduce          0 ──── ring ──── 4               slow links: 2 S/m (i-1)/i, i islands; all m pairs at once
                             1 ────────────── 5
         all-gather          └─ring─┘         └─ring─┘        fast links: S (m-1)/m
 

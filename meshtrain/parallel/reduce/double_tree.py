@@ -17,7 +17,7 @@ hears from two below in the tree that it is within. The edges are coloured so th
 below are alike; then those of a colour make one permutation, in which each device sends one message and receives one:
 
     step          1         2         3         4         5         6         7         8
-    first tree    0 ─0► 1   2 ─0► 1   0 ─1► 1   2 ─1► 1   1 ─1► 3   3 ─0► 7             3 ─1► 7       n = 8, pieces 0 and 1
+    first tree    0 ─0► 1   2 ─0► 1   0 ─1► 1   2 ─1► 1   1 ─1► 3   3 ─0► 7             3 ─1► 7    n = 8, pieces 0 and 1
                   6 ─0► 5   4 ─0► 5   6 ─1► 5   4 ─1► 5             5 ─1► 3
                                       1 ─0► 3   5 ─0► 3
 

@@ -3,8 +3,8 @@
 Each number is encoded once on its way to where it is summed, and summed in float32:
 
     scatter, over data                            all_reduce, across islands
-    rank 0   [to 0][to 1]  ─┐ all-to-all          2 islands: the other's shard, whole, beside the own one; summed by both
-    rank 1   [to 0][to 1]  ─┘ of u8               more: each sums one chunk of it, and sends the sum on, encoded once more
+    rank 0   [to 0][to 1]  ─┐ all-to-all          2 islands: both shards on both, which sum them
+    rank 1   [to 0][to 1]  ─┘ of u8               more: each sums one chunk, and sends the sum, encoded again
              decode, sum
 
 A ring would encode partial sums in each of its steps. With 2 islands the gather sends as much as the exchange and the
@@ -22,11 +22,17 @@ from meshtrain.config import Config
 from meshtrain.mesh import ISLAND
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.codecs import Codec
-from meshtrain.parallel.reduce.reduction import Reduced, padded, unpadded, zero_dimension
+from meshtrain.parallel.reduce.reduction import (
+    Reduced,
+    Uncompressed,
+    padded,
+    unpadded,
+    zero_dimension,
+)
 from meshtrain.parallel.reduce.sizes import chunk_length, crosses_compressed, scatters_compressed
 
 
-class Exchange:
+class Exchange(Uncompressed):
     """Which sums of a config are compressed, and those sums. PowerSGD's have no codec, and are made by `feedback`."""
 
     def __init__(self, config: Config) -> None:
@@ -34,17 +40,14 @@ class Exchange:
         self.codec = codec_of(config.parallel.reduce)
 
     def crosses(self, weight: Placed) -> bool:
-        """A weight's gradient is compressed on its way across islands."""
         return crosses_compressed(self.config, weight)
 
     def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced | None:
-        """A gradient's shard, summed over the data ranks of an island; None where it is not compressed."""
         if self.codec is None or not scatters_compressed(self.config, weight):
             return None
         return scatter(weight, g, self.codec)
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced | None:
-        """An island's shard, summed over all islands; None where it is not compressed."""
         return (
             all_reduce(shard, self.codec)
             if self.codec is not None and self.crosses(weight)

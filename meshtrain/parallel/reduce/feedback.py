@@ -118,7 +118,7 @@ class Feedback:
         blocks.
         """
         across = over_islands(self.config)
-        compensated = self._in_island(weight, g) if across else g.astype(jnp.float32)
+        compensated = self._sum_island(weight, g) if across else g.astype(jnp.float32)
         if residual is not None:
             compensated = compensated + residual[0] * scale
         if q is not None:
@@ -130,11 +130,11 @@ class Feedback:
         total = self.reduction.all_reduce_islands(weight, inside.shard)
         left_out = compensated - inside.arrived
         if total.arrived is not inside.shard:
-            left_out = _with_shard(weight, left_out, inside.shard - total.arrived)
+            left_out = _add_shard(weight, left_out, inside.shard - total.arrived)
         shard = lax.psum(total.shard, weight.replicated) if weight.replicated else total.shard
         return _summed(shard, compensated, left_out)
 
-    def _in_island(self, weight: Placed, g: jax.Array) -> jax.Array:
+    def _sum_island(self, weight: Placed, g: jax.Array) -> jax.Array:
         """Returns the operand of the sum across islands: the shard of the island's gradient, float32, of which no
         model-parallel rank has a part alone.
         """
@@ -180,8 +180,8 @@ def _summed(
     return ReducedGradient(shard, [squares(compensated, left_out)], left_out, q)
 
 
-def _with_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:
-    """A data rank's gradient with something added to the part of it that the rank sums."""
+def _add_shard(weight: Placed, g: jax.Array, shard: jax.Array) -> jax.Array:
+    """Adds `shard` to the part of a data rank's gradient that the rank sums."""
     dim = weight.zero_dim
     whole = padded(weight, g)
     assert dim is not None

@@ -3,8 +3,8 @@ r] and Q [c, r].
 
     rank i                          all ranks
     P_i = M_i Q      ──sum──►       P   ──orthonormalised──► P̂
-    Q_i = M_iᵀ P̂     ──sum──►       Q                              the sum of all M_i is taken to be  P̂ Qᵀ
-                                                                   of M_i there came through          P̂ Q_iᵀ = P̂ P̂ᵀ M_i
+    Q_i = M_iᵀ P̂     ──sum──►       Q                              sum of all M_i: taken as  P̂ Qᵀ
+                                                                   sent of M_i:  P̂ Q_iᵀ = P̂ P̂ᵀ M_i
 
 The next step begins from this Q, so that over the steps it is a power iteration (section 3, "warm-start"). A device
 sends 2 (N-1)/N · 4 r (n + c) bytes in the place of (N-1)/N · 4 n c. P is orthonormalised by Householder's QR and not by
@@ -71,7 +71,7 @@ def summed(
     p = of_all.p.reshape(*layers, *row_dims, matrix.rank)
     total = of_all.total.reshape(*layers, *column_dims, matrix.rank)
     if shard:
-        p, total = _of_this_rank(weight, first, columns, p, total)
+        p, total = _slice_rank(weight, first, columns, p, total)
     shape = (*p.shape[:-1], *total.shape[first:-1])
     thin = [x.reshape(math.prod(p.shape[:first]), -1, matrix.rank) for x in (p, total)]
     return LowRankSum(
@@ -79,10 +79,10 @@ def summed(
     )
 
 
-def _of_this_rank(
+def _slice_rank(
     weight: Placed, first: int, columns: int, p: jax.Array, q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """P and Q with of the dimension that ZeRO shards this data rank's part alone, padded where it is."""
+    """Returns P and Q with this data rank's part of the dimension that ZeRO shards, padded where it is."""
     dim = weight.zero_dim
     assert dim is not None
     each = weight.padded[dim] // weight.ways[dim] // weight.zero_degree

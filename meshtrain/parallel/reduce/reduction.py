@@ -1,7 +1,7 @@
 """The sums of gradients over data: scattered within an island, then all-reduced across islands (HSDP, Zhao et al. 2023,
 section 3.2.2).
 
-    island 0            island 1                    sent by a device, of S bytes of gradients on N data ranks in R islands
+    island 0            island 1                    sent by a device, of S bytes, on N data ranks in R islands
     data 0   data 1     data 0   data 1
     ├─scatter─┤         ├─scatter─┤                 S (N/R - 1) / (N/R)
     │         └─────────┼─all-reduce┘               2 (R - 1) / R of a shard, S / (N/R)
@@ -13,7 +13,7 @@ section 3.2.2).
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import ISLAND
 from meshtrain.parallel.placement import Placed
-
-if TYPE_CHECKING:
-    from meshtrain.parallel.reduce.exchange import Exchange
 
 # Numbers for the row of metrics.
 Statistics = dict[str, jax.Array]
@@ -53,22 +50,37 @@ class ReducedGradient(NamedTuple):
     q: jax.Array | None = None  # PowerSGD's
 
 
+class Uncompressed:
+    """The sums that are compressed: none. `exchange.Exchange` has those of a codec."""
+
+    def crosses(self, weight: Placed) -> bool:
+        """Returns whether a weight's gradient is compressed on its way across islands."""
+        return False
+
+    def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced | None:
+        """Returns a gradient's shard, summed over the data ranks of an island; None where it is not compressed."""
+        return None
+
+    def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced | None:
+        """Returns an island's shard, summed over all islands; None where it is not compressed."""
+        return None
+
+
 class Reduction:
     """The sums of one config; every method is called inside shard_map, and sums in the dtype of `precision.reduce`, in
     float32 what is compressed.
     """
 
-    exchange: "Exchange | None" = None  # of what is compressed
-
-    def __init__(self, config: Config, across: bool = True) -> None:
-        """`across`: over all islands, else over the data ranks of each."""
+    def __init__(
+        self, config: Config, across: bool = True, exchange: Uncompressed | None = None
+    ) -> None:
+        """`across`: over all islands, else over the data ranks of each; `exchange` makes the sums that are
+        compressed.
+        """
         self.dtype = jnp.dtype(config.precision.reduce)
         self.algorithm = config.parallel.reduce.algorithm
         self.islands = across and config.mesh.islands > 1
-        if config.parallel.reduce.compression != "none":
-            from meshtrain.parallel.reduce.exchange import Exchange
-
-            self.exchange = Exchange(config)
+        self.exchange = exchange or Uncompressed()
 
     def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced:
         """A gradient's shard, summed over the data ranks of an island. Takes stacked leaves and single layers of them.
@@ -77,13 +89,10 @@ class Reduction:
         come between.
         """
         if weight.zero_dim is None:
-            between = self.islands and self.exchange is not None and self.exchange.crosses(weight)
+            between = self.islands and self.exchange.crosses(weight)
             axes = (ISLAND, *weight.zero_axes) if self.islands and not between else weight.zero_axes
             return Reduced(self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g)
-        if (
-            self.exchange is not None
-            and (reduced := self.exchange.reduce_scatter(weight, g)) is not None
-        ):
+        if (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
             return reduced
         dim = zero_dimension(weight, g)
         full = padded(weight, g).astype(self.dtype)
@@ -97,13 +106,11 @@ class Reduction:
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced:
         """A shard that is summed in its island, summed over all islands."""
-        exchange = self.exchange if self.islands else None
-        if (
-            exchange is not None
-            and (reduced := exchange.all_reduce_islands(weight, shard)) is not None
-        ):
+        if not self.islands:
+            return Reduced(shard, shard)
+        if (reduced := self.exchange.all_reduce_islands(weight, shard)) is not None:
             return reduced
-        if not self.islands or weight.zero_dim is None:
+        if weight.zero_dim is None:
             return Reduced(shard, shard)
         return Reduced(self._all_reduce(shard.astype(self.dtype), (ISLAND,)), shard)
 
@@ -142,6 +149,17 @@ def unpadded(weight: Placed, g: jax.Array) -> jax.Array:
         return g
     dim = zero_dimension(weight, g)
     return jax.lax.slice_in_dim(g, 0, weight.whole[dim - g.ndim], axis=dim)
+
+
+def gather(weight: Placed, shard: jax.Array) -> jax.Array:
+    """Gathers a weight over `zero_axes` along its ZeRO dimension, padding off.
+
+    Takes stacked leaves and single layers of them.
+    """
+    if weight.zero_dim is None:
+        return shard
+    dim = zero_dimension(weight, shard)
+    return unpadded(weight, lax.all_gather(shard, weight.zero_axes, axis=dim, tiled=True))
 
 
 # --- what compression leaves out, as numbers

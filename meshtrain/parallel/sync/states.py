@@ -75,17 +75,20 @@ def visible(metrics: Mapping[str, jax.Array | float]) -> dict[str, float]:
     devices where it is finite, by how much they learned from; of counts the largest.
     """
     own = {
-        name: _by_island(x) for name, x in metrics.items() if isinstance(x, jax.Array) and x.ndim
+        name: _island_numbers(x)
+        for name, x in metrics.items()
+        if isinstance(x, jax.Array) and x.ndim
     }
     alike = jax.device_get({name: x for name, x in metrics.items() if name not in own})
     weights = own.get(COUNTED)
     wanted = [name for name in metrics if name != COUNTED]
     return {
-        name: _of_all(own[name], weights) if name in own else float(alike[name]) for name in wanted
+        name: _combine_islands(own[name], weights) if name in own else float(alike[name])
+        for name in wanted
     }
 
 
-def _by_island(metric: jax.Array) -> dict[int, Any]:
+def _island_numbers(metric: jax.Array) -> dict[int, Any]:
     """The numbers on this process's devices: of its own islands, or of all where XLA knows them everywhere, as of a
     constant.
     """
@@ -96,7 +99,7 @@ def _by_island(metric: jax.Array) -> dict[int, Any]:
     }
 
 
-def _of_all(by_island: Mapping[int, Any], learned: Mapping[int, Any] | None) -> float:
+def _combine_islands(by_island: Mapping[int, Any], learned: Mapping[int, Any] | None) -> float:
     numbers = np.array([by_island[island] for island in learned or by_island])
     if np.issubdtype(numbers.dtype, np.integer):
         return float(numbers.max())

@@ -171,7 +171,7 @@ class IslandSteps:
         shared = take_first(after.islands.params)
         # one number for all
         metrics = jax.tree.map(lambda x: jnp.max(x, 0), metrics)
-        return after._replace(params=self.layout.with_frozen(shared, state.params)), metrics
+        return after._replace(params=self.layout.add_frozen(shared, state.params)), metrics
 
     def _sending(self, fragment: int, state: "State", batch: Batch) -> tuple["State", Metrics]:
         state, mean, exchanged = self._exchange(fragment, state)
@@ -215,9 +215,9 @@ class IslandSteps:
         def of_island(
             own: Tree, shared: Tree, batch: Batch, step: jax.Array, scale: jax.Array
         ) -> Gradients:
-            masters = self.layout.with_frozen(_first(own), shared)
+            masters = self.layout.add_frozen(_first(own), shared)
             gradients = local.gradients(masters, batch, step, scale[0], counts=True)
-            return _as_island(gradients._replace(feedback=None, statistics={}))
+            return _add_axis(gradients._replace(feedback=None, statistics={}))
 
         scale = jnp.broadcast_to(factor(state.scale), self.islands)
         per_island = PartitionSpec(ISLAND)
@@ -292,7 +292,7 @@ class IslandSteps:
         def of_island(shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
             exchanged = self.outer.exchange(fragment, shared, _first(own), _first(counted))
             return exchanged._replace(
-                own=_as_island(exchanged.own), counted=_as_island(exchanged.counted)
+                own=_add_axis(exchanged.own), counted=_add_axis(exchanged.counted)
             )
 
         per_island = PartitionSpec(ISLAND)
@@ -323,7 +323,7 @@ class IslandSteps:
             return (
                 shared,
                 momentum,
-                _as_island(self.outer.follow(fragment, shared, _first(own), own_share)),
+                _add_axis(self.outer.follow(fragment, shared, _first(own), own_share)),
             )
 
         outer_step = self._shard_map(
@@ -336,7 +336,7 @@ class IslandSteps:
         momentum = jax.tree.map(jnp.zeros_like, trained) if before is None else before
         shared, momentum, own = outer_step(trained, momentum, mean, state.islands.params)
         islands = state.islands._replace(params=own, momentum=None if before is None else momentum)
-        return state._replace(params=self.layout.with_frozen(shared, state.params), islands=islands)
+        return state._replace(params=self.layout.add_frozen(shared, state.params), islands=islands)
 
     # --- helpers
 
@@ -385,5 +385,5 @@ def _first(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _as_island(tree: Tree) -> Tree:
+def _add_axis(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x[None], tree)

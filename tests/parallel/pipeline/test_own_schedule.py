@@ -52,7 +52,7 @@ def configuration(schedule: str):
 
 def test_without_its_entry_it_is_refused():
     with pytest.raises(
-        ConfigError, match=r"parallel.schedule is 'lazy'; it must be one of auto, gpipe, 1f1b"
+        ConfigError, match=r"parallel\.schedule is 'lazy'; .* one of auto, gpipe, 1f1b"
     ):
         load(None, ["parallel.schedule=lazy"])
 
@@ -62,7 +62,7 @@ def test_one_that_cannot_run_is_refused():
     try:
         with pytest.raises(
             ConfigError,
-            match=r"parallel.schedule cannot run: schedule hasty: clock .* B0 is too early",
+            match=r"parallel\.schedule .*: schedule hasty: clock .* B0 is too early",
         ):
             plan(configuration("hasty"), named("h100", 8))
     finally:
@@ -70,9 +70,7 @@ def test_one_that_cannot_run_is_refused():
 
 
 def test_clocks_of_another_shape_are_refused():
-    with pytest.raises(
-        ValueError, match=r"must give the clocks of F, of B and perhaps of W, each \(2, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"clocks of F, of B and perhaps of W, each \(2, 4\)"):
         Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
 
 
