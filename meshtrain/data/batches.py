@@ -264,7 +264,7 @@ def few(size: int) -> tuple[str, ...]:
     return (f"it fills no batch of train.global_batch_size {size}, so that one is padded",)
 
 
-def in_epochs(config: Config, batches: int) -> Config:
+def resolve_epochs(config: Config, batches: int) -> Config:
     """Returns the config with the `train.steps` that follow from `train.epochs` of so many batches each; as it is
     without epochs.
 

@@ -4,8 +4,9 @@
 
     messages              {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
                           or conversations, conversation, dialogue ..., and each message in any spelling of messages.py
-    Alpaca                {"instruction": "Add.", "input": "2+2", "output": "4"}, with `history`: [[question, answer], ...]; Dolly: context, response
-    prompt and answer     {"prompt": text or messages, "completion": text or messages}, of which only what completes is learned
+    Alpaca                {"instruction": "Add.", "input": "2+2", "output": "4"}, with `history`: [[question, answer],
+                          ...]; Dolly: context, response
+    prompt and answer     {"prompt": text or messages, "completion": text or messages}; only the completion is learned
     question and answer   {"question": "2+2?", "response": "4"}
     question and calls    {"query": "Rain?", "tools": ..., "answers": [{"name": ..., "arguments": ...}]} (xLAM)
 

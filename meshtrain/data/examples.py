@@ -83,7 +83,7 @@ class Examples:
         special = sorted(tokenizer.special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
-    def of(self, document: Document, counts: Counter[str]) -> list[Example]:
+    def read(self, document: Document, counts: Counter[str]) -> list[Example]:
         """Returns the examples of a record; Unfit if it is none. ConfigError for what the template does."""
         if self.contents == "pairs":
             sides: tuple[Conversation, ...] = pair(document.record)

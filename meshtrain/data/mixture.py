@@ -30,7 +30,7 @@ class Draw:
         self.seed = seed
         self._block = lru_cache(maxsize=4)(self._make_block)
 
-    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, index in that source) of each number; int64, of the shape of `numbers` each."""
         blocks, places = np.divmod(numbers, BLOCK)
         source = np.empty_like(numbers)
@@ -88,7 +88,7 @@ class MixedRows(BatchesOfRows):
         return self.size * float(np.average(full, weights=self.draw.quotas))
 
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.draw.at(ks * self.size + rows)
+        return self.draw.locate(ks * self.size + rows)
 
 
 class MixedGroups:
@@ -122,7 +122,7 @@ class MixedGroups:
         )
 
     def _place(self, k: int) -> tuple[Grouped, int]:
-        source, index = self.draw.at(np.array([k]))
+        source, index = self.draw.locate(np.array([k]))
         return self.sources[int(source[0])], int(index[0])
 
     def batch_shape(self, k: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ workers.
 Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a record, so that a
 later run skips it; the manifest comes last, and its presence says that all is there.
 
-    DIR/plan.json              what the shards are made from (input, tokenizer, options), so that a later run goes on only with the same
+    DIR/plan.json              input, tokenizer and options of the shards: a later run goes on only with the same
     DIR/units/                 the records of finished units (unit.py)
     DIR/skipped.log            the documents that they skipped
 """
@@ -25,7 +25,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.boundaries import with_companions
+from meshtrain.data.boundaries import companion_files
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.examples import COUNTED, NOTED
 from meshtrain.data.input_files import InputFile
@@ -117,14 +117,14 @@ def prepare(
                 done += sizes[number]
                 progress(done, sum(sizes))
         records = [read_record(output, i, encoder.dtype) for i in range(len(parts))]
-        if options.validation and (again := _to_hold_one_out(records)) is not None:
+        if options.validation and (again := _choose_held_out(records)) is not None:
             number, share = again
             Unit(number, output, replace(options, validation=share), encoder).run(parts[number])
             records[number] = read_record(output, number, encoder.dtype)
         return _finish(output, records, options, encoder)
 
 
-def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
+def _choose_held_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
     """The unit, and the share that it holds a single one out by, where the share asked for holds out none of the
     conversations.
     """
@@ -275,7 +275,7 @@ def _finish(
         raise ConfigError(f"the input holds no document{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
-        for name, path in with_companions(Path(os.path.expanduser(options.tokenizer))).items():
+        for name, path in companion_files(Path(os.path.expanduser(options.tokenizer))).items():
             write_atomically(output / name, path.read_bytes())
     if template is not None:
         write_atomically(output / JINJA, template.source.text.encode())

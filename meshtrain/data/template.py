@@ -74,12 +74,14 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     special = _special_tokens(mapped) | _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
-        named = _of_config(_config(path), template) if path.suffix == ".json" else _of_jinja(path)
+        named = (
+            _read_listed(_config(path), template) if path.suffix == ".json" else _read_jinja(path)
+        )
         return _checked(short(template), special, *named)
     if beside is not None and (beside / JINJA).is_file():
-        return _checked(str(beside / JINJA), special, *_of_jinja(beside / JINJA))
+        return _checked(str(beside / JINJA), special, *_read_jinja(beside / JINJA))
     if beside is not None and config.get("chat_template"):
-        text, of_tools = _of_config(config, beside / CONFIG)
+        text, of_tools = _read_listed(config, beside / CONFIG)
         if (beside / OF_TOOLS).is_file():
             of_tools = _text(beside / OF_TOOLS)
         return _checked(str(beside / CONFIG), special, text, of_tools)
@@ -119,7 +121,7 @@ def _checked(name: str, special: dict[str, str], text: str, of_tools: str | None
     return TemplateText(name, text, special, of_tools)
 
 
-def _of_jinja(path: Path) -> tuple[str, str | None]:
+def _read_jinja(path: Path) -> tuple[str, str | None]:
     """The text of a Jinja file, and the one for tools, which a tokenizer's own template may have in a folder beside
     it.
     """
@@ -127,7 +129,7 @@ def _of_jinja(path: Path) -> tuple[str, str | None]:
     return _text(path), _text(more) if path.name == JINJA and more.is_file() else None
 
 
-def _of_config(config: dict[str, Any], path: object) -> tuple[str, str | None]:
+def _read_listed(config: dict[str, Any], path: object) -> tuple[str, str | None]:
     template = config.get("chat_template")
     of_tools = None
     if isinstance(template, list):

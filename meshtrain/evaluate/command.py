@@ -27,7 +27,7 @@ from meshtrain.evaluate.validation import (
     validation_text,
 )
 from meshtrain.families import FAMILIES
-from meshtrain.generate.opened import Opened, on_mesh, open_asked
+from meshtrain.generate.opened import Opened, open_asked, place_model
 from meshtrain.reader import read_config
 from meshtrain.telemetry.progress import EvaluationProgress
 
@@ -91,7 +91,7 @@ def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any]
         raise ConfigError(
             f"--text and --tasks are for models of text, but {short(options.path)} is one of images."
         )
-    model = on_mesh(
+    model = place_model(
         options.path,
         config,
         options.mesh,

@@ -2,7 +2,7 @@
 
     rows, the longest first     cut into batches      padded to powers of two         one program a shape
     ─────────────────────┐                            ┌──────────────────────┐
-    c c c c c c c s s    │  ──►  [rows a batch]  ──►  │ c c c c c c c s · ·  │ ──►  float32 [B, N]: of the N scored places alone
+    c c c c c c c s s    │  ──►  [rows a batch]  ──►  │ c c c c c c c s · ·  │ ──►  float32 [B, N]: the N scored places
     c c c s              │                            │ c c c · · · · · · ·  │
     ─────────────────────┘                            └──────────────────────┘      (c context, s scored, · padding)
 

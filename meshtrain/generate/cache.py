@@ -3,8 +3,8 @@
     one layer's keys on one device [S, G, P, K]        S slots of this data rank, G key/value heads of this tensor rank
 
             position 0 1 2 3 4 5 6 7
-    slot 0           k k k k k · · ·     prefill writes a whole slot, zeros behind the prompt: nothing of an earlier sequence stays
-    slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends to all up to it
+    slot 0           k k k k k · · ·     prefill writes a whole slot, with zeros behind the prompt: no earlier keys stay
+    slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends up to it
 
 An array a layer and heads before positions, so that a product reads the cache as it lies: with one array of all layers,
 or positions first, XLA copies it every step (experiments/generate/decode.py).
@@ -27,7 +27,7 @@ from meshtrain.parallel.placement import local_kv_heads
 
 
 class LayerCache(NamedTuple):
-    """Of one layer: [S, G, P, K] each, in the compute dtype."""
+    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype."""
 
     keys: jax.Array
     values: jax.Array
@@ -49,7 +49,7 @@ class OwnGroups:
 
     @property
     def split(self) -> bool:
-        """Whether each rank has its own without choosing."""
+        """Returns whether each rank has its own without choosing."""
         return local_kv_heads(self.groups, self.ranks) * self.ranks == self.groups
 
     @property
@@ -62,7 +62,7 @@ class OwnGroups:
         firsts = range(0, self.heads, local)
         return max((first + local - 1) // group - first // group + 1 for first in firsts)
 
-    def of(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
+    def select(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
         """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it
         is.
         """
@@ -73,7 +73,7 @@ class OwnGroups:
         heads = (first // group + jnp.arange(self.each)) * group - first
         return jnp.take(by_head, jnp.clip(heads, 0, by_head.shape[2] - 1), axis=2)
 
-    def at(self, first: jax.Array | int) -> jax.Array:
+    def indices(self, first: jax.Array | int) -> jax.Array:
         """Returns int [H]: which of the cached ones each query head from `first` on reads."""
         group = self.heads // self.groups
         return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
@@ -125,7 +125,7 @@ class PromptAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        self.cache = LayerCache(self.groups.of(k, first), self.groups.of(v, first))
+        self.cache = LayerCache(self.groups.select(k, first), self.groups.select(v, first))
         return self.attend(q, k, v, segments, collectives, dropout, local, sinks)
 
 
@@ -152,12 +152,12 @@ class DecodeAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        keys = appended(self.cache.keys, self.groups.of(k, first), self.positions)
-        values = appended(self.cache.values, self.groups.of(v, first), self.positions)
+        keys = appended(self.cache.keys, self.groups.select(k, first), self.positions)
+        values = appended(self.cache.values, self.groups.select(v, first), self.positions)
         self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
         if not self.groups.split:
-            at = self.groups.at(first)
+            at = self.groups.indices(first)
             keys = jnp.take(keys, at, axis=1)
             values = jnp.take(values, at, axis=1)
         return against(

@@ -152,7 +152,7 @@ USUAL = 4096  # positions of a slot, of a model that has more
 
 @dataclass(frozen=True)
 class Opened:
-    """What an engine needs of a model, and what its users do."""
+    """A model with all that an engine and its users need of it."""
 
     model: Model
     tokenizer: Tokenizer  # of plain text: a special token's text in it is text
@@ -248,7 +248,7 @@ def open_model(
         )
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = on_mesh(
+    model = place_model(
         root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
     )
     fitting = frozenset(i for i in ends if i < vocabulary)
@@ -277,7 +277,7 @@ def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> O
     return open_model(options.path, length=length, slots=slots, **how)
 
 
-def on_mesh(
+def place_model(
     root: Path,
     config: Config,
     mesh: str | None,
@@ -356,9 +356,7 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
-    """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no
-    way to.
-    """
+    """Returns the sampling of a generation_config.json, and sentences about it; ConfigError if it is invalid."""
     if (problem := next(problems(generation, SAMPLING), None)) is not None:
         raise ConfigError(problem)
     absent = [

@@ -20,7 +20,7 @@ import numpy as np
 from meshtrain.errors import ConfigError
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import EngineStatus, Request, Sampling
-from meshtrain.generate.text import at_least, text_tokens
+from meshtrain.generate.text import describe_length, text_tokens
 from meshtrain.serve.answering import Answering
 from meshtrain.serve.cache import AnswerCache
 from meshtrain.serve.errors import Refused
@@ -136,7 +136,7 @@ class ServedModel:
             )
         room = self.length - len(tokens)
         if room < (asked.most or 1):
-            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
+            wanted = f"{describe_length(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
             raise too_long(wanted, where, self.length)
         if sampling.temperature:
             # Several answers to one prompt differ.

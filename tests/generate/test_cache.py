@@ -37,9 +37,9 @@ def test_every_query_head_finds_its_group_among_its_ranks_own(heads, groups, ran
     for rank in range(ranks):
         of_head = np.arange(local * rank, local * (rank + 1)) // (heads // groups)
         # a rank computes one for each of its query heads
-        kept = own.of(jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank)
+        kept = own.select(jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank)
         assert kept.shape[2] == own.each
-        np.testing.assert_array_equal(kept[0, 0, own.at(local * rank), 0], of_head)
+        np.testing.assert_array_equal(kept[0, 0, own.indices(local * rank), 0], of_head)
 
 
 def test_a_prompt_fills_its_slot_with_zeros_behind_and_no_other():

@@ -1,5 +1,6 @@
 """How a command refuses: with one sentence on standard error, nothing on standard output, and exit code 2."""
 
+import re
 from collections.abc import Callable, Sequence
 
 
@@ -11,6 +12,11 @@ def code_of(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> objec
         return ended.code
 
 
+def pattern_of(sentence: str) -> str:
+    """Returns the pattern of a sentence in which ` ... ` stands for any words."""
+    return ".*".join(map(re.escape, sentence.split(" ... ")))
+
+
 def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
     """The sentence with which a command refuses."""
     code = code_of(main, words)
@@ -18,3 +24,8 @@ def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
     assert (code, out) == (2, "") and err.startswith("meshtrain: ") and err.count("\n") == 1, err
     assert err.rstrip()[-1] in ".?", err
     return err
+
+
+def tells(text: str, sentence: str) -> bool:
+    """Returns whether a text holds a sentence in which ` ... ` stands for any words."""
+    return re.search(pattern_of(sentence), text, re.DOTALL) is not None

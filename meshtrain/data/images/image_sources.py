@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data.images.pixels import check_channels, in_channels
+from meshtrain.data.images.pixels import check_channels, convert_channels
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.shards import digest_of_file
 from meshtrain.errors import ConfigError, not_installed, short
@@ -129,7 +129,7 @@ class ImageArrays:
                     "be from 0 to 1."
                 )
             image = np.rint(image * np.float32(255)).astype(np.uint8)
-        return in_channels(np.asarray(image), self.channels)
+        return convert_channels(np.asarray(image), self.channels)
 
 
 def has_arrays(path: Path) -> bool:
