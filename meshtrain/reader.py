@@ -146,13 +146,7 @@ def read_model(
     ConfigError if there is no such step, if all there is is damaged, or if the mesh does not fit the model. With
     several processes all of them call it alike.
     """
-    try:
-        root = Path(path).expanduser().absolute()
-        theirs = is_hf_directory(root)
-    except (TypeError, OSError):
-        raise ConfigError(
-            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
-        ) from None
+    root, theirs = _root_of(path)
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
@@ -190,6 +184,17 @@ def read_model(
         f"{TRIES} checkpoints in {root} were removed while they were read, one after the other; "
         "a larger checkpoint.keep leaves them longer."
     )
+
+
+def _root_of(path: str | Path) -> tuple[Path, bool]:
+    """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is no path."""
+    try:
+        root = Path(path).expanduser().absolute()
+        return root, is_hf_directory(root)
+    except (TypeError, OSError):
+        raise ConfigError(
+            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
+        ) from None
 
 
 def read_config(

@@ -173,15 +173,20 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
             "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)",
         )
     sides = [_add_system(fields, side) for side in sides]
-    first, second = ([turn.message for turn in side] for side in sides)
+    shared = _count_shared(*([turn.message for turn in side] for side in sides))
+    chosen, rejected = (_learning(side, shared, fields) for side in sides)
+    return chosen, rejected
+
+
+def _count_shared(first: list[Message], second: list[Message]) -> int:
+    """Returns how many messages two conversations begin with alike; Unfit unless two answers follow."""
     if first == second:
         raise Unfit("no pair", "(chosen and rejected are the same)")
     differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     shared = next(differ, min(len(first), len(second)))
     if any(shared < len(side) and side[shared]["role"] != ASSISTANT for side in (first, second)):
         raise Unfit("no pair", "(chosen and rejected answer different prompts)")
-    chosen, rejected = (_learning(side, shared, fields) for side in sides)
-    return chosen, rejected
+    return shared
 
 
 def _fields(record: Any) -> Fields:

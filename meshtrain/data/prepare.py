@@ -111,7 +111,7 @@ def prepare(
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
         with contextlib.closing(
-            _run(parts, todo, output, options, encoder, now, workers)
+            _run({i: parts[i] for i in todo}, output, options, encoder, now, workers)
         ) as finished:
             for number in finished:
                 done += sizes[number]
@@ -166,8 +166,7 @@ def _claim(output: Path, recipe: dict[str, str]) -> None:
 
 
 def _run(
-    parts: list[tuple[Part, ...]],
-    todo: list[int],
+    todo: dict[int, tuple[Part, ...]],
     output: Path,
     options: PrepareOptions,
     encoder: Encoder,
@@ -175,8 +174,8 @@ def _run(
     workers: int,
 ) -> Generator[int, None, None]:
     if min(workers, len(todo)) <= 1:
-        for number in todo:
-            Unit(number, output, options, encoder).run(parts[number])
+        for number, parts in todo.items():
+            Unit(number, output, options, encoder).run(parts)
             yield number
         return
     # A fork of a process that has threads (JAX) may hang.
@@ -189,7 +188,9 @@ def _run(
             # A worker that is interrupted while it starts would print a traceback; the mask is inherited.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
-                futures = {pool.submit(_work, n, parts[n], output, options): n for n in todo}
+                futures = {
+                    pool.submit(_work, n, unit, output, options): n for n, unit in todo.items()
+                }
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
@@ -231,39 +232,13 @@ def _work(number: int, parts: tuple[Part, ...], output: Path, options: PrepareOp
 def _finish(
     output: Path, records: Sequence[UnitRecord | None], options: PrepareOptions, encoder: Encoder
 ) -> ShardManifest:
-    tokenizer = encoder.tokenizer
-    template = encoder.examples.template if encoder.examples else None
     finished = [record for record in records if record is not None]
     if len(finished) < len(records):
         raise ConfigError(
             f"shards in {output} vanished while others were made; run the same command again."
         )
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
-    skipped, counts = (
-        sum((Counter(getattr(r, name)) for r in finished), Counter())
-        for name in ("skipped", "counts")
-    )
-    manifest = ShardManifest(
-        tokenizer=tokenizer.name,
-        tokenizer_digest=tokenizer.digest,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        dtype=encoder.dtype.name,
-        validation_fraction=options.validation,
-        shards={
-            split: tuple(s for record in finished if (s := record.shards[split]) is not None)
-            for split in SPLITS
-        },
-        skipped=dict(sorted(skipped.items())),
-        contents=options.contents,
-        template_digest=template.source.digest if template else "",
-        counts={
-            name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]
-        }
-        if template
-        else {},
-        begin=encoder.begin,
-    )
+    manifest = _manifest(finished, options, encoder)
     if not any(manifest.shards.values()):
         first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
         name, _, problem = first.partition("\t")
@@ -277,13 +252,47 @@ def _finish(
     if options.tokenizer != "byte":
         for name, path in companion_files(Path(os.path.expanduser(options.tokenizer))).items():
             write_atomically(output / name, path.read_bytes())
-    if template is not None:
+    if encoder.examples:
+        template = encoder.examples.template
         write_atomically(output / JINJA, template.source.text.encode())
         if template.source.of_tools is not None:
             (output / OF_TOOLS).parent.mkdir(exist_ok=True)
             write_atomically(output / OF_TOOLS, template.source.of_tools.encode())
     write_atomically(output / MANIFEST, manifest.to_json().encode())
     return manifest
+
+
+def _manifest(
+    records: Sequence[UnitRecord], options: PrepareOptions, encoder: Encoder
+) -> ShardManifest:
+    """Returns the manifest of all shards, with the counts of all units."""
+    tokenizer = encoder.tokenizer
+    skipped, counts = (
+        sum((Counter(getattr(r, name)) for r in records), Counter())
+        for name in ("skipped", "counts")
+    )
+    template = encoder.examples.template if encoder.examples else None
+    return ShardManifest(
+        tokenizer=tokenizer.name,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        dtype=encoder.dtype.name,
+        validation_fraction=options.validation,
+        shards={
+            split: tuple(s for record in records if (s := record.shards[split]) is not None)
+            for split in SPLITS
+        },
+        skipped=dict(sorted(skipped.items())),
+        contents=options.contents,
+        template_digest=template.source.digest if template else "",
+        counts={
+            name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]
+        }
+        if template
+        else {},
+        begin=encoder.begin,
+    )
 
 
 def refusal_at(error: OSError) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,6 +32,8 @@ TOOL_USE = "tool_use"
 OF_TOOLS = Path("additional_chat_templates") / f"{TOOL_USE}.jinja"
 MOST_BYTES = 16 << 20  # of either file
 MOST_CHARACTERS = 1 << 18  # of one template
+# Characters of no script; two of them that a conversation does not have are its marks.
+PRIVATE = tuple(map(chr, range(0xF0000, 0xF0400)))
 VALUES = "chat_template_kwargs"
 # Fields of records and of messages that say something, and that not every template reads.
 READ = (
@@ -281,10 +284,6 @@ class ChatTemplate:
         The template sees what the record says, calls and contents as they stand. Where they have another form, and the
         template fails on this one or writes it worse (`forms`), it sees that.
         """
-        from jinja2.exceptions import SecurityError
-
-        from meshtrain.data.rendering import PRIVATE, unmarked
-
         compiled = self.compiled(tools)
         try:
             request = json.dumps([messages, tools, values], ensure_ascii=False)
@@ -300,13 +299,7 @@ class ChatTemplate:
             self._environment.marks = marks
             self._environment.limits.reset(len(request))
             values = {**given, "tools": form.tools, "add_generation_prompt": prompt}
-            try:
-                watched = [Watched(message, self._read) for message in form.messages[:count]]
-                return compiled.template.render({**values, "messages": watched})
-            except SecurityError as error:
-                raise self._refused(
-                    f"asks for what no template may have ({error}) (conversation {short(name)})"
-                ) from None
+            return self._written(compiled, {**values, "messages": form.messages[:count]}, name)
 
         try:
             self._read = set()
@@ -325,7 +318,38 @@ class ChatTemplate:
         texts[0], spans = unmarked(texts[0], begin, end)
         return texts, spans
 
+    def _written(self, compiled: CompiledTemplate, values: dict[str, Any], name: str) -> str:
+        """Returns the text of a template, and notes which fields of the messages it reads."""
+        from jinja2.exceptions import SecurityError
+
+        watched = [Watched(message, self._read) for message in values["messages"]]
+        try:
+            return compiled.template.render({**values, "messages": watched})
+        except SecurityError as error:
+            raise self._refused(
+                f"asks for what no template may have ({error}) (conversation {short(name)})"
+            ) from None
+
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(
             f"the chat template {self.source.name} {why}; mend it, or give another with data.template."
         )
+
+
+def unmarked(text: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a text without its marks, and the spans between them, which may nest: characters [begin, end)."""
+    spans = []
+    depth = 0
+    at = 0
+    began = 0
+    for piece in re.split(f"([{begin}{end}])", text):
+        if piece == begin:
+            began = began if depth else at
+            depth += 1
+        elif piece == end:
+            depth -= 1
+            if depth == 0 and at > began:
+                spans.append((began, at))
+        else:
+            at += len(piece)
+    return text.replace(begin, "").replace(end, ""), spans

@@ -1,7 +1,7 @@
-"""Evaluations on validation data while a run goes on: when, of what loss, and what follows from it.
+"""Evaluations on validation data while a run goes on: when, of what loss, and with what effect.
 
     due after a step ─► loss of the first eval.batches batches, or of all ─┬► the lowest so far? ─► saved
-                                                                           │                        (checkpoint.keep_best)
+                                                                           │              (checkpoint.keep_best)
                                                                            └► none lower for eval.patience? ─► run ends
 
 A save for this alone comes at most once an evaluation, and costs what one of checkpoint.every does; of all that were

@@ -144,8 +144,10 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Callable[..., Any]:
-        """(params, tokens [B, T], at [B, N], labels [B, N]) -> float32 and bool [B, N]: the label's log-probability at
-        each place, and whether no other token has a higher one (of equals the first counts, as for argmax).
+        """Maps (params, tokens [B, T], at [B, N], labels [B, N]) to float32 and bool [B, N].
+
+        These are each label's log-probability, and whether no other token has a higher one (of equals the first counts,
+        as for argmax).
         """
         program = self.model.program
         forward = program.local.forward
@@ -169,9 +171,8 @@ class Scorer:
                 logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
                 return logprobs, vocabulary.argmax(logits) == labels
 
-            cut = lambda a: jnp.moveaxis(a.reshape(len(a), chunks, -1, *a.shape[2:]), 1, 0)
-            joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)
-            return jax.tree.map(joined, lax.map(score, (cut(x_BND), cut(labels))))
+            scored = lax.map(score, (_cut(x_BND, chunks), _cut(labels, chunks)))
+            return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape), scored)
 
         rows = program.rows
         mapped = jax.shard_map(
@@ -182,6 +183,11 @@ class Scorer:
         )
         # Replicated, since every process reads all of it.
         return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
+
+
+def _cut(x: jax.Array, chunks: int) -> jax.Array:
+    """Cuts [B, N, ...] into chunks of the places: [chunks, B, N / chunks, ...]."""
+    return jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0)
 
 
 def _padded(n: int, factor: int, most: int | None = None) -> int:

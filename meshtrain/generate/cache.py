@@ -160,9 +160,7 @@ class DecodeAttention:
             at = self.groups.indices(first)
             keys = jnp.take(keys, at, axis=1)
             values = jnp.take(values, at, axis=1)
-        return against(
-            q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap, sinks
-        )
+        return against(q, LayerCache(keys, values), visible, self.model, sinks)
 
 
 def seen(
@@ -179,21 +177,21 @@ def seen(
 
 def against(
     q_S1HK: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    cache: LayerCache,
     visible: jax.Array,
-    scale: float,
-    cap: float,
+    model: ModelConfig,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S,
-    H*K] in q's dtype.
+    """Returns attention of one query a slot, [S, 1, H, K], to a cache where `visible` [S, P]: [S, H*K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """
     slots, _, heads, width = q_S1HK.shape
+    keys = cache.keys
+    values = cache.values
+    cap = model.score_cap
     groups = keys.shape[1]
-    q = (q_S1HK * scale).reshape(slots, groups, heads // groups, width)
+    q = (q_S1HK * model.query_scalar**-0.5).reshape(slots, groups, heads // groups, width)
     scores = jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
     scores = within(cap, scores) if cap else scores
     scores = jnp.where(visible[:, None, None], scores, MASKED)

@@ -230,9 +230,8 @@ def _prompt(
         tokens = opened.template.tokens(messages, most=length)
     if len(tokens) >= length:
         raise ConfigError(
-            f"the message makes the conversation {describe_length(len(tokens), length)} tokens long, and there are {length} "
-            "positions for it and its answer; "
-            "--length N takes more."
+            f"the message makes the conversation {describe_length(len(tokens), length)} tokens long, and there are "
+            f"{length} positions for it and its answer; --length N takes more."
         )
     return messages, tokens
 

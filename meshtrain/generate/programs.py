@@ -216,7 +216,7 @@ class Decoding:
 
     @property
     def synchronous(self) -> bool:
-        """Returns whether a program must end before the next is dispatched: fake devices deadlock with two under way."""
+        """Returns whether a program must end before the next is dispatched: two at once deadlock fake devices."""
         return platform(self.mesh) == "cpu" and self.mesh.size > 1
 
     def prefill(

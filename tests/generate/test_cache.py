@@ -1,11 +1,13 @@
 """What a cache keeps is each rank's own, once; what is read from it is what attention without one gives."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.generate.cache import OwnGroups, against, appended, seen, written
+from meshtrain.generate.cache import LayerCache, OwnGroups, against, appended, seen, written
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 
@@ -71,7 +73,9 @@ def test_attention_to_a_cache_is_the_last_query_of_attention(window, local, cap)
     at = positions[:, None, None, None]
     now_q, now_k, now_v = (jnp.take_along_axis(x, at, axis=1) for x in (q, k, v))
     keys, values = appended(keys, now_k, positions), appended(values, now_v, positions)
-    found = against(now_q, keys, values, seen(positions, length, window, local), 0.3, cap)
+    model = SimpleNamespace(query_scalar=0.3**-2, score_cap=cap)
+    visible = seen(positions, length, window, local)
+    found = against(now_q, LayerCache(keys, values), visible, model)  # type: ignore[arg-type]
     wanted = jnp.take_along_axis(right, at, axis=1).reshape(slots, -1)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
 

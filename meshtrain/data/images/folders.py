@@ -22,13 +22,14 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data.cache import cache_directory, logged_progress
-from meshtrain.data.images.image_sources import VALIDATION, ImageSource
+from meshtrain.data.images.image_sources import ImageSource, share_held_out
 from meshtrain.data.images.pixels import as_pixels, pillow
 from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.prepare import refusal_at
@@ -89,53 +90,65 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             f"model.channels is {config.model.channels}, but images of files have 1 (grey) or 3 (red, green, blue)."
         )
     train, validation = _layout(path)
-    if validation and config.data.validation is not None:
-        raise ConfigError(
-            f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; "
-            "leave the key out."
-        )
-    share = VALIDATION if config.data.validation is None else config.data.validation
+    share = share_held_out(config, path, validation and f"a folder {validation}")
     inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
     if inputs.left_out:
         log.warning("%s: left out: %s", path, inputs.describe_left_out())
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
     numbers = {name: label for label, name in enumerate(classes)}
-    paths: list[str] = []
-    labels: list[int] = []
-    names: list[str] = []
-    splits: dict[str, list[int]] = {"train": [], "validation": []}
-    strays = damaged = 0
+    listed = _Listed()
     for file, digest in zip(inputs.files, digests, strict=True):
         _, *parts = file.name.split("/")  # behind the folder's own name
         folder = parts.pop(0) if train else ""
         if folder not in (train, validation) or len(parts) < 2:
-            strays += 1
+            listed.strays += 1
         elif not digest:
-            damaged += 1
+            listed.damaged += 1
         elif parts[0] not in numbers:
             raise ConfigError(
                 f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not."
             )
         else:
-            by_share = not validation and held_out("/".join(parts) if train else file.name, share)
-            splits["validation" if by_share or folder != train else "train"].append(len(paths))
-            paths.append(file.path)
-            labels.append(numbers[parts[0]])
-            names.append(f"{'/'.join(parts)}\t{digest}")
-    counts = (
-        (strays, "images that stand in no class's folder"),
-        (damaged, "files that are no whole image"),
-    )
-    notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
-    if empty := [name for name in classes if numbers[name] not in set(labels)]:
-        raise ConfigError(
-            f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it."
+            inside = "/".join(parts)
+            by_share = not validation and held_out(inside if train else file.name, share)
+            split = "validation" if by_share or folder != train else "train"
+            listed.add(split, file.path, numbers[parts[0]], f"{inside}\t{digest}")
+    return listed.build_source(path, classes, config.model.channels)
+
+
+@dataclass
+class _Listed:
+    """The images of a folder, as they are gone through."""
+
+    paths: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # each with its digest
+    splits: dict[str, list[int]] = field(default_factory=lambda: {"train": [], "validation": []})
+    strays: int = 0
+    damaged: int = 0
+
+    def add(self, split: str, path: str, label: int, name: str) -> None:
+        self.splits[split].append(len(self.paths))
+        self.paths.append(path)
+        self.labels.append(label)
+        self.names.append(name)
+
+    def build_source(self, path: Path, classes: tuple[str, ...], channels: int) -> ImageSource:
+        """Returns the source of the images, with notes on files left out; ConfigError for a class without images."""
+        if empty := set(range(len(classes))) - set(self.labels):
+            raise ConfigError(
+                f"the class {short(classes[min(empty)])} of {short(path)} has no image; remove its folder, or fill it."
+            )
+        counts = (
+            (self.strays, "images that stand in no class's folder"),
+            (self.damaged, "files that are no whole image"),
         )
-    indices = {split: np.array(which, np.int64) for split, which in splits.items()}
-    content = hashlib.sha256(encoded("\n".join(names))).hexdigest()
-    pictures = ImageFiles(paths, np.array(labels, np.int32), config.model.channels)
-    return ImageSource(str(path), pictures, indices, classes, content, notes)
+        notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
+        indices = {split: np.array(which, np.int64) for split, which in self.splits.items()}
+        content = hashlib.sha256(encoded("\n".join(self.names))).hexdigest()
+        pictures = ImageFiles(self.paths, np.array(self.labels, np.int32), channels)
+        return ImageSource(str(path), pictures, indices, classes, content, notes)
 
 
 def _layout(path: Path) -> tuple[str, str]:
