@@ -91,12 +91,6 @@ class Boundaries:
         source = self.begin[0].source
         return f"{begins}, {end}" if source == self.end.source else f"{begins}, of {source}; {end}"
 
-    def describe_stops(self) -> str:
-        """Returns by which tokens a model says that it has ended."""
-        return "generation stops at " + " or ".join(
-            f"{stop}, of {stop.source}" for stop in self.stops
-        )
-
 
 class Spelled(Protocol):
     """The part of a tokenizer that this file needs."""

@@ -67,6 +67,10 @@ class Conversation:
     passed_over: int = 0  # messages that are marked as learned and are no answers
 
 
+# Turns, and how many of them are a prompt.
+Turns = tuple[list[Turn], int]
+
+
 class Shape(NamedTuple):
     """A shape of records: `needs` has a field of each group; `read` returns the turns, and how many of them come before
     what is learned.
@@ -74,7 +78,7 @@ class Shape(NamedTuple):
 
     name: str
     needs: tuple[tuple[str, ...], ...]
-    read: Callable[[Fields], tuple[list[Turn], int]]
+    read: Callable[[Fields], Turns]
 
     def fits(self, fields: Fields) -> bool:
         if self.read is _messages:
@@ -306,7 +310,7 @@ def _values(fields: Fields) -> dict[str, Any]:
 # --- the shapes
 
 
-def _messages(fields: Fields) -> tuple[list[Turn], int]:
+def _messages(fields: Fields) -> Turns:
     (name, turns), *others = ((name, turns_of(fields[name], name)) for name in _lists(fields))
     for other, theirs in others:
         if not _same(theirs, turns):
@@ -337,7 +341,7 @@ def _instruction(fields: Fields) -> list[Turn]:
     return [*turns, said(USER, "\n".join(filter(None, parts)))]
 
 
-def _alpaca(fields: Fields) -> tuple[list[Turn], int]:
+def _alpaca(fields: Fields) -> Turns:
     answer = fields[str(_first(fields, ("output", *ANSWERS)))]
     return [*_instruction(fields), said(ASSISTANT, answer)], 0
 
@@ -354,7 +358,7 @@ def _prompt(prompt: Any, name: str) -> list[Turn]:
     )
 
 
-def _completed(fields: Fields) -> tuple[list[Turn], int]:
+def _completed(fields: Fields) -> Turns:
     name = str(_first(fields, ("completion", *ANSWERS)))
     prompt = _prompt(fields["prompt"], "prompt")
     answer = _side(fields[name], name)
@@ -365,12 +369,12 @@ def _completed(fields: Fields) -> tuple[list[Turn], int]:
     return prompt + answer, len(prompt)
 
 
-def _answered(fields: Fields) -> tuple[list[Turn], int]:
+def _answered(fields: Fields) -> Turns:
     question, answer = (fields[str(_first(fields, names))] for names in (QUESTIONS, ANSWERS))
     return [said(USER, question), said(ASSISTANT, answer)], 0
 
 
-def _called(fields: Fields) -> tuple[list[Turn], int]:
+def _called(fields: Fields) -> Turns:
     calls = calls_of(fields["answers"], "answers")
     if not calls:
         raise Unfit("without an answer")

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.logits import of_stream, stream
-from meshtrain.reader import Model
+from meshtrain.reader import Model, check_learned
 
 LEAST = 16  # places that a row is padded to, and that are scored at once
 LOGITS = 1 << 28  # bytes of a device's logits at a time
@@ -137,10 +137,7 @@ class Scorer:
                 f"the text has the token {row.tokens.max()}, but the model's are 0 to {model.vocab_size - 1}; it is "
                 "of another tokenizer."
             )
-        if self.longest is not None and len(row.tokens) - 1 > self.longest:
-            raise ConfigError(
-                f"{len(row.tokens) - 1} positions are asked for, but the model has learned {self.longest}."
-            )
+        check_learned(model, len(row.tokens) - 1)
 
     @cached_property
     def _program(self) -> Callable[..., Any]:

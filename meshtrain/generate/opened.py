@@ -242,12 +242,13 @@ def open_model(
 
 
 def _check_kinds(precision: str | None, weights: str | None) -> None:
-    if precision is not None and precision not in PRECISIONS:
-        ending = nearest(precision, PRECISIONS) or f"; legal are {', '.join(PRECISIONS)}."
-        raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
-    if weights is not None and weights not in KINDS:
-        ending = nearest(weights, KINDS) or f"; legal are {', '.join(KINDS)}."
-        raise ConfigError(f"weights are not held in {short(repr(weights))} here{ending}")
+    for asked, legal, before, after in (
+        (precision, PRECISIONS, "the precision ", " is none to compute in"),
+        (weights, KINDS, "weights are not held in ", " here"),
+    ):
+        if asked is not None and asked not in legal:
+            ending = nearest(asked, legal) or f"; legal are {', '.join(legal)}."
+            raise ConfigError(f"{before}{short(repr(asked))}{after}{ending}")
 
 
 def _check_vocabulary(tokenizer: Tokenizer, name: str, vocabulary: int) -> None:

@@ -45,7 +45,7 @@ from meshtrain.model.rope import sequences
 from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.tensor import MeshCollectives
-from meshtrain.reader import Model
+from meshtrain.reader import Model, check_learned
 
 Tree = Any
 LEAST_BUCKET = 16  # tokens
@@ -446,10 +446,7 @@ def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
         raise ConfigError(f"{slots} slots cannot be shared by data {mesh.data}; give a multiple.")
     if length < 1:
         raise ConfigError(f"slots of {length} positions hold nothing; give 1 or more.")
-    if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
-        raise ConfigError(
-            f"{length} positions are asked for, but the model has learned {model.max_positions}."
-        )
+    check_learned(model, length)
     if hooks.attention is not None:
         name = model.attention or getattr(hooks.attention, "__qualname__", "a function")
         raise ConfigError(

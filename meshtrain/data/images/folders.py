@@ -20,10 +20,11 @@ import io
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,6 +59,8 @@ SKIPPED = "skipped.log"
 RULES = (
     "2"  # raised when other files are taken for images than before, so that no old index is used
 )
+STRAY = "images that stand in no class's folder"
+DAMAGED = "files that are no whole image"
 ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
 
@@ -97,14 +100,15 @@ def open_folder(path: Path, config: Config) -> ImageSource:
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
     numbers = {name: label for label, name in enumerate(classes)}
-    listed = _Listed()
+    images: list[_Image] = []
+    left_out: Counter[str] = Counter()
     for file, digest in zip(inputs.files, digests, strict=True):
         _, *parts = file.name.split("/")  # behind the folder's own name
         folder = parts.pop(0) if train else ""
         if folder not in (train, validation) or len(parts) < 2:
-            listed.strays += 1
+            left_out[STRAY] += 1
         elif not digest:
-            listed.damaged += 1
+            left_out[DAMAGED] += 1
         elif parts[0] not in numbers:
             raise ConfigError(
                 f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not."
@@ -113,42 +117,38 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             inside = "/".join(parts)
             by_share = not validation and held_out(inside if train else file.name, share)
             split = "validation" if by_share or folder != train else "train"
-            listed.add(split, file.path, numbers[parts[0]], f"{inside}\t{digest}")
-    return listed.build_source(path, classes, config.model.channels)
+            images.append(_Image(split, file.path, numbers[parts[0]], f"{inside}\t{digest}"))
+    return _source(path, classes, config.model.channels, images, left_out)
 
 
-@dataclass
-class _Listed:
-    """The images of a folder, as they are gone through."""
+class _Image(NamedTuple):
+    split: str
+    path: str
+    label: int
+    name: str  # with its digest
 
-    paths: list[str] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)  # each with its digest
-    splits: dict[str, list[int]] = field(default_factory=lambda: {"train": [], "validation": []})
-    strays: int = 0
-    damaged: int = 0
 
-    def add(self, split: str, path: str, label: int, name: str) -> None:
-        self.splits[split].append(len(self.paths))
-        self.paths.append(path)
-        self.labels.append(label)
-        self.names.append(name)
-
-    def build_source(self, path: Path, classes: tuple[str, ...], channels: int) -> ImageSource:
-        """Returns the source of the images, with notes on files left out; ConfigError for a class without images."""
-        if empty := set(range(len(classes))) - set(self.labels):
-            raise ConfigError(
-                f"the class {short(classes[min(empty)])} of {short(path)} has no image; remove its folder, or fill it."
-            )
-        counts = (
-            (self.strays, "images that stand in no class's folder"),
-            (self.damaged, "files that are no whole image"),
+def _source(
+    path: Path,
+    classes: tuple[str, ...],
+    channels: int,
+    images: list[_Image],
+    left_out: Counter[str],
+) -> ImageSource:
+    """Returns the source of the images, with notes on files left out; ConfigError for a class without images."""
+    labels = np.array([image.label for image in images], np.int32)
+    if empty := set(range(len(classes))) - set(labels.tolist()):
+        raise ConfigError(
+            f"the class {short(classes[min(empty)])} of {short(path)} has no image; remove its folder, or fill it."
         )
-        notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
-        indices = {split: np.array(which, np.int64) for split, which in self.splits.items()}
-        content = hashlib.sha256(encoded("\n".join(self.names))).hexdigest()
-        pictures = ImageFiles(self.paths, np.array(self.labels, np.int32), channels)
-        return ImageSource(str(path), pictures, indices, classes, content, notes)
+    splits = np.array([image.split for image in images])
+    indices = {split: np.flatnonzero(splits == split) for split in ("train", "validation")}
+    content = hashlib.sha256(encoded("\n".join(image.name for image in images))).hexdigest()
+    pictures = ImageFiles([image.path for image in images], labels, channels)
+    notes = (
+        f"{left_out[what]:,} {what} are left out" for what in (STRAY, DAMAGED) if left_out[what]
+    )
+    return ImageSource(str(path), pictures, indices, classes, content, tuple(notes))
 
 
 def _layout(path: Path) -> tuple[str, str]:

@@ -53,6 +53,9 @@ CHECKED = 64  # images of floats whose range is checked on opening
 RANDOM = 1 << 16  # images of an epoch of source `synthetic`
 
 
+Arrays = dict[str, np.ndarray]
+
+
 class Pictures(Protocol):
     """Images by their number, each with a class; of any size, in the model's channels."""
 
@@ -69,7 +72,7 @@ class ImageSource:
 
     name: str
     pictures: Pictures
-    splits: dict[str, np.ndarray]  # train, validation: numbers of images, int64
+    splits: Arrays  # train, validation: numbers of images, int64
     classes: tuple[str, ...]  # by label
     content: str  # digest of the images, wherever they lie; empty if nothing is read
     notes: tuple[str, ...] = ()
@@ -97,7 +100,7 @@ def share_held_out(config: Config, path: Path, own: str | None) -> float:
     return VALIDATION if share is None else share
 
 
-def split_by_share(count: int, share: float) -> dict[str, np.ndarray]:
+def split_by_share(count: int, share: float) -> Arrays:
     """Splits of images that have no names: a share of them for validation, the same whenever there are so many."""
     order = permute(np.arange(count), count, key_of("held out", count))
     validation = round(count * share)
@@ -184,9 +187,7 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     )
 
 
-def _checked(
-    path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config
-) -> ArrayPart:
+def _checked(path: Path, names: tuple[str, str], arrays: Arrays, config: Config) -> ArrayPart:
     images, labels = (arrays[name] for name in names)
     what = f"{names[0]} of {short(path)}"
     shape = list(images.shape)
@@ -232,7 +233,7 @@ def _checked_labels(what: str, labels: np.ndarray, count: int) -> np.ndarray:
     return labels
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(path: Path) -> Arrays:
     if path.is_dir():
         return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
     names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}
