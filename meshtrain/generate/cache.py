@@ -12,7 +12,7 @@ or positions first, XLA copies it every step (experiments/generate/decode.py).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +118,14 @@ class PromptAttention:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segments: jax.Array | None,
+        segments: Any,
         collectives: Collectives,
-        dropout: Dropout,
-        local: jax.Array | bool | None = None,
-        sinks: jax.Array | None = None,
+        *more: Any,
+        **how: Any,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
         self.cache = LayerCache(self.groups.select(k, first), self.groups.select(v, first))
-        return self.attend(q, k, v, segments, collectives, dropout, local, sinks)
+        return self.attend(q, k, v, segments, collectives, *more, **how)
 
 
 class DecodeAttention:

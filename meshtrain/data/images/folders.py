@@ -65,6 +65,10 @@ ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
 
 
+# The digest of each file, and what is wrong with those that are no images.
+Index = tuple[list[str], dict[str, str]]
+
+
 class ImageFiles:
     """Images in files, each decoded when it is needed."""
 
@@ -220,7 +224,7 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
     ]
 
 
-def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]] | None:
+def _read_index(directory: Path, count: int) -> Index | None:
     try:
         values = json.loads((directory / INDEX).read_bytes())
         digests = list(map(str, values["digests"]))
@@ -230,9 +234,7 @@ def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]]
         return None  # not there, or not whole: it is made again
 
 
-def _make_index(
-    files: Sequence[InputFile], directory: Path, name: str
-) -> tuple[list[str], dict[str, str]]:
+def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> Index:
     size = sum(file.size for file in files)
     done = 0
     log.info("looking at %d images (%.1f MB) of %s", len(files), size / 1e6, name)
