@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshtrain.config.images import IMAGES
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.formats import wanted_for
 from meshtrain.data.input_files import InputFiles, find
@@ -77,6 +78,7 @@ def open_files(
 
 def open_path(path: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Opens a file or directory of text or conversations, by the keys of section data."""
+    assert data.format != IMAGES, "they are opened elsewhere"
     options = PrepareOptions(
         data.tokenizer,
         PrepareOptions.validation if data.validation is None else data.validation,

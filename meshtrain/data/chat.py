@@ -94,23 +94,23 @@ class Foreign(NamedTuple):
 
 
 RANKED = "answers are ranked or rated, which data.format pairs reads as chosen and rejected alone"
+KTO = "an answer is marked as good or bad by itself (KTO), which no objective here learns from"
 FOREIGN = (
-    Foreign(
-        ("kto_tag",),
-        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
+    Foreign(("kto_tag",), KTO),
+    Foreign(("prompt", "completion", "label"), KTO),
+    *(
+        Foreign(names, RANKED)
+        for names in (
+            ("answers", "prompt"),
+            ("completions",),
+            ("generations",),
+            ("human_ref_A", "human_ref_B"),
+            ("response_0", "response_1"),
+            ("response1", "response2"),
+            ("response_a", "response_b"),
+            ("conversation_a", "conversation_b"),
+        )
     ),
-    Foreign(
-        ("prompt", "completion", "label"),
-        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
-    ),
-    Foreign(("answers", "prompt"), RANKED),
-    Foreign(("completions",), RANKED),
-    Foreign(("generations",), RANKED),
-    Foreign(("human_ref_A", "human_ref_B"), RANKED),
-    Foreign(("response_0", "response_1"), RANKED),
-    Foreign(("response1", "response2"), RANKED),
-    Foreign(("response_a", "response_b"), RANKED),
-    Foreign(("conversation_a", "conversation_b"), RANKED),
     Foreign(
         ("parent_id", "text"),
         "each record is one message of a tree, of which messages make a conversation",
@@ -217,7 +217,7 @@ def _refuse_foreign(fields: Fields, marked: bool) -> None:
     for foreign in FOREIGN:
         told = all(fields.get(name) is not None for name in foreign.fields)
         if told and (
-            "KTO" in foreign.why or not marked or not any(shape.fits(fields) for shape in CHATS)
+            foreign.why == KTO or not marked or not any(shape.fits(fields) for shape in CHATS)
         ):
             kind = "no conversation" if marked else "no pair"
             raise Unfit(kind, f"(it has {' and '.join(foreign.fields)}: {foreign.why})")

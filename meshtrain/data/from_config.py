@@ -121,7 +121,6 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
-            assert data.format != IMAGES, "they are opened elsewhere"
             from meshtrain.data.cache import open_path
 
             return open_path(path, name, data, tokenizer)
