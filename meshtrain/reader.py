@@ -27,7 +27,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.checkpoint.steps import MANIFEST
-from meshtrain.config import Config, check, load, replaced
+from meshtrain.config import Config, ModelConfig, check, load, replaced
 from meshtrain.config.imports import take
 from meshtrain.config.key import known
 from meshtrain.config.mesh import MeshConfig
@@ -73,7 +73,7 @@ class Model(Shown):
                 : len(patches), 0
             ]
         ids = some_ids(TOKENS, values, self.config.model.vocab_size)
-        self._check_length(ids.shape[1])
+        check_learned(self.config.model, ids.shape[1])
         return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
@@ -85,11 +85,9 @@ class Model(Shown):
         """
         arrays = a_batch(batch, self.config)
         if not self.program.of_images:
-            self._check_length(
-                int(arrays["positions"].max()) + 1
-                if "positions" in arrays
-                else arrays[TOKENS].shape[1]
-            )
+            positions = arrays.get("positions")
+            length = arrays[TOKENS].shape[1] if positions is None else int(positions.max()) + 1
+            check_learned(self.config.model, length)
         if (order := self.program.column_order(inputs(arrays).shape[1])) is not None:
             arrays = {name: array[:, order] for name, array in arrays.items()}
         return float(self.program.eval_step(self.params, self._placed(arrays)))
@@ -108,13 +106,6 @@ class Model(Shown):
             for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)
         }
 
-    def _check_length(self, length: int) -> None:
-        model = self.config.model
-        if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
-            raise ConfigError(
-                f"{length} positions are asked for, but the model has learned {model.max_positions}."
-            )
-
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the mesh, with as many padding rows as its data axis needs."""
         missing = -len(inputs(batch)) % self.config.mesh.data
@@ -123,6 +114,14 @@ class Model(Shown):
             name: jax.device_put(array, self.program.batch_sharding)
             for name, array in padded.items()
         }
+
+
+def check_learned(model: ModelConfig, length: int) -> None:
+    """Raises ConfigError for more positions than the model has learned."""
+    if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
+        raise ConfigError(
+            f"{length} positions are asked for, but the model has learned {model.max_positions}."
+        )
 
 
 def read_model(
@@ -146,13 +145,7 @@ def read_model(
     ConfigError if there is no such step, if all there is is damaged, or if the mesh does not fit the model. With
     several processes all of them call it alike.
     """
-    try:
-        root = Path(path).expanduser().absolute()
-        theirs = is_hf_directory(root)
-    except (TypeError, OSError):
-        raise ConfigError(
-            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
-        ) from None
+    root, theirs = _root_of(path)
     # before anything asks for the process's number, which starts JAX
     mesh = make_mesh(load({})) if mesh is None else mesh
     check_axes(mesh)
@@ -190,6 +183,17 @@ def read_model(
         f"{TRIES} checkpoints in {root} were removed while they were read, one after the other; "
         "a larger checkpoint.keep leaves them longer."
     )
+
+
+def _root_of(path: str | Path) -> tuple[Path, bool]:
+    """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is no path."""
+    try:
+        root = Path(path).expanduser().absolute()
+        return root, is_hf_directory(root)
+    except (TypeError, OSError):
+        raise ConfigError(
+            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
+        ) from None
 
 
 def read_config(

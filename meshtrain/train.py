@@ -33,7 +33,7 @@ from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, command, train_parser
 from meshtrain.compat import meet
 from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
-from meshtrain.data import Loader, SplitBatches, in_epochs, open_data
+from meshtrain.data import Loader, SplitBatches, open_data, resolve_epochs
 from meshtrain.data.batches import digests
 from meshtrain.errors import Unreadable, say
 from meshtrain.evaluate.evaluation import Evaluation
@@ -151,7 +151,7 @@ def _run(
     heartbeat = supervision.heartbeat
     heartbeat.phase("open")
     data, held_out = open_data(config)
-    config = in_epochs(config, data.batches_per_epoch)
+    config = resolve_epochs(config, data.batches_per_epoch)
     supervision.enter("join")
     with stop.held():
         join_cluster()

@@ -205,32 +205,29 @@ def test_what_is_no_batch_of_images_is_refused():
     for changed, says in [
         (
             {"tokens": good[LABELS], LABELS: good[LABELS]},
-            r"a batch of images has patches, labels and perhaps .*; this one has tokens, labels",
+            r"has patches, labels .* has tokens, labels",
         ),
         (
             {**good, PATCHES: good[PATCHES].reshape(8, 9, 9, 3)},
-            r"patches are float32\[8, 9, 9, 3\]; they must be numbers \[B, 9, 27\]: of images of 9 x 9 x 3 cut into "
-            r"patches of 3 x 3",
+            r"patches are float32\[8, 9, 9, 3\]; .* \[B, 9, 27\]: .* 9 x 9 x 3 .* 3 x 3",
         ),
         (
             {**good, LABELS: good[LABELS][:, 0]},
-            r"labels are int32\[8\]; they must be whole numbers",
+            r"labels are int32\[8\]; .* whole numbers",
         ),
         (
             {**good, LABELS: good[LABELS][:4]},
-            r"labels has shape \[4, 1\]; of 8 images it must be \[8, 1\]",
+            r"labels has shape \[4, 1\]; .* \[8, 1\]",
         ),
-        ({**good, LABELS: good[LABELS] + 11}, r"labels have the id .*; the model's are 0 to 10"),
-        ({**good, "mix": good["mix"] + 1}, "mix is the share of an image's first class"),
+        ({**good, LABELS: good[LABELS] + 11}, r"labels have the id .* 0 to 10"),
+        ({**good, "mix": good["mix"] + 1}, "mix is the share .* first class"),
         (
             {name: x for name, x in good.items() if name != "mix"},
-            "mixed images have both labels_b and mix",
+            "images have both labels_b and mix",
         ),
     ]:
         with pytest.raises(ConfigError, match=says):
             program.place(changed)
     text = Program(load({"model": {"layers": 1, "d_model": 8, "heads": 1, "vocab_size": 300}}))
-    with pytest.raises(
-        ConfigError, match=r"a batch has tokens, labels and perhaps .*; this one has patches"
-    ):
+    with pytest.raises(ConfigError, match=r"has tokens, labels .* one has patches"):
         text.place(good)

@@ -109,9 +109,7 @@ def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(t
         losses.append(model.loss(batch))
     assert np.mean(hits) == pytest.approx(found[-1]["eval_accuracy"])
     assert np.mean(losses) == pytest.approx(found[-1]["eval_loss"], rel=1e-5)
-    with pytest.raises(
-        ConfigError, match=r"patches are int64\[2, 5\]; they must be numbers \[B, 4, 16\]"
-    ):
+    with pytest.raises(ConfigError, match=r"patches are int64\[2, 5\]; .* \[B, 4, 16\]"):
         model(np.zeros((2, 5), int))
 
 

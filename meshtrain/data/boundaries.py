@@ -11,9 +11,10 @@ contradiction is told:
 
     BEGIN   data.begin; the post-processor of tokenizer.json, if it puts special tokens around a text; add_bos_token of
             tokenizer_config.json with the bos_token that a file names
-    END     data.end; eos_token of tokenizer_config.json, then of special_tokens_map.json; eos_token_id of config.json (of a run and an
-            import: hf_config.json), then of generation_config.json, of several the first; what the post-processor puts
-            behind a text; the tokens that usually are called so (END_TOKENS); one id more than the tokenizer has
+    END     data.end; eos_token of tokenizer_config.json, then of special_tokens_map.json; eos_token_id of config.json
+            (of a run and an import: hf_config.json), then of generation_config.json, of several the first; what the
+            post-processor puts behind a text; the tokens that usually are called so (END_TOKENS); one id more than the
+            tokenizer has
 
 transformers 5 too has the post-processor decide alone what is put around a text, whatever add_bos_token says.
 """
@@ -44,7 +45,7 @@ NONE = "none"  # data.begin: nothing
 MOST_ID = 1 << 31
 
 
-def with_companions(tokenizer: Path) -> dict[str, Path]:
+def companion_files(tokenizer: Path) -> dict[str, Path]:
     """Returns a tokenizer.json and the files beside it that are read here, by the names that copies of them have.
 
     A copy of config.json is called otherwise, since it would make a Hugging Face directory of where it lies.
@@ -89,12 +90,6 @@ class Boundaries:
         begins = f"a text begins with {' '.join(map(str, self.begin))}"
         source = self.begin[0].source
         return f"{begins}, {end}" if source == self.end.source else f"{begins}, of {source}; {end}"
-
-    def describe_stops(self) -> str:
-        """Returns by which tokens a model says that it has ended."""
-        return "generation stops at " + " or ".join(
-            f"{stop}, of {stop.source}" for stop in self.stops
-        )
 
 
 class Spelled(Protocol):

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshtrain.config.images import IMAGES
 from meshtrain.config.schema import DataConfig
+from meshtrain.data.formats import wanted_for
 from meshtrain.data.input_files import InputFiles, find
 from meshtrain.data.manifest import MANIFEST
 from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
@@ -72,6 +74,22 @@ def open_files(
             "directory with room."
         ) from None
     return open_shards(directory, name, data, tokenizer)
+
+
+def open_path(path: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Opens a file or directory of text or conversations, by the keys of section data."""
+    assert data.format != IMAGES, "they are opened elsewhere"
+    options = PrepareOptions(
+        data.tokenizer,
+        PrepareOptions.validation if data.validation is None else data.validation,
+        data.text_field,
+        data.bad_documents,
+        data.format,
+        data.template,
+        data.begin,
+        data.end,
+    )
+    return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
 
 
 def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOptions) -> None:

@@ -4,8 +4,9 @@
 
     messages              {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
                           or conversations, conversation, dialogue ..., and each message in any spelling of messages.py
-    Alpaca                {"instruction": "Add.", "input": "2+2", "output": "4"}, with `history`: [[question, answer], ...]; Dolly: context, response
-    prompt and answer     {"prompt": text or messages, "completion": text or messages}, of which only what completes is learned
+    Alpaca                {"instruction": "Add.", "input": "2+2", "output": "4"}, with `history`: [[question, answer],
+                          ...]; Dolly: context, response
+    prompt and answer     {"prompt": text or messages, "completion": text or messages}; only the completion is learned
     question and answer   {"question": "2+2?", "response": "4"}
     question and calls    {"query": "Rain?", "tools": ..., "answers": [{"name": ..., "arguments": ...}]} (xLAM)
 
@@ -66,6 +67,10 @@ class Conversation:
     passed_over: int = 0  # messages that are marked as learned and are no answers
 
 
+# Turns, and how many of them are a prompt.
+Turns = tuple[list[Turn], int]
+
+
 class Shape(NamedTuple):
     """A shape of records: `needs` has a field of each group; `read` returns the turns, and how many of them come before
     what is learned.
@@ -73,7 +78,7 @@ class Shape(NamedTuple):
 
     name: str
     needs: tuple[tuple[str, ...], ...]
-    read: Callable[[Fields], tuple[list[Turn], int]]
+    read: Callable[[Fields], Turns]
 
     def fits(self, fields: Fields) -> bool:
         if self.read is _messages:
@@ -89,23 +94,23 @@ class Foreign(NamedTuple):
 
 
 RANKED = "answers are ranked or rated, which data.format pairs reads as chosen and rejected alone"
+KTO = "an answer is marked as good or bad by itself (KTO), which no objective here learns from"
 FOREIGN = (
-    Foreign(
-        ("kto_tag",),
-        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
+    Foreign(("kto_tag",), KTO),
+    Foreign(("prompt", "completion", "label"), KTO),
+    *(
+        Foreign(names, RANKED)
+        for names in (
+            ("answers", "prompt"),
+            ("completions",),
+            ("generations",),
+            ("human_ref_A", "human_ref_B"),
+            ("response_0", "response_1"),
+            ("response1", "response2"),
+            ("response_a", "response_b"),
+            ("conversation_a", "conversation_b"),
+        )
     ),
-    Foreign(
-        ("prompt", "completion", "label"),
-        "an answer is marked as good or bad by itself (KTO), which no objective here learns from",
-    ),
-    Foreign(("answers", "prompt"), RANKED),
-    Foreign(("completions",), RANKED),
-    Foreign(("generations",), RANKED),
-    Foreign(("human_ref_A", "human_ref_B"), RANKED),
-    Foreign(("response_0", "response_1"), RANKED),
-    Foreign(("response1", "response2"), RANKED),
-    Foreign(("response_a", "response_b"), RANKED),
-    Foreign(("conversation_a", "conversation_b"), RANKED),
     Foreign(
         ("parent_id", "text"),
         "each record is one message of a tree, of which messages make a conversation",
@@ -172,15 +177,20 @@ def pair(record: Any) -> tuple[Conversation, Conversation]:
             "(chosen and rejected answer nothing: it has no prompt, nor are they whole conversations)",
         )
     sides = [_add_system(fields, side) for side in sides]
-    first, second = ([turn.message for turn in side] for side in sides)
+    shared = _count_shared(*([turn.message for turn in side] for side in sides))
+    chosen, rejected = (_learning(side, shared, fields) for side in sides)
+    return chosen, rejected
+
+
+def _count_shared(first: list[Message], second: list[Message]) -> int:
+    """Returns how many messages two conversations begin with alike; Unfit unless two answers follow."""
     if first == second:
         raise Unfit("no pair", "(chosen and rejected are the same)")
     differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     shared = next(differ, min(len(first), len(second)))
     if any(shared < len(side) and side[shared]["role"] != ASSISTANT for side in (first, second)):
         raise Unfit("no pair", "(chosen and rejected answer different prompts)")
-    chosen, rejected = (_learning(side, shared, fields) for side in sides)
-    return chosen, rejected
+    return shared
 
 
 def _fields(record: Any) -> Fields:
@@ -207,7 +217,7 @@ def _refuse_foreign(fields: Fields, marked: bool) -> None:
     for foreign in FOREIGN:
         told = all(fields.get(name) is not None for name in foreign.fields)
         if told and (
-            "KTO" in foreign.why or not marked or not any(shape.fits(fields) for shape in CHATS)
+            foreign.why == KTO or not marked or not any(shape.fits(fields) for shape in CHATS)
         ):
             kind = "no conversation" if marked else "no pair"
             raise Unfit(kind, f"(it has {' and '.join(foreign.fields)}: {foreign.why})")
@@ -300,7 +310,7 @@ def _values(fields: Fields) -> dict[str, Any]:
 # --- the shapes
 
 
-def _messages(fields: Fields) -> tuple[list[Turn], int]:
+def _messages(fields: Fields) -> Turns:
     (name, turns), *others = ((name, turns_of(fields[name], name)) for name in _lists(fields))
     for other, theirs in others:
         if not _same(theirs, turns):
@@ -331,7 +341,7 @@ def _instruction(fields: Fields) -> list[Turn]:
     return [*turns, said(USER, "\n".join(filter(None, parts)))]
 
 
-def _alpaca(fields: Fields) -> tuple[list[Turn], int]:
+def _alpaca(fields: Fields) -> Turns:
     answer = fields[str(_first(fields, ("output", *ANSWERS)))]
     return [*_instruction(fields), said(ASSISTANT, answer)], 0
 
@@ -348,7 +358,7 @@ def _prompt(prompt: Any, name: str) -> list[Turn]:
     )
 
 
-def _completed(fields: Fields) -> tuple[list[Turn], int]:
+def _completed(fields: Fields) -> Turns:
     name = str(_first(fields, ("completion", *ANSWERS)))
     prompt = _prompt(fields["prompt"], "prompt")
     answer = _side(fields[name], name)
@@ -359,12 +369,12 @@ def _completed(fields: Fields) -> tuple[list[Turn], int]:
     return prompt + answer, len(prompt)
 
 
-def _answered(fields: Fields) -> tuple[list[Turn], int]:
+def _answered(fields: Fields) -> Turns:
     question, answer = (fields[str(_first(fields, names))] for names in (QUESTIONS, ANSWERS))
     return [said(USER, question), said(ASSISTANT, answer)], 0
 
 
-def _called(fields: Fields) -> tuple[list[Turn], int]:
+def _called(fields: Fields) -> Turns:
     calls = calls_of(fields["answers"], "answers")
     if not calls:
         raise Unfit("without an answer")

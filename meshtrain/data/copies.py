@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
-from meshtrain.data.boundaries import IMPORTED, MODEL, TOKENIZER, with_companions
+from meshtrain.data.boundaries import IMPORTED, MODEL, TOKENIZER, companion_files
 from meshtrain.errors import say, short
 from meshtrain.files import write_atomically
 
@@ -55,7 +55,7 @@ def _originals(config: Config) -> Iterator[tuple[str, Path]]:
     data = config.data
     if data.tokenizer != "byte":
         tokenizer = Path(data.tokenizer).expanduser()
-        files = with_companions(tokenizer) | {name: tokenizer.parent / name for name in FORMS}
+        files = companion_files(tokenizer) | {name: tokenizer.parent / name for name in FORMS}
         if config.model.weights is not None:
             files[IMPORTED] = Path(config.model.weights).expanduser() / MODEL
         more = tokenizer.parent / TEMPLATES

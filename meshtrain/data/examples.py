@@ -83,7 +83,7 @@ class Examples:
         special = sorted(tokenizer.special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
-    def of(self, document: Document, counts: Counter[str]) -> list[Example]:
+    def read(self, document: Document, counts: Counter[str]) -> list[Example]:
         """Returns the examples of a record; Unfit if it is none. ConfigError for what the template does."""
         if self.contents == "pairs":
             sides: tuple[Conversation, ...] = pair(document.record)
@@ -182,10 +182,7 @@ class Examples:
                     f"(answer {number} does not begin as the template begins answers, with "
                     f"{short(ascii(before[-40:]))})",
                 )
-            content = text_of(talk.messages[i]["content"]).rstrip()
-            ended = upto.rstrip()
-            # Behind the content stands a mark of the end, behind that nothing that counts.
-            end = len(upto) if content and ended.endswith(content) else len(ended)
+            end = end_of_answer(text_of(talk.messages[i]["content"]).rstrip(), upto)
             if end <= begin:
                 raise Unfit("without an answer", "in what the template makes of it")
             counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(
@@ -211,6 +208,14 @@ class Examples:
         if content.strip() and not _shows(content, text):
             raise Unfit("with an empty answer", "in what the template makes of it")
         return THOUGHT in content and THOUGHT not in text
+
+
+def end_of_answer(content: str, upto: str) -> int:
+    """Returns where an answer ends in the text up to it: behind the content stands a mark of the end, behind that
+    nothing that counts.
+    """
+    ended = upto.rstrip()
+    return len(upto) if content and ended.endswith(content) else len(ended)
 
 
 def common_beginning(closed: str, before: str, upto: str) -> int | None:

@@ -5,27 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.config.follow import row_multiple
 from meshtrain.config.images import IMAGES
 from meshtrain.config.places import BOTH
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.batches import EpochRows, GlobalBatches, RowBatches, SplitBatches, few
+from meshtrain.data.batches import RowBatches, SplitBatches, few
 from meshtrain.data.manifest import SPLITS, is_preparation
 from meshtrain.data.shards import Corpus, Source, open_shards
-from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import refuse_passing
 from meshtrain.inputs import a_config
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
-
-if TYPE_CHECKING:
-    from meshtrain.data.pieces import DocumentPieces
 
 # How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be
 # left out.
@@ -75,14 +68,7 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
 
         return open_images(config)
     tokenizer = load_tokenizer(data.tokenizer, begin=data.begin, end=data.end)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        ends = tokenizer.vocab_size == config.model.vocab_size + 1 == tokenizer.end_of_document + 1
-        way_out = ", or name the token that ends a document with data.end" if ends else ""
-        raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer {data.tokenizer}; "
-            f"give at least {tokenizer.vocab_size}{way_out}."
-        )
+    _check_vocabulary(config, tokenizer)
     if not has_documents(data.source):
         opens = SOURCES[data.source].rows
         assert opens is not None, f"{data.source} is registered without a function that opens it"
@@ -112,6 +98,17 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
         return train, None
 
 
+def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    size = config.model.vocab_size
+    if tokenizer.vocab_size > size:
+        ends = tokenizer.vocab_size == size + 1 == tokenizer.end_of_document + 1
+        way_out = ", or name the token that ends a document with data.end" if ends else ""
+        raise ConfigError(
+            f"model.vocab_size {size} is less than the {tokenizer.vocab_size} tokens of data.tokenizer "
+            f"{config.data.tokenizer}; give at least {tokenizer.vocab_size}{way_out}."
+        )
+
+
 def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     if name in SOURCES and data.format != "text":
         raise ConfigError(
@@ -124,26 +121,9 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):
-            assert data.format != IMAGES, "they are opened elsewhere"
-            from meshtrain.data.cache import open_files
-            from meshtrain.data.formats import wanted_for
-            from meshtrain.data.input_files import find
-            from meshtrain.data.unit import PrepareOptions
+            from meshtrain.data.cache import open_path
 
-            share = PrepareOptions.validation if data.validation is None else data.validation
-            options = PrepareOptions(
-                data.tokenizer,
-                share,
-                data.text_field,
-                data.bad_documents,
-                data.format,
-                data.template,
-                data.begin,
-                data.end,
-            )
-            return open_files(
-                find([str(path)], wanted_for(data.format)), name, options, tokenizer, data
-            )
+            return open_path(path, name, data, tokenizer)
     except OSError as error:
         refuse_passing(error.filename or name, error)
         raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
@@ -166,135 +146,60 @@ def _batches(
     weights: Sequence[float],
     split: str,
 ) -> TextBatches:
-    pairs = [
-        (s, corpus, w)
-        for s, w in zip(sources, weights, strict=True)
-        if (corpus := s.corpus(split)) is not None
-    ]
-    name = " + ".join(source.name for source in sources)
-    purpose = f" for {split}" if split != "all" else ""
-    if not pairs or (split == "train" and len(pairs) < len(sources)):
-        raise ConfigError(f"{name} holds no document{purpose}{WAYS_OUT[split]}")
+    from meshtrain.data.mixture import build_batches, open_tables
+
+    pairs = _corpora(config, sources, weights, split)
     corpora = [corpus for _, corpus, _ in pairs]
     weights = [w for _, _, w in pairs]
     length = config.train.sequence_length
-    batching = config.data.batching
-    for source, corpus, _ in pairs:
-        if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
-            raise ConfigError(
-                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer "
-                f"{short(config.data.tokenizer)} "
-                "knows anything; give the tokenizer that was made for such text."
-            )
-        if (
-            batching == "window"
-            and split == "train"
-            and corpus.labels < length
-            and config.data.last == "drop"
-        ):
-            raise ConfigError(
-                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length "
-                f"{length}{WAYS_OUT[split]}"
-            )
-    tables = [] if batching == "window" else [_pieces(s, c, split, length) for s, c, _ in pairs]
-    build = _grouped if batching in ("grouped", "budget") else _rows
+    tables = []
+    if config.data.batching != "window":
+        tables = open_tables([source for source, *_ in pairs], corpora, split, length)
     # No validation text is left out: it is little, and what is logged of it is of all.
-    batches = build(config, corpora, tables, weights, config.data.last == "pad" or split != "train")
+    pad = config.data.last == "pad" or split != "train"
+    batches = build_batches(config, corpora, tables, weights, pad)
     padded = not batches.batches_per_epoch
     if padded:
-        batches = build(config, corpora, tables, weights, True)
+        batches = build_batches(config, corpora, tables, weights, True)
     notes = list(tokenizer.boundaries.notes) if split == "train" else []
     for number, (source, corpus, _) in enumerate(pairs):
-        of_source = [
-            *source.notes,
-            *(
-                source.describe(
-                    corpus.documents, partial(tables[number].shortened, corpus, length), length
-                )
-                if tables
-                else ()
-            ),
-        ]
-        notes += [f"{source.name}: {note}" if len(pairs) > 1 else note for note in of_source]
+        told = list(source.notes)
+        if tables:
+            shortened = partial(tables[number].shortened, corpus, length)
+            told += source.describe(corpus.documents, shortened, length)
+        notes += [f"{source.name}: {note}" for note in told] if len(pairs) > 1 else told
     notes += few(config.train.global_batch_size) if padded else ()
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
+    name = " + ".join(source.name for source in sources)
     return TextBatches(
         batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes)
     )
 
 
-def _pieces(source: Source, corpus: Corpus, split: str, length: int) -> "DocumentPieces":
-    from meshtrain.data.cache import cache_directory
-    from meshtrain.data.pieces import open_pieces
-
-    pieces = open_pieces(
-        corpus, length, cache_directory() / "lengths" / f"{source.digest(split)[:32]}-{length}"
-    )
-    if not len(pieces.first):
-        raise ConfigError(
-            f"of the {corpus.documents:,} examples of {source.name} none has a learned answer within "
-            f"train.sequence_length {length}; "
-            "give a greater one."
-        )
-    return pieces
-
-
-def _rows(
-    config: Config,
-    corpora: Sequence[Corpus],
-    tables: "Sequence[DocumentPieces]",
-    weights: Sequence[float],
-    pad: bool,
-) -> GlobalBatches:
-    """Batching window and packed."""
-    length = config.train.sequence_length
-    seed = config.run.seed
-    rows: list[EpochRows]
-    if config.data.batching == "window":
-        rows = [Windows(corpus, length, pad, seed) for corpus in corpora]
-    else:
-        from meshtrain.data.packing import Packed
-
-        rows = [
-            Packed(corpus, pieces, length, seed)
-            for corpus, pieces in zip(corpora, tables, strict=True)
-        ]
-    size = config.train.global_batch_size
-    if len(rows) == 1:
-        return RowBatches(rows[0], size, pad)
-    from meshtrain.data.mixture import MixedRows
-
-    return MixedRows(rows, weights, size, seed)
-
-
-def _grouped(
-    config: Config,
-    corpora: Sequence[Corpus],
-    tables: "Sequence[DocumentPieces]",
-    weights: Sequence[float],
-    pad: bool,
-) -> GlobalBatches:
-    """Batching grouped and budget; the lengths are the same for all sources."""
-    from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
-
-    data = config.data
-    length = config.train.sequence_length
-    size = config.train.global_batch_size
-    shares = [
-        weight * pieces.counts / pieces.counts.sum()
-        for weight, pieces in zip(weights, tables, strict=True)
+def _corpora(
+    config: Config, sources: Sequence[Source], weights: Sequence[float], split: str
+) -> list[tuple[Source, Corpus, float]]:
+    """Returns the sources that have text in a split, with it and their weights; ConfigError for too little of it."""
+    pairs = [
+        (s, corpus, w)
+        for s, w in zip(sources, weights, strict=True)
+        if (corpus := s.corpus(split)) is not None
     ]
-    lengths = choose_lengths(np.sum(shares, axis=0), data.lengths, data.length_multiple)
-    if data.batching == "grouped":
-        rows = [size] * len(lengths)
-    else:
-        rows = [budget_rows(size * length, n, data.rows_multiple) for n in lengths]
-    sources = [
-        Grouped(corpus, pieces, make_groups(pieces, lengths, rows, pad), config.run.seed)
-        for corpus, pieces in zip(corpora, tables, strict=True)
-    ]
-    if len(sources) == 1:
-        return sources[0]
-    from meshtrain.data.mixture import MixedGroups
-
-    return MixedGroups(sources, weights, config.run.seed)
+    purpose = f" for {split}" if split != "all" else ""
+    if not pairs or (split == "train" and len(pairs) < len(sources)):
+        name = " + ".join(source.name for source in sources)
+        raise ConfigError(f"{name} holds no document{purpose}{WAYS_OUT[split]}")
+    length = config.train.sequence_length
+    drops = config.data.batching == "window" and config.data.last == "drop" and split == "train"
+    for source, corpus, _ in pairs:
+        if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
+            raise ConfigError(
+                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer "
+                f"{short(config.data.tokenizer)} knows anything; give the tokenizer that was made for such text."
+            )
+        if drops and corpus.labels < length:
+            raise ConfigError(
+                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length "
+                f"{length}{WAYS_OUT[split]}"
+            )
+    return pairs

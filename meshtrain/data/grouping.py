@@ -18,7 +18,7 @@ from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, keys_of, permute
 from meshtrain.data.pieces import DocumentPieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.token_rows import Stretches, in_rows, read_part
+from meshtrain.data.token_rows import Stretches, arrange_rows, read_part
 
 CHOICES = 512  # row lengths to choose from
 AHEAD = 256  # batches whose places in the order are found at a time
@@ -154,7 +154,7 @@ class Grouped:
         numbers = group.begin + permute(np.where(real, positions, 0), size, key)
         lengths = self.pieces.lengths(numbers) * real
         first = self.pieces.first[numbers].astype(np.int64)
-        return in_rows(group.length, np.ones_like(lengths), first, lengths)
+        return arrange_rows(group.length, np.ones_like(lengths), first, lengths)
 
     def read(self, places: Stretches) -> Batch:
         return {"weights": places.weights(), **places.read(self.corpus)}

@@ -311,7 +311,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             # Behind what Jinja passes itself.
             value, *rest = args[1:] if hasattr(function, "jinja_pass_arg") else args
             self.limits.look()
-            self._check_filter(name, value, [*rest, *named.values()])
+            others = [*rest, *named.values()]
+            self._check_filter(name, value, others)
             if name == "join" and isgenerator(value):
                 value = list(value)
                 args = (
@@ -319,7 +320,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     if hasattr(function, "jinja_pass_arg")
                     else (value, *rest)
                 )
-                self._check_filter(name, value, [*rest, *named.values()])
+                self._check_filter(name, value, others)
             result = function(*args, **named)
             self.limits.spend(CALL + size(result))
             return result

@@ -1,10 +1,13 @@
 """Reads messages in any public spelling: who speaks, what is said, which tools are called, and which answers are marked
 as learned.
 
-    OpenAI      {"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": text or object}}]}
-    legacy      {"role": "assistant", "content": null, "function_call": {"name": ..., "arguments": ...}}, answered by the role `function`
+    OpenAI      {"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function":
+                {"name": ..., "arguments": text or object}}]}
+    legacy      {"role": "assistant", "content": null, "function_call": {"name": ..., "arguments": ...}}, answered by
+                the role `function`
     Hermes      {"role": "assistant", "content": "", "tool_calls": [{"name": ..., "arguments": ...}]}
-    ShareGPT    {"from": "function_call", "value": JSON of a call or of a list of calls}, answered by `observation`; several in turn are one message
+    ShareGPT    {"from": "function_call", "value": JSON of a call or of a list of calls}, answered by `observation`;
+                several in turn are one message
     Capybara    {"input": question, "output": answer}
     UltraChat   question, answer, question, answer ... as texts
 

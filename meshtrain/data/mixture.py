@@ -9,10 +9,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshtrain.data.batches import BatchesOfRows, EpochRows
-from meshtrain.data.grouping import Grouped
+from meshtrain.config import Config
+from meshtrain.data.batches import BatchesOfRows, EpochRows, GlobalBatches, RowBatches
+from meshtrain.data.cache import cache_directory
+from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.loader import Batch
+from meshtrain.data.packing import Packed
 from meshtrain.data.permutation import key_of, permute
+from meshtrain.data.pieces import DocumentPieces, open_pieces
+from meshtrain.data.shards import Corpus, Source
+from meshtrain.data.token_rows import Windows
+from meshtrain.errors import ConfigError
 
 BLOCK = 1 << 12
 
@@ -30,7 +37,7 @@ class Draw:
         self.seed = seed
         self._block = lru_cache(maxsize=4)(self._make_block)
 
-    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, index in that source) of each number; int64, of the shape of `numbers` each."""
         blocks, places = np.divmod(numbers, BLOCK)
         source = np.empty_like(numbers)
@@ -88,7 +95,7 @@ class MixedRows(BatchesOfRows):
         return self.size * float(np.average(full, weights=self.draw.quotas))
 
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.draw.at(ks * self.size + rows)
+        return self.draw.locate(ks * self.size + rows)
 
 
 class MixedGroups:
@@ -122,7 +129,7 @@ class MixedGroups:
         )
 
     def _place(self, k: int) -> tuple[Grouped, int]:
-        source, index = self.draw.at(np.array([k]))
+        source, index = self.draw.locate(np.array([k]))
         return self.sources[int(source[0])], int(index[0])
 
     def batch_shape(self, k: int) -> tuple[int, int]:
@@ -136,3 +143,76 @@ class MixedGroups:
     def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
         source, index = self._place(k)
         return source.batch(index, rows, columns)
+
+
+def open_tables(
+    sources: Sequence[Source], corpora: Sequence[Corpus], split: str, length: int
+) -> list[DocumentPieces]:
+    """Opens the pieces of each source's documents; ConfigError where no answer of a source fits a row."""
+    tables = []
+    for source, corpus in zip(sources, corpora, strict=True):
+        name = f"{source.digest(split)[:32]}-{length}"
+        pieces = open_pieces(corpus, length, cache_directory() / "lengths" / name)
+        if not len(pieces.first):
+            raise ConfigError(
+                f"of the {corpus.documents:,} examples of {source.name} none has a learned answer within "
+                f"train.sequence_length {length}; "
+                "give a greater one."
+            )
+        tables.append(pieces)
+    return tables
+
+
+def build_batches(
+    config: Config,
+    corpora: Sequence[Corpus],
+    tables: Sequence[DocumentPieces],
+    weights: Sequence[float],
+    pad: bool,
+) -> GlobalBatches:
+    """Returns the batches of one source or of several, as data.batching has them."""
+    if config.data.batching in ("grouped", "budget"):
+        return _build_groups(config, corpora, tables, weights, pad)
+    length = config.train.sequence_length
+    seed = config.run.seed
+    rows: list[EpochRows]
+    if config.data.batching == "window":
+        rows = [Windows(corpus, length, pad, seed) for corpus in corpora]
+    else:
+        rows = [
+            Packed(corpus, pieces, length, seed)
+            for corpus, pieces in zip(corpora, tables, strict=True)
+        ]
+    size = config.train.global_batch_size
+    if len(rows) == 1:
+        return RowBatches(rows[0], size, pad)
+    return MixedRows(rows, weights, size, seed)
+
+
+def _build_groups(
+    config: Config,
+    corpora: Sequence[Corpus],
+    tables: Sequence[DocumentPieces],
+    weights: Sequence[float],
+    pad: bool,
+) -> GlobalBatches:
+    """Returns batches of batching grouped and budget; the lengths are the same for all sources."""
+    data = config.data
+    length = config.train.sequence_length
+    size = config.train.global_batch_size
+    shares = [
+        weight * pieces.counts / pieces.counts.sum()
+        for weight, pieces in zip(weights, tables, strict=True)
+    ]
+    lengths = choose_lengths(np.sum(shares, axis=0), data.lengths, data.length_multiple)
+    if data.batching == "grouped":
+        rows = [size] * len(lengths)
+    else:
+        rows = [budget_rows(size * length, n, data.rows_multiple) for n in lengths]
+    sources = [
+        Grouped(corpus, pieces, make_groups(pieces, lengths, rows, pad), config.run.seed)
+        for corpus, pieces in zip(corpora, tables, strict=True)
+    ]
+    if len(sources) == 1:
+        return sources[0]
+    return MixedGroups(sources, weights, config.run.seed)

@@ -20,7 +20,7 @@ from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import keys_of, permute
 from meshtrain.data.pieces import DocumentPieces
 from meshtrain.data.shards import Corpus
-from meshtrain.data.token_rows import Stretches, in_rows, within
+from meshtrain.data.token_rows import Stretches, arrange_rows, within
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Packed:
         of_length = bases + np.repeat(row - self._row_starts[kind], counts) * strides
         keys = np.repeat(keys_of(epochs, self.seed, "pieces"), counts) + lengths.astype(np.uint64)
         numbers = self.pieces.ends[lengths - 1] + permute(of_length, self._of_length[lengths], keys)
-        return in_rows(self.length, counts, self.pieces.first[numbers].astype(np.int64), lengths)
+        return arrange_rows(
+            self.length, counts, self.pieces.first[numbers].astype(np.int64), lengths
+        )
 
     def read(self, places: Stretches) -> Batch:
         segments, positions = places.segments_and_positions()

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -134,20 +135,22 @@ def _make(corpus: Corpus, longest: int, path: Path) -> np.ndarray:
     return table
 
 
-def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
-    """All but the digest.
+def _put(file: int, values: np.ndarray, at: int) -> None:
+    """Writes numbers behind the first `at`.
 
     By ordinary writes: a full disk refuses them, where it kills a process that writes to a memory map.
     """
+    data = values.astype("<u8").tobytes()
+    offset = DIGEST + 8 * at
+    while data:
+        written = os.pwrite(file, data, offset)
+        data = data[written:]
+        offset = offset + written
 
-    def put(values: np.ndarray, at: int) -> None:
-        data = values.astype("<u8").tobytes()
-        offset = DIGEST + 8 * at
-        while data:
-            written = os.pwrite(file.fileno(), data, offset)
-            data = data[written:]
-            offset = offset + written
 
+def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
+    """Writes all but the digest."""
+    put = partial(_put, file.fileno())
     counts = np.zeros(longest + 1, np.int64)
     for _, lengths in _documents(corpus, longest):
         counts += np.bincount(lengths % longest, minlength=longest + 1)

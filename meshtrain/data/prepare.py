@@ -4,7 +4,7 @@ workers.
 Each unit of the input (documents.units) becomes one shard of each split. A finished unit leaves a record, so that a
 later run skips it; the manifest comes last, and its presence says that all is there.
 
-    DIR/plan.json              what the shards are made from (input, tokenizer, options), so that a later run goes on only with the same
+    DIR/plan.json              input, tokenizer and options of the shards: a later run goes on only with the same
     DIR/units/                 the records of finished units (unit.py)
     DIR/skipped.log            the documents that they skipped
 """
@@ -25,7 +25,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.boundaries import with_companions
+from meshtrain.data.boundaries import companion_files
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.examples import COUNTED, NOTED
 from meshtrain.data.input_files import InputFile
@@ -111,20 +111,20 @@ def prepare(
         done = sum(sizes) - sum(sizes[i] for i in todo)
         progress(done, sum(sizes))
         with contextlib.closing(
-            _run(parts, todo, output, options, encoder, now, workers)
+            _run({i: parts[i] for i in todo}, output, options, encoder, now, workers)
         ) as finished:
             for number in finished:
                 done += sizes[number]
                 progress(done, sum(sizes))
         records = [read_record(output, i, encoder.dtype) for i in range(len(parts))]
-        if options.validation and (again := _to_hold_one_out(records)) is not None:
+        if options.validation and (again := _choose_held_out(records)) is not None:
             number, share = again
             Unit(number, output, replace(options, validation=share), encoder).run(parts[number])
             records[number] = read_record(output, number, encoder.dtype)
         return _finish(output, records, options, encoder)
 
 
-def _to_hold_one_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
+def _choose_held_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] | None:
     """The unit, and the share that it holds a single one out by, where the share asked for holds out none of the
     conversations.
     """
@@ -166,8 +166,7 @@ def _claim(output: Path, recipe: dict[str, str]) -> None:
 
 
 def _run(
-    parts: list[tuple[Part, ...]],
-    todo: list[int],
+    todo: dict[int, tuple[Part, ...]],
     output: Path,
     options: PrepareOptions,
     encoder: Encoder,
@@ -175,8 +174,8 @@ def _run(
     workers: int,
 ) -> Generator[int, None, None]:
     if min(workers, len(todo)) <= 1:
-        for number in todo:
-            Unit(number, output, options, encoder).run(parts[number])
+        for number, parts in todo.items():
+            Unit(number, output, options, encoder).run(parts)
             yield number
         return
     # A fork of a process that has threads (JAX) may hang.
@@ -189,7 +188,9 @@ def _run(
             # A worker that is interrupted while it starts would print a traceback; the mask is inherited.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
-                futures = {pool.submit(_work, n, parts[n], output, options): n for n in todo}
+                futures = {
+                    pool.submit(_work, n, unit, output, options): n for n, unit in todo.items()
+                }
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
@@ -231,19 +232,47 @@ def _work(number: int, parts: tuple[Part, ...], output: Path, options: PrepareOp
 def _finish(
     output: Path, records: Sequence[UnitRecord | None], options: PrepareOptions, encoder: Encoder
 ) -> ShardManifest:
-    tokenizer = encoder.tokenizer
-    template = encoder.examples.template if encoder.examples else None
     finished = [record for record in records if record is not None]
     if len(finished) < len(records):
         raise ConfigError(
             f"shards in {output} vanished while others were made; run the same command again."
         )
     logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
+    manifest = _manifest(finished, options, encoder)
+    if not any(manifest.shards.values()):
+        first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
+        name, _, problem = first.partition("\t")
+        skipped_too = (
+            f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}"
+            if first
+            else ""
+        )
+        raise ConfigError(f"the input holds no document{skipped_too}.")
+    write_atomically(output / SKIPPED, b"".join(logs))
+    if options.tokenizer != "byte":
+        for name, path in companion_files(Path(os.path.expanduser(options.tokenizer))).items():
+            write_atomically(output / name, path.read_bytes())
+    if encoder.examples:
+        template = encoder.examples.template
+        write_atomically(output / JINJA, template.source.text.encode())
+        if template.source.of_tools is not None:
+            (output / OF_TOOLS).parent.mkdir(exist_ok=True)
+            write_atomically(output / OF_TOOLS, template.source.of_tools.encode())
+    write_atomically(output / MANIFEST, manifest.to_json().encode())
+    return manifest
+
+
+def _manifest(
+    records: Sequence[UnitRecord], options: PrepareOptions, encoder: Encoder
+) -> ShardManifest:
+    """Returns the manifest of all shards, with the counts of all units."""
+    tokenizer = encoder.tokenizer
     skipped, counts = (
-        sum((Counter(getattr(r, name)) for r in finished), Counter())
+        sum((Counter(getattr(r, name)) for r in records), Counter())
         for name in ("skipped", "counts")
     )
-    manifest = ShardManifest(
+    template = encoder.examples.template if encoder.examples else None
+    return ShardManifest(
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
@@ -251,7 +280,7 @@ def _finish(
         dtype=encoder.dtype.name,
         validation_fraction=options.validation,
         shards={
-            split: tuple(s for record in finished if (s := record.shards[split]) is not None)
+            split: tuple(s for record in records if (s := record.shards[split]) is not None)
             for split in SPLITS
         },
         skipped=dict(sorted(skipped.items())),
@@ -264,26 +293,6 @@ def _finish(
         else {},
         begin=encoder.begin,
     )
-    if not any(manifest.shards.values()):
-        first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
-        name, _, problem = first.partition("\t")
-        skipped_too = (
-            f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}"
-            if first
-            else ""
-        )
-        raise ConfigError(f"the input holds no document{skipped_too}.")
-    write_atomically(output / SKIPPED, b"".join(logs))
-    if options.tokenizer != "byte":
-        for name, path in with_companions(Path(os.path.expanduser(options.tokenizer))).items():
-            write_atomically(output / name, path.read_bytes())
-    if template is not None:
-        write_atomically(output / JINJA, template.source.text.encode())
-        if template.source.of_tools is not None:
-            (output / OF_TOOLS).parent.mkdir(exist_ok=True)
-            write_atomically(output / OF_TOOLS, template.source.of_tools.encode())
-    write_atomically(output / MANIFEST, manifest.to_json().encode())
-    return manifest
 
 
 def refusal_at(error: OSError) -> str:

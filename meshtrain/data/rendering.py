@@ -5,7 +5,6 @@ from Python's insides; `limits` keeps it from taking for ever.
 """
 
 import json
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -16,9 +15,6 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 
 from meshtrain.data.limits import LimitedEnvironment
-
-# Characters of no script; two of them that a conversation does not have are its marks.
-PRIVATE = tuple(map(chr, range(0xF0000, 0xF0400)))
 
 
 class Generation(jinja2.ext.Extension):
@@ -94,22 +90,3 @@ def environment(now: float) -> LimitedEnvironment:
         raise_exception=_raise_exception, strftime_now=strftime_now, namespace=Namespace
     )
     return sandbox
-
-
-def unmarked(text: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns a text without its marks, and the spans between them, which may nest: characters [begin, end)."""
-    spans = []
-    depth = 0
-    at = 0
-    began = 0
-    for piece in re.split(f"([{begin}{end}])", text):
-        if piece == begin:
-            began = began if depth else at
-            depth += 1
-        elif piece == end:
-            depth -= 1
-            if depth == 0 and at > began:
-                spans.append((began, at))
-        else:
-            at += len(piece)
-    return text.replace(begin, "").replace(end, ""), spans

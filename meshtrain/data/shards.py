@@ -1,6 +1,6 @@
 """Token shards on disk, the corpus that they form together, and the source that has them by split.
 
-    DIR/manifest.json            counts, digests, tokenizer; plan.json and units/ beside it: how they came about (prepare.py)
+    DIR/manifest.json            counts, digests, tokenizer; plan.json and units/ beside it record how (prepare.py)
     DIR/train-00000.tokens       uint16 or uint32, little-endian:   E d d d E d d d d d E d d E
     DIR/train-00000.offsets      uint64, little-endian:               1       5           11  14
     DIR/validation-00000.tokens  ...                                  first label of each document, and the end

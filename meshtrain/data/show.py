@@ -50,7 +50,7 @@ def nth(
             continue
         try:
             counts: Counter[str] = Counter()
-            examples = encoder.examples.of(document, counts)
+            examples = encoder.examples.read(document, counts)
         except Unfit as error:
             problem = problem or f"{short(document.name)} is {error.kind} {error.detail}".rstrip()
             continue

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,6 +32,8 @@ TOOL_USE = "tool_use"
 OF_TOOLS = Path("additional_chat_templates") / f"{TOOL_USE}.jinja"
 MOST_BYTES = 16 << 20  # of either file
 MOST_CHARACTERS = 1 << 18  # of one template
+# Characters of no script; two of them that a conversation does not have are its marks.
+PRIVATE = tuple(map(chr, range(0xF0000, 0xF0400)))
 VALUES = "chat_template_kwargs"
 # Fields of records and of messages that say something, and that not every template reads.
 READ = (
@@ -74,12 +77,14 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     special = _special_tokens(mapped) | _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
-        named = _of_config(_config(path), template) if path.suffix == ".json" else _of_jinja(path)
+        named = (
+            _read_listed(_config(path), template) if path.suffix == ".json" else _read_jinja(path)
+        )
         return _checked(short(template), special, *named)
     if beside is not None and (beside / JINJA).is_file():
-        return _checked(str(beside / JINJA), special, *_of_jinja(beside / JINJA))
+        return _checked(str(beside / JINJA), special, *_read_jinja(beside / JINJA))
     if beside is not None and config.get("chat_template"):
-        text, of_tools = _of_config(config, beside / CONFIG)
+        text, of_tools = _read_listed(config, beside / CONFIG)
         if (beside / OF_TOOLS).is_file():
             of_tools = _text(beside / OF_TOOLS)
         return _checked(str(beside / CONFIG), special, text, of_tools)
@@ -119,7 +124,7 @@ def _checked(name: str, special: dict[str, str], text: str, of_tools: str | None
     return TemplateText(name, text, special, of_tools)
 
 
-def _of_jinja(path: Path) -> tuple[str, str | None]:
+def _read_jinja(path: Path) -> tuple[str, str | None]:
     """The text of a Jinja file, and the one for tools, which a tokenizer's own template may have in a folder beside
     it.
     """
@@ -127,7 +132,7 @@ def _of_jinja(path: Path) -> tuple[str, str | None]:
     return _text(path), _text(more) if path.name == JINJA and more.is_file() else None
 
 
-def _of_config(config: dict[str, Any], path: object) -> tuple[str, str | None]:
+def _read_listed(config: dict[str, Any], path: object) -> tuple[str, str | None]:
     template = config.get("chat_template")
     of_tools = None
     if isinstance(template, list):
@@ -279,10 +284,6 @@ class ChatTemplate:
         The template sees what the record says, calls and contents as they stand. Where they have another form, and the
         template fails on this one or writes it worse (`forms`), it sees that.
         """
-        from jinja2.exceptions import SecurityError
-
-        from meshtrain.data.rendering import PRIVATE, unmarked
-
         compiled = self.compiled(tools)
         try:
             request = json.dumps([messages, tools, values], ensure_ascii=False)
@@ -298,13 +299,7 @@ class ChatTemplate:
             self._environment.marks = marks
             self._environment.limits.reset(len(request))
             values = {**given, "tools": form.tools, "add_generation_prompt": prompt}
-            try:
-                watched = [Watched(message, self._read) for message in form.messages[:count]]
-                return compiled.template.render({**values, "messages": watched})
-            except SecurityError as error:
-                raise self._refused(
-                    f"asks for what no template may have ({error}) (conversation {short(name)})"
-                ) from None
+            return self._written(compiled, {**values, "messages": form.messages[:count]}, name)
 
         try:
             self._read = set()
@@ -323,7 +318,38 @@ class ChatTemplate:
         texts[0], spans = unmarked(texts[0], begin, end)
         return texts, spans
 
+    def _written(self, compiled: CompiledTemplate, values: dict[str, Any], name: str) -> str:
+        """Returns the text of a template, and notes which fields of the messages it reads."""
+        from jinja2.exceptions import SecurityError
+
+        watched = [Watched(message, self._read) for message in values["messages"]]
+        try:
+            return compiled.template.render({**values, "messages": watched})
+        except SecurityError as error:
+            raise self._refused(
+                f"asks for what no template may have ({error}) (conversation {short(name)})"
+            ) from None
+
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(
             f"the chat template {self.source.name} {why}; mend it, or give another with data.template."
         )
+
+
+def unmarked(text: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a text without its marks, and the spans between them, which may nest: characters [begin, end)."""
+    spans = []
+    depth = 0
+    at = 0
+    began = 0
+    for piece in re.split(f"([{begin}{end}])", text):
+        if piece == begin:
+            began = began if depth else at
+            depth += 1
+        elif piece == end:
+            depth -= 1
+            if depth == 0 and at > began:
+                spans.append((began, at))
+        else:
+            at += len(piece)
+    return text.replace(begin, "").replace(end, ""), spans

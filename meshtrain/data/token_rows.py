@@ -59,7 +59,7 @@ class Stretches:
             edges - edges[0],
         )
 
-    def at(self, columns: np.ndarray) -> "Stretches":
+    def select(self, columns: np.ndarray) -> "Stretches":
         """Returns the labels in these places of each row, ascending: rows of as many labels, where one stretch may
         become several.
         """
@@ -134,7 +134,9 @@ class Stretches:
         return flat.reshape(len(self.edges) - 1, self.length)
 
 
-def in_rows(length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> Stretches:
+def arrange_rows(
+    length: int, counts: np.ndarray, first: np.ndarray, lengths: np.ndarray
+) -> Stretches:
     """Returns rows of `length`, each of its count of stretches and then padding; stretches of length 0 are dropped."""
     ends = np.cumsum(counts)
     rows = np.arange(len(counts))
@@ -160,7 +162,7 @@ def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
     No more is read of stretches, but of pairs, whose second halves begin where their tokens say.
     """
     if columns is not None and isinstance(places, Stretches) and rows.corpus.contents != "pairs":
-        return rows.read(places.at(columns))
+        return rows.read(places.select(columns))
     batch = rows.read(places)
     return batch if columns is None else {name: x[:, columns] for name, x in batch.items()}
 
@@ -189,7 +191,7 @@ class Windows:
     def locate(self, items: np.ndarray) -> Stretches:
         epochs, positions = np.divmod(items, self.count)
         first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
-        return in_rows(
+        return arrange_rows(
             self.length,
             *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)),
         )

@@ -267,7 +267,7 @@ class Unit:
     ) -> Iterator[tuple[ShardWriter, Example, bool]]:
         for document in self._documents(parts, None):
             try:
-                entries = examples.of(document, self.counts)
+                entries = examples.read(document, self.counts)
             except Unfit as error:
                 self._skip(replace(document, kind=error.kind, detail=error.detail))
                 continue

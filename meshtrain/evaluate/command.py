@@ -27,12 +27,15 @@ from meshtrain.evaluate.validation import (
     validation_text,
 )
 from meshtrain.families import FAMILIES
-from meshtrain.generate.opened import Opened, on_mesh, open_asked
+from meshtrain.generate.opened import Opened, open_asked, place_model
 from meshtrain.reader import read_config
 from meshtrain.telemetry.progress import EvaluationProgress
 
+# The record of --json, and the lines for people.
+Result = tuple[dict[str, Any], list[str]]
 
-def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+
+def evaluate(options: argparse.Namespace) -> Result:
     config = read_config(options.path, options.step, options.precision)
     if FAMILIES[config.model.family].images:
         return _images(options, config)
@@ -47,14 +50,14 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return {"model": opened.name, "step": opened.model.step} | record, lines
 
 
-def _validation(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _validation(opened: Opened, options: argparse.Namespace) -> Result:
     with EvaluationProgress("evaluating", "batches") as progress:
         validation = validation_text(options.path, opened.model)
         record = evaluate_text(opened.model, validation, options.batch, progress)
     return record, describe_text(record)
 
 
-def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _text(opened: Opened, options: argparse.Namespace) -> Result:
     inputs = find(options.text)
     length = options.length or min(opened.longest, USUAL)
     stride = min(options.stride or max(length // 2, 1), length)
@@ -72,7 +75,7 @@ def _text(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], 
     return {"length": length, "stride": stride, **record}, [*described(record, TEXT_LINES), rows]
 
 
-def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _tasks(opened: Opened, options: argparse.Namespace) -> Result:
     results = run_tasks(
         opened,
         options.tasks,
@@ -86,12 +89,12 @@ def _tasks(opened: Opened, options: argparse.Namespace) -> tuple[dict[str, Any],
     return {name: results[name] for name in SHOWN if name in results}, [table(results)]
 
 
-def _images(options: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
+def _images(options: argparse.Namespace, config: Config) -> Result:
     if options.text or options.tasks:
         raise ConfigError(
             f"--text and --tasks are for models of text, but {short(options.path)} is one of images."
         )
-    model = on_mesh(
+    model = place_model(
         options.path,
         config,
         options.mesh,

@@ -1,7 +1,8 @@
-"""Evaluations on validation data while a run goes on: when, of what loss, and what follows from it.
+"""Evaluations on validation data while a run goes on: when, of what loss, and with what effect.
 
-    due after a step ─► loss of the first eval.batches batches, of all once where there are fewer ─► the lowest so far? ─► saved (checkpoint.keep_best)
-                                                               └► none lower for eval.patience of them? ─► the run ends
+    due after a step ─► loss of the first eval.batches batches, or of all ─┬► the lowest so far? ─► saved
+                                                                           │              (checkpoint.keep_best)
+                                                                           └► none lower for eval.patience? ─► run ends
 
 A save for this alone comes at most once an evaluation, and costs what one of checkpoint.every does; of all that were
 saved the `checkpoint.keep` newest and the `checkpoint.keep_best` lowest stay on the disk.
@@ -59,7 +60,7 @@ class Evaluation:
         self._counted = jax.jit(counted)
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation follows `step`."""
+        """Returns whether an evaluation follows `step`."""
         every = self.config.eval.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
@@ -90,8 +91,8 @@ class Evaluation:
         return dict(zip(names, means, strict=True))
 
     def is_best(self, step: int, loss: float) -> bool:
-        """Records an evaluation; whether its state is to be saved as the best so far."""
-        # That of the first process, lest another differ in its last bit and save alone.
+        """Records an evaluation and returns whether to save its state as the best so far."""
+        # The first process decides, lest another differ in its last bit and save alone.
         return (
             self.best.add(step, first_decides(lambda: loss))
             and self.config.checkpoint.keep_best > 0
@@ -99,7 +100,7 @@ class Evaluation:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is to end, or has ended, for want of a lower loss."""
+        """Returns whether the run ends, or has ended, for want of a lower loss."""
         return self.best.ends(self.config.eval.patience)
 
     def opening(self) -> list[str]:

@@ -5,11 +5,10 @@ and its tasks.
             ──(text,)──────────────────► loglikelihood_rolling ─┴─► rows ──scoring──► log-probabilities
             ──(prompt, until ...)──────► generate_until ──generate.engine──► text before a stop string
 
-What is asked becomes tokens as lm-eval's own model `hf` has it, so that the numbers are those that others publish:
-special tokens in a text are themselves, what the tokenizer begins texts with (BOS) is put before a context that does
-not begin with it, and a context that is too long loses its beginning. lm-eval itself (extra `evaluate`) is imported
-where its class is asked for, so that this needs none. What it prints while it works goes to stderr, so that stdout
-holds the result alone.
+Requests become tokens as in lm-eval's own model `hf`, so that the numbers are comparable with published ones. Special
+tokens in a text are themselves. BOS is put before a context that does not begin with it, and a context that is too long
+loses its beginning. lm-eval itself (extra `evaluate`) is imported where its class is asked for, so that this module
+needs none. Its own output goes to stderr, so that stdout holds the result alone.
 """
 
 import contextlib

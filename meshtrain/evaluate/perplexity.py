@@ -1,10 +1,9 @@
 """Perplexity of a model on text: how well it predicts each token of each document from the tokens before it.
 
-    files ──data.input_files, documents──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──► Perplexity
+    files ──data.input_files──► documents ──tokenizer──► tokens ──rows_of──► rows ──scoring──► nats ──► Perplexity
 
-A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. What is summed is
--log p, in
-nats, and divided by what one counts: tokens, which depend on the tokenizer, or words and bytes, which do not.
+A document stands by itself, behind what documents begin with; nothing is scored but its own tokens. The sum of -log p,
+in nats, is divided by a count: tokens, which depend on the tokenizer, or words and bytes, which do not.
 """
 
 import math
@@ -81,7 +80,7 @@ def begin_of(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def exp(x: float) -> float:
-    """Infinity where there is no such number."""
+    """Returns e^x, or infinity if it overflows."""
     try:
         return math.exp(x)
     except OverflowError:
@@ -95,10 +94,10 @@ def rows_of(
     is scored once.
 
         tokens      b 0 1 2 3 4 5 6 7 8 9            b: what a document begins with; it is not scored
-        row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens, and scores what comes after each,
-        scored        0 1 2 3 4                      but for those that a row before it has scored
+        row 0       b 0 1 2 3|                       length 5, stride 2: a row puts in 5 tokens and scores the token
+        scored        0 1 2 3 4                      after each, unless an earlier row has scored it
         row 1           1 2 3 4 5|
-        scored                  5 6                  at least length - stride = 3 tokens of context, where there are so many
+        scored                  5 6                  at least length - stride = 3 tokens of context, if there are any
         row 2               3 4 5 6 7|
         scored                      7 8
         row 3                 4 5 6 7 8|
@@ -128,7 +127,7 @@ def perplexity(
 ) -> Counts:
     """Scores the documents in rows of `length` tokens, `stride` from one row to the next.
 
-    Those that cannot be read (empty, damaged, not UTF-8) are counted by what is wrong with them.
+    Unreadable documents (empty, damaged, not UTF-8) are counted by their problem.
 
     ConfigError where no token is left, for a document with a token beyond the model's vocabulary, and where the model
     gives NaN.

@@ -2,7 +2,7 @@
 
     rows, the longest first     cut into batches      padded to powers of two         one program a shape
     ─────────────────────┐                            ┌──────────────────────┐
-    c c c c c c c s s    │  ──►  [rows a batch]  ──►  │ c c c c c c c s · ·  │ ──►  float32 [B, N]: of the N scored places alone
+    c c c c c c c s s    │  ──►  [rows a batch]  ──►  │ c c c c c c c s · ·  │ ──►  float32 [B, N]: the N scored places
     c c c s              │                            │ c c c · · · · · · ·  │
     ─────────────────────┘                            └──────────────────────┘      (c context, s scored, · padding)
 
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.logits import compute_logits, stream
-from meshtrain.reader import Model
+from meshtrain.reader import Model, check_learned
 
 LEAST = 16  # places that a row is padded to, and that are scored at once
 LOGITS = 1 << 28  # bytes of a device's logits at a time
@@ -137,15 +137,14 @@ class Scorer:
                 f"the text has the token {row.tokens.max()}, but the model's are 0 to {model.vocab_size - 1}; it is "
                 "of another tokenizer."
             )
-        if self.longest is not None and len(row.tokens) - 1 > self.longest:
-            raise ConfigError(
-                f"{len(row.tokens) - 1} positions are asked for, but the model has learned {self.longest}."
-            )
+        check_learned(model, len(row.tokens) - 1)
 
     @cached_property
     def _program(self) -> Callable[..., Any]:
-        """(params, tokens [B, T], at [B, N], labels [B, N]) -> float32 and bool [B, N]: the label's log-probability at
-        each place, and whether no other token has a higher one (of equals the first counts, as for argmax).
+        """Maps (params, tokens [B, T], at [B, N], labels [B, N]) to float32 and bool [B, N].
+
+        These are each label's log-probability, and whether no other token has a higher one (of equals the first counts,
+        as for argmax).
         """
         program = self.model.program
         forward = program.local.forward
@@ -169,9 +168,8 @@ class Scorer:
                 logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
                 return logprobs, vocabulary.argmax(logits) == labels
 
-            cut = lambda a: jnp.moveaxis(a.reshape(len(a), chunks, -1, *a.shape[2:]), 1, 0)
-            joined = lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape)
-            return jax.tree.map(joined, lax.map(score, (cut(x_BND), cut(labels))))
+            scored = lax.map(score, (_cut(x_BND, chunks), _cut(labels, chunks)))
+            return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape), scored)
 
         rows = program.rows
         mapped = jax.shard_map(
@@ -182,6 +180,11 @@ class Scorer:
         )
         # Replicated, since every process reads all of it.
         return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
+
+
+def _cut(x: jax.Array, chunks: int) -> jax.Array:
+    """Cuts [B, N, ...] into chunks of the places: [chunks, B, N / chunks, ...]."""
+    return jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0)
 
 
 def _padded(n: int, factor: int, most: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """Evaluates any checkpoint on its run's validation data, or on images of one's own: the loss that the run logged, and
 accuracy.
 
-    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means over what counts
+    config.yaml's section data ──open_data──► validation batches, up to eval.batches ──some rows at a time──► means
 
 The batches are those of the run, in its own order, and nothing random is done to images; a run evaluates a whole batch
 on its mesh, and here some rows of it after the other.
@@ -95,8 +95,8 @@ def evaluate_text(
     """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a
     batch at a time.
 
-    `perplexity` is None where the loss is no likelihood: of preferences, or of a function of one's own. ConfigError
-    where it is not finite.
+    `perplexity` is None unless the loss is a likelihood: not with preferences or a custom loss. ConfigError where it is
+    not finite.
     """
     config = model.config
     train = model.config.train

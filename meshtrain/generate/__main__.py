@@ -50,13 +50,13 @@ def parser() -> Parser:
         action="store_true",
         help="a conversation by the model's own chat template, a line of standard input a message",
     )
-    add("--system", metavar="TEXT", help="of a conversation: what it begins with")
+    add("--system", metavar="TEXT", help="the system message that a conversation begins with")
     add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most")
     add(
         "--temperature",
         type=number_from(0),
         metavar="T",
-        help="0: always the likeliest (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)",
+        help="0: greedy (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)",
     )
     add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
     add(

@@ -3,8 +3,8 @@
     one layer's keys on one device [S, G, P, K]        S slots of this data rank, G key/value heads of this tensor rank
 
             position 0 1 2 3 4 5 6 7
-    slot 0           k k k k k · · ·     prefill writes a whole slot, zeros behind the prompt: nothing of an earlier sequence stays
-    slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends to all up to it
+    slot 0           k k k k k · · ·     prefill writes a whole slot, with zeros behind the prompt: no earlier keys stay
+    slot 1           k k · · · · · ·     decode writes one position of every slot, in place, and attends up to it
 
 An array a layer and heads before positions, so that a product reads the cache as it lies: with one array of all layers,
 or positions first, XLA copies it every step (experiments/generate/decode.py).
@@ -12,7 +12,7 @@ or positions first, XLA copies it every step (experiments/generate/decode.py).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from meshtrain.parallel.placement import local_kv_heads
 
 
 class LayerCache(NamedTuple):
-    """Of one layer: [S, G, P, K] each, in the compute dtype."""
+    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype."""
 
     keys: jax.Array
     values: jax.Array
@@ -49,7 +49,7 @@ class OwnGroups:
 
     @property
     def split(self) -> bool:
-        """Whether each rank has its own without choosing."""
+        """Returns whether each rank has its own without choosing."""
         return local_kv_heads(self.groups, self.ranks) * self.ranks == self.groups
 
     @property
@@ -62,7 +62,7 @@ class OwnGroups:
         firsts = range(0, self.heads, local)
         return max((first + local - 1) // group - first // group + 1 for first in firsts)
 
-    def of(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
+    def select(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
         """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it
         is.
         """
@@ -73,7 +73,7 @@ class OwnGroups:
         heads = (first // group + jnp.arange(self.each)) * group - first
         return jnp.take(by_head, jnp.clip(heads, 0, by_head.shape[2] - 1), axis=2)
 
-    def at(self, first: jax.Array | int) -> jax.Array:
+    def indices(self, first: jax.Array | int) -> jax.Array:
         """Returns int [H]: which of the cached ones each query head from `first` on reads."""
         group = self.heads // self.groups
         return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
@@ -118,15 +118,14 @@ class PromptAttention:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segments: jax.Array | None,
+        segments: Any,
         collectives: Collectives,
-        dropout: Dropout,
-        local: jax.Array | bool | None = None,
-        sinks: jax.Array | None = None,
+        *more: Any,
+        **how: Any,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        self.cache = LayerCache(self.groups.of(k, first), self.groups.of(v, first))
-        return self.attend(q, k, v, segments, collectives, dropout, local, sinks)
+        self.cache = LayerCache(self.groups.select(k, first), self.groups.select(v, first))
+        return self.attend(q, k, v, segments, collectives, *more, **how)
 
 
 class DecodeAttention:
@@ -152,17 +151,15 @@ class DecodeAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        keys = appended(self.cache.keys, self.groups.of(k, first), self.positions)
-        values = appended(self.cache.values, self.groups.of(v, first), self.positions)
+        keys = appended(self.cache.keys, self.groups.select(k, first), self.positions)
+        values = appended(self.cache.values, self.groups.select(v, first), self.positions)
         self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
         if not self.groups.split:
-            at = self.groups.at(first)
+            at = self.groups.indices(first)
             keys = jnp.take(keys, at, axis=1)
             values = jnp.take(values, at, axis=1)
-        return against(
-            q, keys, values, visible, self.model.query_scalar**-0.5, self.model.score_cap, sinks
-        )
+        return against(q, LayerCache(keys, values), visible, self.model, sinks)
 
 
 def seen(
@@ -179,21 +176,21 @@ def seen(
 
 def against(
     q_S1HK: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    cache: LayerCache,
     visible: jax.Array,
-    scale: float,
-    cap: float,
+    model: ModelConfig,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention of one query a slot, [S, 1, H, K], to keys and values [S, G, P, K] where `visible` [S, P]: [S,
-    H*K] in q's dtype.
+    """Returns attention of one query a slot, [S, 1, H, K], to a cache where `visible` [S, P]: [S, H*K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """
     slots, _, heads, width = q_S1HK.shape
+    keys = cache.keys
+    values = cache.values
+    cap = model.score_cap
     groups = keys.shape[1]
-    q = (q_S1HK * scale).reshape(slots, groups, heads // groups, width)
+    q = (q_S1HK * model.query_scalar**-0.5).reshape(slots, groups, heads // groups, width)
     scores = jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
     scores = within(cap, scores) if cap else scores
     scores = jnp.where(visible[:, None, None], scores, MASKED)

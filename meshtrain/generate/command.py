@@ -1,6 +1,6 @@
 """The command: prompts, which run together and are written in their order, or a conversation, a line a message.
 
-What follows the first prompt is written as it comes. In a conversation all that was said is part of the next prompt.
+The answer to the first prompt is written as it comes. In a conversation all that was said is part of the next prompt.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import Opened, open_asked, parse_mesh
 from meshtrain.generate.request import Piece, Request, Sampling
-from meshtrain.generate.text import at_least, text_tokens
+from meshtrain.generate.text import describe_length, text_tokens
 
 MOST_SLOTS = 8  # prompts that run at once; more wait
 READY = "> "  # on a terminal, where a message is waited for
@@ -104,7 +104,9 @@ def check_fits(opened: Opened, prompt: int, length: int) -> None:
         positions = f"the model was made for {length} positions; --length N takes more, which it may not be good at"
     else:
         positions = f"--length is {length}"
-    raise ConfigError(f"the prompt is {at_least(prompt, length)} tokens long, and {positions}.")
+    raise ConfigError(
+        f"the prompt is {describe_length(prompt, length)} tokens long, and {positions}."
+    )
 
 
 def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
@@ -228,15 +230,14 @@ def _prompt(
         tokens = opened.template.tokens(messages, most=length)
     if len(tokens) >= length:
         raise ConfigError(
-            f"the message makes the conversation {at_least(len(tokens), length)} tokens long, and there are {length} "
-            "positions for it and its answer; "
-            "--length N takes more."
+            f"the message makes the conversation {describe_length(len(tokens), length)} tokens long, and there are "
+            f"{length} positions for it and its answer; --length N takes more."
         )
     return messages, tokens
 
 
 def _lines() -> Iterator[str]:
-    """Yields what is typed, or comes from a pipe, line by line until its end; empty lines are no messages.
+    """Yields what is typed, or comes from a pipe, line by line until its end, and skips empty lines.
 
     Ctrl-C forgets the line.
     """

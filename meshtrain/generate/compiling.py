@@ -3,7 +3,7 @@
     programs   decode, decode with log-probabilities, prefill of 16, 32, ... tokens
                └──────────── COMMON: waited for ───────────────┘ └─ the rest, perhaps while requests are answered
 
-Those that a request waits for come first, the others in their order.
+Programs that a request waits for come first, the others in their order.
 """
 
 import logging

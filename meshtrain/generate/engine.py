@@ -5,13 +5,12 @@ batching: Yu et al. 2022).
        │          (bounded: Busy)   slot 1 ██████┊████████░░░ one ends, the next takes its slot while the others go on
        └─► Ticket.cancel            slot 2 ░░░░░░░░░██████░░░ free slots decode what nobody reads
 
-    device   │ decode n │ decode n + 1 │ decode n + 2 │         The host has dispatched a step before it reads the one before it:
-    host          │ reads n, tells │ reads n + 1, tells │       what it takes to make text of tokens costs the device nothing.
+    device   │ decode n │ decode n + 1 │ decode n + 2 │    The host dispatches a step before it reads the one before:
+    host          │ reads n, tells │ reads n + 1, tells │  turning tokens into text costs the device nothing.
 
 A program that is compiled ahead (`warm`) is compiled on a thread of its own: a request that needs one more waits, and
-the others go on. Whether a request ends with a token is known one step late, so that its slot decodes once more, which
-nobody reads. What a request gets
-depends on nothing beside it: its noise follows from its own seed and positions.
+the others go on. A request's end is known one step late, so that its slot decodes once more, which nobody reads. A
+request's answer depends on nothing beside it: its noise follows from its own seed and positions.
 """
 
 import logging
@@ -155,7 +154,7 @@ class Engine:
 
     @property
     def warming(self) -> bool:
-        """Whether a thread compiles what may be needed."""
+        """Returns whether a thread compiles programs that may be needed."""
         return self._ahead is not None and self._ahead.running
 
     def close(self, drain: bool = False) -> None:
@@ -257,7 +256,7 @@ class Engine:
                 self._waiting.remove(ticket)
                 request = ticket.request
                 tokens = np.asarray(request.tokens, np.int32)
-                running = Running(ticket, self.opened, self._spelling, self.length)
+                running = Running(ticket, self.opened.ends, self._spelling, self.length)
                 self._running[slot] = running
             if self._state is None:
                 self._state = self._decoding.empty()
@@ -377,7 +376,7 @@ class Engine:
         return bool(self._waiting or self._unread or self._occupied())
 
     def _can_step(self) -> bool:
-        """Whether a turn would do anything: what waits may wait for a program."""
+        """Returns whether a turn would do anything: a waiting request may wait for a program."""
         going = self._unread or self._occupied() or self._admissible()
         return bool(going) or any(ticket.cancelled for ticket in self._waiting)
 

@@ -1,10 +1,10 @@
 """Weights of the layers' products in 8 bits: half the bytes of bfloat16, a quarter of float32's.
 
-    W [in, out] ──► values, int8 or e4m3 [in, out]  x  scale, float32 [1, out]  ──widened where it is multiplied──► bfloat16
+    W [in, out] ──► values, int8 or e4m3 [in, out]  x  scale, float32 [1, out]  ──widened in the product──► bfloat16
 
-Each output has a scale of its own, of experts each expert's, and those of a weight that splits over tensor are those of
-all of it, so that every mesh multiplies by the same numbers. Embedding, head, norms, routers, biases and adapters stay
-as they are.
+Each output has a scale of its own, and so has each output of each expert. A weight that splits over tensor has the
+scales of the whole weight, so that every mesh multiplies by the same numbers. Embedding, head, norms, routers, biases
+and adapters stay as they are.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -152,7 +152,7 @@ USUAL = 4096  # positions of a slot, of a model that has more
 
 @dataclass(frozen=True)
 class Opened:
-    """What an engine needs of a model, and what its users do."""
+    """A model with all that an engine and its users need of it."""
 
     model: Model
     tokenizer: Tokenizer  # of plain text: a special token's text in it is text
@@ -193,12 +193,7 @@ def open_model(
     """
     root = Path(path).expanduser()
     _check_there(root, str(path))
-    if precision is not None and precision not in PRECISIONS:
-        ending = nearest(precision, PRECISIONS) or f"; legal are {', '.join(PRECISIONS)}."
-        raise ConfigError(f"the precision {short(repr(precision))} is none to compute in{ending}")
-    if weights is not None and weights not in KINDS:
-        ending = nearest(weights, KINDS) or f"; legal are {', '.join(KINDS)}."
-        raise ConfigError(f"weights are not held in {short(repr(weights))} here{ending}")
+    _check_kinds(precision, weights)
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
         raise ConfigError(
@@ -216,39 +211,16 @@ def open_model(
     tokenizer = load_tokenizer(name, begin=begin, end=end)
     marked = load_tokenizer(name, chat=True, begin=begin, end=end)
     vocabulary = config.model.vocab_size
-    # of a tokenizer without one the end of a document may be an id more than the model has
-    if tokenizer.vocab_size - (tokenizer.end_of_document >= vocabulary) > vocabulary:
-        raise ConfigError(
-            f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; "
-            "it is another model's."
-        )
-    template = None
-    without = ""
-    own = config.data.template
-    try:
-        source = find_template(own if own and Path(own).expanduser().is_file() else None, name)
-        template = Conversations(source, marked, time.time())
-    except ConfigError as error:
-        without = str(error)
+    _check_vocabulary(tokenizer, name, vocabulary)
+    template, without = _conversations(config.data.template, name, marked)
     generation = read_json(files[GENERATION]) if GENERATION in files else {}
     sampling, asks = _sampling(generation)
-    asks = (*asks, *(f"{note}." for note in tokenizer.boundaries.notes))
-    ends = {stop.id: stop.source for stop in tokenizer.boundaries.stops}
-    if template and (turn := template.end_of_turn()) is not None:
-        ends[turn] = "the chat template"
-    # of weights whose tokenizer lies elsewhere
-    for file, content in ((CONFIG, theirs), (GENERATION, generation)):
-        ends |= {i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends}
-    beyond = [
-        f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES
-    ]
-    if beyond:
-        asks += (
-            f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}.",
-        )
+    ends = _ends(tokenizer, template, {CONFIG: theirs, GENERATION: generation})
+    boundaries = (f"{note}." for note in tokenizer.boundaries.notes)
+    asks = (*asks, *boundaries, *_left_out(ends, vocabulary))
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
-    model = on_mesh(
+    model = place_model(
         root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
     )
     fitting = frozenset(i for i in ends if i < vocabulary)
@@ -269,6 +241,58 @@ def open_model(
     )
 
 
+def _check_kinds(precision: str | None, weights: str | None) -> None:
+    for asked, legal, before, after in (
+        (precision, PRECISIONS, "the precision ", " is none to compute in"),
+        (weights, KINDS, "weights are not held in ", " here"),
+    ):
+        if asked is not None and asked not in legal:
+            ending = nearest(asked, legal) or f"; legal are {', '.join(legal)}."
+            raise ConfigError(f"{before}{short(repr(asked))}{after}{ending}")
+
+
+def _check_vocabulary(tokenizer: Tokenizer, name: str, vocabulary: int) -> None:
+    # of a tokenizer without one the end of a document may be an id more than the model has
+    if tokenizer.vocab_size - (tokenizer.end_of_document >= vocabulary) > vocabulary:
+        raise ConfigError(
+            f"the tokenizer {short(name)} has {tokenizer.vocab_size} ids, but the model's vocabulary is {vocabulary}; "
+            "it is another model's."
+        )
+
+
+def _ends(
+    tokenizer: Tokenizer, template: Conversations | None, files: Mapping[str, Mapping[str, Any]]
+) -> dict[int, str]:
+    """Returns the tokens that end a text or a turn, each with the file that says so."""
+    ends = {stop.id: stop.source for stop in tokenizer.boundaries.stops}
+    if template and (turn := template.end_of_turn()) is not None:
+        ends[turn] = "the chat template"
+    # of weights whose tokenizer lies elsewhere
+    for file, content in files.items():
+        ends |= {i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends}
+    return ends
+
+
+def _left_out(ends: Mapping[int, str], vocabulary: int) -> Iterator[str]:
+    """Yields a sentence on the end tokens of a file that the model does not have."""
+    beyond = [
+        f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES
+    ]
+    if beyond:
+        yield f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}."
+
+
+def _conversations(
+    own: str | None, name: str, marked: Tokenizer
+) -> tuple[Conversations | None, str]:
+    """Returns the model's chat template, or why it has none."""
+    try:
+        source = find_template(own if own and Path(own).expanduser().is_file() else None, name)
+        return Conversations(source, marked, time.time()), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
     """Opens the model that a command line asks for, by the options of `cli.Parser.add_model`."""
     how = {
@@ -277,7 +301,7 @@ def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> O
     return open_model(options.path, length=length, slots=slots, **how)
 
 
-def on_mesh(
+def place_model(
     root: Path,
     config: Config,
     mesh: str | None,
@@ -356,9 +380,7 @@ def _tokenizer(root: Path, config: Config) -> tuple[str, Mapping[str, Path]]:
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str, ...]]:
-    """Returns how a generation_config.json has tokens chosen, and what of it is to be said; ConfigError for what is no
-    way to.
-    """
+    """Returns the sampling of a generation_config.json, and sentences about it; ConfigError if it is invalid."""
     if (problem := next(problems(generation, SAMPLING), None)) is not None:
         raise ConfigError(problem)
     absent = [

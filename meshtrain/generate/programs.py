@@ -1,11 +1,11 @@
 """A model's compiled programs for generating: prefill of a prompt into a slot, and decode, one token for every slot.
 
-    prompt [T] ──padded to a power of two──► prefill ─┐            each bucket is compiled once: ahead, or when it is first used
+    prompt [T] ──padded to a power of two──► prefill ─┐            each bucket is compiled once: ahead, or at first use
                                                       ▼
                        Slots: cache, last token, position, sampling ──► decode ──► Slots, Picked ──► decode ──► ...
 
-A state is donated and the next decode reads the token that the last one chose where it lies, so that a host can
-dispatch a step before it has seen what the one before chose. Layers stand one after the other in the program, each with
+A state is donated, and the next decode reads the last chosen token where it lies. So a host can dispatch a step before
+it has seen the token of the one before. Layers stand one after the other in the program, each with
 weights of its own, in the compute dtype and whole on every data rank:
 
     blocks.attention.q [layers, D, H, K] float32  ──►  layer 0 [D, H, K], layer 1 [D, H, K], ...  bfloat16
@@ -46,7 +46,7 @@ from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.parallelize import make_layout
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.tensor import MeshCollectives
-from meshtrain.reader import Model
+from meshtrain.reader import Model, check_learned
 
 Tree = Any
 LEAST_BUCKET = 16  # tokens
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
 def specs(layout: Layout, kind: str | None = None) -> Parts:
     """Returns how `taken_over` splits each weight."""
-    return _by_part(layout, {weight.name: _specs(weight, kind) for weight in layout.flat})
+    return _group_parts(layout, {weight.name: _specs(weight, kind) for weight in layout.flat})
 
 
 def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None) -> Parts:
@@ -93,10 +93,10 @@ def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None
         by_name[weight.name] = jax.block_until_ready(jax.jit(cut, out_shardings=shardings)(x))
         if not keep:
             x.delete()
-    return _by_part(layout, by_name)
+    return _group_parts(layout, by_name)
 
 
-def _by_part(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
+def _group_parts(layout: Layout, by_name: dict[str, list[Any]]) -> Parts:
     def part(name: str, layer: int = 0) -> Tree:
         return jax.tree.map(
             lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed
@@ -145,8 +145,8 @@ class Decoding:
 
     `keep` False frees the model's own arrays as its weights are taken over: it then gives no logits any more, and no
     more memory is needed than for one weight of all layers besides. `kind`: what holds weights of products, see
-    `generate.held`. ConfigError for a mesh with stages, for slots that data does not divide, for a length that the
-    model has no positions for, and for an attention hook, which knows of no cache.
+    `generate.held`. Raises ConfigError for a mesh with stages, slots that data does not divide, a length beyond the
+    model's positions, and an attention hook, which cannot use a cache.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Decoding:
 
     @property
     def synchronous(self) -> bool:
-        """Whether a program must end before the next is dispatched: fake devices deadlock with two under way."""
+        """Returns whether a program must end before the next is dispatched: two at once deadlock fake devices."""
         return platform(self.mesh) == "cpu" and self.mesh.size > 1
 
     def prefill(
@@ -447,10 +447,7 @@ def _check(config: Config, hooks: Hooks, slots: int, length: int) -> None:
         raise ConfigError(f"{slots} slots cannot be shared by data {mesh.data}; give a multiple.")
     if length < 1:
         raise ConfigError(f"slots of {length} positions hold nothing; give 1 or more.")
-    if FAMILIES[model.family].positions == "learned" and length > model.max_positions:
-        raise ConfigError(
-            f"{length} positions are asked for, but the model has learned {model.max_positions}."
-        )
+    check_learned(model, length)
     if hooks.attention is not None:
         name = model.attention or getattr(hooks.attention, "__qualname__", "a function")
         raise ConfigError(

@@ -1,17 +1,14 @@
-"""What is asked of an engine, what it answers, and a request under way; without JAX."""
+"""Requests to an engine, its answers, and a request under way; without JAX."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from meshtrain.errors import ConfigError
 from meshtrain.generate.text import Spelling, Stream
-
-if TYPE_CHECKING:
-    from meshtrain.generate.opened import Opened
 
 # The most likely tokens that can be told beside a chosen one.
 MOST_LIKELY = 20
@@ -31,7 +28,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """ConfigError for what is no way to choose a token."""
+        """Raises ConfigError if no token can be chosen so."""
         if not (0 <= self.temperature < np.inf):
             raise ConfigError(f"temperature is {self.temperature}; it must be a number from 0.")
         if not 0 < self.top_p <= 1:
@@ -52,7 +49,7 @@ class Request:
     logprobs: int | None = None  # tell of so many of the most likely tokens; None: of no token
 
     def check(self, length: int, vocabulary: int) -> None:
-        """ConfigError for what cannot be answered with so many positions and tokens, in a sentence."""
+        """Raises ConfigError if so many positions and tokens cannot answer it."""
         tokens = np.asarray(self.tokens)
         if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
             raise ConfigError("a prompt must be one token at least.")
@@ -111,7 +108,7 @@ class Closed(Exception):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What an engine does at the moment, and has done; counts never fall."""
+    """The work of an engine, now and so far; counts never fall."""
 
     slots: int
     busy: int  # slots with a request
@@ -157,17 +154,19 @@ class Ticket:
 class Running:
     """A request in a slot, as the host sees it."""
 
-    def __init__(self, ticket: Ticket, opened: "Opened", spelling: Spelling, length: int) -> None:
-        """`length`: positions of the slot."""
+    def __init__(
+        self, ticket: Ticket, ends: frozenset[int], spelling: Spelling, length: int
+    ) -> None:
+        """`ends`: tokens that end a text; `length`: positions of the slot."""
         request = ticket.request
         self.ticket = ticket
-        self.ends = opened.ends
+        self.ends = ends
         self._spelling = spelling
         self.most = min(request.most, length - len(request.tokens))
         self.dispatched = 1  # tokens that are chosen, or are to be by what the device was given
         self.tokens = 0  # those of them that were read
         self.ended = False
-        self._stream = Stream(opened.tokenizer, request.tokens, request.stop)
+        self._stream = Stream(spelling.tokenizer, request.tokens, request.stop)
 
     def next(self, token: int, logprob: Any, ids: Any, logprobs: Any) -> Piece | None:
         """Returns what one more token makes of it, with its last token a finish; None where there is nothing to tell
@@ -183,7 +182,7 @@ class Running:
         text = "" if ended else self._stream.push(token)
         chosen: tuple[Chosen, ...] = ()
         if (most := request.logprobs) is not None:
-            spelt = self._spelling.of
+            spelt = self._spelling.spell
             likely = zip(ids[:most], logprobs[:most], strict=True)
             alternatives = tuple((int(i), spelt(int(i)), float(p)) for i, p in likely)
             chosen = (Chosen(token, spelt(token), float(logprob), alternatives),)

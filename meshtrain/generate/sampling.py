@@ -2,11 +2,12 @@
 
     logits ── (x - max) / temperature ──► sorted, the likeliest first, of equals the lower id
                                           ├─ top_k  ranks below k
-                                          └─ top_p  of these the fewest whose probabilities sum to p       nucleus: Holtzman et al. 2020
-    those left + Gumbel noise ── the largest ──► the token                                                 Gumbel-max: Maddison et al. 2014
+                                          └─ top_p  of these the fewest whose probabilities sum to p
+    those left + Gumbel noise ── the largest ──► the token
 
-A token's noise follows from the seed, its position and its id alone, so that a sequence gets the same tokens in any
-slot, whatever runs beside it and however the vocabulary is padded.
+Nucleus (top_p): Holtzman et al. 2020. Gumbel-max: Maddison et al. 2014. A token's noise follows from the seed, its
+position and its id alone. So a sequence gets the same tokens in any slot, whatever runs beside it and however the
+vocabulary is padded.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class SamplingArrays(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Sampling) -> "SamplingArrays":
-        """Of one request; of the seed its lowest 32 bits."""
+        """Returns the arrays of one request, with the lowest 32 bits of its seed."""
         return cls(
             np.array(sampling.temperature, np.float32),
             np.array(sampling.top_k, np.int32),
@@ -67,7 +68,7 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
 
 
 def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Array:
-    """Whether top-k and top-p leave a token, bool [S, V], of logits over their temperature [S, V].
+    """Returns whether top-k and top-p leave a token, bool [S, V], of logits over their temperature [S, V].
 
     The likeliest is always left.
     """

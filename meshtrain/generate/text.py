@@ -2,9 +2,9 @@
 
 A text becomes tokens as its tokenizer begins texts, a conversation as the model's own template writes it.
 
-What is given out no later token changes. A token may end within a character, whose other bytes the next ones bring, and
-how it is written may depend on the one before it (the space that sentencepiece leaves out at the beginning of a text).
-So a token's text is what it adds to that of the tokens before it, held back while it ends on half a character; and what
+No later token changes a text that was given out. A token may end within a character, whose other bytes the next ones
+bring. Its spelling may depend on the token before it: sentencepiece leaves out a space at the beginning of a text. So a
+token's text is what it adds to that of the tokens before it, held back while it ends on half a character; and what
 may be the beginning of a stop string is held back until it is none.
 """
 
@@ -107,20 +107,20 @@ class Spelling:
     """The text of single tokens, special ones too, as they stand within a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[int, str] = {}
         # Behind another token a space at the beginning is one.
         self._before = [int(i) for i in tokenizer.encode(["a"])[0][-1:]]
         self._skipped = self._spelt(self._before)
 
-    def of(self, token: int) -> str:
-        """Half a character is U+FFFD."""
+    def spell(self, token: int) -> str:
+        """Returns the text of one token; half a character is U+FFFD."""
         if token not in self._known:
             self._known[token] = self._spelt([*self._before, token])[len(self._skipped) :]
         return self._known[token]
 
     def _spelt(self, ids: list[int]) -> str:
-        spell = getattr(self._tokenizer, "spell", self._tokenizer.decode)
+        spell = getattr(self.tokenizer, "spell", self.tokenizer.decode)
         return spell(np.array(ids, np.int64))
 
 
@@ -149,7 +149,7 @@ def text_tokens(tokenizer: Tokenizer, text: str, most: int | None = None) -> np.
     return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(np.int32)
 
 
-def at_least(tokens: int, most: int) -> str:
+def describe_length(tokens: int, most: int) -> str:
     """Returns how many tokens a prompt has; where it has far more than `most`, not all of it was tokenized."""
     return f"{'at least ' if tokens > 2 * most else ''}{tokens}"
 
@@ -166,7 +166,7 @@ class Conversations:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template of conversations with tools reads them."""
+        """Returns whether the template of conversations with tools reads them."""
         return "tools" in self._template.compiled(True).variables
 
     def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:

@@ -25,7 +25,7 @@ from meshtrain.errors import ConfigError, say, short
 from meshtrain.generate.compiling import reason
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.request import EngineStatus, Request, Sampling
-from meshtrain.generate.text import at_least, text_tokens
+from meshtrain.generate.text import describe_length, text_tokens
 from meshtrain.serve.errors import Refused, queue_full, unavailable
 from meshtrain.serve.requests import SEEDS, Asked, too_long
 
@@ -101,7 +101,7 @@ class ServedModel:
             )
         room = self.length - len(tokens)
         if room < (asked.most or 1):
-            wanted = f"{at_least(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
+            wanted = f"{describe_length(len(tokens), self.length)} tokens of {where} and {asked.most or 1} to choose"
             raise too_long(wanted, where, self.length)
         if sampling.temperature:
             # Several answers to one prompt differ.

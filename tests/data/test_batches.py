@@ -9,7 +9,7 @@ from data_configs import config, write_random_shards
 from meshtrain.config import Config
 from meshtrain.data import TextBatches, open_data
 from meshtrain.data.shards import PADDING
-from meshtrain.data.token_rows import in_rows
+from meshtrain.data.token_rows import arrange_rows
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_batch_is_the_same_whatever_was_asked_for_before(batching, text, other
 
 
 def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped():
-    rows = in_rows(6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6]))
+    rows = arrange_rows(6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6]))
     assert rows.first.tolist() == [10, 20, PADDING, PADDING, 30]
     assert rows.lengths.tolist() == [4, 1, 1, 6, 6]
     assert rows.segments.tolist() == [1, 2, 0, 0, 1]

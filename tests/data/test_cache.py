@@ -148,9 +148,9 @@ def test_a_user_without_a_home_hears_of_the_cache(text, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("~nobody-of-that-name/text", "there is no such file or directory"),
-        ("x" * 1000, r"x…x{60} cannot be read: file name too long"),
-        ("/dev/null", "/dev/null is neither a file nor a directory; write the text"),
+        ("~nobody-of-that-name/text", r"nobody.* no such file or directory"),
+        ("x" * 1000, r"x…x{60} cannot be read: .* too long"),
+        ("/dev/null", "/dev/null .*neither .*; write the text"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source, said):

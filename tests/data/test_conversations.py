@@ -5,15 +5,17 @@ short.
 import importlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from refusals import tells
 
 from meshtrain.config import Config, ConfigError, load
-from meshtrain.data import TextBatches, documents, in_epochs, open_data
+from meshtrain.data import TextBatches, documents, open_data, resolve_epochs
 from meshtrain.data.__main__ import main
 from meshtrain.data.input_files import find
 from meshtrain.data.manifest import LEARNED
@@ -183,13 +185,8 @@ def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder):
     assert len(kept) < COUNT and cut
     said = train.describe()
     assert f"{cut} of 12 examples end at token 12" in said
-    assert (
-        f"{COUNT - len(kept)} of 12 examples are left out, since no answer begins in their first 12 tokens"
-        in said
-    )
-    with pytest.raises(
-        ConfigError, match=r"none has a learned answer within train\.sequence_length 2"
-    ):
+    assert tells(said, f"{COUNT - len(kept)} of 12 examples ... no answer ... first 12 tokens")
+    with pytest.raises(ConfigError, match=r"learned answer .*train\.sequence_length 2"):
         open_data(config(folder, "chats.jsonl", length=2))
 
 
@@ -250,10 +247,7 @@ def test_a_pair_that_is_longer_than_a_row_is_left_out(folder):
     assert (
         0 < left_out < COUNT and sum(row["pairs"].max() for row in epoch(train)) == COUNT - left_out
     )
-    assert (
-        f"{left_out} of 12 examples are left out, since they are longer than a row"
-        in train.describe()
-    )
+    assert tells(train.describe(), f"{left_out} of 12 examples ... longer than a row")
 
 
 @pytest.mark.thorough
@@ -322,13 +316,9 @@ def test_shards_of_something_else_are_refused(folder, tmp_path):
             folder, "", data={**data, "template": str(tmp_path / "shards" / "chat_template.jinja")}
         )
     )
-    with pytest.raises(
-        ConfigError, match=r"hold chat, but data\.format is text; set data\.format to chat"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.format is text; set .* chat"):
         open_data(config(folder, "", data={**data, "format": "text", "template": None}))
-    with pytest.raises(
-        ConfigError, match=r"were made with another chat template than data\.template"
-    ):
+    with pytest.raises(ConfigError, match=r"another chat template than data\.template"):
         open_data(config(folder, "", data={**data, "template": str(tmp_path / "other.jinja")}))
 
 
@@ -337,16 +327,16 @@ def test_shards_of_something_else_are_refused(folder, tmp_path):
     [
         (
             '{"messages": [{"role": "user", "content": "x"}]}\n' * 2,
-            "2 skipped: 2 without an answer; the first, bad.jsonl#0, is without an answer",
+            "2 skipped: 2 without ... bad.jsonl#0, ... an answer",
         ),
         (
             '{"text": "x"}\n',
-            "1 skipped: 1 no conversation; the first, bad.jsonl#0, is no conversation (it has neither messages",
+            "1 skipped: 1 no conversation ... bad.jsonl#0, ... messages",
         ),
-        ('{"messages": 1, "messages": 2}\n', "is ambiguous (the field 'messages' stands twice)"),
+        ('{"messages": 1, "messages": 2}\n', "ambiguous ... 'messages' stands twice"),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}\n',
-            "is not Unicode (half of a surrogate pair)",
+            "not Unicode (half of a surrogate pair)",
         ),
         ("[1]\n{\n", "2 skipped: 1 no conversation, 1 not JSON"),
     ],
@@ -355,7 +345,9 @@ def test_a_source_without_an_answer_is_refused(lines, said, folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ConfigError) as caught:
         open_data(config(folder, "", data={"source": str(tmp_path / "bad.jsonl")}))
-    assert str(caught.value).startswith("the input holds no document") and said in str(caught.value)
+    assert str(caught.value).startswith("the input holds no document") and tells(
+        str(caught.value), said
+    )
 
 
 def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder, tmp_path):
@@ -366,13 +358,13 @@ def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder, tmp_path):
     assert len(examples(open_data(config(folder, "", data=data))[0])) == COUNT
     with pytest.raises(
         ConfigError,
-        match=r"the document some\.jsonl#\d+ is no conversation \(its messages is no list",
+        match=r"some\.jsonl#\d+ .* conversation \(.*messages .*no list",
     ):
         open_data(config(folder, "", data={**data, "bad_documents": "refuse"}))
 
 
 def test_text_has_no_template(folder, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"data\.template is .*, but data\.format is text"):
+    with pytest.raises(ConfigError, match=r"data\.template .* data\.format is text"):
         config(folder, "chats.jsonl", data={"format": "text"})
     arguments = [
         "prepare",
@@ -383,7 +375,7 @@ def test_text_has_no_template(folder, tmp_path, capsys):
         "--output",
     ]
     assert main([*arguments, str(tmp_path / "out")]) == 2
-    assert "text has no chat template; leave x.jinja out" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "text ... no chat template; leave x.jinja")
 
 
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
@@ -396,23 +388,21 @@ def test_a_source_of_no_conversations_is_refused(source, folder):
 
 def test_conversations_in_a_file_of_another_kind_are_refused(folder, tmp_path):
     (tmp_path / "chats.txt").write_text((folder / "chats.jsonl").read_text())
-    with pytest.raises(
-        ConfigError, match=r"chats\.txt, is no conversation \(they are read from \.jsonl, "
-    ):
+    with pytest.raises(ConfigError, match=r"chats\.txt, .* conversation .*read from \.jsonl, "):
         open_data(config(folder, "", data={"source": str(tmp_path / "chats.txt")}))
 
 
 def test_steps_follow_from_epochs(folder):
     given = config(folder, "chats.jsonl", train={"epochs": 2.5})
-    assert in_epochs(given, 7).train.steps == 18
+    assert resolve_epochs(given, 7).train.steps == 18
     # As a run directory's own config.yaml says it.
     again = config(folder, "chats.jsonl", train={"epochs": 2.5, "steps": 18})
-    assert in_epochs(again, 7).train.steps == 18
+    assert resolve_epochs(again, 7).train.steps == 18
     with pytest.raises(
         ConfigError,
-        match=r"train\.steps is 18, but train\.epochs 2\.5 of 8 batches each are 20 steps",
+        match=r"train\.steps is 18, .*train\.epochs 2\.5 .* 8 .* 20 steps",
     ):
-        in_epochs(again, 8)
+        resolve_epochs(again, 8)
 
 
 @pytest.mark.thorough
@@ -456,9 +446,7 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(folder, capsys):
     assert main([*arguments, str(folder / "pairs.jsonl"), "--format", "pairs"]) == 0
     assert capsys.readouterr().out.startswith("uU.a[[C0.]]uU.a{{R0R0.}}\n")
     assert main([*arguments, str(folder / "chats.jsonl"), "--number", "13"]) == 2
-    assert (
-        "there are 12 examples in the input, of which none is number 13" in capsys.readouterr().err
-    )
+    assert tells(capsys.readouterr().err, "12 examples ... none is number 13")
 
 
 def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monkeypatch):
@@ -486,9 +474,9 @@ def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_pa
         for n in range(6)
     ]
     (tmp_path / "tools.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    noted = "3 conversations with tools, which the template does not read"
     train, _ = open_data(config(folder, "", data={"source": str(tmp_path / "tools.jsonl")}))
-    assert train.describe().count(noted) == 1
+    noted = r"3 conversations with tools, .* not read"
+    assert len(re.findall(noted, train.describe())) == 1
     arguments = [
         "show",
         "--template",

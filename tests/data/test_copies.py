@@ -65,10 +65,7 @@ def test_what_a_run_reads_texts_with_is_copied_and_a_change_is_told(tmp_path, mo
     assert capsys.readouterr().err == ""
     (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
     keep(asked, tmp_path / "run")
-    assert (
-        "x/tokenizer_config.json has changed since this run was last started"
-        in capsys.readouterr().err
-    )
+    assert "x/tokenizer_config.json has changed since" in capsys.readouterr().err
 
 
 def test_the_copies_stand_in_the_place_of_the_originals_where_there_are_any(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mounts import exit_code_of, may_mount, mount, own_mounts
-from refusals import refused
+from refusals import refused, tells
 
 from meshtrain.data.__main__ import main
 from meshtrain.data.manifest import read_manifest
@@ -66,10 +66,8 @@ def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_pat
         "1",
     ]
     assert main([*arguments, "--validation", "0.5"]) == 2
-    assert (
-        "no document is left to train on: of few documents --validation 0.5 may take all"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert tells(said, "no document ... left to train ... --validation 0.5 ")
 
 
 @pytest.mark.parametrize(("validation", "warned"), [("0.01", True), ("0", False)])
@@ -89,9 +87,7 @@ def test_prepare_says_that_it_held_out_nothing_though_asked_to(
     assert main([*arguments, "--validation", validation]) == 0
     caught = capsys.readouterr()
     assert "validation: 0 documents" in caught.out
-    assert (
-        "meshtrain: no document is held out: of few documents --validation 0.01 " in caught.err
-    ) == warned
+    assert tells(caught.err, "no document is held out ... --validation 0.01 ") == warned
 
 
 def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
@@ -123,7 +119,7 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     [
         (
             ["prepare", "--input", "x", "--output", "y", "--workers", "0"],
-            "'0' is not a whole number of at least 1",
+            "'0' is not a whole number ... 1",
         ),
         (
             ["prepare", "--input", "x", "--output", "y", "--validation", "2"],
@@ -131,14 +127,14 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
         ),
         (
             ["prepare", "--input", "/no/such", "--output", "y"],
-            "there is no file or directory /no/such",
+            "no file or directory /no/such",
         ),
         (["verify", "/no/such"], "holds no prepared shards"),
         (["prepare", "--input", "", "--output", "y"], "an argument is empty"),
-        (["prepare", "--input", "x", "--output="], "an argument is empty; give --output a value"),
+        (["prepare", "--input", "x", "--output="], "argument is empty; give --output a value"),
         (
             ["prepare", "--input", "/dev/null", "--output", "y"],
-            "/dev/null is neither a file nor a directory",
+            "/dev/null is neither a file nor",
         ),
         (
             ["prepare", "--input", str(ROOT / "tests"), "--output", __file__],
@@ -151,7 +147,7 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said, capsys):
-    assert said in refused(main, capsys, *arguments)
+    assert tells(refused(main, capsys, *arguments), said)
 
 
 @pytest.mark.thorough
@@ -215,7 +211,7 @@ def test_the_output_may_lie_in_the_input(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_path):
     if not may_mount():
-        pytest.skip("a process may not have mounts of its own here")
+        pytest.skip("this process may not mount")
     out, said = tmp_path / "out", tmp_path / "said"
     out.mkdir()
     (tmp_path / "a.txt").write_text("words " * 100_000)
@@ -238,10 +234,8 @@ def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_pat
         os._exit(code + 10 * len(list(out.glob(".*.tokens.*"))))
 
     assert exit_code_of(on_a_small_disk) == 1
-    assert said.read_text().splitlines()[1:] == [
-        f"meshtrain: {out} cannot be written: no space left on device; make room there and run the same command again, "
-        "which goes on from what is finished, or give another --output."
-    ]
+    (_, sentence) = said.read_text().splitlines()
+    assert tells(sentence, f"meshtrain: {out} cannot be written: no space ... --output.")
 
 
 def test_a_tokenizer_that_cannot_be_written_is_reported(text, tmp_path, capsys):
@@ -275,13 +269,10 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
         "--vocab-size",
     ]
     assert main([*command, "300"]) == 2
-    assert "the input holds no document: 1 skipped: 1 without text." in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "no document: 1 skipped: 1 without text.")
     (tmp_path / "b.txt").write_text("words")
     assert main([*command, "999999999"]) == 2
-    assert (
-        "must be from 257, the bytes and the end of document, to 16777216"
-        in capsys.readouterr().err
-    )
+    assert tells(capsys.readouterr().err, "--vocab-size ... from 257, ... to 16777216")
     assert main([*command, "300"]) == 0 and "1 skipped: 1 without text" in capsys.readouterr().err
 
 
@@ -302,6 +293,5 @@ def test_standard_output_that_is_full_is_reported(text, tmp_path):
             command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == [
-        "meshtrain: standard output cannot be written: no space left on device."
-    ]
+    (_, said) = done.stderr.splitlines()
+    assert tells(said, "output cannot be written: no space left")

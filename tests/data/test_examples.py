@@ -59,7 +59,7 @@ def make() -> Make:
 def tokens_of(
     examples: Examples, messages: Any, counts: Counter[str] | None = None
 ) -> list[np.ndarray]:
-    found = examples.of(
+    found = examples.read(
         Document("x", "", record={"messages": messages}), Counter() if counts is None else counts
     )
     return examples.encode(found, Counter())
@@ -137,14 +137,14 @@ def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make):
                 "message.content", "('' if message.role == 'assistant' else message.content)"
             ),
             "with an empty answer",
-            "in what the template makes of it",
+            "what the template makes of it",
         ),
         (
             MARKED.text.replace(
                 "message.content", "('' if message.role == 'assistant' else message.content)"
             ),
             "with an empty answer",
-            "in what the template makes of it",
+            "what the template makes of it",
         ),
         (
             MARKED.text.replace("generation %}{{", "generation %}{{ '' and"),
@@ -163,7 +163,9 @@ def test_of_a_pair_both_answers_are_marked_and_nothing_of_what_they_share(make):
     examples = make(PLAIN, contents="pairs")
     shared = CONVERSATIONS[1]["messages"][:4]
     record = {"prompt": shared, "chosen": "the mesh", "rejected": "of a token"}
-    (tokens,) = examples.encode(examples.of(Document("x", "", record=record), Counter()), Counter())
+    (tokens,) = examples.encode(
+        examples.read(Document("x", "", record=record), Counter()), Counter()
+    )
     second = (tokens & REJECTED) > 0
     assert second[np.argmax(second) :].all()
     assert learned(examples, tokens[~second]) == ["the mesh<|end|>"]
@@ -224,7 +226,7 @@ def shown(
 ) -> str:
     """The only example of a record, what is learned between brackets of its own."""
     record = {"messages": messages, **fields}
-    ((found,),) = examples.of(
+    ((found,),) = examples.read(
         Document("x", "", record=record), Counter() if counts is None else counts
     )
     text, moved = found.text, 0

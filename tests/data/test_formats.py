@@ -11,8 +11,8 @@ from meshtrain.data.input_files import find
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.jsonl.zst", "is compressed with Zstandard, which the zstandard library reads"),
-        ("a.parquet", "is a Parquet file, which the pyarrow library reads"),
+        ("a.jsonl.zst", "Zstandard, .* zstandard library"),
+        ("a.parquet", "Parquet file, .* pyarrow library"),
     ],
 )
 def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
@@ -22,6 +22,6 @@ def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
     (tmp_path / name).write_bytes(b"x")
     for given in (tmp_path, tmp_path / name):
         with pytest.raises(
-            ConfigError, match=rf"{said}; it is not installed: pip install 'meshtrain\[data\]'"
+            ConfigError, match=rf"{said} .*not installed: pip install 'meshtrain\[data\]'"
         ):
             find([str(given)])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_configs import config
+from refusals import tells
 
 from meshtrain.config import Config, ConfigError, DataConfig, load
 from meshtrain.data import open_data
@@ -122,11 +123,9 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     asked = load({"data": data, "train": {"sequence_length": 64}, "eval": {"every": 5}})
     with pytest.raises(ConfigError) as refused:
         open_data(asked)
-    held_out = rf"{tmp_path}/one\.txt holds no document for validation; hold out"
-    own = "give text of its own as data.validation_source, or set eval.every to 0."
-    assert re.fullmatch(
-        f"eval.every is 5, but of held-out text {held_out}.*, {own}", str(refused.value)
-    )
+    held_out = rf"{tmp_path}/one\.txt holds no document for"
+    own = r"data\.validation_source, .*eval\.every to 0\."
+    assert re.fullmatch(rf"eval\.every is 5, .*{held_out}.* {own}", str(refused.value))
     open_data(load(asked, ["eval.every=0"]))
     open_data(load(asked, [f"data.validation_source={tmp_path / 'one.txt'}"]))
 
@@ -144,8 +143,8 @@ def test_each_held_out_label_is_in_one_pass_once_whatever_fills_a_batch(text, ba
     source: Any = held_out.batches
     corpus = source.rows.corpus if batching in ("window", "packed") else source.corpus
     assert many == corpus.labels and len(set(rows)) == len(rows)
-    fewer = f"{len(everything)} batches are all that are held out, fewer than eval.batches 1000"
-    assert held_out.fewer(1000) == [fewer]
+    (fewer,) = held_out.fewer(1000)
+    assert tells(fewer, f"{len(everything)} batches ... fewer than eval.batches 1000")
     assert not held_out.fewer(len(everything))
 
 
@@ -161,7 +160,8 @@ def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path)
         load({"data": given, "train": {"sequence_length": 64}, "eval": {"every": 5}})
     )
     assert held_out.batch(0)["weights"].sum() == 6 and held_out.one_pass(8) == range(1)
-    assert held_out.fewer(8) == ["1 batch is all that is held out, fewer than eval.batches 8"]
+    (fewer,) = held_out.fewer(8)
+    assert tells(fewer, "1 batch ... fewer than eval.batches 8")
 
 
 def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
@@ -177,7 +177,7 @@ def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
 def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text):
     with pytest.raises(
         ConfigError,
-        match=r"model\.vocab_size 256 is less than the 257 tokens of data\.tokenizer byte",
+        match=r"model\.vocab_size 256 .* 257 .*data\.tokenizer byte",
     ):
         open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
@@ -205,7 +205,7 @@ def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("hello world")
     said = refusal(str(tmp_path / "text"), length=8, tokenizer=str(tmp_path / "tokenizer.json"))
-    assert "documents for train, but of none of them" in said and "knows anything" in said
+    assert "documents for train, but of none" in said and "knows anything" in said
 
 
 @pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget"])
@@ -214,13 +214,10 @@ def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path, batching):
     source = str(tmp_path / "short.txt")
     train, _ = open_data(config(source, length=50, batching=batching))
     assert train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 100
-    assert (
-        "it fills no batch of train.global_batch_size 8, so that one is padded" in train.describe()
-    )
+    assert tells(train.describe(), "no batch ... global_batch_size 8 ... padded")
     if batching == "window":
-        assert "holds 100 tokens for train, fewer than train.sequence_length 101" in refusal(
-            source, length=101
-        )
+        said = refusal(source, length=101)
+        assert tells(said, "100 tokens ... fewer ... train.sequence_length 101")
 
 
 def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text, tmp_path):
@@ -265,9 +262,8 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         prepare(find([str(text)]).files, tmp_path / "shards", PrepareOptions(), 1, stop)
-    assert "was not finished; run the same `meshtrain data prepare` again" in refusal(
-        str(tmp_path / "shards")
-    )
+    said = refusal(str(tmp_path / "shards"))
+    assert tells(said, "not finished ... `meshtrain data prepare` again")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +280,7 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
         (
             {"batching": "grouped", "length_multiple": 3},
             {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
-            "mesh.tensor 2 does not divide data.length_multiple 3",
+            r"mesh\.tensor 2 .*divide data\.length_multiple 3",
         ),
     ],
 )
@@ -311,7 +307,7 @@ def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
             find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data
         )
 
-    assert "but there is no such file or directory" in refusal("mine")
+    assert "no such file or directory" in refusal("mine")
     sources.register(SourceKind("mine", documents=open_mine))
     train, validation = open_data(config("mine", batching="packed", last="pad"))
     assert validation is not None and train.source == "mine" and len(train.digest) == 16
@@ -319,10 +315,8 @@ def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
         config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine")
     )
     assert mixed.source == "stdlib + mine" and mixed.digest.endswith(f"+{train.digest}")
-    assert refusal("min").endswith(
-        "prepared shards or stdlib or synthetic or mine or mixture; did you mean mine?"
-    )
-    assert "it takes stdlib, mine, text and prepared shards" in refusal(
+    assert re.search(r"synthetic or mine or mixture; .* mine\?$", refusal("min"))
+    assert "stdlib, mine, text and prepared shards" in refusal(
         "mixture", mixture=["synthetic"], weights=[1]
     )
 
@@ -348,7 +342,6 @@ def test_a_kind_of_source_of_rows_is_one_entry(sources):
     assert train.batch(1)["tokens"][:, 0].tolist() == list(range(8, 16))
     assert train.describe() == "counting: 2 batches an epoch of 512 tokens"
     assert "counting tokens form no documents" in refusal("counting", batching="packed")
-    assert "with data.source counting the held-out tokens are drawn too" in refusal(
-        "counting", validation_source="x"
-    )
+    said = refusal("counting", validation_source="x")
+    assert tells(said, "data.source counting ... tokens are drawn")
     assert "data.mixture names counting" in refusal("mixture", mixture=["counting"], weights=[1])

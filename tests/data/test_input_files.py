@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from refusals import tells
 
 from meshtrain.config import ConfigError
 from meshtrain.data.input_files import InputFiles, find
@@ -123,21 +124,17 @@ def test_what_is_no_input_is_reported_as_what_it_is(tmp_path):
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "nowhere").symlink_to("missing")
     for given, said in {
-        "": "the name of a file or directory to read text from is empty.",
-        "/dev/null": "/dev/null is neither a file nor a directory; write the text to a file first.",
-        str(
-            tmp_path / "pipe"
-        ): f"{tmp_path}/pipe is neither a file nor a directory; write the text to a file first.",
-        str(
-            tmp_path / "circle"
-        ): f"{tmp_path}/circle cannot be read: too many levels of symbolic links.",
-        str(tmp_path / "nowhere"): f"{tmp_path}/nowhere is a link that leads nowhere (missing).",
-        "no\nsuch\0": r"there is no file or directory no\nsuch\x00 to read text from.",
-        "x" * 5000: f"{'x' * 140}…{'x' * 60} cannot be read: file name too long.",
+        "": "a file or directory ... is empty.",
+        "/dev/null": "/dev/null ... neither a file ... write",
+        str(tmp_path / "pipe"): f"{tmp_path}/pipe ... neither a file ... write",
+        str(tmp_path / "circle"): f"{tmp_path}/circle cannot be read: ... symbolic links.",
+        str(tmp_path / "nowhere"): f"{tmp_path}/nowhere is a link ... nowhere (missing).",
+        "no\nsuch\0": r"no file or directory no\nsuch\x00 ...",
+        "x" * 5000: f"{'x' * 140}…{'x' * 60} cannot be read: ... too long.",
     }.items():
         with pytest.raises(ConfigError) as error:
             find([given])
-        assert str(error.value) == said
+        assert tells(str(error.value), said)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")

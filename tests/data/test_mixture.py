@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_configs import config
+from refusals import tells
 
 from meshtrain.config import Config, ConfigError
 from meshtrain.data import open_data
@@ -22,7 +23,7 @@ def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights):
     assert draw.quotas.sum() == BLOCK and draw.quotas.min() >= 1
     exact = np.array(weights) / sum(weights)
     assert np.abs(draw.quotas / BLOCK - exact).max() <= len(weights) / BLOCK
-    sources, indices = draw.at(np.arange(3 * BLOCK))
+    sources, indices = draw.locate(np.arange(3 * BLOCK))
     for source, quota in enumerate(draw.quotas):
         assert np.array_equal(indices[sources == source], np.arange(3 * quota))
         for block in range(3):
@@ -36,16 +37,16 @@ def test_what_is_left_of_a_block_goes_to_the_source_furthest_below_its_share():
 
 def test_any_number_can_be_asked_for_alone():
     draw = Draw((0.6, 0.4), seed=2)
-    together = np.stack(draw.at(np.arange(BLOCK - 50, BLOCK + 50)))
+    together = np.stack(draw.locate(np.arange(BLOCK - 50, BLOCK + 50)))
     alone = [
-        np.stack(Draw((0.6, 0.4), seed=2).at(np.array([n])))[:, 0]
+        np.stack(Draw((0.6, 0.4), seed=2).locate(np.array([n])))[:, 0]
         for n in range(BLOCK - 50, BLOCK + 50)
     ]
     assert np.array_equal(together, np.array(alone).T)
 
 
 def test_sources_alternate_within_a_block():
-    sources, _ = Draw((0.5, 0.5), seed=0).at(np.arange(BLOCK))
+    sources, _ = Draw((0.5, 0.5), seed=0).locate(np.arange(BLOCK))
     assert 0.45 < (np.diff(sources) != 0).mean() < 0.55
 
 
@@ -97,10 +98,10 @@ def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batchi
     assert 1 < len(once) < epoch and len(set(rows(once))) == len(rows(once))
     further = range(len(once) + 1)
     assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(2) == range(2)
-    fewer = f"evaluations read {len(once)} batches, fewer than eval.batches 1000"
-    assert held_out.fewer(1000) == [
-        f"{fewer}: then a source of the mixture comes round"
-    ] and not held_out.fewer(2)
+    (fewer,) = held_out.fewer(1000)
+    assert tells(
+        fewer, f"{len(once)} batches, fewer than eval.batches 1000"
+    ) and not held_out.fewer(2)
 
 
 def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_is_padded(
@@ -113,18 +114,18 @@ def test_a_source_too_small_for_a_row_is_reported_and_one_too_small_for_a_batch_
         train, _ = open_data(
             mixture(text, tmp_path / "tiny.txt", batching=batching, validation=0.0)
         )
-        assert "it fills no batch of train.global_batch_size" in train.describe()
+        assert tells(train.describe(), "fills no batch ... global_batch_size")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weights": [1.0, 0.0]}, r"data.weights\[1\] is 0.0; it must be above 0"),
-        ({"weights": [1.0, -2.0]}, r"data.weights\[1\] is -2.0; it must be above 0"),
-        ({"weights": [1.0]}, "data.weights has 1 numbers for the 2 sources"),
+        ({"weights": [1.0, 0.0]}, r"data\.weights\[1\] is 0\.0; .* above 0"),
+        ({"weights": [1.0, -2.0]}, r"data\.weights\[1\] is -2\.0; .* above 0"),
+        ({"weights": [1.0]}, r"data\.weights has 1 .* 2 sources"),
         ({"mixture": [], "weights": []}, "names no sources; list them"),
         ({"mixture": ["stdlib", "synthetic"]}, "data.mixture names synthetic"),
-        ({"source": "stdlib"}, "set data.source to mixture, or leave it out"),
+        ({"source": "stdlib"}, r"set data\.source to mixture, .*leave"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(changes, said):

@@ -115,9 +115,7 @@ def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corp
     for name in ("pipe", "link"):
         open_pieces(corpus, 64, tmp_path / name)
         assert stat.S_ISREG((tmp_path / name).lstat().st_mode)
-    with pytest.raises(
-        ConfigError, match=r"directory cannot be written or read \(is a directory\)"
-    ):
+    with pytest.raises(ConfigError, match=r"directory cannot be written .*\(is a directory\)"):
         open_pieces(corpus, 64, tmp_path / "directory")
 
 
@@ -131,7 +129,7 @@ def test_what_a_killed_process_left_of_a_table_is_removed(corpus, tmp_path):
 
 def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus, tmp_path):
     if not may_mount():
-        pytest.skip("a process may not have mounts of its own here")
+        pytest.skip("this process may not mount")
     cache = tmp_path / "cache"
     cache.mkdir()
 

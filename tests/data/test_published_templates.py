@@ -26,7 +26,7 @@ def learned(text: str, record: dict[str, Any]) -> list[list[Any]] | str:
     """[text, spans] of each example; why there is none."""
     template = ChatTemplate(TemplateText("t", text, TABLE["special"]))
     try:
-        found = Examples("chat", template, load_tokenizer("byte")).of(
+        found = Examples("chat", template, load_tokenizer("byte")).read(
             Document("x", "", record=record), Counter()
         )
     except Unfit as error:

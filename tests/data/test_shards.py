@@ -152,9 +152,7 @@ def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepar
         content = (directory / "train-00000.tokens").read_bytes()
         alter(directory / "train-00000.tokens")
         corpus.watch.due = 0.0
-        with pytest.raises(
-            OSError, match=r"train-00000\.tokens was altered while it was being read"
-        ):
+        with pytest.raises(OSError, match=r"train-00000\.tokens was altered while"):
             read_all(corpus, 0, 4)
         (directory / "train-00000.tokens").write_bytes(content)
 
@@ -204,8 +202,8 @@ def damage(directory: Path, how: str) -> None:
     ("how", "said"),
     [
         ("missing", "train-00002.tokens is missing"),
-        ("truncated", "has 19 bytes instead of 20: it is truncated"),
-        ("longer", "has 22 bytes instead of 20: it is not what was prepared"),
+        ("truncated", "19 bytes instead of 20: .* truncated"),
+        ("longer", "22 bytes instead of 20: .* not what was"),
         ("altered", "train-00002.tokens has been altered"),
         ("offsets", "train-00002.offsets has been altered"),
     ],
@@ -229,11 +227,11 @@ def test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without
     ("content", "said"),
     [
         (None, "holds no prepared shards"),
-        ("{", "is not the manifest of prepared shards"),
-        ('{"format": 1}', "is not the manifest of prepared shards"),
+        ("{", "not the manifest of prepared shards"),
+        ('{"format": 1}', "not the manifest of prepared shards"),
         ('{"format": 99}', "has format 99; this version reads 1"),
-        ("[" * 100_000, "is not the manifest of prepared shards"),
-        ("\\ud800", "is not the manifest of prepared shards"),
+        ("[" * 100_000, "not the manifest of prepared shards"),
+        ("\\ud800", "not the manifest of prepared shards"),
     ],
 )
 def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path, content, said):
@@ -257,5 +255,5 @@ def test_a_manifest_whose_values_make_no_sense_is_refused(prepared, key, value, 
     place = values if key in values else values["shards"]["train"][0]
     place[key] = value
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=rf"is not the manifest of prepared shards \(.*{said}"):
+    with pytest.raises(ConfigError, match=rf"not the manifest of prepared shards \(.*{said}"):
         read_manifest(prepared[0])

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jinja2
 import pytest
+from refusals import tells
 
 from meshtrain.data.messages import Unfit
 from meshtrain.data.template import ChatTemplate, TemplateText, find_template
@@ -32,22 +33,22 @@ def test_a_template_has_what_templates_expect():
     [
         (
             "{{ 10 ** 5000000 }}",
-            "asks for what no template may have (something too large (a power))",
+            "no template may have ... (a power)",
         ),
         (
             "{% include '/etc/hostname' %}",
-            "asks for what no template may have (the file /etc/hostname) (conversation chats.jsonl#7)",
+            "(the file /etc/hostname) ... chats.jsonl#7",
         ),
-        ("{{ ''.__class__.__mro__ }}", "no template may have (access to attribute '__class__'"),
-        ("{{ namespace(__class__=1) }}", "asks for what no template may have (the name __class__"),
+        ("{{ ''.__class__.__mro__ }}", "may have (access to attribute '__class__'"),
+        ("{{ namespace(__class__=1) }}", "template may have (the name __class__"),
         ("{% for %}", "is not Jinja (line 1: "),
     ],
 )
 def test_a_template_that_does_harm_ends_in_a_sentence(text, reason):
     with pytest.raises(ConfigError) as caught:
         render(text)
-    assert str(caught.value).startswith("the chat template mine.jinja ") and reason in str(
-        caught.value
+    assert str(caught.value).startswith("the chat template mine.jinja ") and tells(
+        str(caught.value), reason
     )
 
 
@@ -58,7 +59,7 @@ def test_messages_that_a_template_does_not_take_are_the_record_s_fault():
 
 def test_a_template_is_found_beside_its_tokenizer(tmp_path):
     tokenizer = str(tmp_path / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"there is neither chat_template\.jinja nor"):
+    with pytest.raises(ConfigError, match=r"neither chat_template\.jinja nor"):
         find_template(None, tokenizer)
     several = [
         {"name": "tool_use", "template": "no"},
@@ -100,16 +101,12 @@ def test_a_special_token_may_stand_in_special_tokens_map_alone(name, given, tmp_
 def test_a_special_tokens_map_that_is_damaged_is_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x")
     (tmp_path / "special_tokens_map.json").write_text("[1]")
-    with pytest.raises(
-        ConfigError, match=r"special_tokens_map\.json is damaged: it is no JSON object"
-    ):
+    with pytest.raises(ConfigError, match=r"special_tokens_map\.json .*damaged: .*no JSON"):
         find_template(None, str(tmp_path / "tokenizer.json"))
 
 
 def test_bytes_have_no_template():
-    with pytest.raises(
-        ConfigError, match=r"the tokenizer byte has none; give one with data\.template"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer byte has none; .* data\.template"):
         find_template(None, "byte")
 
 
@@ -159,7 +156,7 @@ def test_several_without_a_default_are_refused(tmp_path):
         3,
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-        with pytest.raises(ConfigError, match=r"must be called default|there is neither"):
+        with pytest.raises(ConfigError, match=r"called default|is neither"):
             find_template(None, str(tmp_path / "tokenizer.json"))
 
 
@@ -230,7 +227,7 @@ HOSTILE = {
 @pytest.mark.parametrize("harm", HOSTILE)
 def test_what_takes_for_ever_ends_in_a_sentence_at_once(harm):
     began = time.thread_time()
-    with pytest.raises(ConfigError, match="asks for what no template may have"):
+    with pytest.raises(ConfigError, match="no template may have"):
         render(HOSTILE[harm])
     assert time.thread_time() - began < 2
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from checkpoint_runs import config, program
+from refusals import tells
 
 from meshtrain import train
 from meshtrain.checkpoint import steps
@@ -108,23 +109,20 @@ def test_of_preferences_it_is_the_mean_over_all_pairs(tmp_path):
 def test_a_run_says_that_it_evaluates_on_fewer_batches_than_it_was_asked_for(tmp_path):
     for batches, said in (
         (2, []),
-        (5, ["2 batches are all that are held out, fewer than eval.batches 5"]),
+        (5, ["2 batches ... fewer than eval.batches 5"]),
     ):
         asked = SimpleNamespace(
             config=config(eval={"every": 1, "batches": batches}, checkpoint={"keep_best": 0})
         )
-        assert (
-            Evaluation(asked, of_batches([{}, {}], (8, 4)), tmp_path / "none", 0).opening() == said
-        )
+        opening = Evaluation(asked, of_batches([{}, {}], (8, 4)), tmp_path / "none", 0).opening()
+        assert len(opening) == len(said) and all(map(tells, opening, said))
 
 
 @pytest.mark.thorough
 def test_each_evaluation_with_the_lowest_loss_so_far_is_saved_and_the_run_says_so(run, tmp_path):
     code, said = run(steps=7, checkpoint={"every": 6})
     assert code == 0 and committed(tmp_path) == [1, 2, 4, 6, 7]
-    assert (
-        "saves also after each evaluation whose loss is the lowest so far, at most 5 times" in said
-    )
+    assert tells(said, "saves also ... lowest so far ... 5 times")
     assert "lowest eval loss 1.0000, of step 4\n" in said
 
 
@@ -153,14 +151,11 @@ def test_saves_for_the_best_are_at_most_the_evaluations_that_are_not_saved_anywa
 def test_patience_ends_the_run_done_with_its_checkpoint_and_a_sentence(run, tmp_path):
     code, said = run(patience=3)
     assert code == 0 and committed(tmp_path) == [1, 2, 4, 7] and rows(tmp_path)[-1]["step"] == 7
-    why = "ended by eval.patience: no evaluation of 3 in a row was below 1.0000, that of step 4"
-    assert f"{why}; the checkpoint of step 7 is written\n" in said
+    why = "ended by eval.patience ... 3 in ... 1.0000, ... step 4"
+    assert tells(said, f"{why}; the checkpoint of step 7 is written\n")
     before = rows(tmp_path)
     code, said = run(patience=3, steps=9)
-    assert (
-        code == 0
-        and f"{why}: nothing is left to do; with a larger eval.patience it goes on\n" in said
-    )
+    assert code == 0 and tells(said, f"{why}: nothing is left ... larger eval.patience")
     assert "going on after" not in said
     assert rows(tmp_path) == before
     code, said = run(patience=4)
@@ -179,5 +174,5 @@ def test_a_killed_run_ends_by_patience_where_it_would_have_ended(run, tmp_path):
 
 
 def test_patience_without_evaluations_is_refused():
-    with pytest.raises(ConfigError, match=r"eval\.patience is 3 evaluations, but eval\.every is 0"):
+    with pytest.raises(ConfigError, match=r"eval\.patience is 3 .*eval\.every is 0"):
         load({"eval": {"patience": 3}})

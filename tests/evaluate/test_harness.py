@@ -102,7 +102,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(made):
     log_p = hand.log_p(row[:-1])[-len(ids) :]
     (found,) = harness.loglikelihood(asked((context, answer)), disable_tqdm=True)
     assert found[0] == pytest.approx(log_p[np.arange(len(ids)), ids].sum(), abs=1e-4)
-    with pytest.raises(ConfigError, match=r"tokens is asked for .* but the model takes 64"):
+    with pytest.raises(ConfigError, match=r"tokens is asked for .* takes 64"):
         harness.loglikelihood(asked(("a", context)), disable_tqdm=True)
 
 
@@ -131,9 +131,7 @@ def test_generated_text_is_greedy_and_ends_before_what_it_must_end_at(made):
     assert found[2] == hand.generate("One", ["\n\n"], 3)
     assert found[3] == hand.generate("word after word " * 40, ["\0"], 5)
     assert harness.generate_until([]) == []
-    with pytest.raises(
-        ConfigError, match="asks for answers of 64 tokens, but the model takes 64 with its prompt"
-    ):
+    with pytest.raises(ConfigError, match=r"answers of 64 tokens, .* model takes 64"):
         harness.generate_until(asked(("a", {"max_gen_toks": 64})))
 
 
@@ -204,9 +202,7 @@ def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
     in_8_bits = found.create_from_arg_string(f"path={made[0]},weights=int8", {"device": None})
     assert in_8_bits.opened.weights == "int8" and model.opened.weights is None
     assert model.scorer.rows == 2 and model.rank == 0 and model.world_size == 1
-    with pytest.raises(
-        ConfigError, match="model_args has pth, which is none of meshtrain's; did you mean path"
-    ):
+    with pytest.raises(ConfigError, match=r"model_args has pth, .* mean path"):
         found.create_from_arg_string(f"pth={made[0]}")
 
 
@@ -223,7 +219,7 @@ def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
     assert found["meshtrain_choice"]["acc,none"] == np.mean(right)
     assert found["meshtrain_again"]["exact_match,none"] == 0
     assert math.isfinite(found["meshtrain_choice"]["acc_norm,none"])
-    says = r"there is no task meshtrain_choise in .* or in lm-eval; did you mean meshtrain_choice"
+    says = r"no task \w+_choise .* mean \w+_choice"
     with pytest.raises(ConfigError, match=says):
         run_tasks(made[1].opened, ["meshtrain_choise"], include=TASKS)
 

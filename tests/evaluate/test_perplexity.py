@@ -78,7 +78,7 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
     assert counts.nats == pytest.approx(nats, rel=1e-6)
     whole = "".join(TEXTS.values())
     assert (counts.documents, counts.bytes, counts.words) == (3, len(whole.encode()), 19)
-    assert counts.tokens == counts.bytes > len(whole), "a token a byte, and two of an umlaut"
+    assert counts.tokens == counts.bytes > len(whole), "an umlaut is two tokens"
     record = counts.record()
     assert record["nats_per_token"] == pytest.approx(nats / counts.bytes)
     assert record["perplexity"] == pytest.approx(math.exp(nats / counts.bytes))
@@ -122,15 +122,13 @@ def test_what_is_no_document_is_counted_and_the_rest_is_scored(model, tmp_path):
 
 def test_nothing_to_score_is_a_sentence(model, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"holds no token to score \(1 skipped: 1 empty\)"):
+    with pytest.raises(ConfigError, match=r"no token to score \(1 skipped: 1 empty\)"):
         measured(model, [str(tmp_path / "empty.txt")])
 
 
 def test_text_that_the_vocabulary_cannot_hold_is_a_sentence(tmp_path):
     (tmp_path / "a.txt").write_text("abc ü")
-    says = (
-        "the document a.txt has the token 195 of the tokenizer byte, but the model's are 0 to 127"
-    )
+    says = r"a\.txt has the token 195 .* byte, .* 0 to 127"
     with pytest.raises(ConfigError, match=says):
         measured(byte_model(128), [str(tmp_path / "a.txt")])
 

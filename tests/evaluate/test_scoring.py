@@ -126,12 +126,12 @@ def test_of_equal_logits_the_first_is_the_greedy_one(one):
 def test_what_cannot_be_scored_is_a_sentence(one):
     with pytest.raises(
         ConfigError,
-        match=rf"the token 1000, but the model's are 0 to {one.config.model.vocab_size - 1}; it",
+        match=rf"token 1000, .* are 0 to {one.config.model.vocab_size - 1}; it",
     ):
         Scorer(one)([TokenRow(np.array([1, 1000]))])
     gpt2 = model("gpt2")
     longest = gpt2.config.model.max_positions
-    says = f"{longest + 1} positions are asked for, but the model has learned {longest}"
+    says = f"{longest + 1} positions .* learned {longest}"
     with pytest.raises(ConfigError, match=says):
         Scorer(gpt2)([TokenRow(np.zeros(longest + 2, np.int32))])
     (full,) = Scorer(gpt2)([TokenRow(np.zeros(longest + 1, np.int32))])
@@ -143,5 +143,5 @@ def test_a_model_that_gives_no_number_is_a_sentence(one):
     broken = mt.reader.Model(
         one.program, jax.tree.map(lambda x: x * np.nan, one.params), 0, one.directory
     )
-    with pytest.raises(ConfigError, match=r"gives no numbers \(NaN\) for the text"):
+    with pytest.raises(ConfigError, match=r"gives no numbers \(NaN\)"):
         Scorer(broken)([TokenRow(np.array([1, 2], np.int32))])

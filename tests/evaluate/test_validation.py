@@ -6,7 +6,7 @@ import math
 import pytest
 import yaml
 from golden import GOLDEN
-from refusals import refused
+from refusals import refused, tells
 
 import meshtrain as mt
 from meshtrain.config import ConfigError
@@ -74,17 +74,14 @@ def test_another_text_than_the_run_read_is_said(run, capsys):
         validation_text(directory, model)
     finally:
         more.unlink()
-    assert (
-        "is not what the run has read: the loss is not that of its evaluations."
-        in capsys.readouterr().err
-    )
+    assert "not what the run has read" in capsys.readouterr().err
     validation_text(directory, model)
     assert "is not what" not in capsys.readouterr().err
 
 
 def test_what_was_not_trained_here_has_no_text_of_its_own():
     model = mt.read_model(GOLDEN / "llama3")
-    says = "llama3 was not trained here, so that it has no held-out text of its own; give text with --text"
+    says = "llama3 .*no held-out text .* --text"
     with pytest.raises(ConfigError, match=says):
         validation_text(GOLDEN / "llama3", model)
 
@@ -112,21 +109,21 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--stride 3", "--stride is given without --text, to which it belongs."),
-        ("--text a --shots 3", "--shots is given without --tasks, to which it belongs."),
+        ("--stride 3", "--stride ... without --text"),
+        ("--text a --shots 3", "--shots ... without --tasks"),
         (
             "--length 64",
-            "--length is given without --text or --tasks; what a run holds out has rows",
+            "--length ... without --text or --tasks",
         ),
         (
             "--text a --length 8 --stride 9",
-            "--stride is 9, but --length 8: what lies between two rows would not be",
+            "--stride is 9, but --length 8",
         ),
-        ("--images a", "--images is for models of images, but {} is one of text (family llama)."),
-        ("--text {}/none.txt", "there is no file or directory {}/none.txt to read text from."),
+        ("--images a", "--images ... {} ... of text (family llama)"),
+        ("--text {}/none.txt", "no file or directory {}/none.txt"),
         (
             "--precision float8",
-            "the precision 'float8' is none to compute in; did you mean float32?",
+            "precision 'float8' ... did you mean float32?",
         ),
         ("--mesh data=3", "mesh data=3 does not divide 8 slots"),
     ],
@@ -134,4 +131,4 @@ def test_the_command_says_the_same_as_the_run_in_json_too(run, capsys):
 def test_what_cannot_be_evaluated_is_a_sentence(run, words, says, capsys):
     directory = str(run[0])
     said = refused(command, capsys, directory, *words.replace("{}", directory).split())
-    assert says.replace("{}", directory) in said
+    assert tells(said, says.replace("{}", directory))

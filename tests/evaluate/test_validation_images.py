@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from golden import GOLDEN
-from refusals import refused
+from refusals import refused, tells
 
 import meshtrain as mt
 from meshtrain.config import ConfigError
@@ -92,7 +92,7 @@ def test_of_other_images_the_places_are_those_of_the_logits(run, model, tmp_path
 
 
 def test_what_was_not_trained_here_has_no_images_of_its_own(model):
-    says = "llama3 was not trained here, so that it has no held-out images of its own; give some with --images"
+    says = "llama3 .*no held-out images .* --images"
     with pytest.raises(ConfigError, match=says):
         validation_images(GOLDEN / "llama3", model.config, None)
 
@@ -119,6 +119,5 @@ def test_the_command_says_the_same_as_the_run(run, capsys):
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert found["eval_accuracy"] == pytest.approx(last["eval_accuracy"], abs=1e-6)
     assert (found["model"], found["step"], found["images"]) == ("run", 12, 27)
-    assert "--text and --tasks are for models of text" in refused(
-        command, capsys, str(directory), "--text", "a"
-    )
+    said = refused(command, capsys, str(directory), "--text", "a")
+    assert tells(said, "--text and --tasks ... models of text")

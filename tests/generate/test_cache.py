@@ -1,11 +1,13 @@
 """What a cache keeps is each rank's own, once; what is read from it is what attention without one gives."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.generate.cache import OwnGroups, against, appended, seen, written
+from meshtrain.generate.cache import LayerCache, OwnGroups, against, appended, seen, written
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 
@@ -37,9 +39,9 @@ def test_every_query_head_finds_its_group_among_its_ranks_own(heads, groups, ran
     for rank in range(ranks):
         of_head = np.arange(local * rank, local * (rank + 1)) // (heads // groups)
         # a rank computes one for each of its query heads
-        kept = own.of(jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank)
+        kept = own.select(jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank)
         assert kept.shape[2] == own.each
-        np.testing.assert_array_equal(kept[0, 0, own.at(local * rank), 0], of_head)
+        np.testing.assert_array_equal(kept[0, 0, own.indices(local * rank), 0], of_head)
 
 
 def test_a_prompt_fills_its_slot_with_zeros_behind_and_no_other():
@@ -71,7 +73,9 @@ def test_attention_to_a_cache_is_the_last_query_of_attention(window, local, cap)
     at = positions[:, None, None, None]
     now_q, now_k, now_v = (jnp.take_along_axis(x, at, axis=1) for x in (q, k, v))
     keys, values = appended(keys, now_k, positions), appended(values, now_v, positions)
-    found = against(now_q, keys, values, seen(positions, length, window, local), 0.3, cap)
+    model = SimpleNamespace(query_scalar=0.3**-2, score_cap=cap)
+    visible = seen(positions, length, window, local)
+    found = against(now_q, LayerCache(keys, values), visible, model)  # type: ignore[arg-type]
     wanted = jnp.take_along_axis(right, at, axis=1).reshape(slots, -1)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from fake_decoding import FakeDecoding, continuation, fake_opened, faked, saying
+from refusals import tells
 
 from meshtrain.errors import ConfigError
 from meshtrain.generate.compiling import COMMON
@@ -193,24 +194,24 @@ def test_only_so_many_requests_wait():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (asked(b""), "a prompt must be one token at least."),
+        (asked(b""), "a prompt must be one token"),
         (
             asked(b"x" * 64),
-            "the prompt is 64 tokens long; prompt and answer together have 64 positions here.",
+            "the prompt is 64 tokens ... 64 positions",
         ),
         (
             Request(np.array([3, 257]), 4),
-            "the prompt has the token 257; the model has 257, from 0.",
+            "the prompt has the token 257; ... 257",
         ),
         (Request(np.array([-1]), 4), "the prompt has the token -1;"),
-        (Request(np.array([[1]]), 4), "a prompt must be one token at least."),
-        (Request(np.array([1.5]), 4), "a prompt must be one token at least."),
+        (Request(np.array([[1]]), 4), "a prompt must be one token"),
+        (Request(np.array([1.5]), 4), "a prompt must be one token"),
         (asked(most=0), "0 tokens are asked for"),
-        (asked(logprobs=21), "logprobs is 21; it must be from 0 to 20."),
-        (asked(sampling=Sampling(-1)), "temperature is -1; it must be a number from 0."),
+        (asked(logprobs=21), "logprobs is 21; ... from 0 to 20."),
+        (asked(sampling=Sampling(-1)), "temperature is -1; ... number from 0."),
         (asked(sampling=Sampling(float("nan"))), "temperature is nan"),
         (asked(sampling=Sampling(float("inf"))), "temperature is inf"),
-        (asked(sampling=Sampling(1, top_p=0)), "top_p is 0; it must be above 0 and at most 1."),
+        (asked(sampling=Sampling(1, top_p=0)), "top_p is 0; ... above 0 and at most 1."),
         (asked(sampling=Sampling(1, top_k=-1)), "top_k is -1"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -219,7 +220,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(wrong, says):
     engine = engine_of()
     with pytest.raises(ConfigError) as refused:
         engine.submit(wrong, Heard())
-    assert str(refused.value).startswith(says)
+    assert tells(str(refused.value), says)
     assert engine.status.waiting == 0
 
 
@@ -243,7 +244,7 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
     heards = answers(engine, *[asked()] * 5)
     lost = [heard for heard in heards if heard.finish == "error"]
     assert 1 <= len(lost) <= 2 and engine.status.failures == 1 and not engine.status.broken
-    assert lost[0].pieces[-1].problem == "the device's program failed: out of memory."
+    assert "program failed: out of memory" in lost[0].pieces[-1].problem
     for heard in heards:
         assert heard in lost or list(heard.text.encode()) == continuation(b"hello", 8)
 
@@ -251,10 +252,7 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
 def test_a_device_that_fails_again_and_again_breaks_the_engine_and_nobody_waits(caplog):
     engine = engine_of(slots=1, fails=failing("read", 1000))
     assert [heard.finish for heard in answers(engine, *[asked()] * 6)] == ["error"] * 6
-    assert (
-        engine.status.broken == "the device's program failed: out of memory."
-        and engine.status.failures == 3
-    )
+    assert "program failed: out of memory" in engine.status.broken and engine.status.failures == 3
     with pytest.raises(Closed, match="out of memory"):
         engine.submit(asked(), Heard())
 
@@ -269,10 +267,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
         return found
 
     lost, other = answers(Engine(fake_opened(), 2, decoding=decoding), asked(), asked())
-    assert (lost.finish, lost.pieces[-1].problem) == (
-        "error",
-        "the model's logits are not finite numbers.",
-    )
+    assert lost.finish == "error" and "logits are not finite" in lost.pieces[-1].problem
     assert other.finish == "length"
 
 
@@ -389,7 +384,7 @@ def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
         assert (engine.status.waiting, engine.status.busy) == (1, 0)
         turns = engine.status.last_step
         time.sleep(0.05)
-        assert engine.status.last_step == turns, "who waits for a program keeps nobody busy"
+        assert engine.status.last_step == turns, "waiting for a program is not busy"
         go.set()
         assert heards[0].over.wait(90) and not engine.status.compiling
         assert list(heards[0].text.encode()) == continuation(b"l" * 20, 3)
@@ -436,7 +431,7 @@ def test_a_program_that_cannot_be_compiled_ahead_is_tried_again_by_who_needs_it(
         assert engine.warm(20.0) == 0 and not engine.warming, "nothing is compiled while it answers"
         engine.submit(asked(b"l" * 20, 3), heard)
         assert heard.over.wait(90) and heard.finish == "length"
-    assert "a program cannot be compiled ahead (no memory)" in caplog.text
+    assert "cannot be compiled ahead (no memory)" in caplog.text
 
 
 def until(true, seconds=20.0):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from refusals import refused
+from refusals import refused, tells
 from tiny_models import SPECIAL, hugging_face
 
 pytest.importorskip("safetensors")
@@ -123,13 +123,10 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_s
     code, out, err = said("tiny --chat --tokens 8", capsys)
     oldest, long = err.splitlines()
     assert code == 0 and out.count("\n") == 3
-    assert (
-        oldest
-        == "meshtrain: the oldest 2 messages do not fit the 64 positions any more, and are left out."
-    )
+    assert tells(oldest, "the oldest 2 messages ... 64 positions ... left out")
     # and nothing for one that could not fit anyhow
     assert re.search(
-        r"makes the conversation \d+ tokens long, and there are 64 positions for it and its answer",
+        r"conversation \d+ tokens long, .* 64 positions",
         long,
     )
 
@@ -139,22 +136,22 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_s
     [
         (
             "nowhere --prompt x",
-            "there is no directory nowhere; give a run, one of its checkpoints, or a Hugging Face directory.",
+            "directory nowhere; give a run, ... Hugging Face",
         ),
-        ("tinny --prompt x", "there is no directory tinny; did you mean tiny?"),
+        ("tinny --prompt x", "directory tinny; did you mean tiny?"),
         (
             "org/Model-8B --prompt x",
-            "there is no directory org/Model-8B; a repository of Hugging Face's is not downloaded here",
+            "directory org/Model-8B; ... is not downloaded",
         ),
         ("tiny --chat --prompt x", "--prompt and --chat are given"),
         (
             "tiny --prompt x --system y",
-            "--system is given, but it begins a conversation; give --chat too.",
+            "--system ... give --chat too",
         ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, says, here, capsys):
-    assert says in refused(main, capsys, *words.split())
+    assert tells(refused(main, capsys, *words.split()), says)
 
 
 def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(
@@ -163,8 +160,8 @@ def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(
     master, slave = pty.openpty()
     with os.fdopen(slave) as terminal, os.fdopen(master, "wb"):
         monkeypatch.setattr(sys, "stdin", terminal)
-        sentence = "there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input."
-        assert sentence in refused(main, capsys, "tiny")
+        sentence = "give --prompt TEXT, --chat, or ... standard input."
+        assert tells(refused(main, capsys, "tiny"), sentence)
 
 
 @pytest.mark.thorough
@@ -175,29 +172,29 @@ def test_on_a_terminal_without_anything_to_go_on_with_it_says_what_to_give(
         ("tiny --prompt x --mesh data=2,data=2", "data is given twice."),
         (
             "plain --chat",
-            "--chat needs a model that was made for conversations: conversations need a chat template, but beside",
+            "--chat needs ... conversations need a chat template",
         ),
         (
             "plain --prompt " + "x" * 80,
-            "the prompt is 82 tokens long, and the model has learned 64 positions.",
+            "prompt is 82 tokens ... learned 64 positions",
         ),
         (
             "plain --prompt hi --length 90",
-            "90 positions are asked for, but the model has learned 64.",
+            "90 positions ... learned 64.",
         ),
         (
             "tiny --prompt " + "x" * 80,
-            "the prompt is 82 tokens long, and the model was made for 64 positions; --length N takes more",
+            "prompt is 82 tokens ... 64 positions; --length N takes",
         ),
         (
             "tiny --prompt hello --length 5",
-            "--length is 5, of the 64 positions that the model has.",
+            "--length is 5, of the 64 positions",
         ),
     ],
 )
 def test_what_a_model_cannot_is_one_sentence_and_exit_code_2(words, says, here, capsys):
     sentence = refused(main, capsys, *words.split())
-    assert says in sentence and len(sentence) < 500
+    assert tells(sentence, says) and len(sentence) < 500
 
 
 def test_what_is_no_text_is_refused(here, capsys):
@@ -213,11 +210,7 @@ def test_an_answer_that_ends_with_an_error_is_exit_code_1(here, capsys, monkeypa
 
     monkeypatch.setattr(command.Engine, "__init__", _with(Engine.__init__, fail))
     code, _, err = said("tiny --prompt hello --tokens 4", capsys)
-    assert (
-        code == 1
-        and "the device's program failed: out of memory." in err
-        and "Traceback" not in err
-    )
+    assert code == 1 and "program failed: out of memory" in err and "Traceback" not in err
 
 
 def _with(init, decode):
@@ -282,7 +275,8 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(models):
         "tiny --chat --tokens 100000 --length 200000 --temperature 1 --stop never", models
     )
     try:
-        terminal.wait_for("Ctrl-C stops an answer, Ctrl-D ends the conversation")
+        terminal.wait_for("Ctrl-C stops an answer")
+        terminal.wait_for("Ctrl-D ends the conversation")
         terminal.wait_for("> ")
         # a line that is thought better of
         terminal.type("abc")

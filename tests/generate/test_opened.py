@@ -11,6 +11,7 @@ import jax
 import pytest
 from checkpoint_runs import build_for, config, numbered
 from golden import GOLDEN
+from refusals import tells
 from tiny_models import SPECIAL, hugging_face
 
 import meshtrain as mt
@@ -87,13 +88,13 @@ def test_a_hugging_face_directory_has_its_tokenizer_its_ends_and_its_template(th
         (
             {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1},
             Sampling(1.0),
-            "generation_config.json asks for repetition_penalty, min_p, which is not built here and left out.",
+            "repetition_penalty, min_p, ... not built here",
         ),
     ],
 )
 def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(generation, expected, said):
     sampling, asks = _sampling(generation)
-    assert sampling == expected and (said in " ".join(asks) if said else not asks)
+    assert sampling == expected and (tells(" ".join(asks), said) if said else not asks)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,7 @@ def test_all_end_tokens_are_ends_that_any_file_names(copied, config_json, genera
 def test_a_model_without_a_template_says_why(copied):
     (copied / "tokenizer_config.json").unlink()
     opened = open_model(copied)
-    assert (
-        opened.template is None
-        and "neither chat_template.jinja nor a tokenizer_config.json" in opened.without
-    )
+    assert opened.template is None and "neither chat_template.jinja nor" in opened.without
     assert opened.ends == {EOS}
 
 
@@ -182,15 +180,13 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
             open_model(path, **how)
         return str(caught.value)
 
-    assert refused("tiny-lama") == "there is no directory tiny-lama; did you mean tiny-llama?"
+    assert tells(refused("tiny-lama"), "directory tiny-lama; ... mean tiny-llama?")
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in refused(
         "meta-llama/Llama-3.1-8B"
     )
     assert "did you mean int8?" in refused(theirs, weights="int4")
     assert "float8, int8" in refused(theirs, weights="gptq")
-    assert refused("./no/such/thing").startswith(
-        "there is no directory ./no/such/thing; give a run"
-    )
+    assert tells(refused("./no/such/thing"), "no directory ./no/such/thing; give")
     assert "is no directory; give a run" in refused(theirs / "config.json")
     assert "there is no checkpoint in" in refused(tmp_path.parent / theirs.parent.name)
     assert "there is no step 7" in refused(run, step=7)
@@ -199,18 +195,13 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "without stages" in refused(theirs, mesh="pipeline=2")
     assert "does not divide 1 slots" in refused(theirs, mesh="data=2")
     # a model of images has no text
-    assert "is a model of images (family vit), which has no text to go on with" in refused(
-        GOLDEN / "vit"
-    )
-    assert (
-        refused(theirs, precision="float8")
-        == "the precision 'float8' is none to compute in; did you mean float32?"
-    )
-    assert refused(theirs, precision="int4").endswith(
-        "is none to compute in; legal are float32, bfloat16, float16."
-    )
+    assert "model of images (family vit)" in refused(GOLDEN / "vit")
+    said = refused(theirs, precision="float8")
+    assert tells(said, "precision 'float8' ... did you mean float32?")
+    said = refused(theirs, precision="int4")
+    assert tells(said, "'int4' ... legal are float32, bfloat16, float16.")
     (copied / "tokenizer.json").rename(copied / "tokenizer.model")
-    assert "is a tokenizer.model, but no tokenizer.json" in refused(copied)
+    assert "a tokenizer.model, but no tokenizer.json" in refused(copied)
     (copied / "tokenizer.model").unlink()
     assert "has weights but no tokenizer.json" in refused(copied)
 
@@ -230,9 +221,7 @@ def test_it_is_the_smallest_tensor_that_divides_the_heads_and_fits(count, tensor
     fits = memory_needs(on, 8, 512).all
     assert choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits)) == MeshConfig(tensor=tensor)
     if tensor == 1:
-        with pytest.raises(
-            ConfigError, match=r"has 0\.0; give fewer slots, shorter ones, or more devices"
-        ):
+        with pytest.raises(ConfigError, match=r"has 0\.0; give fewer slots, .*more devices"):
             choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits - 1))
 
 
@@ -265,22 +254,22 @@ def test_a_mesh_that_is_asked_for_is_taken():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("tensor=4", "mesh.tensor 4 does not divide model.heads 6; legal are 1, 2, 3, 6"),
-        ("data=3", "data=3 does not divide 8 slots; legal are 1, 2, 4, 8"),
+        ("tensor=4", "mesh.tensor 4 ... model.heads 6; legal are 1, 2, 3, 6"),
+        ("data=3", "data=3 ... divide 8 slots; legal are 1, 2, 4, 8"),
         ("pipeline=2", "without stages"),
         ("tenser=2", "did you mean tensor"),
         ("tensor=2,tensor=2", "tensor is given twice"),
-        ("tensor", "tensor is ''; it must be a whole number"),
+        ("tensor", "tensor is ''; ... a whole number"),
         ("tensor=0", "tensor is '0'"),
         ("tensor=²", "tensor is '²'"),
         ("tensor=" + 5000 * "9", "it must be a whole number"),
-        ("", "there is no axis ''; legal are data, tensor: a model generates without stages."),
+        ("", "no axis ''; legal are data, tensor"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_with_what_can(asked, said):
     with pytest.raises(ConfigError) as raised:
         choose_mesh(CONFIG, asked, 8, 512)
-    assert said in str(raised.value) and len(str(raised.value)) < 300
+    assert tells(str(raised.value), said) and len(str(raised.value)) < 300
 
 
 @pytest.mark.thorough

@@ -179,7 +179,7 @@ def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, 
     wide, narrow = (jax.tree.leaves(of[name], is_leaf=is_rounded) for name in (None, kind))
     held = [(x, q) for x, q in zip(wide, narrow, strict=True) if is_rounded(q)]
     names = 7 * model.config.model.layers
-    assert len(held) == names, "q, k, v, out, gate, up and down of each layer"
+    assert len(held) == names, "seven weights of each layer"
     for x, q in held:
         assert (
             q.values.nbytes * jnp.dtype(dtype).itemsize == x.nbytes
@@ -388,9 +388,7 @@ def unread(attention=None, **mesh: int) -> Model:
 
 
 def test_what_cannot_generate_is_refused_in_a_sentence(eight):
-    with pytest.raises(
-        ConfigError, match="a prompt of 41 tokens does not fit; it must have 1 to 40"
-    ):
+    with pytest.raises(ConfigError, match=r"prompt of 41 tokens .* 1 to 40"):
         eight.prefill(eight.empty(), 0, np.zeros(41, int), Sampling())
     with pytest.raises(ConfigError, match="a prompt of 0 tokens"):
         eight.prefill(eight.empty(), 0, np.zeros(0, int), Sampling())

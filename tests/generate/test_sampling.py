@@ -125,7 +125,7 @@ def test_a_padded_vocabulary_changes_no_token():
 
 def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
     def branches(jaxpr, depth=0):
-        """(depth of conditions, primitive) of everything in a program."""
+        """Yields (depth, primitive) of each equation."""
         for equation in jaxpr.eqns:
             yield depth, equation.primitive.name
             for value in equation.params.values():

@@ -165,8 +165,8 @@ def test_a_long_text_costs_each_token_the_same():
 
 def test_the_text_of_a_token_alone_is_as_it_stands_in_a_text(tmp_path):
     spelling = Spelling(of("sentencepiece", tmp_path))
-    assert [spelling.of(i) for i in (2, 3, 4)] == ["</s>", " ", "a"]
-    assert Spelling(ByteTokenizer()).of(65) == "A"
+    assert [spelling.spell(i) for i in (2, 3, 4)] == ["</s>", " ", "a"]
+    assert Spelling(ByteTokenizer()).spell(65) == "A"
 
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -216,7 +216,7 @@ def test_messages_that_are_none_are_refused_and_the_next_is_taken(path):
     said = conversations(
         path, "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
     )
-    with pytest.raises(ConfigError, match="does not take these messages \\(too many\\)"):
+    with pytest.raises(ConfigError, match=r"not take these messages \(too many\)"):
         said.tokens(ASKED * 3)
     for wrong in ([], "hi", [{"content": "x"}], [{"role": "user", "content": 3}]):
         with pytest.raises(ConfigError, match="does not take these messages"):
@@ -315,5 +315,5 @@ def test_a_template_that_takes_for_ever_is_a_sentence(path):
     said = conversations(
         path, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="asks for what no template may have"):
+    with pytest.raises(ConfigError, match="no template may have"):
         said.tokens(ASKED)

@@ -24,3 +24,8 @@ def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
     assert (code, out) == (2, "") and err.startswith("meshtrain: ") and err.count("\n") == 1, err
     assert err.rstrip()[-1] in ".?", err
     return err
+
+
+def tells(text: str, sentence: str) -> bool:
+    """Returns whether a text holds a sentence in which ` ... ` stands for any words."""
+    return re.search(pattern_of(sentence), text, re.DOTALL) is not None

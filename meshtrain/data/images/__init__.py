@@ -4,7 +4,7 @@ The content of row r of batch k is a function of the seed, k and r alone: which 
 mixed with. So a run goes on with any number of processes as it would have gone on with its own.
 
     folders, arrays, digits ──ImageSource──► one image, uint8 [H, W, C] ──crop, flip, policy, shift──► [S, S, C]
-                                                                                                          │ rows: a batch's
+                                                                                        rows of a batch │
     patches float32 [B, N, P], labels int32 [B, 1] ◄──cut── mixup, cutmix with the row beside it ◄─── normalized
              (mixed: labels_b, mix)
 

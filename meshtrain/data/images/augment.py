@@ -2,8 +2,8 @@
 image.
 
     mixup     lam a + (1 - lam) b                     ┌────────┐
-    cutmix    b in a box of a, here of a quarter:     │ a  ┌──┐│     mix, the share of a's class: lam, or what of the area
-              sides sqrt(1 - lam), clipped at edges   │    │ b││     is a's once the box is clipped
+    cutmix    b in a box of a, here of a quarter:     │ a  ┌──┐│     mix, the share of a's class: lam, or a's share of
+              sides sqrt(1 - lam), clipped at edges   │    │ b││     the area once the box is clipped
                                                       │    └──┘│
                                                       └────────┘
 lam is drawn from Beta(alpha, alpha), for each row anew (mixup: Zhang et al. 2018, section 2; cutmix: Yun et al. 2019,

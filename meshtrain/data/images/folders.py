@@ -20,15 +20,17 @@ import io
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data.cache import cache_directory, logged_progress
-from meshtrain.data.images.image_sources import VALIDATION, ImageSource
+from meshtrain.data.images.image_sources import ImageSource, share_held_out
 from meshtrain.data.images.pixels import as_pixels, pillow
 from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.prepare import refusal_at
@@ -57,8 +59,14 @@ SKIPPED = "skipped.log"
 RULES = (
     "2"  # raised when other files are taken for images than before, so that no old index is used
 )
+STRAY = "images that stand in no class's folder"
+DAMAGED = "files that are no whole image"
 ORIENTATION = 0x0112  # of Exif: 1 is upright
 log = logging.getLogger(__name__)
+
+
+# The digest of each file, and what is wrong with those that are no images.
+Index = tuple[list[str], dict[str, str]]
 
 
 class ImageFiles:
@@ -89,53 +97,62 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             f"model.channels is {config.model.channels}, but images of files have 1 (grey) or 3 (red, green, blue)."
         )
     train, validation = _layout(path)
-    if validation and config.data.validation is not None:
-        raise ConfigError(
-            f"data.validation is {config.data.validation}, but {short(path)} has a folder {validation} of its own; "
-            "leave the key out."
-        )
-    share = VALIDATION if config.data.validation is None else config.data.validation
+    share = share_held_out(config, path, validation and f"a folder {validation}")
     inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
     if inputs.left_out:
         log.warning("%s: left out: %s", path, inputs.describe_left_out())
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
     numbers = {name: label for label, name in enumerate(classes)}
-    paths: list[str] = []
-    labels: list[int] = []
-    names: list[str] = []
-    splits: dict[str, list[int]] = {"train": [], "validation": []}
-    strays = damaged = 0
+    images: list[_Image] = []
+    left_out: Counter[str] = Counter()
     for file, digest in zip(inputs.files, digests, strict=True):
         _, *parts = file.name.split("/")  # behind the folder's own name
         folder = parts.pop(0) if train else ""
         if folder not in (train, validation) or len(parts) < 2:
-            strays += 1
+            left_out[STRAY] += 1
         elif not digest:
-            damaged += 1
+            left_out[DAMAGED] += 1
         elif parts[0] not in numbers:
             raise ConfigError(
                 f"{short(path / folder)} has a class {short(parts[0])} that {short(path / train)} has not."
             )
         else:
-            by_share = not validation and held_out("/".join(parts) if train else file.name, share)
-            splits["validation" if by_share or folder != train else "train"].append(len(paths))
-            paths.append(file.path)
-            labels.append(numbers[parts[0]])
-            names.append(f"{'/'.join(parts)}\t{digest}")
-    counts = (
-        (strays, "images that stand in no class's folder"),
-        (damaged, "files that are no whole image"),
-    )
-    notes = tuple(f"{count:,} {what} are left out" for count, what in counts if count)
-    if empty := [name for name in classes if numbers[name] not in set(labels)]:
+            inside = "/".join(parts)
+            by_share = not validation and held_out(inside if train else file.name, share)
+            split = "validation" if by_share or folder != train else "train"
+            images.append(_Image(split, file.path, numbers[parts[0]], f"{inside}\t{digest}"))
+    return _source(path, classes, config.model.channels, images, left_out)
+
+
+class _Image(NamedTuple):
+    split: str
+    path: str
+    label: int
+    name: str  # with its digest
+
+
+def _source(
+    path: Path,
+    classes: tuple[str, ...],
+    channels: int,
+    images: list[_Image],
+    left_out: Counter[str],
+) -> ImageSource:
+    """Returns the source of the images, with notes on files left out; ConfigError for a class without images."""
+    labels = np.array([image.label for image in images], np.int32)
+    if empty := set(range(len(classes))) - set(labels.tolist()):
         raise ConfigError(
-            f"the class {short(empty[0])} of {short(path)} has no image; remove its folder, or fill it."
+            f"the class {short(classes[min(empty)])} of {short(path)} has no image; remove its folder, or fill it."
         )
-    indices = {split: np.array(which, np.int64) for split, which in splits.items()}
-    content = hashlib.sha256(encoded("\n".join(names))).hexdigest()
-    pictures = ImageFiles(paths, np.array(labels, np.int32), config.model.channels)
-    return ImageSource(str(path), pictures, indices, classes, content, notes)
+    splits = np.array([image.split for image in images])
+    indices = {split: np.flatnonzero(splits == split) for split in ("train", "validation")}
+    content = hashlib.sha256(encoded("\n".join(image.name for image in images))).hexdigest()
+    pictures = ImageFiles([image.path for image in images], labels, channels)
+    notes = (
+        f"{left_out[what]:,} {what} are left out" for what in (STRAY, DAMAGED) if left_out[what]
+    )
+    return ImageSource(str(path), pictures, indices, classes, content, tuple(notes))
 
 
 def _layout(path: Path) -> tuple[str, str]:
@@ -207,7 +224,7 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
     ]
 
 
-def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]] | None:
+def _read_index(directory: Path, count: int) -> Index | None:
     try:
         values = json.loads((directory / INDEX).read_bytes())
         digests = list(map(str, values["digests"]))
@@ -217,9 +234,7 @@ def _read_index(directory: Path, count: int) -> tuple[list[str], dict[str, str]]
         return None  # not there, or not whole: it is made again
 
 
-def _make_index(
-    files: Sequence[InputFile], directory: Path, name: str
-) -> tuple[list[str], dict[str, str]]:
+def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> Index:
     size = sum(file.size for file in files)
     done = 0
     log.info("looking at %d images (%.1f MB) of %s", len(files), size / 1e6, name)

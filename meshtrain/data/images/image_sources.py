@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data.images.pixels import check_channels, in_channels
+from meshtrain.data.images.pixels import check_channels, convert_channels
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.shards import digest_of_file
 from meshtrain.errors import ConfigError, not_installed, short
@@ -53,6 +53,9 @@ CHECKED = 64  # images of floats whose range is checked on opening
 RANDOM = 1 << 16  # images of an epoch of source `synthetic`
 
 
+Arrays = dict[str, np.ndarray]
+
+
 class Pictures(Protocol):
     """Images by their number, each with a class; of any size, in the model's channels."""
 
@@ -69,7 +72,7 @@ class ImageSource:
 
     name: str
     pictures: Pictures
-    splits: dict[str, np.ndarray]  # train, validation: numbers of images, int64
+    splits: Arrays  # train, validation: numbers of images, int64
     classes: tuple[str, ...]  # by label
     content: str  # digest of the images, wherever they lie; empty if nothing is read
     notes: tuple[str, ...] = ()
@@ -87,7 +90,17 @@ class ImageSource:
         return digest.hexdigest()
 
 
-def split_by_share(count: int, share: float) -> dict[str, np.ndarray]:
+def share_held_out(config: Config, path: Path, own: str | None) -> float:
+    """Returns the share of the images to hold out; ConfigError for data.validation beside a split of their `own`."""
+    share = config.data.validation
+    if own and share is not None:
+        raise ConfigError(
+            f"data.validation is {share}, but {short(path)} has {own} of its own; leave the key out."
+        )
+    return VALIDATION if share is None else share
+
+
+def split_by_share(count: int, share: float) -> Arrays:
     """Splits of images that have no names: a share of them for validation, the same whenever there are so many."""
     order = permute(np.arange(count), count, key_of("held out", count))
     validation = round(count * share)
@@ -129,7 +142,7 @@ class ImageArrays:
                     "be from 0 to 1."
                 )
             image = np.rint(image * np.float32(255)).astype(np.uint8)
-        return in_channels(np.asarray(image), self.channels)
+        return convert_channels(np.asarray(image), self.channels)
 
 
 def has_arrays(path: Path) -> bool:
@@ -154,35 +167,27 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
         raise ConfigError(
             f"{short(path)} holds {there}, but no pair of images and labels; name them images and labels."
         )
-    parts = [_checked(path, names, arrays, config) for names in pairs if names is not None]
-    pictures = ImageArrays(parts, config.model.channels)
+    pictures = ImageArrays(
+        [_checked(path, names, arrays, config) for names in pairs if names], config.model.channels
+    )
+    share = share_held_out(config, path, pairs[1] and pairs[1][0])
     if pairs[1] is None:
-        share = VALIDATION if config.data.validation is None else config.data.validation
         splits = split_by_share(len(pictures.labels), share)
     else:
-        if config.data.validation is not None:
-            raise ConfigError(
-                f"data.validation is {config.data.validation}, but {short(path)} has {pairs[1][0]} of its own; leave "
-                "the key out."
-            )
         splits = {
             name: np.arange(*pictures.starts[i : i + 2])
             for i, name in enumerate(("train", "validation"))
         }
-    files = (
-        [path]
-        if path.is_file()
-        else [path / f"{name}{ARRAY}" for pair in pairs if pair for name in pair]
-    )
+    files = [path]
+    if path.is_dir():
+        files = [path / f"{name}{ARRAY}" for pair in pairs if pair for name in pair]
     content = hashlib.sha256("".join(map(digest_of_file, files)).encode()).hexdigest()
     return ImageSource(
         str(path), pictures, splits, numbered(int(pictures.labels.max()) + 1), content
     )
 
 
-def _checked(
-    path: Path, names: tuple[str, str], arrays: dict[str, np.ndarray], config: Config
-) -> ArrayPart:
+def _checked(path: Path, names: tuple[str, str], arrays: Arrays, config: Config) -> ArrayPart:
     images, labels = (arrays[name] for name in names)
     what = f"{names[0]} of {short(path)}"
     shape = list(images.shape)
@@ -202,20 +207,9 @@ def _checked(
             f"{what} have the shape {shape}, channels first; they must come last: [n, height, width, channels]."
         )
     check_channels(channels, config.model.channels, what)
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{names[1]} of {short(path)} are {labels.dtype}{list(labels.shape)}; for {len(images)} images they must "
-            f"be {len(images)} whole "
-            "numbers."
-        )
-    if labels.min() < 0 or labels.max() >= 2**31:
-        wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise ConfigError(
-            f"{names[1]} of {short(path)} have the class {wrong}; classes are numbered from 0."
-        )
-    part = ArrayPart(what, images, labels)
+    part = ArrayPart(
+        what, images, _checked_labels(f"{names[1]} of {short(path)}", labels, len(images))
+    )
     if images.dtype != np.uint8:
         pictures = ImageArrays([part], config.model.channels)
         for index in (
@@ -225,7 +219,21 @@ def _checked(
     return part
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _checked_labels(what: str, labels: np.ndarray, count: int) -> np.ndarray:
+    """Returns the classes of `count` images, [n]; ConfigError if they are not that many whole numbers from 0."""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.shape != (count,) or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{what} are {labels.dtype}{list(labels.shape)}; for {count} images they must be {count} whole numbers."
+        )
+    if labels.min() < 0 or labels.max() >= 2**31:
+        wrong = labels.min() if labels.min() < 0 else labels.max()
+        raise ConfigError(f"{what} have the class {wrong}; classes are numbered from 0.")
+    return labels
+
+
+def _read(path: Path) -> Arrays:
     if path.is_dir():
         return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
     names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}

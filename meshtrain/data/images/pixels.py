@@ -36,14 +36,14 @@ def pillow(why: str) -> ModuleType:
 
 
 def check_channels(have: int, wanted: int, name: str) -> None:
-    """ConfigError where the images of a source have channels that `in_channels` cannot turn into the model's."""
+    """ConfigError where the images of a source have channels that `convert_channels` cannot turn into the model's."""
     if not (have == wanted or have == 1 or (have in (3, 4) and wanted in (1, 3))):
         raise ConfigError(
             f"{name} has images of {have} channels, but model.channels is {wanted}; give {have}."
         )
 
 
-def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+def convert_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     """uint8 [..., C] in other channels: grey is repeated, colours are weighed to grey, alpha is left out."""
     have = pixels.shape[-1]
     if have == channels:

@@ -1,11 +1,13 @@
 """Batches of images: pure functions of seed, step and row, whoever reads which part of them, and what they hold."""
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from image_configs import image_config, refusal, write_images
+from refusals import tells
 
 from meshtrain.config import Config, load
 from meshtrain.data import SplitBatches, open_data
@@ -166,18 +168,15 @@ def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     train, _ = open_data(image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23))
     (tmp_path / "copy" / "dog" / "4.png").unlink()
-    with pytest.raises(
-        ConfigError, match=r"dog/4\.png could be read when the data was opened, and cannot be now"
-    ):
+    with pytest.raises(ConfigError, match=r"dog/4\.png .* cannot be now"):
         train.batch(0)
 
 
 @pytest.mark.thorough
 def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same():
     train, held = open_data(image_config("digits", batch=36))
-    assert (
-        held is not None
-        and train.describe() == "digits: 39 batches an epoch of 36 images; 10 classes"
+    assert held is not None and re.fullmatch(
+        r"digits: 39 batches .* 36 images; 10 classes", train.describe()
     )
     assert held.batches_per_epoch == 10 and "weights" not in held.batch(0)
     pixels = [held.batch(k)["patches"].tobytes() for k in range(10)]
@@ -219,9 +218,8 @@ def test_drawn_images_follow_from_the_seed_and_fill_the_classes():
 def test_more_classes_than_the_model_has_are_refused_with_their_number(tmp_path):
     write_images(tmp_path, {"a": 3, "b": 3, "c": 3})
     said = refusal(tmp_path, channels=3, classes=2)
-    assert "model.vocab_size 2 is less than the 3 classes of data.source" in said and said.endswith(
-        "give at least 3."
-    )
+    assert tells(said, "model.vocab_size 2 ... 3 classes ... data.source")
+    assert said.endswith("give at least 3.")
     open_data(image_config(tmp_path, channels=3, classes=3))
 
 
@@ -229,17 +227,15 @@ def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_p
     write_images(tmp_path, {"a": 3, "b": 2})
     train, held = open_data(image_config(tmp_path, channels=3, validation=0.0, batch=6))
     assert held is None and train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 5
-    assert (
-        "it fills no batch of train.global_batch_size 6, so that one is padded" in train.describe()
-    )
+    assert tells(train.describe(), "no batch ... global_batch_size 6 ... padded")
     asked = load(image_config(tmp_path, channels=3, validation=0.0, batch=5), ["eval.every=1"])
-    says = r"eval\.every is 1, but of held-out images .* holds no image for validation; hold out"
+    says = r"eval\.every is 1, .* no image .* hold"
     with pytest.raises(ConfigError, match=says):
         open_data(asked)
 
 
 def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling(tmp_path):
-    assert refusal("digit").endswith("or synthetic or digits; did you mean digits?")
+    assert re.search(r"synthetic or digits; .* mean digits\?$", refusal("digit"))
     (tmp_path / "a.png").write_bytes(b"")
     assert "is a file, but none of arrays" in refusal(tmp_path / "a.png")
 
@@ -260,7 +256,7 @@ def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_
     assert held is not None and len(held.batches.rows.indices) == 5  # type: ignore[attr-defined]
     assert digests(given, train, held).keys() == {"digest", "validation_digest"}
     for name, says in (
-        ("three", "has a class c that data.source has not"),
+        ("three", "class c that data.source has not"),
         ("four", "its labels mean others"),
     ):
         own = {

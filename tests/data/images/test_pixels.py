@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from meshtrain.data.images.pixels import fitted, in_channels, patches, resized, scaling, unpatched
+from meshtrain.data.images.pixels import (
+    convert_channels,
+    fitted,
+    patches,
+    resized,
+    scaling,
+    unpatched,
+)
 
 DRAW = np.random.default_rng(0)
 
@@ -27,14 +34,15 @@ def test_a_patch_holds_its_pixels_row_by_row_each_with_its_channels(size, patch,
 def test_grey_is_what_pillow_makes_of_colours_and_repeated_where_colours_are_wanted():
     pixels = DRAW.integers(0, 256, (7, 5, 3), dtype=np.uint8)
     assert np.array_equal(
-        in_channels(pixels, 1)[..., 0], np.asarray(Image.fromarray(pixels).convert("L"))
+        convert_channels(pixels, 1)[..., 0], np.asarray(Image.fromarray(pixels).convert("L"))
     )
     assert np.array_equal(
-        in_channels(pixels[..., :1], 3), np.asarray(Image.fromarray(pixels[..., 0]).convert("RGB"))
+        convert_channels(pixels[..., :1], 3),
+        np.asarray(Image.fromarray(pixels[..., 0]).convert("RGB")),
     )
     with_alpha = np.concatenate([pixels, pixels[..., :1]], -1)
-    assert np.array_equal(in_channels(with_alpha, 3), pixels)
-    assert np.array_equal(in_channels(with_alpha, 1), in_channels(pixels, 1))
+    assert np.array_equal(convert_channels(with_alpha, 3), pixels)
+    assert np.array_equal(convert_channels(with_alpha, 1), convert_channels(pixels, 1))
 
 
 def test_an_image_of_another_shape_is_cropped_to_the_square_in_its_middle_or_stretched():
