@@ -2,15 +2,15 @@
 
     import meshtrain as mt
 
-    mt.fake_devices(8)                                              # in a notebook, before anything uses JAX: 8 CPU devices
-    config = mt.load("configs/quickstart.yaml", ["mesh.tensor=2"])  # a file, nested dicts, a config or None; then overrides
-    program = mt.Program(config)                                    # shows its mesh; block=, attention=, loss= replace parts
+    mt.fake_devices(8)                                        # in a notebook, before anything uses JAX: 8 CPU devices
+    config = mt.load("x.yaml", ["mesh.tensor=2"])             # a file, nested dicts, a config or None; then overrides
+    program = mt.Program(config)                              # shows its mesh; block=, attention=, loss= replace parts
     state, (data, held_out) = program.init(), mt.open_data(config)
     state, metrics = program.train_step(state, program.place(data.batch(0)))
-    program.layout                                                  # where each weight lies; mt.show(state): the live arrays
-    program.collectives()                                           # what a step sends: axis, bytes, line of the source
-    program.layout.table                                            # the pipeline's schedule, clock by clock
-    logits = mt.read_model("runs/quickstart")([[72, 105]])          # a checkpoint's weights, as a function of tokens
+    program.layout                                            # where each weight lies; mt.show(state): the live arrays
+    program.collectives()                                     # what a step sends: axis, bytes, line of the source
+    program.layout.table                                      # the pipeline's schedule, clock by clock
+    logits = mt.read_model("runs/quickstart")([[72, 105]])    # a checkpoint's weights, as a function of tokens
 
 Config, Program, Layout, Table, Timeline, Plan and Collectives draw themselves as the last line of a cell, `print`
 writes them, and `mt.show` does so for meshes and arrays. `mt.schedule` holds what makes, proves, simulates and draws
@@ -18,8 +18,7 @@ schedules.
 
 Every name is imported when it is first asked for: `import meshtrain` alone loads no JAX and starts no backend. Bad
 input is a ConfigError, one plain sentence. `train` and `plan` are modules with commands of their own (python -m
-meshtrain.train) and, called,
-the functions of the same name: mt.train(config), mt.plan(config, "h100").
+meshtrain.train). Called, they are the functions of the same name: mt.train(config), mt.plan(config, "h100").
 """
 
 # The interpreter has loaded these three before the first line of any program.

@@ -2,12 +2,12 @@
 the alpha-beta model.
 
     psum                what XLA and NCCL choose
-    S bytes, n devices  steps                the busiest sends       time of a step                             reduce-scatter
-    ring                2 (n-1)              2 S (n-1)/n             S/n over the slowest link                  yes
-    two_way_ring        2 floor(n/2)         2 S (n-1)/n, both ways  the same, but 2 S/n out of a device        yes
-    halving_doubling    2 log2 n             2 S (n-1)/n             S d/n to partners d apart, d = n/2 ... 1   for powers of two
-    double_tree         4 (p + log2 n)       2 S, in p pieces        S/2p over the slowest link                 no
-    hierarchical        those of two rings   2 S (n-1)/n             a ring in an island, then one across       the ring's
+    S bytes, n devices  steps                the busiest sends       time of a step                      scatters
+    ring                2 (n-1)              2 S (n-1)/n             S/n over the slowest link           yes
+    two_way_ring        2 floor(n/2)         2 S (n-1)/n, both ways  the same, but 2 S/n out of a device yes
+    halving_doubling    2 log2 n             2 S (n-1)/n             S d/n to partners d = n/2 ... 1     for n = 2^k
+    double_tree         4 (p + log2 n)       2 S, in p pieces        S/2p over the slowest link          no
+    hierarchical        those of two rings   2 S (n-1)/n             a ring in an island, one across     the ring's
 
 **On average over the devices all of them send 2 S (n-1)/n bytes**: each number is added n - 1 times, for which n - 1
 messages must bring it, and n - 1 must take the sum to the others. They differ in who sends, how far, and in how many

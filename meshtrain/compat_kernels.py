@@ -1,5 +1,5 @@
-"""What is private to JAX, or differs between its versions, of kernels for GPUs and TPUs and of pairs: `compat` for runs
-that use them.
+"""Parts of JAX that are private or differ between its versions, for kernels of GPUs and TPUs and for pairs: `compat`
+for runs that use them.
 """
 
 import contextlib
@@ -16,9 +16,8 @@ from jax.interpreters import mlir
 def describe_gpu(cudnn: tuple[int, int, int]) -> None:
     """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
 
-    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Of the GPU, JAX wants to
-    know one thing
-    before it writes a Triton kernel: what Hopper can, which it took for granted before 0.12.
+    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Before
+    JAX writes a Triton kernel, it asks for the GPU's compute capability; before 0.12 it took Hopper's for granted.
     """
     from jax._src.cudnn import fused_attention_stablehlo
 

@@ -21,10 +21,13 @@ ENDING = 60
 # tokens by their shape. What begins with $ is a variable of the environment's.
 _SECRETS = re.compile(
     r"""(://)[^/\s@'"$][^/\s@'"]*(?=@)
-    | ((?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature|\bsig|[-_]key|[?&]key|apikey)["']?=["']?)[^\s&"',\]$][^\s&"',\]]*
+    | ((?:token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature|\bsig|[-_]key|[?&]key|apikey)["']?=["']?)
+        [^\s&"',\]$][^\s&"',\]]*
     | (authorization["']?:\s*(?:(?:bearer|basic|token)\s+|(?!bearer|basic|token))|\bbearer\s+)[^\s"'$][^\s"',\]]*
     | (\s--[\w-]*(?:token|secret|passw(?:or)?d|key)\s+|\s(?:-u|--user)[\s=]+["']?[^\s:"'$]+:)[^\s"'$-][^\s"']*
-    | ()(?:\bhf_[a-z0-9]{20,}|\bgh[opsru]_[a-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bsk-(?:proj-|ant-\w+-)?[a-z0-9]{20,}|\bxox[a-z]-[\w-]{8,}|\bAKIA[0-9A-Z]{16}|\bAIza[\w-]{30,}|\beyJ[\w-]{16,}\.[\w.-]+)""",
+    | ()(?:\bhf_[a-z0-9]{20,}|\bgh[opsru]_[a-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}
+        |\bsk-(?:proj-|ant-\w+-)?[a-z0-9]{20,}|\bxox[a-z]-[\w-]{8,}|\bAKIA[0-9A-Z]{16}|\bAIza[\w-]{30,}
+        |\beyJ[\w-]{16,}\.[\w.-]+)""",
     re.VERBOSE | re.IGNORECASE,
 )
 # Services whose webhooks ask for no password: the rest of the path is one.

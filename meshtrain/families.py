@@ -1,15 +1,15 @@
 """Model families: each is a preset of the decoder's options, which every other room asks for and never for a family's
 name.
 
-             norm                 positions            MLP                     biases   head
-    llama    RMSNorm              rotary (RoPE)        silu(gate x) * up x     no       its own       Touvron et al. 2023
-    mistral  as llama; its first release attends to a window (model.window)                           Jiang et al. 2023
-    qwen2    as llama, but q, k and v have biases                                                     Yang et al. 2024
-    qwen3    as llama, with an RMSNorm over each head's q and k                                       Yang et al. 2025
-    gpt2     LayerNorm with bias  a learned table      gelu(up x)              yes      the embedding Radford et al. 2019
-    gemma2   RMSNorm by 1 + scale rotary               gelu(gate x) * up x     no       the embedding Gemma Team 2024, section 2
-    gemma3   likewise             rotary               likewise                no       the embedding Gemma Team 2025, section 2
-    vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU     yes      its own       Dosovitskiy et al. 2021
+             norm                 positions            MLP                  biases  head           source
+    llama    RMSNorm              rotary (RoPE)        silu(gate x) * up x  no      its own        Touvron et al. 2023
+    mistral  as llama; its first release attends to a window (model.window)                        Jiang et al. 2023
+    qwen2    as llama, but q, k and v have biases                                                  Yang et al. 2024
+    qwen3    as llama, with an RMSNorm over each head's q and k                                    Yang et al. 2025
+    gpt2     LayerNorm with bias  a learned table      gelu(up x)           yes     the embedding  Radford et al. 2019
+    gemma2   RMSNorm by 1 + scale rotary               gelu(gate x) * up x  no      the embedding  Gemma Team 2024, 2
+    gemma3   likewise             rotary               likewise             no      the embedding  Gemma Team 2025, 2
+    vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU  yes     its own        Dosovitskiy et al. 2021
 
 With experts (model.moe), of which a router chooses a few for each token, in the place of the MLP; their numbers are of
 the largest or only model:
@@ -18,8 +18,8 @@ the largest or only model:
     qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
     olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8        Muennighoff et al. 2024
                chosen, whose weights are not divided by their sum
-    gpt_oss    as llama, with biases, a sink for each head, a window in every second layer, beginning     OpenAI 2025
-               with the first; 128 experts, 4 chosen, whose gate and up are clipped
+    gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
+               beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped
 
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window)
 alternate with ones
@@ -103,7 +103,8 @@ LLAMA = Family(
     d_ff=lambda d_model: 32 * math.ceil(8 * d_model / 3 / 32),
 )
 GPT2 = Family(
-    "gpt2", centred_norms=True, positions="learned", gated=False, activation="gelu", biases=True, tied_head=True, d_ff=four_times,
+    "gpt2", centred_norms=True, positions="learned", gated=False, activation="gelu", biases=True, tied_head=True,
+    d_ff=four_times,
 )
 GEMMA2 = replace(
     LLAMA, name="gemma2", activation="gelu", tied_head=True, d_ff=four_times, norm_plus_one=True, post_norms=True,
@@ -118,13 +119,14 @@ FAMILIES = Registry(
     replace(LLAMA, name="qwen3_moe", qk_norm=True, experts=128, top_k=8),
     replace(LLAMA, name="olmoe", qk_norm=True, joint_qk_norm=True, experts=64, top_k=8, normalize=False),
     replace(
-        LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True, activation=QUICK_GELU, gate_limit=7.0,
-        window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
+        LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True,
+        activation=QUICK_GELU, gate_limit=7.0, window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
     ),
     GPT2,
     GEMMA2,
     replace(
-        GEMMA2, name="gemma3", qk_norm=True, score_cap=0.0, logit_cap=0.0, window=1024, global_every=6, rope_theta_local=10000.0,
+        GEMMA2, name="gemma3", qk_norm=True, score_cap=0.0, logit_cap=0.0, window=1024, global_every=6,
+        rope_theta_local=10000.0,
     ),
     replace(GPT2, name="vit", activation=EXACT_GELU, tied_head=False, images=True, causal=False, head_bias=True),
 )

@@ -1,7 +1,8 @@
 """Which process of how many this one is, by its environment: read and compared before JAX is asked to join them,
 without JAX.
 
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID     set for each process; an indexed Kubernetes job numbers its own
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID     set for each process; an indexed Kubernetes job
+                                                                   numbers its own
     SLURM_NTASKS, SLURM_PROCID, SLURM_STEP_NODELIST ...            set by srun, and read by JAX itself
 
 JAX ends in a traceback, or waits for minutes, where these are missing or do not agree.

@@ -3,7 +3,8 @@
     cosine     half a cosine to final_ratio of the peak            Loshchilov & Hutter 2017
     linear     a line to it
     constant   the peak
-    wsd        the peak, then a line over the last decay_ratio of the steps (warmup-stable-decay)     Hu et al. 2024, section 4
+    wsd        the peak, then a line over the last decay_ratio of the steps (warmup-stable-decay)
+                                                                   Hu et al. 2024, section 4
 
 One from outside: `LEARNING_RATES.register(LearningRate("mine", function))` before the config is loaded. Optax is
 imported where one is made, so that a plan needs no JAX.

@@ -68,7 +68,8 @@ def fake_cpu_devices(count: int) -> bool:
     if forced is not None:
         return True
     try:
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))  # type: ignore[attr-defined]
+        most = max(count, jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", most)
     except RuntimeError:
         # it runs already, in a notebook for example
         return jax.local_device_count() >= count

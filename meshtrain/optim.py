@@ -23,7 +23,8 @@ def learning_rate(config: Config) -> optax.Schedule:
 
         step           1          2         ...  warmup_steps   ...      steps
         before it      0          1                                    steps - 1
-        rate      peak / warmup  2 peak / warmup      peak     cosine, linear, wsd   final_ratio x peak     (constant: peak)
+        rate      peak / warmup  2 peak / warmup      peak     cosine, linear, wsd   final_ratio x peak
+                                                               constant              peak
 
     A step that float16 skips moves nothing on. Without warm-up the first step has the peak; a run that ends in it never
     decays.

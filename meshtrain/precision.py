@@ -3,8 +3,8 @@
 By what the step computes in, `precision.compute`:
 
     float32, bfloat16   a loss or gradient norm that is not finite ends the run
-    float16             a step that has one is skipped: no bit of the state changes but the counters and the loss scale, which
-                        falls; a run that would skip for ever ends
+    float16             a step that has one is skipped: no bit of the state changes but the counters and the loss
+                        scale, which falls; a run that would skip for ever ends
     both                a state is saved only if it `is_finite`
 """
 

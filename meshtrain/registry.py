@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from meshtrain.errors import ConfigError, short
 
-PLUGINS = "meshtrain.plugins"  # the entry points of installed distributions that register some (`config.imports.plugins`)
+# The entry points of installed distributions that register some (`config.imports.plugins`).
+PLUGINS = "meshtrain.plugins"
 # Directories whose code may run, as --trust names them and as PATH has them: in the environment, so that processes that
 # a command starts trust them too.
 TRUST = "MESHTRAIN_TRUST"

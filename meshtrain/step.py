@@ -1,7 +1,7 @@
 """The one compiled step: gradients inside a fully manual shard_map, the optimizer on sharded arrays under plain jit.
 
-    state (float32 shards) ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards ──Optax──► state
-                               all-gather          explicit collectives               reduce-scatter
+    state, float32 shards ──gather_params──► weights ──forward, backward──► gradients ──reduce_grads──► shards ──► state
+                              all-gather         explicit collectives               reduce-scatter       Optax
 
 Every collective up to the shards stands in the source; behind them XLA adds only those of norms.
 """

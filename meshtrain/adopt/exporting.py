@@ -1,7 +1,8 @@
 """Weights as a Hugging Face directory: of a run, a step, an imported checkpoint, or another Hugging Face directory;
 merged or not.
 
-    live weights, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...     aside, and renamed when complete
+    live weights, files ── a layer of a weight ──► host ── cast, in their layout ──► part 1, 2 ...
+                                                             written aside, and renamed when complete
 
 The directory has safetensors in parts with their index, config.json, the tokenizer's files or, of images,
 preprocessor_config.json. One part is in host memory at a time. All processes take part in gathering, the first writes.

@@ -1,15 +1,15 @@
-"""The files beside weights: a tokenizer's, and what a config.json says that is no part of the model.
+"""The files beside weights: a tokenizer's, and the fields of a config.json that the model's section lacks.
 
-How a directory is written.
+A directory is written so:
 
-    HF_DIR/  tokenizer.json ...  config.json                 imported: both are copied
-    OUT/     tokenizer.json ...  hf_config.json              a checkpoint; config.json would make it a Hugging Face directory
-    HF_OUT/  tokenizer.json ...  config.json                 exported, by this run or by one that began with OUT or HF_DIR
+    HF_DIR/  tokenizer.json ...  config.json      imported: both are copied
+    OUT/     tokenizer.json ...  hf_config.json   a checkpoint; config.json would make it a Hugging Face directory
+    HF_OUT/  tokenizer.json ...  config.json      exported by this run, or by one that began with OUT or HF_DIR
 
 Without them others cannot use the weights. HF_OUT and OUT are complete or not there; nothing is written over:
 
-    OUT.writing/   being filled, its .lock held; a process that was killed leaves it, at whatever moment, and the next one to write OUT
-                   removes it
+    OUT.writing/   being filled, its .lock held; a process that was killed leaves it, at whatever moment, and the
+                   next one to write OUT removes it
     OUT/           all of it
 
 Runs, which are written to for weeks, have `meshtrain.checkpoint.steps` for the same.
@@ -249,7 +249,7 @@ def written_aside(to: Path) -> Iterator[Path]:
 def _locked_empty(aside: Path) -> Iterator[None]:
     """Makes an empty directory, and locks it.
 
-    What a killed process left there is removed, what anybody else has there is not.
+    Files that a killed process left there are removed; files of anybody else are not.
     """
     if os.path.lexists(aside) and not _is_ours(aside):
         raise ConfigError(

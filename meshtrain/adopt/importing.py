@@ -1,6 +1,6 @@
 """A Hugging Face directory as a checkpoint of ours, which every command takes that takes a run's.
 
-    HF_DIR/ ── box by box ──► the mesh ── global arrays ──► OUT/checkpoints/0/    weights alone: a run that begins with it begins at step 0
+    HF_DIR/ ── box by box ──► the mesh ── global arrays ──► OUT/checkpoints/0/    weights alone, of step 0
                                                             OUT/config.yaml, hf_config.json, the tokenizer's files
 
 `checkpoint.resume: OUT` begins a run with it, with or without `checkpoint.weights_only`.

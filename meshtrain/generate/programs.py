@@ -111,7 +111,7 @@ def _specs(weight: Placed, kind: str | None) -> list[Any]:
 
 
 class Slots(NamedTuple):
-    """What lies on the devices between two steps; slots over data, key/value heads over tensor."""
+    """The arrays on the devices between two steps; slots over data, key/value heads over tensor."""
 
     cache: Any  # a tuple of `LayerCache`, a layer each
     tokens: Any  # int32 [S]: chosen last, and not yet read

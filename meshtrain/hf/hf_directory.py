@@ -3,7 +3,7 @@ prepared.
 
     config.json                     the section `model` (`meshtrain.hf_families`)
     model.safetensors.index.json    {"weight_map": {name: file}}           only files of this directory are opened
-    model-00001-of-00002.safetensors                                        mapped into memory: what is not asked for is not read
+    model-00001-of-00002.safetensors                                       mapped into memory, and read where asked for
     preprocessor_config.json        ours, data.images
       image_mean, image_std, do_normalize         mean, std
       size {height, width}, or a number           resize stretch

@@ -136,7 +136,7 @@ class PatchMapping(TensorMapping):
         return (width, numbers // self.size**2, self.size, self.size)
 
     def box(self, box: Box) -> Box:
-        """Returns all of each kernel: a box of the numbers of a patch is no box of theirs."""
+        """Returns all of each kernel, since a box of a patch's numbers is not one of theirs."""
         return (box[1], *(slice(0, n) for n in self.shape()[1:]))
 
     def outer(self) -> tuple[int, ...]:

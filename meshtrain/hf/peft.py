@@ -1,15 +1,15 @@
 """LoRA's adapters in PEFT's files, adapter_config.json and adapter_model.safetensors: read and written.
 
-    ours                                     theirs
-    blocks.attention.q_lora_a [D, r]         base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight [r, in]    transposed
-    blocks.attention.q_lora_b [r, H, K]      base_model.model.model.layers.N.self_attn.q_proj.lora_B.weight [out, r]
+    ours                                theirs, transposed
+    blocks.attention.q_lora_a [D, r]    base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight [r, in]
+    blocks.attention.q_lora_b [r, H, K] base_model.model.model.layers.N.self_attn.q_proj.lora_B.weight [out, r]
 
 GPT-2's c_attn is q, k and v in one, so that PEFT has one A for the three, and its adapters are read as three with the
 same A. Ours have one each, which are written as an adapter of c_attn of rank 3 r: A one below the other, B their block
 diagonal, alpha 3 times as large; the file's metadata (THIRDS) say so, and they are read back as they were. As read in
 peft 0.21: tuners/lora/config.py, utils/save_and_load.py.
 
-What is not plain LoRA of this model is refused by name. The tensors' names say which projections are adapted; no
+Anything but plain LoRA of this model is refused by name. The tensors' names say which projections are adapted; no
 pattern of a config is ever run, since one may run for ever.
 """
 

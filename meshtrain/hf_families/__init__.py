@@ -8,7 +8,7 @@ or fields stands
 here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `vit`. `family` says what an entry holds, `json_fields`
 reads config.json.
 
-What a class cannot hold of a model's options is refused by name, and not left out in silence:
+Options of a model that a class cannot hold are refused by name, and not left out in silence:
 
                  biases of q, k, v   q and k normed   window   heads of another width, shared keys   Gemma's
     llama        no                  no               no       yes                                   no
@@ -24,7 +24,7 @@ What a class cannot hold of a model's options is refused by name, and not left o
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Those with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 +
+Classes with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
@@ -77,7 +77,7 @@ MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.i
 
 
 def is_hf_directory(directory: Path) -> bool:
-    """Whether a directory has the config.json of a model, which no run and no checkpoint has."""
+    """Returns whether a directory has the config.json of a model, which no run and no checkpoint has."""
     return (directory / CONFIG).is_file()
 
 

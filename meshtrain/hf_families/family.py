@@ -1,4 +1,4 @@
-"""What is known of one model class of transformers: the entry that a family has."""
+"""The entry of a family: one model class of transformers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

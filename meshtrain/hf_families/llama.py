@@ -2,7 +2,7 @@
 those with experts in `mixture`.
 
 transformers 4 writes `rope_theta` and `rope_scaling`, which 5 reads as `rope_parameters`: both are read, and both are
-written. What a config.json leaves out is as its class has it (transformers 5.23, models/*/configuration_*.py).
+written. A field that a config.json leaves out has its class's default (transformers 5.23, models/*/configuration_*.py).
 """
 
 from collections.abc import Iterator

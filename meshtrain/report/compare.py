@@ -3,10 +3,10 @@
 Equal runs differ by chance; only what is beyond that is a difference.
 
 Seconds of neighbouring steps depend on each other (the machine was busy for a while), so that as many steps do not tell
-as much as they seem to. They are taken in blocks, three times as long as steps remember (the integrated autocorrelation
-time, with the window of Sokal 1997, "Monte Carlo methods in statistical mechanics", section 3), of which each has one
-median; these are compared by Welch's test (1947, "The generalization of Student's problem when several different
-population variances are involved").
+as much as they seem to. They are taken in blocks, each of which has one median. A block is three times as long as steps
+remember: the integrated autocorrelation time, with the window of Sokal 1997, "Monte Carlo methods in statistical
+mechanics", section 3. The medians are compared by Welch's test (1947, "The generalization of Student's problem when
+several different population variances are involved").
 
     seconds a token  ─ warmed up ─ blocks ─ log of the median ─ mean ─┬─► the second over the first, with an interval
     loss             ─ mean of each stretch of the same tokens ───────┴─► the second minus the first, last quarter

@@ -168,7 +168,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, int]
 def sentences(text: str) -> Iterator[str]:
     """Yields the sentences and clauses of prose; tables, drawings and code in backticks are left out."""
     for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "X", text)):
-        if not re.search(r"\S {3,}\S|^\s*\|", paragraph, re.M):
+        if not re.search(r"\S {3,}\S|^\s*\||[─├└│►◄]", paragraph, re.M):
             flat = " ".join(paragraph.split())
             yield from (s for s in re.split(r"(?<=[.!?;:])\s+", flat) if s)
 

@@ -167,7 +167,8 @@ TABLE: Table = {
             "how state is moved to the host is the compiler's": "offload_optimizer. cpu_offload_use_pin_memory",
             "weights stay on the devices here; mesh.tensor, mesh.pipeline and ZeRO-3 divide them": "offload_param. "
             "cpu_offload_params",
-            "parallel.zero_stage shards all weights alike, and sends them in their own dtype": "zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights mics_shard_size "
+            "parallel.zero_stage shards all weights alike, and sends them in their own dtype": "zero_hpz_partition_size "
+            "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights mics_shard_size "
             "mics_hierarchical_params_gather stage3_param_persistence_threshold param_persistence_threshold "
             "model_persistence_threshold",
             "when what is sent is arranged by the compiler, within parallel.zero_stage": "allgather_partitions "
@@ -192,7 +193,8 @@ TABLE: Table = {
             "a run goes on from its newest checkpoint": "scheduler.params.last_batch_iteration",
             "a schedule has its warm-up, its end and its shape here": "scheduler.params.",
             "each projection's place on mesh.tensor is fixed here": "tensor_parallel.",
-            "parallel.remat_offload names activations that go to the host": "activation_checkpointing.cpu_checkpointing",
+            "parallel.remat_offload names activations that go to the host": "activation_checkpointing."
+            "cpu_checkpointing",
             "parallel.remat is of each layer": "activation_checkpointing.number_checkpoints",
             "parallel.remat says what is computed again": "activation_checkpointing.",
             "when what is sent is arranged by the compiler, within parallel.zero_stage": "prescale_gradients "
@@ -214,7 +216,8 @@ TABLE: Table = {
             "how examples are read ahead is arranged otherwise (data.prefetch)": "dataloader_drop_last",
             "of this there is nothing here": "data_efficiency. curriculum_learning. progressive_layer_drop. "
             "hybrid_engine. elasticity. autotuning. "
-            "inference_checkpoint. weight_quantization. quantize_training. pipeline. use_data_before_expert_parallelism",
+            "inference_checkpoint. weight_quantization. quantize_training. pipeline. "
+            "use_data_before_expert_parallelism",
         }
     ),
 }

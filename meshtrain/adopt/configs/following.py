@@ -203,8 +203,8 @@ def _steps(facts: KeyFacts, steps: int | None) -> None:
 
 
 def _wsd(facts: KeyFacts, steps: int | None) -> None:
-    """Of the steps after the warm-up a third is stable in theirs, and the rate falls in the others to 0, unless the
-    schedule's arguments say otherwise.
+    """Converts warmup-stable-decay: in theirs a third of the steps after the warm-up is stable. The rate falls to 0 in
+    the others, unless the schedule's arguments say otherwise.
     """
     given = facts.given("optimizer.schedule")
     stable, falls, shape = (

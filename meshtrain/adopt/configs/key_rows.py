@@ -234,7 +234,7 @@ class KeyFacts:
         return f"{given.text} ({given.where})" if given else path
 
     def take(self, path: str) -> Any:
-        """Removes a fact, which is no key of ours, and returns it: its last reader calls it."""
+        """Removes and returns a fact that has no key here; its last reader calls it."""
         return self.values.pop(path, FactValue(None)).value
 
     def put(self, path: str, value: Any) -> None:

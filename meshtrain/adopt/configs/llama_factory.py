@@ -41,7 +41,8 @@ STRATEGIES = ("no", "steps", "epoch")
 # peft's module names in the families that are here, and those of fused ones.
 PROJECTIONS = {
     "q_proj": ["q"], "k_proj": ["k"], "v_proj": ["v"], "o_proj": ["out"], "gate_proj": ["gate"], "up_proj": ["up"],
-    "down_proj": ["down"], "qkv_proj": ["q", "k", "v"], "c_attn": ["q", "k", "v"], "gate_up_proj": ["gate", "up"], "c_fc": ["up"],
+    "down_proj": ["down"], "qkv_proj": ["q", "k", "v"], "c_attn": ["q", "k", "v"], "gate_up_proj": ["gate", "up"],
+    "c_fc": ["up"],
 }  # fmt: skip
 # Modules that may be trained in full, by the patterns of train.trainable.
 MODULES = {
@@ -153,7 +154,7 @@ def _warmup(value: Any) -> dict[str, Any]:
 
 
 def _every(path: str) -> KeyRow:
-    """Returns a row for the steps between two of something; a share of the run is no number of steps."""
+    """Returns a row for the steps between two of something, in which a share of the run is refused."""
 
     def read(value: Any) -> int:
         if 0 < number(value) < 1:
