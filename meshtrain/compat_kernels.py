@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 def describe_gpu(cudnn: tuple[int, int, int]) -> None:
     """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
 
-    That is all that the compiler needs of cuDNN, which with what it depends on takes 2.1 GB. Before
+    That is all that the compiler needs of cuDNN, which with its dependencies takes 2.1 GB. Before
     JAX writes a Triton kernel, it asks for the GPU's compute capability; before 0.12 it took Hopper's for granted.
     """
     from jax._src.cudnn import fused_attention_stablehlo

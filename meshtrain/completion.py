@@ -106,12 +106,12 @@ def markdown() -> str:
         lines += [f"## {group.capitalize()}", ""]
         for name, meaning in commands.items():
             lines += [f"### meshtrain {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
-            for one in _with_own(parser_of(name)):
+            for one in _help_texts(parser_of(name)):
                 lines += ["```text", one, "```", ""]
     return "\n".join(lines)
 
 
-def _with_own(parser: cli.Parser) -> Iterator[str]:
+def _help_texts(parser: cli.Parser) -> Iterator[str]:
     """Yields the help of a parser and of those of its own commands, in the words of `meshtrain COMMAND`, 100 columns
     wide.
     """
@@ -119,7 +119,7 @@ def _with_own(parser: cli.Parser) -> Iterator[str]:
     parser.prog = re.sub("^python -m meshtrain[. ]", "meshtrain ", parser.prog)
     yield re.sub("python -m meshtrain[. ]", "meshtrain ", parser.format_help()).rstrip()
     for own in parser.commands.values():
-        yield from _with_own(own)
+        yield from _help_texts(own)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ name.
     gpt2     LayerNorm with bias  a learned table      gelu(up x)           yes     the embedding  Radford et al. 2019
     gemma2   RMSNorm by 1 + scale rotary               gelu(gate x) * up x  no      the embedding  Gemma Team 2024, 2
     gemma3   likewise             rotary               likewise             no      the embedding  Gemma Team 2025, 2
-    vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU  yes     its own        Dosovitskiy et al. 2021
+    vit      as gpt2              as gpt2, of patches  as gpt2, exact GELU  yes     its own        Dosovitskiy 2021
 
 With experts (model.moe), of which a router chooses a few for each token, in the place of the MLP; their numbers are of
 the largest or only model:
 
     mixtral    as llama; 8 experts, 2 chosen                                                          Jiang et al. 2024
     qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
-    olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8        Muennighoff et al. 2024
+    olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8      Muennighoff 2024
                chosen, whose weights are not divided by their sum
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
                beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped

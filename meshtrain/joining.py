@@ -58,9 +58,9 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     _check_others(environment)
     # An address alone tells JAX where the processes of Slurm meet.
     if address and (PROCESSES in environment or tasks == 1):
-        return _by_jax(environment, address)
+        return _read_jax(environment, address)
     if tasks > 1:
-        return _by_slurm(environment, tasks)
+        return _read_slurm(environment, tasks)
     if environment.get(PROCESSES, "1") != "1":
         count = _number(environment, PROCESSES, 1, MOST_PROCESSES)
         raise ConfigError(
@@ -69,7 +69,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _by_jax(environment: Mapping[str, str], address: str) -> Place:
+def _read_jax(environment: Mapping[str, str], address: str) -> Place:
     processes = _number(environment, PROCESSES, 1, MOST_PROCESSES)
     indexed = PROCESS not in environment and INDEX in environment
     process = _number(environment, INDEX if indexed else PROCESS, 0, processes - 1)
@@ -79,7 +79,7 @@ def _by_jax(environment: Mapping[str, str], address: str) -> Place:
     return Place(address, processes, process, _listen(environment, address.rpartition(":")[2]))
 
 
-def _by_slurm(environment: Mapping[str, str], tasks: int) -> Place:
+def _read_slurm(environment: Mapping[str, str], tasks: int) -> Place:
     nodes_text = environment.get(LIST)
     if nodes_text is None:
         # in the batch script itself, or in the shell of salloc

@@ -222,20 +222,20 @@ def _section(kind: type) -> dict[str, Any]:
         elif "key" in field.metadata:
             key: Key = field.metadata["key"]
             default = {} if key.null else {"default": key.default}
-            properties[field.name] = {"description": f"{key.doc}.", **default, **_of(hint, key)}
+            properties[field.name] = {"description": f"{key.doc}.", **default, **_schema(hint, key)}
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 
-def _of(hint: Any, key: Key) -> dict[str, Any]:
+def _schema(hint: Any, key: Key) -> dict[str, Any]:
     """Returns the schema of a value of a `hint` within the bounds of its key."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _of(a, key) for a in args]}
+        return {"anyOf": [{"type": "null"} if a is type(None) else _schema(a, key) for a in args]}
     if origin is Literal:
         schema: dict[str, Any] = {"enum": list(args)}
     elif origin is tuple:
-        schema = {"type": "array", "items": _of(args[0], key)}
+        schema = {"type": "array", "items": _schema(args[0], key)}
     elif key.one_of is not None:
         schema = {"anyOf": [{"enum": list(key.one_of)}, {"type": "string"}]}
     else:

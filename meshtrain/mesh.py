@@ -338,7 +338,7 @@ def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ..
     return tuple(slice(min(low for low, _ in b), max(high for _, high in b)) for b in bounds)
 
 
-def of_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+def place_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     """Returns the global array of `shape` of which this process gives its own (see `own_part`).
 
     JAX's `make_array_from_process_local_data` does not take rows that lie between those that the devices hold.

@@ -85,12 +85,12 @@ def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.
     mean.
     """
     most = min(float(jnp.finfo(precision.compute).max), math.sqrt(jnp.finfo(jnp.float32).max))
-    largest = _of_all(lambda x: jnp.max(jnp.abs(x)), params)  # a CPU's may pass over NaN
-    sums = _of_all(jnp.sum, (params, optimizer))
+    largest = _reduce_leaves(lambda x: jnp.max(jnp.abs(x)), params)  # a CPU's may pass over NaN
+    sums = _reduce_leaves(jnp.sum, (params, optimizer))
     return jnp.all(largest <= most) & jnp.all(jnp.isfinite(sums))
 
 
-def _of_all(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> jax.Array:
+def _reduce_leaves(reduce: Callable[[jax.Array], jax.Array], tree: Tree) -> jax.Array:
     """One number a leaf. The reductions here are of the kinds for which no backend writes another array."""
     return jnp.stack([reduce(x).astype(jnp.float32) for x in jax.tree.leaves(tree)])
 

@@ -186,7 +186,7 @@ def read_model(
 
 
 def _root_of(path: str | Path) -> tuple[Path, bool]:
-    """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it cannot be a path."""
+    """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is not a path."""
     try:
         root = Path(path).expanduser().absolute()
         return root, is_hf_directory(root)

@@ -40,9 +40,9 @@ from meshtrain.mesh import (
     CONTEXT,
     compiler_options,
     make_mesh,
-    of_own_part,
     own_part,
     part_bytes,
+    place_own_part,
     platform,
 )
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
@@ -260,7 +260,7 @@ class Program(Shown):
             own = order[own_part(self.batch_sharding, shape)[1]]
             arrays = {name: x[:, np.argsort(np.argsort(own))] for name, x in arrays.items()}
         return {
-            name: of_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :])
+            name: place_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :])
             for name, x in arrays.items()
         }
 
@@ -374,9 +374,9 @@ class Program(Shown):
         return offload.move(optimizer, shardings)
 
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
-        return self._of_batch(self.local.loss, params, batch)
+        return self._map_batch(self.local.loss, params, batch)
 
-    def _of_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
+    def _map_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
         """Returns the result of `function(masters, batch)`, the same everywhere."""
         _refuse_state(params)
         specs = (self.layout.shards, self.rows)
@@ -418,14 +418,14 @@ class Program(Shown):
         names = "eval_loss", "eval_accuracy"
         return jax.jit(
             lambda *given: tuple(
-                self._of_batch(self.local.evaluated, *given)[name] for name in names
+                self._map_batch(self.local.evaluated, *given)[name] for name in names
             )
         )
 
     @cached_property
     def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
         """(params, batch) -> the means that a row has of an evaluation, by their names."""
-        return jax.jit(partial(self._of_batch, self.local.evaluated))
+        return jax.jit(partial(self._map_batch, self.local.evaluated))
 
     @cached_property
     def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:

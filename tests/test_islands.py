@@ -19,7 +19,7 @@ import meshtrain as mt
 from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import Config, load, replaced
 from meshtrain.hlo import CompiledCollectives, Module, collectives, replica_groups
-from meshtrain.mesh import make_mesh, of_own_part, own_part, part_bytes
+from meshtrain.mesh import make_mesh, own_part, part_bytes, place_own_part
 from meshtrain.plan import named, plan, traffic
 from meshtrain.run.processes import SickDevice
 from meshtrain.step import Program, State
@@ -170,7 +170,7 @@ def test_each_island_holds_its_own_rows_of_a_batch():
     ]
     assert own_part(program.batch_sharding, (8, 4)) == (slice(0, 8),)
     batch = np.arange(32).reshape(8, 4)
-    placed = of_own_part(program.batch_sharding, batch, batch.shape)
+    placed = place_own_part(program.batch_sharding, batch, batch.shape)
     assert np.array_equal(placed, batch) and placed.sharding == program.batch_sharding
 
 

@@ -4,8 +4,8 @@
     model: {weights: Qwen3-0.6B/}                   a run that begins with them
     checkpoint: {resume: OUT}                       likewise, of what `adopt import` has made of them
 
-Families: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text), GPT-2; of images ViT. What a config.json asks for
-that is not computed here is refused by name.
+Families: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text), GPT-2; of images ViT. A config.json that asks
+for more than is computed here is refused by name.
 
 - `meshtrain.hf_families`, `meshtrain.hf`: their classes, names and files, and how they are read onto the devices.
 - `meshtrain.adopt.importing`: a checkpoint. `meshtrain.adopt.exporting`: whatever has weights, merged or not.

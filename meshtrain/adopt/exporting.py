@@ -185,9 +185,10 @@ def export(
     dtypes: Mapping[str, str] | None = None,
     part: int = PART,
 ) -> None:
-    """Writes a directory that transformers loads: the weights of `source` in one dtype, or in that which `dtypes` has
-    of a tensor, files of a tokenizer by name, and the fields that no section `model` has of `hf_config`, the
-    config.json that the model came from.
+    """Writes a directory that transformers loads: the weights of `source`, a tokenizer's files and config.json.
+
+    Weights are in one dtype, or in the dtype that `dtypes` has for a tensor. `hf_config` is the config.json that the
+    model came from; fields of it that no section `model` has are carried over.
 
     ConfigError if it is there already, cannot be written, or the model is none of theirs.
     """

@@ -7,8 +7,8 @@ A step counts once it has its COMMIT and its name, and is restored only if every
 set aside, and the run goes on from the step before. No mesh, schedule or ZeRO stage leaves a trace in what is saved.
 
 Orbax reads and writes the arrays alone; the commit protocol around it is ours. Orbax has no digests: of 120 flipped
-bits in array data it restored 120 silently. By default it takes any directory with a number for a committed step, and
-it writes every array of every step, where frozen weights are links to an earlier step's here.
+bits in array data it restored 120 silently. By default it takes any directory with a number for a committed step. It
+writes every array of every step; here frozen weights are links to an earlier step's.
 
 - `meshtrain.checkpoint.checkpointer`: all of it, as the training loop sees it.
 - `meshtrain.checkpoint.steps`: the step directories. `meshtrain.checkpoint.manifest`, `meshtrain.checkpoint.digests`:

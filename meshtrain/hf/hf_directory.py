@@ -67,7 +67,7 @@ class TensorFiles:
             why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
             raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
         self._theirs: dict[str, str] = {}  # names in the files, by ours
-        self._rename(rename or _with_prefix(directory, self._file))
+        self._rename(rename or _prefixer(directory, self._file))
         self._mxfp4 = frozenset(
             name
             for name in (
@@ -172,7 +172,7 @@ class TensorFiles:
         return self._opened(self._file[name]).get_slice(self._theirs[name])
 
 
-def _with_prefix(directory: Path, names: Iterable[str]) -> Callable[[str], str]:
+def _prefixer(directory: Path, names: Iterable[str]) -> Callable[[str], str]:
     """Returns a function that puts before a name what the class with a head has before it, where the files are of the
     class without.
     """

@@ -210,7 +210,7 @@ def _adapted_modules(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[Pef
 # --- read
 
 
-def _in_full(prefix: str, name: str) -> str:
+def _written_name(prefix: str, name: str) -> str:
     """Returns the name that PEFT writes for a tensor of an adapter of the class with a head, whose names begin with
     `prefix`.
 
@@ -232,7 +232,9 @@ class Adapters:
         self.where = short(directory / ADAPTER_CONFIG)
         self._given = read_json(directory / ADAPTER_CONFIG)
         self._refuse_other_methods()
-        self.files = TensorFiles(directory, STEM, partial(_in_full, hf_family(model.family).prefix))
+        self.files = TensorFiles(
+            directory, STEM, partial(_written_name, hf_family(model.family).prefix)
+        )
         self._modules = self._find_modules()
         self._check_targets()
         self._thirds = self._read_thirds()
@@ -342,13 +344,13 @@ class Adapters:
             parts = self._parts(module)
             for layer in range(self.model.layers):
                 name = module.name.format(layer)
-                rank = self._by_pattern("rank_pattern", name, "r")
+                rank = self._match_pattern("rank_pattern", name, "r")
                 if type(rank) is not int or not 1 <= rank <= 3 * 4096:
                     raise ConfigError(
                         f"{self.where}: r is {short(repr(rank))}; it must be a whole number above 0."
                     )
                 alpha = self._number(
-                    self._by_pattern("alpha_pattern", name, "lora_alpha"), "lora_alpha"
+                    self._match_pattern("alpha_pattern", name, "lora_alpha"), "lora_alpha"
                 )
                 if rank % parts:
                     raise ConfigError(
@@ -383,7 +385,7 @@ class Adapters:
             rank=ranks[0], alpha=alpha, targets=targets, dropout=dropout, rslora=rslora
         )
 
-    def _by_pattern(self, patterns_key: str, module: str, key: str) -> Any:
+    def _match_pattern(self, patterns_key: str, module: str, key: str) -> Any:
         """Returns a module's value among patterns, else that of `key`; only plain names: a regular expression could run
         for ever.
         """

@@ -109,7 +109,7 @@ def _window(family: str, config: Json, where: str) -> int:
 def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, Any]:
     """Returns the keys of rotary positions, of either schema; `theta` is the base where none is given."""
     new, old = (
-        _with_rope_type(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling")
+        _add_rope_type(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling")
     )
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
@@ -155,7 +155,7 @@ def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, An
     }
 
 
-def _with_rope_type(rope: Json) -> Json:
+def _add_rope_type(rope: Json) -> Json:
     """Adds `rope_type`, which was called `type` once."""
     return {"rope_type": rope.get("type", "default"), **rope} if rope else {}
 

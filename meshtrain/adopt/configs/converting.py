@@ -1,7 +1,7 @@
 """Files of LLaMA-Factory and DeepSpeed to the text of one of our configs: read, merged, followed up, written, and
 loaded once as a check.
 
-Of several files there is one value for each of our keys; two that differ are refused, with both and where they stand.
+Several files give one value for each of our keys; two that differ are refused, with both and where they stand.
 """
 
 import dataclasses

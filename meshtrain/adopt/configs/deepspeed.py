@@ -1,7 +1,7 @@
 """DeepSpeed's JSON: a row a key, mappings in mappings joined by dots.
 
 Names, meanings and defaults: its docs/_pages/config-json.md, deepspeed/runtime/constants.py and
-deepspeed/runtime/lr_schedules.py. What "auto" stands for, and which keys must agree with the trainer's: transformers'
+deepspeed/runtime/lr_schedules.py. The meaning of "auto", and the keys that must agree with the trainer's: transformers'
 src/transformers/integrations/deepspeed.py.
 """
 
@@ -168,7 +168,8 @@ TABLE: Table = {
             "weights stay on the devices here; mesh.tensor, mesh.pipeline and ZeRO-3 divide them": "offload_param. "
             "cpu_offload_params",
             "parallel.zero_stage shards all weights alike, and sends them in their own dtype": "zero_hpz_partition_size "
-            "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights mics_shard_size "
+            "zero_quantized_weights zero_quantized_gradients "
+            "zero_quantized_nontrainable_weights mics_shard_size "
             "mics_hierarchical_params_gather stage3_param_persistence_threshold param_persistence_threshold "
             "model_persistence_threshold",
             "when what is sent is arranged by the compiler, within parallel.zero_stage": "allgather_partitions "

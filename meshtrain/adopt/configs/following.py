@@ -320,7 +320,7 @@ def _data(facts: KeyFacts, near: Path) -> None:
         facts.put("data.mixture", paths)
         facts.put(
             "data.weights",
-            shares if shares and len(shares) == len(paths) else _by_size(facts, paths),
+            shares if shares and len(shares) == len(paths) else _weigh_by_size(facts, paths),
         )
     if validation:
         facts.put("data.validation_source", find(validation[0]))
@@ -330,7 +330,7 @@ def _data(facts: KeyFacts, near: Path) -> None:
         )
 
 
-def _by_size(facts: KeyFacts, paths: list[str]) -> list[float]:
+def _weigh_by_size(facts: KeyFacts, paths: list[str]) -> list[float]:
     """Returns weights that read each source in full, as their `concat` does: its bytes, of which there are about so
     many a token.
     """

@@ -59,11 +59,11 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What one key of theirs becomes.
+    """Says which of our keys one key of theirs becomes.
 
     `becomes(value)` returns values by our key's path (optimizer.learning_rate), or by the word of a fact from which
     several of ours follow (`following`); it raises `LeftOut` or `RefusedValue`. Without it the key is left out, for the
-    reason `why`. `default`: theirs, where a file has no such key and ours is another. What is not quite the same here
+    reason `why`. `default`: theirs, where a file has no such key and ours is another. A difference here
     stands in `differs`, or beside the values as DIFFERS.
     """
 

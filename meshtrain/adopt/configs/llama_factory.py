@@ -3,8 +3,8 @@
 Names, meanings and defaults: its src/llamafactory/hparams (model_args, data_args, finetuning_args, training_args,
 parser), and transformers' Seq2SeqTrainingArguments (src/transformers/training_args.py), which its training arguments
 extend. That gradient
-checkpointing is on unless disabled: src/llamafactory/model/model_utils/checkpointing.py. What a dataset's name stands
-for: src/llamafactory/data/parser.py.
+checkpointing is on unless disabled: src/llamafactory/model/model_utils/checkpointing.py. The meaning of a dataset's
+name: src/llamafactory/data/parser.py.
 """
 
 import json

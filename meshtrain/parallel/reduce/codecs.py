@@ -72,10 +72,10 @@ class Bfloat16(BlockCodec):
     """Without scales: bfloat16 reaches as far as float32."""
 
     def encode(self, rows: jax.Array) -> jax.Array:
-        return _as_bytes(rows.astype("bfloat16"))
+        return _view_bytes(rows.astype("bfloat16"))
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
-        return _from_bytes(sent.reshape(len(sent), k, 2), "bfloat16").astype("float32")
+        return _view_numbers(sent.reshape(len(sent), k, 2), "bfloat16").astype("float32")
 
 
 class Scaled(BlockCodec):
@@ -98,7 +98,7 @@ class Scaled(BlockCodec):
         scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=2), scales, jnp.nan)
         values = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]
         return jnp.concatenate(
-            [self.packed(values.reshape(len(rows), -1)[:, :k]), _as_bytes(scales)], axis=1
+            [self.packed(values.reshape(len(rows), -1)[:, :k]), _view_bytes(scales)], axis=1
         )
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
@@ -108,7 +108,7 @@ class Scaled(BlockCodec):
         blocks = _filled_up(self.unpacked(values, k), count * self.block).reshape(
             len(sent), count, self.block
         )
-        return (blocks * _from_bytes(scales, "float32")[..., None]).reshape(len(sent), -1)[:, :k]
+        return (blocks * _view_numbers(scales, "float32")[..., None]).reshape(len(sent), -1)[:, :k]
 
     def packed(self, values: jax.Array) -> jax.Array:
         """float32 [n, k] of at most `most` -> uint8 [n, ceil(k bits / 8)]."""
@@ -125,20 +125,20 @@ class Float8(Scaled):
     most = 448.0
 
     def packed(self, values: jax.Array) -> jax.Array:
-        return _as_bytes(values.astype("float8_e4m3fn"))
+        return _view_bytes(values.astype("float8_e4m3fn"))
 
     def unpacked(self, packed: jax.Array, k: int) -> jax.Array:
-        return _from_bytes(packed, "float8_e4m3fn").astype("float32")
+        return _view_numbers(packed, "float8_e4m3fn").astype("float32")
 
 
 class Int8(Scaled):
     most = 127.0
 
     def packed(self, values: jax.Array) -> jax.Array:
-        return _as_bytes(values.round().astype("int8"))
+        return _view_bytes(values.round().astype("int8"))
 
     def unpacked(self, packed: jax.Array, k: int) -> jax.Array:
-        return _from_bytes(packed, "int8").astype("float32")
+        return _view_numbers(packed, "int8").astype("float32")
 
 
 class Int4(Scaled):
@@ -149,13 +149,13 @@ class Int4(Scaled):
 
     def packed(self, values: jax.Array) -> jax.Array:
         half = (values.shape[1] + 1) // 2
-        rounded = _as_bytes(_filled_up(values.round(), 2 * half).astype("int8"))
+        rounded = _view_bytes(_filled_up(values.round(), 2 * half).astype("int8"))
         return (rounded[:, :half] & 15) | (rounded[:, half:] << 4)
 
     def unpacked(self, packed: jax.Array, k: int) -> jax.Array:
         import jax.numpy as jnp
 
-        both = _from_bytes(jnp.concatenate([packed << 4, packed], axis=1), "int8")
+        both = _view_numbers(jnp.concatenate([packed << 4, packed], axis=1), "int8")
         # To the right the sign comes in from the left.
         return (both >> 4)[:, :k].astype("float32")
 
@@ -181,7 +181,7 @@ class TopK:
         magnitude = jnp.where(jnp.isfinite(rows), jnp.abs(rows), jnp.inf)
         _, places = lax.top_k(magnitude, self.count(rows.shape[1]))
         values = jnp.take_along_axis(rows, places, axis=1)
-        return jnp.concatenate([_as_bytes(values), _as_bytes(places)], axis=1)
+        return jnp.concatenate([_view_bytes(values), _view_bytes(places)], axis=1)
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
         """Zeros where nothing was sent."""
@@ -189,20 +189,20 @@ class TopK:
 
         n = len(sent)
         pairs = sent.reshape(n, 2, -1, 4)
-        values = _from_bytes(pairs[:, 0], "float32")
-        places = _from_bytes(pairs[:, 1], "int32")
+        values = _view_numbers(pairs[:, 0], "float32")
+        places = _view_numbers(pairs[:, 1], "int32")
         row = jnp.arange(n)[:, None]
         return jnp.zeros((n, k), jnp.float32).at[row, places].set(values, unique_indices=True)
 
 
-def _as_bytes(x: jax.Array) -> jax.Array:
+def _view_bytes(x: jax.Array) -> jax.Array:
     """[n, k] of any dtype -> uint8 [n, bytes of a row]."""
     from jax import lax
 
     return lax.bitcast_convert_type(x, "uint8").reshape(len(x), -1)
 
 
-def _from_bytes(x: jax.Array, dtype: str) -> jax.Array:
+def _view_numbers(x: jax.Array, dtype: str) -> jax.Array:
     """uint8 [..., bytes of a number] -> [...]; of numbers of one byte the last axis is left out."""
     from jax import lax
 
