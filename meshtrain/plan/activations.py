@@ -213,7 +213,8 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor = config.mesh.tensor
     split = config.parallel.sequence_parallel
     size = shapes.itemsize(config.precision.compute)
-    trained = config.model if drops(config) else replace(config.model, dropout=0.0)
+    idle_dropout = config.model.dropout > 0 and not drops(config)
+    trained = replace(config.model, dropout=0.0) if idle_dropout else config.model
     held = residuals(
         trained, tensor, split, remat, names, size, tuned(config), float8.kept_size(config)
     )
