@@ -71,12 +71,12 @@ class WeightParts(NamedTuple):
 
 def resident(config: Config) -> WeightParts:
     """Elements of a config's model on one device, adapters among them."""
-    return _resident(*_sizes(config), False)
+    return _resident(_sizes(config), False)
 
 
 def trained(config: Config) -> WeightParts:
     """Elements on one device that are trained."""
-    return _resident(*_sizes(config), True)
+    return _resident(_sizes(config), True)
 
 
 Sizes = tuple[ModelConfig, MeshConfig, str, int, LoraConfig, tuple[str, ...]]
@@ -93,17 +93,10 @@ def _sizes(config: Config) -> Sizes:
 
 
 @functools.lru_cache(maxsize=65536)
-def _resident(
-    model: ModelConfig,
-    mesh: MeshConfig,
-    vocab: str,
-    zero: int,
-    lora: LoraConfig,
-    trainable: tuple[str, ...],
-    trained_only: bool,
-) -> WeightParts:
-    """`alone`: of what is trained."""
-    placed_weights = _one_layer((model, mesh, vocab, zero, lora, trainable))
+def _resident(sizes: Sizes, trained_only: bool) -> WeightParts:
+    """Returns the weights on a device by part, or the trained ones only."""
+    placed_weights = _one_layer(sizes)
+    _, mesh, *_ = sizes
 
     def sum_weights(name: str | tuple[str, ...]) -> Elements:
         chosen = [
@@ -141,24 +134,16 @@ def _sum(parts: Iterable[Elements]) -> Elements:
 
 def optimizer_state(config: Config, layers: int) -> float:
     """Elements of all moments on one device with so many layers; counts and other scalars are left out."""
-    block, outer = _moments(config.optimizer, *_sizes(config))
+    block, outer = _moments(config.optimizer, _sizes(config))
     return block * layers + outer
 
 
 @functools.lru_cache(maxsize=65536)
-def _moments(
-    o: OptimizerConfig,
-    model: ModelConfig,
-    mesh: MeshConfig,
-    vocab: str,
-    zero: int,
-    lora: LoraConfig,
-    trainable: tuple[str, ...],
-) -> tuple[int, int]:
-    """(of one layer, outside the layers)."""
+def _moments(o: OptimizerConfig, sizes: Sizes) -> tuple[int, int]:
+    """Returns the elements of moments of one layer, and outside the layers."""
     kind = OPTIMIZERS[o.name]
     counts = {True: 0, False: 0}
-    for weight in (p for p in _one_layer((model, mesh, vocab, zero, lora, trainable)) if p.trained):
+    for weight in (p for p in _one_layer(sizes) if p.trained):
         for dims in kind.moments(o, weight):
             moment = part(weight, [*range(weight.stacked), *dims]) if kind.by_matrix else weight
             counts[weight.stacked] += moment.on_rank()
