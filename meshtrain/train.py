@@ -43,7 +43,7 @@ from meshtrain.mesh import join_cluster, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
-from meshtrain.parallel import float8, offload, placement
+from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, made_for_nothing, run_directory
 from meshtrain.run.garbage import GarbageCollection
@@ -396,9 +396,11 @@ class OffloadCheck(RunHook):
 def _costs(config: Config) -> list[str]:
     """Returns a sentence on each thing that is legal but costs something."""
     sentences = [*notes(config), *placement.notes(config)]
-    if config.precision.matmul != "compute":
-        sentences += float8.notes(config)
-    return sentences
+    if config.precision.matmul == "compute":
+        return sentences
+    from meshtrain.parallel import float8
+
+    return [*sentences, *float8.notes(config)]
 
 
 def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:

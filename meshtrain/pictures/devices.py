@@ -11,8 +11,8 @@ With context parallelism a row is a context rank, with the part of each row of t
               10 11       14 15
 
 Each device has a colour of its own: hue by stage, light to dark by tensor rank, pale to strong by data rank. An array
-is drawn in the colours of the devices that hold it, here a weight [layers, d_model, heads, head_dim] on data 2 x tensor
-2 x pipeline 2 with ZeRO:
+is drawn in the colours of the devices that hold it. Here it is a weight [layers, d_model, heads, head_dim] on data 2 x
+tensor 2 x pipeline 2 with ZeRO:
 
     layers 0-1      layers 2-3        along the panels the first axis that is split,
     0 │ 1           4 │ 5             down and across the next two; stripes where several

@@ -167,8 +167,8 @@ TABLE: Table = {
             "how state is moved to the host is the compiler's": "offload_optimizer. cpu_offload_use_pin_memory",
             "weights stay on the devices here; mesh.tensor, mesh.pipeline and ZeRO-3 divide them": "offload_param. "
             "cpu_offload_params",
-            "parallel.zero_stage shards all weights alike, and sends them in their own dtype": "zero_hpz_partition_size "
-            "zero_quantized_weights zero_quantized_gradients "
+            "parallel.zero_stage shards all weights alike, and sends them in their own dtype": "zero_hpz_partition_size"
+            " zero_quantized_weights zero_quantized_gradients "
             "zero_quantized_nontrainable_weights mics_shard_size "
             "mics_hierarchical_params_gather stage3_param_persistence_threshold param_persistence_threshold "
             "model_persistence_threshold",
