@@ -17,8 +17,8 @@ TESTS = Path(__file__).parent
 LONGEST_FILE = 560  # lines
 
 LIMITS = {
-    "files": 379,
-    "thousand nodes": 522.34,
+    "files": 381,
+    "thousand nodes": 525.53,
     "nodes a code line": 9.67,
     "thousand nodes of the core": 126.33,
     "nodes a code line of the core": 9.5,
