@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 from documented import ROOT
-from wording import tells
+from refusals import tells
 
 from meshtrain import keys
 from meshtrain.config import Config

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from free_port import free_port
-from wording import tells
+from refusals import tells
 
 from meshtrain.config import ConfigError, MeshConfig, load
 from meshtrain.mesh import AXES, arranged, device_names, join_cluster, make_mesh, platform

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from experiments.notebooks import compare, notebook, source
 from experiments.notebooks.source import Cell

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from wording import tells
+from refusals import tells
 
 from meshtrain import train
 from meshtrain.checkpoint import Checkpointer, steps

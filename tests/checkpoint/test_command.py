@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 from checkpoint_runs import saved
-from refusals import refused
-from wording import tells
+from refusals import refused, tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.__main__ import main

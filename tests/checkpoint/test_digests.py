@@ -2,7 +2,7 @@ import errno
 import random
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.errors import Unreadable

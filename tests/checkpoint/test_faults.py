@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from free_port import free_port
+from refusals import tells
 from training_processes import (
     EVERY,
     STEPS,
@@ -19,7 +20,6 @@ from training_processes import (
     rows,
     settings,
 )
-from wording import tells
 
 from meshtrain.checkpoint import steps
 

@@ -8,7 +8,7 @@ import shutil
 import checkpoint_runs
 import pytest
 from checkpoint_runs import config, numbered, opened, program, same, saved
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.finding import rank_by_eval_loss, retained

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_runs import build_for, config, numbered, opened, program, restored, same, saved
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
 from meshtrain.checkpoint.__main__ import main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_runs import config, numbered, opened, program, restored, same
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import finding, steps
 from meshtrain.checkpoint.manifest import StepManifest

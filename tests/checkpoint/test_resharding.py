@@ -10,7 +10,7 @@ from checkpoint_runs import build_for, config, opened, same
 from covering import thorough_but
 from island_runs import largest_difference, numbers, run, same_bits, spoiled
 from island_runs import settings as island_settings
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_runs import ODD, build_for, config, numbered, opened, program, restored, saved
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from checkpoint_runs import config, numbered, opened, program, restored, same, take
-from wording import tells
+from refusals import tells
 
 from meshtrain.checkpoint import CheckpointError, arrays, digests, saving, steps
 from meshtrain.checkpoint.manifest import StepManifest

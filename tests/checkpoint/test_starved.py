@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from mounts import BIND, READ_ONLY, REMOUNT, may_mount, mount, own_mounts
+from refusals import tells
 from training_processes import (
     EVERY,
     STEPS,
@@ -16,7 +17,6 @@ from training_processes import (
     rows,
     settings,
 )
-from wording import tells
 
 from meshtrain.checkpoint import steps
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 from checkpoint_runs import LAYOUTS
+from refusals import tells
 from training_processes import rows, settings
-from wording import tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import StepManifest

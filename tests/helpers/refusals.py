@@ -12,9 +12,21 @@ def code_of(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> objec
         return ended.code
 
 
-def pattern_of(sentence: str) -> str:
-    """Returns the pattern of a sentence in which ` ... ` stands for any words."""
-    return ".*".join(map(re.escape, sentence.split(" ... ")))
+def pattern_of(*parts: str) -> str:
+    """Returns the pattern of these parts in this order, each as whole words; ` ... ` in one stands for any words."""
+
+    def whole(piece: str) -> str:
+        before = r"(?<!\w)" * piece[0].isalnum()
+        after = r"(?!\w)" * piece[-1].isalnum()
+        return before + re.escape(piece) + after
+
+    pieces = " ... ".join(parts).removesuffix(" ...").split(" ... ")
+    return ".*?".join(map(whole, pieces))
+
+
+def tells(text: str, *parts: str) -> bool:
+    """Returns whether a text has these parts (a key, its value, what is legal) in this order, in whatever wording."""
+    return re.search(pattern_of(*parts), text, re.DOTALL) is not None
 
 
 def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
@@ -24,8 +36,3 @@ def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
     assert (code, out) == (2, "") and err.startswith("meshtrain: ") and err.count("\n") == 1, err
     assert err.rstrip()[-1] in ".?", err
     return err
-
-
-def tells(text: str, sentence: str) -> bool:
-    """Returns whether a text holds a sentence in which ` ... ` stands for any words."""
-    return re.search(pattern_of(sentence), text, re.DOTALL) is not None

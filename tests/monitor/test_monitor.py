@@ -14,9 +14,9 @@ import termios
 import time
 
 import pytest
+from refusals import tells
 from rich.console import Console
 from synthetic_history import Synthetic
-from wording import tells
 
 from meshtrain.monitor import watched
 from meshtrain.monitor.__main__ import head, line, main, screen

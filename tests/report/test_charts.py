@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain import units
 from meshtrain.draw.svg import ticks

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.report.compare import blocks, compare, memory, render, sentences, student
 from meshtrain.report.facts import gather

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import check_drawing
-from wording import tells
+from refusals import tells
 
 import meshtrain as mt
 from meshtrain.parallel.loads import COUNTS, LayerLoads, of_layers

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from refusals import tells
 from synthetic_history import Synthetic
-from wording import tells
 
 from experiments.watch.page import write_run
 from meshtrain.config import ConfigError, load

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.config import Config
 from meshtrain.run.hooks import Listener

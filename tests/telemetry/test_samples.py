@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.telemetry import samples
 from meshtrain.telemetry.samples import Samples, newest, read_every, write_every

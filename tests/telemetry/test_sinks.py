@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.config.telemetry import alert_target
 from meshtrain.run.directory import ALERTS

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from wording import tells
+from refusals import tells
 
 from meshtrain.config import load
 from meshtrain.mesh import AXES

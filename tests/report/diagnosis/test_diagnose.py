@@ -5,8 +5,8 @@ import random
 import shutil
 
 import pytest
+from refusals import tells
 from synthetic_history import Synthetic
-from wording import tells
 
 from meshtrain.config import ConfigError, load, to_yaml
 from meshtrain.report.diagnosis import diagnose, tracing

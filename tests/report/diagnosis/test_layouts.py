@@ -1,7 +1,7 @@
 """Advice on layouts: what it names is legal, and by the planner it is faster; where nothing is, there is none."""
 
 import pytest
-from wording import tells
+from refusals import tells
 
 from meshtrain.config import load
 from meshtrain.plan.estimate import plan

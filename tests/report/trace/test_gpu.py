@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from wording import tells
+from refusals import tells
 from xspaces import FACTS_OF_GPUS, HLO, Told, microseconds, written
 
 from meshtrain.report.trace import attribute, read_trace
