@@ -75,7 +75,7 @@ def test_a_call_is_refused_as_it_was_asked(call, how, times, printed, library, t
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["resume", "save", "prepare", "export"])
 def test_no_cell_is_silent_lost_a_traceback_or_a_hang(command, library):
-    arguments = ["--command", command, "--few", "12", "--scale", "0.02", "--jobs", "2", "--json"]
+    arguments = ["--command", command, "--few", "8", "--scale", "0.02", "--jobs", "2", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.faults.calls", *arguments],
         cwd=ROOT,

@@ -37,7 +37,9 @@ LATER = [
 
 
 @pytest.mark.parametrize(
-    "case", thorough_but(dict.fromkeys(NOW + LATER), QUICK.__contains__), ids=str
+    "case",
+    thorough_but(dict.fromkeys(NOW + LATER), QUICK.__contains__, [*NOW, *LATER[:4]]),
+    ids=str,
 )
 def test_logits_are_those_of_transformers(case):
     family, mesh = case

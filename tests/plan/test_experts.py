@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 from counted import before_or_after_the_clocks
+from covering import slow_but
 
 from meshtrain.config import load, replaced
 from meshtrain.config.model import MoeConfig
@@ -58,21 +59,18 @@ def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
     )
 
 
+FEW: list[dict] = [
+    {},
+    {"pipeline": 2},
+    {"tensor": 2, "expert": 2, "remat": "full"},
+    {"context": 2, "remat": "full"},
+]
+MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"remat": "full"},
-        {"expert": 2},
-        {"pipeline": 2},
-        {"tensor": 2},
-        {"tensor": 2, "expert": 2, "remat": "full"},
-        {"context": 2},
-        {"context": 2, "remat": "full"},
-    ],
-)
+@pytest.mark.parametrize("more", slow_but(MORE, FEW))
 def test_the_program_sends_over_expert_what_is_planned(dispatch, more):
     config = configuration(dispatch, 1.25, **more)
     compiled = compile_step(config, "cpu")
