@@ -12,7 +12,6 @@ from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, telemetry
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
-from meshtrain.config.inject import requests
 from meshtrain.config.places import BOTH
 from meshtrain.config.schema import ACTIVATIONS, AUTO, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
@@ -434,6 +433,8 @@ def _survive_problems(config: Config) -> Iterator[str]:
         legal = listed_divisors(devices)
         yield f"survive.wanted {wanted} does not divide the {devices} devices of the mesh; legal are {legal}."
     if survive.inject:
+        from meshtrain.config.inject import requests
+
         for request in requests(survive.inject):
             if request.step > _steps(config):
                 but = f"train.steps is {config.train.steps}: that step is never reached"
