@@ -2,10 +2,10 @@
 exceeded.
 """
 
+import cProfile
 import dataclasses
 import random
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -307,26 +307,25 @@ def test_the_gpu_that_is_here_names_the_cluster(model, name, tmp_path, monkeypat
     assert forming.cluster_here(load({})) == name
 
 
-def test_a_thousand_nodes_take_less_than_50_ms():
+def test_a_thousand_nodes_are_no_more_work_than_a_few():
     config = run_of({"data": 1000, "tensor": 8}, 8000, 1000, parallel={"microbatches": 2})
-    best = min(_seconds(config, nodes) for nodes in (999, 998, 701))
-    assert best < 0.05
+    assert max(_calls(config, nodes) for nodes in (999, 998, 701)) < 15_000
 
 
 def test_a_search_for_another_mesh_keeps_no_supervisor_silent():
-    """Of all layouts it takes 5 s here, of those near the config 0.1 s; a node is lost after 20."""
+    """2.6 million calls take about a second and a half, and a node counts as lost after 20."""
     model = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "vocab_size": 128256}
     config = run_of(
         {"tensor": 8, "pipeline": 8}, 1024, 8, model=model, parallel={"microbatches": 16}
     )
-    assert _seconds(config, 7) < 2
+    assert _calls(config, 7) < 3_500_000
 
 
-def _seconds(config: Config, nodes: int) -> float:
-    """Of a processor: what others take of it is none of ours."""
-    began = time.process_time()
-    formed(config, nodes, cluster="h100")
-    return time.process_time() - began
+def _calls(config: Config, nodes: int) -> int:
+    """The calls of functions that a search makes: seconds of a processor depend on what else it does."""
+    profile = cProfile.Profile()
+    profile.runcall(formed, config, nodes, cluster="h100")
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 @pytest.mark.parametrize(("batching", "becomes"), [("window", "refuse"), ("budget", "pad")])
