@@ -330,9 +330,8 @@ class StepSave:
         self.directory = directory
         self.frozen = frozen
         self.began = began
-        self.written: list[
-            Response | Exception
-        ] = []  # an exception where writing could not even begin
+        # An exception where writing could not even begin.
+        self.written: list[Response | Exception] = []
 
     def begin(self, values: Values | Callable[[], Values]) -> None:
         """Has Orbax begin; arrays that a function has yet to rearrange are left to `finish`."""

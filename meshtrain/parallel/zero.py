@@ -233,7 +233,7 @@ class Zero:
             assert constant is not None
             full = self.gathered(weight, constant) if self.gathers_at_use else constant
             # products take what is in float8 as it is (`parallel.float8`)
-            return self.layout.unstored(weight, full) if self.layout.is_rounded(weight) else full
+            return self.layout.unstored(weight, full)
         if not self.scatters_at_use or weight.zero_dim is None:
             return differentiated
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
+from meshtrain.checkpoint.steps import ARRAYS, WRITING, committed_in
 from meshtrain.config.inject import FaultRequest, Moment, claimed, parse, requests
 from meshtrain.errors import ConfigError, say
 from meshtrain.inputs import input_name, inputs
@@ -95,8 +96,6 @@ class Injector:
             time.sleep(1)
 
     def newest_checkpoint(self) -> int | None:
-        from meshtrain.checkpoint.steps import committed_in
-
         return max(committed_in(self.checkpoints), default=None)
 
     def _is_possible(self, kind: str) -> bool:
@@ -145,7 +144,6 @@ def _exhaust(*_: object) -> None:
 
 def _kill_in_save(injector: Injector, _: StepInputs) -> None:
     """Kills the process, on a thread, as soon as the save that begins now has a directory."""
-    from meshtrain.checkpoint.steps import WRITING
 
     def wait() -> None:
         while not any(injector.checkpoints.glob(f"*{WRITING}")):
@@ -258,8 +256,6 @@ def _drag(injector: Injector, _: StepInputs) -> None:
 
 
 def _damage(injector: Injector, _: StepInputs) -> None:
-    from meshtrain.checkpoint.steps import ARRAYS
-
     arrays = injector.checkpoints / str(injector.newest_checkpoint()) / ARRAYS
     largest = max(
         (p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p)

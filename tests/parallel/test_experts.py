@@ -23,9 +23,6 @@ from meshtrain.step import Program
 WITHIN = 1e-6
 # A mesh sums in another order; it may not be further from float64 than this many times one device's own rounding.
 BESIDE_ONE_DEVICE = 1.5
-SINGLE = jax.make_mesh(
-    (1, 1, 1), ("data", "tensor", "pipeline"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-)
 ROUTERS: dict[str, dict[str, Any]] = {
     "losses": {
         "experts": 8,
@@ -93,7 +90,7 @@ def crowded(config: Config, packed: bool) -> dict[str, np.ndarray]:
 def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     """Canonical numbers, and what the reference makes of them: loss, gradients, counts."""
     config = configuration(router, {}, {})
-    layout = Program(config, SINGLE).layout
+    layout = Program(config).layout
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
     return numbers, *reference_experts.run(
@@ -120,7 +117,7 @@ def one_device_errors(router: str, packed: bool) -> Any:
     """What float32 rounds on one device, beside the reference in float64."""
     numbers, _, gradients, _ = one_device(router, packed)
     config = configuration(router, {}, {})
-    program = Program(config, SINGLE)
+    program = Program(config)
     _, shards = jax.jit(program.gradients)(
         place(program.layout, numbers),
         program.place(crowded(config, packed)),
