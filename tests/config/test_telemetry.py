@@ -19,7 +19,7 @@ from meshtrain.config.telemetry import AlertTarget, alert_target
         ("alerts=[log, log]", "telemetry.alerts has log twice; ... once."),
         (
             "trace_at=[3, 200]",
-            "telemetry.trace_at has 200, ... train.steps is 150: ... ",
+            "telemetry.trace_at has 200, ... train.steps is 150: ... never reached.",
         ),
     ],
 )

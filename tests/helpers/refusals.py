@@ -26,7 +26,7 @@ def pattern_of(*parts: str) -> str:
 
 def tells(text: str, *parts: str) -> bool:
     """Returns whether a text has these parts (a key, its value, what is legal) in this order, in whatever wording."""
-    return re.search(pattern_of(*parts), text, re.DOTALL) is not None
+    return re.search(pattern_of(*parts), text) is not None
 
 
 def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:

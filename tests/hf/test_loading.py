@@ -10,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from refusals import pattern_of
+from refusals import tells
 
 pytest.importorskip("safetensors")
 
@@ -87,7 +87,7 @@ def refused(directory: Path) -> str:
     [
         ("model.norm.weight", "../model.safetensors", "is no file of its directory"),
         ("model.norm.weight", "other.safetensors", "other.safetensors, which is not there"),
-        ("model.norm.weight", "x" * 5000, "x, which is not there"),
+        ("model.norm.weight", "x" * 5000, "x" * 60 + ", which is not there"),
         (
             "more",
             "model-00001-of-00004.safetensors",
@@ -97,7 +97,7 @@ def refused(directory: Path) -> str:
 )
 def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name, file, says):
     changed(copy / INDEX, lambda index: index["weight_map"].update({name: file}))
-    assert re.search(pattern_of(says), refused(copy))
+    assert tells(refused(copy), says)
 
 
 def test_a_truncated_file_is_refused(copy):
@@ -197,7 +197,7 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
 )
 def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
     changed(copy / CONFIG, lambda config: config.update(change))
-    assert re.search(pattern_of(says), refused(copy))
+    assert tells(refused(copy), says)
 
 
 def four_bits(code: int) -> float:

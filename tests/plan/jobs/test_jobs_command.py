@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 from drawn import check_page
-from refusals import pattern_of
+from refusals import tells
 
 from meshtrain.plan.__main__ import main
 from meshtrain.plan.jobs import listed
@@ -199,7 +199,7 @@ def test_mistakes_are_one_sentence(written, capsys, text):
 def test_options_that_do_not_go_together(written, capsys, monkeypatch, tmp_path, more, said):
     monkeypatch.chdir(tmp_path)
     assert main(["--jobs", written("nodes: 1\njobs: [{name: a, devices: 1}]"), *more]) == 2
-    assert re.search(pattern_of(said), capsys.readouterr().err)
+    assert tells(capsys.readouterr().err, said)
 
 
 def test_kueue_is_for_jobs(capsys):

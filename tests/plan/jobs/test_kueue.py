@@ -8,7 +8,7 @@ import re
 
 import pytest
 import yaml
-from refusals import pattern_of
+from refusals import tells
 
 from meshtrain.plan.__main__ import main
 
@@ -225,8 +225,4 @@ ONE = "jobs: [{name: run, config: CONFIG}"
 def test_mistakes_are_one_sentence(written, tmp_path, capsys, text, said):
     assert main(["--jobs", written(text), "--kueue", str(tmp_path / "out")]) == 2
     found = capsys.readouterr().err
-    assert (
-        re.search(pattern_of(said), found)
-        and found.count("\n") == 1
-        and not (tmp_path / "out").exists()
-    )
+    assert tells(found, said) and found.count("\n") == 1 and not (tmp_path / "out").exists()
