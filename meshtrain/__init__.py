@@ -3,7 +3,7 @@
     import meshtrain as mt
 
     mt.fake_devices(8)                                        # in a notebook, before anything uses JAX: 8 CPU devices
-    config = mt.load("x.yaml", ["mesh.tensor=2"])             # a file, nested dicts, a config or None; then overrides
+    config = mt.load("configs/quickstart.yaml", ["mesh.tensor=2"])  # a file, dicts, a config or None; overrides
     program = mt.Program(config)                              # shows its mesh; block=, attention=, loss= replace parts
     state, (data, held_out) = program.init(), mt.open_data(config)
     state, metrics = program.train_step(state, program.place(data.batch(0)))
