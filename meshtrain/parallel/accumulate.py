@@ -122,7 +122,7 @@ def _run_to_loss(
     zero = jnp.int32(0)
     slot = Slot(here, microbatch, zero, zero)
     stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
-    y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
+    y, stash = stage.forward(stage.embed(microbatch), stash, slot)
     return *stage.loss(y, microbatch, here, seed), stash, slot
 
 

@@ -30,7 +30,7 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
     layout = forward.layout
     stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
     first = jnp.zeros((), jnp.int32)
-    x = stage.embed(stage.edge, first)
+    x = stage.embed(first)
     here = lax.axis_index(PIPELINE) == 0
     for k in range(len(layout.stages.counts)):
         place, chunk = (

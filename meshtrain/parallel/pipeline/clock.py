@@ -114,7 +114,7 @@ class Execution:
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients(
-                {**stage.edge, "blocks": stage.blocks.differentiated}
+                {**stage.edge.differentiated, "blocks": stage.blocks.differentiated}
             )
             blocks = edge.pop("blocks")
         return Carry(
@@ -298,7 +298,7 @@ class Execution:
     @jax.named_scope(xla.EMBEDDING)
     def embed(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
         """The embedding of a microbatch, where there is one to come; of use on stage 0."""
-        embed = lambda _: self.stage.embed(self.stage.edge, microbatch)
+        embed = lambda _: self.stage.embed(microbatch)
         return self.when(self.is_embedded(microbatch >= 0), embed, lambda x: x)(before)
 
     @jax.named_scope(xla.EMBEDDING)

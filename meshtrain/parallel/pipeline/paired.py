@@ -74,12 +74,12 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
     segment = stage.segments[back]
     if f:
         ahead_layer = stage.layer(f, forward_segment)
-        f_first = stage.first(f.chunk, forward_segment)
+        f_first = stage.offset(f.chunk, forward_segment)
     back_layer = stage.layer(b, segment)
-    b_first = stage.first(b.chunk, segment)
+    b_first = stage.offset(b.chunk, segment)
     if w:
         weight_layer = stage.layer(w, segment)
-        w_first = stage.first(w.chunk, segment)
+        w_first = stage.offset(w.chunk, segment)
 
     def turn(pair: Pair, i: jax.Array) -> tuple[Pair, None]:
         stash = pair.stash
