@@ -203,11 +203,13 @@ def _forward(
             return early, late
 
         early, late = _go_round(step, sent) if rings else _go_through(step, sent)
-        out = jnp.concatenate([early.out, late.out], axis=SEQUENCE).astype(q.dtype)
-        return out, jnp.concatenate([early.log_sum, late.log_sum], axis=2)
+        out = jnp.concatenate([early.out, late.out], axis=SEQUENCE)
+        log_sum = jnp.concatenate([early.log_sum, late.log_sum], axis=2)
+        return out.astype(q.dtype), log_sum
 
-    sent = (k, v, masks.segments)
-    out, log_sum = run_windowed(scoring, masks.local, attend, sent if rings else _gathered(sent))
+    own = (k, v, masks.segments)
+    sent = own if rings else _gathered(own)
+    out, log_sum = run_windowed(scoring, masks.local, attend, sent)
     out, log_sum = add_sinks(Outputs(out, log_sum), sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
@@ -268,8 +270,9 @@ def _backward(
         d_q, d_kv = go(step, causal_step, sent)
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
-    sent = (k, v, masks.segments)
-    d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent if rings else _gathered(sent))
+    own = (k, v, masks.segments)
+    sent = own if rings else _gathered(own)
+    d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent)
     if not rings:
         d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
     d_k, d_v = (x.astype(k.dtype) for x in d_kv)
@@ -307,7 +310,8 @@ def _merged(before: _Seen, more: _Seen) -> _Seen:
     log_sum = jnp.logaddexp(before.log_sum, more.log_sum)
 
     def part(seen: _Seen) -> Array:
-        return seen.out * jnp.exp(seen.log_sum - log_sum).transpose(0, 2, 1)[..., None]
+        share = jnp.exp(seen.log_sum - log_sum)
+        return seen.out * share.transpose(0, 2, 1)[..., None]
 
     return _Seen(part(before) + part(more), log_sum)
 
@@ -434,7 +438,8 @@ def _go_round_back(step: Step, causal_step: Callable[[Any, Any], Any], sent: Any
     d_q, d_kv, _ = turn(ranks - 1, d_q, d_kv, here, is_last=True)
     # The barrier keeps the causal step behind the others.
     d_kv, sent = lax.optimization_barrier((d_kv, sent))
-    (d_q, more), home = lax.optimization_barrier((causal_step(d_q, sent), _pass_on(d_kv)))
+    last = causal_step(d_q, sent), _pass_on(d_kv)
+    (d_q, more), home = lax.optimization_barrier(last)
     return d_q, _added(_added(d_own, more), home)
 
 
@@ -470,14 +475,14 @@ def attend_by_heads(
     q, k, v = heads
     repeats = ranks // math.gcd(ranks, k.shape[HEADS])
     outer = _OfHeads(collectives, q.shape[HEADS])
-    k, v = (jnp.repeat(x, repeats, axis=HEADS) if repeats > 1 else x for x in (k, v))
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     if segments is not None:
         segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
     if sinks is not None:
-        sinks = lax.dynamic_slice_in_dim(
-            sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS]
-        )
+        own = q.shape[HEADS]
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     rows = attend(q, k, v, segments, outer, dropout, sinks=sinks)
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     return out.reshape(out.shape[0] * out.shape[1], -1)

@@ -123,9 +123,10 @@ class Forward:
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
         # The stream is linear in them, so the gradient is the same for zeros.
-        looked_up = jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute)
+        shape = (*tokens.shape, gx.shape[-1])
+        looked_up = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
-        _, vjp = jax.vjp(stream, vary(looked_up, self.config.mesh.axes), others)
+        _, vjp = jax.vjp(stream, looked_up, others)
         gradient, of_others = vjp(gx)
         totals = added({name: total[name] for name in of_others}, of_others)
         table = self.layout.weights["embedding"]["tokens"]
@@ -182,7 +183,8 @@ class Forward:
         """Returns the residual stream after the last layer, on a mesh without pipeline stages."""
         x = self.embed(weights, batch, key)
         segments = self.layout.segments
-        stacked = (weights.part("blocks"), jnp.asarray(self.layout.layer_at[0, 0]))
+        indices = jnp.asarray(self.layout.layer_at[0, 0])
+        stacked = (weights.part("blocks"), indices)
         for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
             layer = self.layer(batch, key, products=segment.products)
 
@@ -224,9 +226,11 @@ class Forward:
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks
-        chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
+        shard = -(-self.config.model.vocab_size // ranks)
+        chunk = loss_chunk(self.config, labels.size, shard)
         if chunk is None:
-            return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
+            logits = self.logits(weights, x, here)
+            return None, self.parts.loss(logits, labels, _mixed(batch))
         from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
         def loss(head: tuple[Tree, Array | None], x: Array, labels: Array) -> LabelLosses:
@@ -264,8 +268,9 @@ class Forward:
             return _where(here, self._losses(weights, x, batch, here)[1])
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
-        correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
-        return _where(here, losses._replace(correct=correct))
+        correct = self.parts.vocabulary.argmax(logits) == batch[LABELS]
+        losses = losses._replace(correct=correct.astype(jnp.float32))
+        return _where(here, losses)
 
     def total(self, labels: LabelLosses, batch: Batch) -> Totals:
         """Returns the sum of the losses of labels, [.., T], not yet divided by what counts in a batch
@@ -298,7 +303,8 @@ class Forward:
         if "segments" in batch:
             routed = batch["segments"] > 0
         elif LAST in batch:
-            routed = self.collectives.positions(self.length(batch)) <= batch[LAST][:, None]
+            positions = self.collectives.positions(self.length(batch))
+            routed = positions <= batch[LAST][:, None]
         else:
             routed = jnp.ones(batch[TOKENS].shape, bool)
         if active is not None:
@@ -309,7 +315,8 @@ class Forward:
         """Returns each row's last place whose weight is not 0, over all its parts on context ranks: int32 [b]; -1 if
         there is none.
         """
-        places = jnp.where(weights != 0, self.collectives.positions(weights.shape[1]), -1)
+        positions = self.collectives.positions(weights.shape[1])
+        places = jnp.where(weights != 0, positions, -1)
         return self.collectives.row_max(places.max(-1))
 
     def _dropout(self, key: Array | None, batch: Batch) -> Dropout:

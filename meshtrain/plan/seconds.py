@@ -133,7 +133,8 @@ def edge_cost(
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(dtype)
-        sends["tensor"] += best(ALL_GATHER, cluster.axis("tensor", config.mesh), nbytes).seconds
+        links = cluster.axis("tensor", config.mesh)
+        sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
     reference = 0.0
     if config.train.objective == "dpo":
         reference = compute.head_forward(*sizes).total + forward
@@ -150,7 +151,8 @@ def _edge_sends(config: Config, cluster: Cluster) -> tuple[dict[str, float], flo
     sends = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}
     forward = 0.0
     for moment, t in edge_transfers(config):
-        spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
+        links = cluster.axis(t.axis, config.mesh)
+        spent = t.count * best(t.kind, links, t.nbytes).seconds
         sends[t.axis] += spent
         if moment in ("embedding", "head"):
             forward += spent

@@ -99,7 +99,8 @@ class Stage:
         # in a chunk
         self.layers = forward.layout.layer_at.shape[-1]
         self.segments = forward.layout.segments
-        assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
+        stacked = jax.tree.leaves(self.blocks)[0]
+        assert len(stacked) == chunks * self.layers
         # index in the model of each stacked layer
         self.layer_at = _pick(
             jnp.asarray(forward.layout.layer_at), lax.axis_index(PIPELINE)
@@ -110,8 +111,9 @@ class Stage:
         config = self.model.config
         rows = inputs(self.batches).shape[1]
         shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
-        shape = (rows, self.model.length(self.batches) // shards, config.model.d_model)
-        return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
+        tokens = self.model.length(self.batches) // shards
+        x = jnp.zeros((rows, tokens, config.model.d_model), self.model.zero.compute)
+        return vary(x, self.model.stream_axes)
 
     def embed(self, microbatch: Array) -> Array:
         return self.model.embed(self.edge, self._batch(microbatch), self.key)
@@ -211,7 +213,9 @@ class Stage:
         Segments (neighbouring layers whose products are of one kind) run one after another, each in a loop of its own.
         `at` is the layer's place in the stacked weights. Returns the last carry, and the buffers of `write_to`.
         """
-        written = list(write_to.buffers) if write_to else [None] * len(self.segments)
+        written: list[Tree] = [None] * len(self.segments)
+        if write_to:
+            written = list(write_to.buffers)
         numbered = list(enumerate(self.segments))
         for n, segment in reversed(numbered) if reverse else numbered:
             layer = self.layer(slot, segment)
@@ -256,8 +260,7 @@ class Stage:
     ) -> tuple[tuple[Array, Tree], None]:
         """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
         cotangent, gradients = carry
-        x, saved = stashed
-        gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
+        gx, gradient = self._gradients(layer, at, stashed, cotangent)
         return (gx, add(gradients, gradient, at, active=active)), None
 
     def input_layer(
@@ -265,7 +268,8 @@ class Stage:
     ) -> tuple[Array, list[Array]]:
         """Returns a layer's input gradient, and the residuals of its weight gradient."""
         x, saved = stashed
-        (gx,), for_w = self._halves(layer, at, x, saved).first(x, saved, cotangent)
+        halves = self._halves(layer, at, x, saved)
+        (gx,), for_w = halves.first(x, saved, cotangent)
         return gx, for_w
 
     def weight_layer(
@@ -279,8 +283,10 @@ class Stage:
     ) -> tuple[Tree, None]:
         """Returns the gradient sums with a layer's weight gradient added if `active`."""
         x, saved = stashed
-        leaves = self._halves(layer, at, x, saved).second(residuals, x, saved, None)
-        gradient = jax.tree.unflatten(jax.tree.structure(self.blocks.differentiated), leaves)
+        halves = self._halves(layer, at, x, saved)
+        leaves = halves.second(residuals, x, saved, None)
+        tree = jax.tree.structure(self.blocks.differentiated)
+        gradient = jax.tree.unflatten(tree, leaves)
         return add(gradients, gradient, at, active=active), None
 
     # --- a backward that sends its weight gradients while it goes on
@@ -309,16 +315,14 @@ class Stage:
 
             def backward_layer(cotangent: Array, at: Array) -> tuple[Array, Tree]:
                 i = at - segment.first if segment.first else at
-                x, saved = read(stash, slot.place, i)
-                gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-                return gx, gradient
+                stashed = read(stash, slot.place, i)
+                return self._gradients(layer, at, stashed, cotangent)
 
             return backward_layer
 
         # One function for all buckets of a segment, whose loops the program then shares.
-        last_first = [
-            (s, backward_of(s, part)) for s, part in zip(self.segments, stash, strict=True)
-        ][::-1]
+        pairs = zip(self.segments, stash, strict=True)
+        last_first = [(segment, backward_of(segment, part)) for segment, part in pairs][::-1]
 
         def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
@@ -331,9 +335,11 @@ class Stage:
                     parts.append(gradient)
             bucket = joined(parts[::-1])
             if gradients is None:
-                return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
-            sums = jax.tree.map(lambda total: total[first:behind], gradients)
-            return gx, added(sums, bucket)
+                bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
+            else:
+                sums = jax.tree.map(lambda total: total[first:behind], gradients)
+                bucket = added(sums, bucket)
+            return gx, bucket
 
         last, *earlier = buckets(self.layers)[::-1]
         gx, complete = backward_bucket(cotangent, *last)
@@ -343,7 +349,8 @@ class Stage:
             sent.append(send(after(complete, gx)))
             gx, complete = backward_bucket(gx, *bucket)
             complete = after(complete, sent[-1])
-        return gx, joined([*sent, send(complete)][::-1])
+        sent.append(send(complete))
+        return gx, joined(sent[::-1])
 
     # --- buffers of the layers
 
@@ -356,7 +363,9 @@ class Stage:
         def run_layer(segment: Segment, x: Array) -> tuple[Tree, Tree]:
             layer = self.layer(Slot(jnp.array(True), zero, zero, zero), segment)
             saved = self._trace(layer, zero, x).stashed_residuals()
-            for_w = self._halves(layer, zero, x, saved).first(x, saved, x)[1] if split else []
+            if not split:
+                return (x, saved), []
+            _, for_w = self._halves(layer, zero, x, saved).first(x, saved, x)
             return (x, saved), for_w
 
         x = self.zeros()
@@ -396,9 +405,18 @@ class Stage:
         run = partial(layer, constant=weights.constant, index=index)
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
-        # A microbatch differs by data rank.
+        # Whatever depends on the microbatch varies over data.
         is_stashed = [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
         return LayerTrace(y, vjp, is_stashed)
+
+    def _gradients(
+        self, layer: Callable, at: Array, stashed: Tree, cotangent: Array
+    ) -> tuple[Array, Tree]:
+        """Returns a layer's input gradient, and its weight gradient."""
+        x, saved = stashed
+        vjp = self._trace(layer, at, x).vjp_over(saved)
+        gradient, gx = vjp(cotangent)
+        return gx, gradient
 
     def _halves(self, layer: Callable, at: Array, x: Array, saved: list[Array]) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
@@ -407,13 +425,10 @@ class Stage:
         W  (residuals for W, x, saved, None) -> leaves of the weight gradient
         """
 
-        def both(x: Array, saved: Tree, cotangent: Array) -> tuple[Array, Tree]:
-            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-            return gx, gradient
-
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
-        return split_backward(both, (False, False, True), x, saved, x)
+        gradients = lambda x, saved, cotangent: self._gradients(layer, at, (x, saved), cotangent)
+        return split_backward(gradients, (False, False, True), x, saved, x)
 
 
 def _pick(stacked: Tree, at: Array) -> Tree:
@@ -423,7 +438,9 @@ def _pick(stacked: Tree, at: Array) -> Tree:
 
 def joined(parts: list[Tree]) -> Tree:
     """Concatenates stacked layers."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x) if len(x) > 1 else x[0], *parts)
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 # --- buffers
@@ -436,7 +453,8 @@ def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
     """
 
     def zeros(a: Array) -> Array:
-        return vary(jnp.full((*shape, *a.shape), zero, a.dtype), (*varying(a), PIPELINE))
+        filled = jnp.full((*shape, *a.shape), zero, a.dtype)
+        return vary(filled, (*varying(a), PIPELINE))
 
     return jax.tree.map(zeros, like)
 
