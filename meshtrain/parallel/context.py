@@ -18,8 +18,8 @@ They take N steps; in step n the keys of rank s = r - n (mod N) are here. Step 0
             early x early if s < r, else late x late  no
 
 The operands of the last line are selected by rank: a GPU's host would have to wait for a predicate. Outputs are merged
-by the logs of their softmax denominators. A backward step takes the output and the log of the denominator
-over the whole row, so its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
+by the logs of their softmax denominators. A backward step takes the output and the log of the denominator over the
+whole row, so its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
 
     strategy     keys and values                                                     forward, bytes a device sends
     ring         go round, each message beside a step of compute                     2 B T G K b (N-1)/N
@@ -231,8 +231,8 @@ def _backward(
         q, out, d_out, log_sum = queries.arrays
         outputs = Outputs(out, log_sum.transpose(0, 2, 1))
         heads = Heads(q, *keys.arrays)
-        words = _masks(masks.words, queries, keys)
-        d_heads = backward(kernel, scoring, heads, words, outputs, d_out)
+        chunk_masks = _masks(masks.words, queries, keys)
+        d_heads = backward(kernel, scoring, heads, chunk_masks, outputs, d_out)
         return tuple(x.astype(jnp.float32) for x in d_heads)
 
     def cotangents(scoring: Scoring, sent: Any) -> tuple[Array, Any]:
@@ -466,10 +466,10 @@ def attend_by_heads(
     dropout: Dropout,
     sinks: Array | None = None,
 ) -> Array:
-    """Returns `attend`, for which ranks swap their tokens' heads: before it T/N tokens of H heads for T tokens of H/N
-    heads, behind it back. N divides H.
+    """Returns the result of `attend`, called with all T tokens of H/N heads, for the T/N tokens of H heads that are
+    here; N divides H.
 
-    If N does not divide the G groups of keys and values, each is repeated: 2 groups over 4 ranks 2 times.
+    If N does not divide the G groups of keys and values, each group is repeated: on 4 ranks, 2 groups 2 times each.
     """
     ranks = lax.axis_size(CONTEXT)
     q, k, v = heads

@@ -93,7 +93,7 @@ class Forward:
 
     @jax.named_scope(xla.EMBEDDING)
     def embed(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
-        """Embeds tokens [b, T], or patches: the residual stream [b, T, D], T / tensor with sequence parallelism."""
+        """Returns the residual stream of tokens [b, T], or patches: [b, T, D], or T / tensor if sequence parallel."""
         embedding = self._embedding(weights.part("embedding"))
         dropout = self._dropout(key, batch)
         x = embedding(inputs(batch), self._positions(batch), self.collectives, dropout)
@@ -122,7 +122,7 @@ class Forward:
             x = embedding.stream(looked_up, self._positions(batch), self.collectives, dropout)
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
-        # The stream is linear in them, so the gradient is the same for zeros.
+        # The stream is linear in the rows: zeros have the same gradient.
         shape = (*tokens.shape, gx.shape[-1])
         looked_up = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
@@ -147,9 +147,9 @@ class Forward:
     ) -> Callable[..., Array]:
         """Returns the function (a layer's differentiated weights, x, its constant weights, index) -> x.
 
-        Index -1 returns x as it is: a stage with fewer layers than others is padded by such. `products` is the dtype of
-        the layer's matrix products, see `Segment`. In a stage that is not `active` x belongs to no microbatch, and no
-        expert computes it.
+        A layer with index -1 is padding, of a stage with fewer layers than others, and returns x as it is. `products`
+        is the kind of its matrix products, see `Segment`. If a stage is not `active`, x belongs to no microbatch, and
+        no expert computes it.
         """
         sequence_at = sequences(self.config.model, self._positions(batch), batch.get("segments"))
         routing_at = self._routing(batch, active)
@@ -220,9 +220,9 @@ class Forward:
         here: Array,
         counts: Array | None = None,
     ) -> tuple[Array | None, LabelLosses]:
-        """Returns the loss of each label, float32 [b, T]; x counts on the stage where `here`.
+        """Returns the sum of the labels' losses, each times its `counts`, and these losses, float32 [b, T].
 
-        Before it stands their sum times `counts` if one loop over chunks makes the sum and its gradient, else None.
+        The sum is None unless one loop over chunks makes it with its gradient. x counts on the stage where `here`.
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks

@@ -37,11 +37,11 @@ class EdgeCost:
     head: Seconds  # its forward and backward, and those of the embedding of images
     head_sends: float  # sums over tensor
     vocab_sends: float  # sums over the stages that share the vocabulary
-    reference: float  # dpo's forward without adapters, its sums counted
+    reference: float  # dpo's forward without adapters, with its sums
 
     @property
     def total(self) -> float:
-        """Seconds beside the reference, which has runs of its own."""
+        """Seconds without those of the reference."""
         return self.head.total + self.head_sends + self.vocab_sends
 
 
@@ -302,7 +302,7 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
 
     One stage: gradients that are held until the step's end are reduced in buckets of layers, while the last
     microbatch's backward goes on to the bucket before (`parallel.accumulate`). Nothing hides the first bucket.
-    Gradients that are not held: `_hidden_at_use`.
+    Gradients that are not held: `_hidden_at_use`. Pairs on one stage hide nothing.
     """
     if cluster.accelerator.platform == "cpu":
         return 0.0
@@ -340,8 +340,8 @@ def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
 
 
 def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of gathering a layer's weights over data, and of reducing its gradients: its shares of a step's, where
-    both are held over the step.
+    """A layer's share of the seconds of gathering all weights over data, and of reducing all gradients, where both are
+    held over the step.
     """
     trained = shapes.trained(config)
     layers = stages(config).on_device

@@ -7,11 +7,12 @@
 
 Messages travel while the device computes: see `pipeline.clock`. So does the vocabulary: see `schedule.buffers`.
 
-Every device runs the same program. Two programs deal with a stage that is idle in a clock:
+Every device runs the same program, so a slot may be idle on some stages:
 
-    forward.skips    one loop over all clocks; an idle slot is skipped (lax.cond): on CPU
-    else             a GPU's host would wait for the predicate: a slot that any stage uses is computed by all; an idle
-                     one's results go where nobody reads; `phases` groups the clocks so that few are idle
+    forward.skips (on CPU)    one loop over all clocks; an idle slot is skipped (lax.cond)
+    else                      a GPU's host would have to wait for the predicate. So all stages compute a slot that any
+                              of them uses, and idle ones leave their results where nobody reads. `phases` groups
+                              clocks so that few slots are idle.
 """
 
 from functools import partial

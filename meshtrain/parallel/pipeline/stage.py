@@ -13,10 +13,11 @@ Buffers are trees of arrays:
 
 The loop reads and writes single layers of a place, so that no place is copied whole.
 
-Layers are counted in three ways:
+A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages of 2 chunks of 3 layers:
 
-    stage with 2 chunks of 3 layers, mesh.pipeline 2:    i, in a segment    at, in the stacked weights    index, in the model
-    stage 1, chunk 1, second layer                       1                  1 * 3 + 1 = 4                 3 * 3 + 1 = 10
+    i        in its segment               1
+    at       in the stacked weights       chunk 1 * 3 + 1 = 4
+    index    in the model                 virtual stage 3 * 3 + 1 = 10
 """
 
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ class Stage:
         self.edge = weights._replace(
             differentiated={part: weights.differentiated[part] for part in ("embedding", "head")}
         )
-        # stacked layers, a chunk behind the other
+        # stacked layers, chunk after chunk
         self.blocks = weights.part("blocks")
         # in a chunk
         self.layers = forward.layout.layer_at.shape[-1]
@@ -279,12 +280,12 @@ class Stage:
         at: Array,
         gradients: Tree,
         stashed: Tree,
-        residuals: Tree,
+        for_w: Tree,
     ) -> tuple[Tree, None]:
         """Returns the gradient sums with a layer's weight gradient added if `active`."""
         x, saved = stashed
         halves = self._halves(layer, at, x, saved)
-        leaves = halves.second(residuals, x, saved, None)
+        leaves = halves.second(for_w, x, saved, None)
         tree = jax.tree.structure(self.blocks.differentiated)
         gradient = jax.tree.unflatten(tree, leaves)
         return add(gradients, gradient, at, active=active), None
@@ -345,7 +346,7 @@ class Stage:
         gx, complete = backward_bucket(cotangent, *last)
         sent = []
         for bucket in earlier:
-            # The bucket behind travels meanwhile.
+            # It travels while the bucket before it is computed.
             sent.append(send(after(complete, gx)))
             gx, complete = backward_bucket(gx, *bucket)
             complete = after(complete, sent[-1])
@@ -424,7 +425,6 @@ class Stage:
         I  (x, saved, cotangent) -> (input gradient,), residuals for W
         W  (residuals for W, x, saved, None) -> leaves of the weight gradient
         """
-
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
         gradients = lambda x, saved, cotangent: self._gradients(layer, at, (x, saved), cotangent)
