@@ -364,7 +364,7 @@ class Loop:
     def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
         """Returns the program of the step that follows `step` steps, for this shape of batch.
 
-        Compiling is reported, and is no part of a step's time.
+        Compiling is reported, and does not count as a step's time.
         """
         train_step = self.program.step_after(step)
         shape = inputs(batch).shape

@@ -64,10 +64,9 @@ class Dropout:
         # the loop in `keep_mask` wants one type of all that it carries
         words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
         x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
-        columns = jnp.arange(x_BTD.shape[2])
-        places = positions(x_BTD.shape[1])[:, None], first_column + columns
-        places = (vary(at, varying(x_ND)) for at in places)
-        keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
+        rows = vary(positions(x_BTD.shape[1])[:, None], varying(x_ND))
+        columns = vary(first_column + jnp.arange(x_BTD.shape[2]), varying(x_ND))
+        keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], rows, columns)
         return _apply(keep, self.rate, x_BTD).reshape(x_ND.shape)
 
     def words(self, first_head: Array | int, heads: int) -> Array:

@@ -330,8 +330,8 @@ def _joined(early: Any, late: Any) -> Any:
 #    forward     step 0   step 1   ...   step N-1
 #    backward    step 0   step 1   ...   step N-1   causal step
 #
-# The causal step of a backward has queries and keys of the same chunk. It comes last, so that in a ring the last message
-# has a step to travel beside, as the first one has step 0.
+# The causal step of a backward has queries and keys of the same chunk. It comes last, so that in a ring the last
+# message has a step to travel beside, as the first one has step 0.
 
 # (number, result so far, arrays that are here) -> result
 Step = Callable[[Any, Any, Any], Any]

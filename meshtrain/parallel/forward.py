@@ -248,8 +248,8 @@ class Forward:
     def loss(
         self, weights: Weights, x: Array, batch: Batch, here: Array, seed: Array
     ) -> tuple[Array, Totals]:
-        """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where not
-        `here`, unless the stages share the vocabulary.
+        """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where
+        not `here`, unless the stages share the vocabulary.
         """
         counts = None
         # What a label of dpo counts is only known when its pair's losses are.
