@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan import memory
-from meshtrain.plan.estimate import Plan
-from meshtrain.plan.hosts import save_seconds
+from meshtrain.plan.estimate import Plan, save_seconds
 
 GIVEN_UP = 0.005  # of all time, below the best interval's share
 HOUR = 3600.0
