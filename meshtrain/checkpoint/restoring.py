@@ -149,10 +149,11 @@ def compare_data(
             raise ConfigError(f"{where} does not fit the data: {sentence}; {way_out}.")
         notes.append(f"{sentence}, from here on.")
     name = "validation_digest"
-    path = config.data.validation_source
     other = name in digests and old.get(name, digests[name]) != digests[name]
     if other and "data.validation_source" not in changed:
-        notes.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
+        notes.append(
+            f"data.validation_source {config.data.validation_source} holds other tokens than it did, from here on."
+        )
     return notes
 
 

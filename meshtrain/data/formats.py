@@ -124,8 +124,11 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
 
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            kind = file.schema_arrow.field(field).type if names.count(field) == 1 else None
+            kind = (
+                file.schema_arrow.field(field).type
+                if file.schema_arrow.names.count(field) == 1
+                else None
+            )
             if kind is not None and types.is_dictionary(kind):
                 kind = kind.value_type
             strings = (types.is_string, types.is_large_string, types.is_binary)

@@ -98,14 +98,15 @@ def evaluate_text(
     `perplexity` is None unless the loss is a likelihood: not with preferences or a custom loss. ConfigError where it is
     not finite.
     """
-    config = model.config
     train = model.config.train
 
     def measure(batch: Batch) -> tuple[float, float]:
         count = float(counted(jax.device_put(batch))) if WEIGHTS in batch else batch[LABELS].size
         return (model.loss(batch) if count else 0.0), count
 
-    (loss,), count = averages(_portions(validation, config.eval.batches, rows, progress), measure)
+    (loss,), count = averages(
+        _portions(validation, model.config.eval.batches, rows, progress), measure
+    )
     _check(model, loss, count)
     likelihood = train.objective == "next_token" and train.loss is None
     what = "pairs" if train.objective == "dpo" else "tokens"

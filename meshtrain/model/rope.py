@@ -41,7 +41,6 @@ def rope(model: ModelConfig) -> Rope:
     """The frequencies of a resolved config's model."""
     pairs = np.arange(0, model.head_dim, 2, dtype=np.float32)
     frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(model.head_dim))
-    factor = model.rope_factor
     slow = frequency / np.float32(model.rope_factor)
     if model.rope_scaling == "none":
         return Rope(frequency)
@@ -58,7 +57,7 @@ def rope(model: ModelConfig) -> Rope:
     low = max(low, 0)
     high = min(high, model.head_dim - 1)
     stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
-    amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
+    amplitude = model.rope_amplitude or 0.1 * math.log(model.rope_factor) + 1
     return Rope((frequency * (1 - stretched) + slow * stretched).astype(np.float32), amplitude)
 
 

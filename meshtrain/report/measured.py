@@ -122,11 +122,11 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 def bounds_of(planned: Plan) -> Bounds:
-    device = planned.cluster.accelerator
     parts = dict(planned.time.parts())
     return Bounds(
         compute=planned.mfu * planned.seconds,
-        memory=(parts["memory"] + parts["optimizer"]) * device.efficiency.memory,
+        memory=(parts["memory"] + parts["optimizer"])
+        * planned.cluster.accelerator.efficiency.memory,
         links=parts["tensor"]
         + parts["context"]
         + parts["expert"]
