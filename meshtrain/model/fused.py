@@ -188,11 +188,12 @@ def _forward_kernel(
     def step(j: Any, carry: Any) -> Any:
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(scoring, length, q, heads.k[at, :], masks, Square(i, j))
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, heads.k[at, :], masks, square)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p = jnp.exp(scores - higher[:, None])
         correction = jnp.exp(top - higher)
-        dropped = _dropout(scoring, masks, 0, Square(i, j), block)(p).astype(heads.v.dtype)
+        dropped = _dropout(scoring, masks, 0, square, block)(p).astype(heads.v.dtype)
         out = out * correction[:, None] + triton.dot(dropped, heads.v[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
@@ -217,9 +218,10 @@ def _query_kernel(
     def step(j: Any, dq: Any) -> Any:
         at = pl.ds(j * block, block)
         k = heads.k[at, :]
-        scores = _scores(scoring, length, q, k, masks, Square(i, j))
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, k, masks, square)
         p = jnp.exp(scores - given.log_sum[...][:, None])
-        drop = _dropout(scoring, masks, 0, Square(i, j), block)
+        drop = _dropout(scoring, masks, 0, square, block)
         dp = drop(triton.dot(d, heads.v[at, :].T))
         ds = _through_cap(scoring, scores, p * (dp - given.rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
@@ -248,9 +250,10 @@ def _key_kernel(
         at = pl.ds(i * block, block)
         q = heads.q[at, head, :]
         d = given.d_out[at, head, :]
-        scores = _scores(scoring, length, q, k, masks, Square(i, j))
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, k, masks, square)
         p = jnp.exp(scores - given.log_sum[head, at][:, None])
-        drop = _dropout(scoring, masks, head, Square(i, j), block)
+        drop = _dropout(scoring, masks, head, square, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
         dp = drop(triton.dot(d, v.T))
         ds = _through_cap(scoring, scores, p * (dp - given.rows[head, at][:, None]))

@@ -116,10 +116,8 @@ def layer_transfers(config: Config) -> list[Moment]:
     ) -> Moment:
         return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
-    scales = config.model.d_model * shapes.itemsize(config.precision.compute)
-    shared = (
-        ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
-    )
+    size = shapes.itemsize(config.precision.compute)
+    shared = ("forward", *["backward"] * (parallel.remat != "none"))
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -128,9 +126,7 @@ def layer_transfers(config: Config) -> list[Moment]:
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
     if parallel.sequence_parallel:
-        entering = (
-            stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
-        )
+        entering = stream_bytes * float8.entering_size(config) / size
         return [
             transfer("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
             transfer("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
@@ -154,8 +150,14 @@ def layer_transfers(config: Config) -> list[Moment]:
         transfer("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         transfer("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[
-            transfer(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
-            for moment in shared
+            transfer(
+                moment,
+                ALL_REDUCE,
+                "scales of norms in the stream shared",
+                2,
+                nbytes=config.model.d_model * size,
+            )
+            for moment in shared * config.model.post_norms
         ],
         *over_heads,
     ]
