@@ -45,17 +45,18 @@ BYTES = 2**14
 
 
 class Masks(NamedTuple):
-    """The scores that are masked besides later keys and keys before the window."""
+    """The scores that are masked besides later keys and keys before the window.
 
-    segments: jax.Array | None  # [B, T], of queries
-    key_segments: jax.Array | None
+    Each is an array, a program's reference to it or its BlockSpec; None where nothing is masked so.
+    """
+
+    segments: Any  # [B, T], of queries
+    key_segments: Any
     # [B, T / block], of a block of queries the first block of keys that it may see, or of keys the first of queries
-    first: jax.Array | None
-    last: jax.Array | None  # the same, the last block
-    origin: (
-        jax.Array | None
-    )  # [1, 2] int32, positions of the first query and of the first key; None: both 0
-    words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
+    first: Any
+    last: Any  # the same, the last block
+    origin: Any  # [1, 2] int32, positions of the first query and of the first key; None: both 0
+    words: Any  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
 class Backward(NamedTuple):
@@ -83,7 +84,7 @@ def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Arr
     out, log_sum = _call(
         partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
-        [Heads(rows, all_keys, all_keys), _specs(masks, lambda i, h, b: (b, h))],
+        [Heads._make([rows, all_keys, all_keys]), _specs(masks, lambda i, h, b: (b, h))],
         [rows, sums],
         [struct_like(q.shape, q.dtype, q), struct_like((batch, heads, padded), jnp.float32, q)],
     )(Heads(q, k, v), masks)
@@ -114,7 +115,7 @@ def backward(
         partial(_query_kernel, scoring, length),
         (padded // size, heads, batch),
         [
-            Heads(block, all_keys, all_keys),
+            Heads._make([block, all_keys, all_keys]),
             _specs(masks, lambda i, h, b: (b, h)),
             Backward(sums, sums, block),
         ],
@@ -128,7 +129,7 @@ def backward(
         partial(_key_kernel, scoring, length),
         (padded // size, groups, batch),
         [
-            Heads(of_group, block, block),
+            Heads._make([of_group, block, block]),
             _specs(masks, lambda j, g, b: (b, g), repeats),
             Backward(sums, sums, of_group),
         ],
@@ -310,7 +311,7 @@ def _meeting(length: int, block: int, n: Any, masks: Masks) -> tuple[Any, Any]:
     """The first block whose documents may be those of block n, and the one behind the last; without documents all
     blocks.
     """
-    if masks.first is None or masks.last is None:
+    if masks.first is None:
         return 0, -(-length // block)
     return masks.first[n], masks.last[n] + 1
 
@@ -330,7 +331,7 @@ def _scores(
         if scoring.window:
             at, of = _positions(square, block, masks.origin)
             visible = visible & (at - of < scoring.window)
-    if masks.segments is not None and masks.key_segments is not None:
+    if masks.segments is not None:
         of_queries = masks.segments[pl.ds(i * block, block)]
         of_keys = masks.key_segments[pl.ds(j * block, block)]
         visible = visible & (of_queries[:, None] == of_keys[None, :])
@@ -358,16 +359,15 @@ def _dropout(
 
 def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> Masks:
     """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
-    of_sequence: Callable[[jax.Array], Any] = lambda a: pl.BlockSpec(
-        (None, a.shape[1]), lambda *at: (place(*at)[0], 0)
-    )
-    origin = pl.BlockSpec((1, 2), lambda *at: (0, 0))
-    words = pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
-    return Masks(
-        *jax.tree.map(of_sequence, masks[:4]),
-        origin=None if masks.origin is None else origin,
-        words=None if masks.words is None else words,
-    )
+    specs: Any = [
+        *(
+            a if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
+            for a in masks[:4]
+        ),
+        pl.BlockSpec((1, 2), lambda *at: (0, 0)),
+        pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0)),
+    ]
+    return Masks(*(None if a is None else spec for a, spec in zip(masks, specs, strict=True)))
 
 
 def _call(
