@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST, keys, meant
 from meshtrain.config.places import CONFIGS
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.registry import TRUST
@@ -285,8 +286,6 @@ class Parser(argparse.ArgumentParser):
         """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is
         near none.
         """
-        from meshtrain.config.schema import Config
-
         name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
         value = given if equals else "VALUE" if value.startswith("-") or not value else value
         paths = keys(Config) if "--set" in self._option_string_actions else {}

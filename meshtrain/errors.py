@@ -49,6 +49,10 @@ class ConfigError(ValueError):
         return [f"{PREFIX}{self}"]
 
 
+class PortTaken(ConfigError):
+    """Something else listens where the first process is to."""
+
+
 class Unreadable(Exception):
     """Something cannot be read now, in one sentence, which says nothing of what is in it.
 

@@ -44,7 +44,7 @@ def write(directory: Path, known: Files | None = None) -> int:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):
             files[name][1].append(digest)
-    entries = {name: {"bytes": size, "sha256": blocks} for name, (size, blocks) in files.items()}
+    entries = {name: {"bytes": size, "sha256": sums} for name, (size, sums) in files.items()}
     text = json.dumps({"block": BLOCK, "files": entries}, indent=1)
     write_atomically(directory / DIGESTS, text.encode())
     return sum(size for name, size in sizes.items() if name not in known)
@@ -72,7 +72,9 @@ def problems(
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
-        in_blocks = pool.map(lambda b: _problem(directory, *b, block), blocks[part::parts])
+        in_blocks = pool.map(
+            lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts]
+        )
         try:
             return sentences + [sentence for sentence in in_blocks if sentence is not None]
         except Unreadable:

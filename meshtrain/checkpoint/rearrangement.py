@@ -73,14 +73,13 @@ def assembled(
             if not bounds:
                 array[()] = data
             elif all(begin < end for d, (begin, end) in enumerate(common) if d != along):
-                into = [
-                    slice(begin - a, end - a)
-                    for (begin, end), (a, _) in zip(common, bounds, strict=True)
-                ]
-                out_of = [
-                    slice(begin - c, end - c)
-                    for (begin, end), (c, _) in zip(common, live, strict=True)
-                ]
+                into, out_of = (
+                    [
+                        slice(begin - a, end - a)
+                        for (begin, end), (a, _) in zip(common, whole, strict=True)
+                    ]
+                    for whole in (bounds, live)
+                )
                 for first, place, n in runs(places[slice(*bounds[along])], *live[along]):
                     into[along] = slice(first, first + n)
                     out_of[along] = slice(place, place + n)

@@ -116,12 +116,12 @@ def mixed(colour: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
-def figures(y: float, values: Sequence[str], widths: Sequence[float], size: str = "") -> str:
+def figures(y: float, values: Sequence[str], widths: Sequence[float]) -> str:
     """Returns values in columns at the right of a chart, each to the right of a column so wide."""
     out = ""
     x = float(WIDTH)
     for value, width in zip(reversed(values), reversed(widths), strict=True):
-        out += f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end"{size}>{escape(value)}</text>'
+        out += f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end">{escape(value)}</text>'
         x -= width
     return out
 

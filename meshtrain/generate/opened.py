@@ -223,14 +223,12 @@ def open_model(
     model = place_model(
         root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
     )
-    fitting = frozenset(i for i in ends if i < vocabulary)
-    model_name = extra_files.run_of(Path(os.path.realpath(root))).name
     return Opened(
         model,
         tokenizer,
-        fitting,
+        frozenset(i for i in ends if i < vocabulary),
         template,
-        model_name,
+        extra_files.run_of(Path(os.path.realpath(root))).name,
         usual,
         longest,
         marked,

@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -125,9 +125,7 @@ def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
     nodes = options.nodes or config.survive.wanted
     job = make(config, options, nodes, options.python, shipped)
     gpus = job.devices if options.gpus_per_node is None else options.gpus_per_node
-    return LaunchJob(
-        options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts, job.imports
-    )
+    return replace(job, name=options.name or job.name, devices=gpus)
 
 
 def _job_name(config: Config) -> str:

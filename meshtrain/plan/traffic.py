@@ -59,14 +59,15 @@ def transfers(
 def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers = _multiply(config, iterations)
     transfers += _messages(config, iterations)
-    stages = config.mesh.pipeline
     base = shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
         transfers += _gathers(config, iterations, base.gathered)
     if config.parallel.vocab == "edge":
         losses = 4 * shapes.tokens(config) * config.parallel.microbatches
         transfers.append(
-            Transfer("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages)
+            Transfer(
+                "pipeline", ALL_REDUCE, "losses to all stages", losses, 1, config.mesh.pipeline
+            )
         )
     return [replace(t, what=f"reference: {t.what}") for t in transfers]
 
@@ -115,10 +116,8 @@ def layer_transfers(config: Config) -> list[Moment]:
     ) -> Moment:
         return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
-    scales = config.model.d_model * shapes.itemsize(config.precision.compute)
-    shared = (
-        ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
-    )
+    size = shapes.itemsize(config.precision.compute)
+    shared = ("forward", *["backward"] * (parallel.remat != "none"))
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -127,9 +126,7 @@ def layer_transfers(config: Config) -> list[Moment]:
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
     if parallel.sequence_parallel:
-        entering = (
-            stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
-        )
+        entering = stream_bytes * float8.entering_size(config) / size
         return [
             transfer("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
             transfer("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
@@ -153,8 +150,14 @@ def layer_transfers(config: Config) -> list[Moment]:
         transfer("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         transfer("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
         *[
-            transfer(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
-            for moment in shared
+            transfer(
+                moment,
+                ALL_REDUCE,
+                "scales of norms in the stream shared",
+                2,
+                nbytes=config.model.d_model * size,
+            )
+            for moment in shared * config.model.post_norms
         ],
         *over_heads,
     ]
@@ -268,7 +271,6 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
 
 
 def _data(config: Config, iterations: Iterations) -> list[Transfer]:
-    ranks = config.mesh.shards
     zero = config.parallel.zero_stage
     transfers: list[Transfer] = []
     # What is frozen is whole everywhere but in stage 3.
@@ -280,7 +282,12 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
         weight = shapes.itemsize(config.precision.compute)
         transfers.append(
             Transfer(
-                _zero_axes(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks
+                _zero_axes(config),
+                ALL_GATHER,
+                "weights gathered",
+                everything * weight,
+                1,
+                config.mesh.shards,
             )
         )
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
@@ -324,11 +331,10 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     A tied weight is used twice: without stages it is gathered once for both uses.
     """
     resident = shapes.resident(config)
-    embedding = resident.embedding.gathered
     head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
-    return [("embedding", embedding), ("head", head)]
+    return [("embedding", resident.embedding.gathered), ("head", head)]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:

@@ -346,7 +346,7 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
         if stages <= 8 or stage in (0, stages - 1):
-            y = top + 12 + 14 * stage if stages <= 8 else top + (12 if stage == 0 else 26)
+            y = top + 12 + 14 * (stage if stages <= 8 else stage > 0)
             yield (
                 f'<path d="M{end + 8:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 28:.2f}" '
                 f'y="{y}">stage {stage}</text>'

@@ -24,6 +24,7 @@ from meshtrain.compat import vary, varying
 from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import LabelLosses, Totals, added
+from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
 from meshtrain.parallel.pipeline.stage import Slot, Stage, empty, read, write
 from meshtrain.schedule.buffers import Executed
 from meshtrain.schedule.phases import Ops, Phase
@@ -206,8 +207,6 @@ class Execution:
         return clock.receive(B, carry, cotangents)
 
     def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, Array, Array]:
-        from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
-
         x = self.input_of(carry, row) if ops.forward else carry.gx
         pair = Pair(
             x,
