@@ -115,6 +115,7 @@ TYPED = list(
 # What may say how something is installed, and an extra of the name that the package index has given to others.
 ROOMS = ("meshtrain", "docs", "configs", "experiments", "tests/helpers")
 TEXTS = (".py", ".md", ".yaml", ".json", ".ipynb")
+WIDEST = 110  # characters of a line of code, of which a window of 1,400 px shows 112
 BY_NAME = re.compile(r"\bmeshtrain\[[a-z]|pip install (-\S+ )*meshtrain\b")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
 FILE = {
@@ -443,6 +444,15 @@ def test_nothing_tells_to_install_by_name():
         if BY_NAME.search(line)
     ]
     assert len(told) > 500 and not wrong
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_line_of_code_is_no_wider_than_a_page_shows(page):
+    """Records of JSON have a line each, however long; `docs/pages.css` has them go on in the next."""
+    lines = [
+        line for kind, code in fenced(GUIDES[page]) if kind != "jsonl" for line in code.splitlines()
+    ]
+    assert not [line for line in lines if len(line) > WIDEST]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
