@@ -107,7 +107,10 @@ def picture(loads: ExpertLoads) -> str:
         _name(LEFT + (e + 0.5) * wide, bottom + 13, e, "middle")
         for e in _numbered(experts, wide, 30)
     ]
-    body += [_name(LEFT - 6, 12, "layer", "end"), _name(WIDTH, bottom + 29, "expert", "end")]
+    body += [
+        svg.axis_name(LEFT - 6, 12, "layer", "end"),
+        svg.axis_name(WIDTH, bottom + 29, "expert", "end"),
+    ]
     top = bottom + 40
     body += _legend(top)
     label = (
