@@ -6,6 +6,7 @@ killed process, a full disk) are left out and counted; a last line without an en
 until it has one.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -144,15 +145,12 @@ class MetricsFile:
         are in it.
         """
         self._write_waiting()
-        try:
+        with contextlib.suppress(OSError):
             if self.refused is not None and self.is_there():
                 write_atomically(self.path, self.path.read_bytes() + self._waiting)
                 self._waiting = b""
                 self.refused = None
                 self._open_again()
-                self._size = self._bytes()
-        except OSError as error:
-            self.refused = error
         return self.refused is None
 
     def close(self) -> None:

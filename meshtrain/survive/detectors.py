@@ -116,8 +116,10 @@ def _end_fault(rank: int, node: Node, end: ProcessEnd, plan: RestartPlan) -> Fau
     if (end.exit == 75 and not joined) or (is_unheard and (is_stopping or node.leaving)):
         if is_stopping:
             return Fault(plan.kind, plan.reason, (), end.step)
-        when = "again" if end.kind == "ended_by_us" else "before its first step"
-        return Fault("preempted", f"{plan.members[rank]} was asked to go {when}", (), end.step)
+        sentence = (
+            f"{plan.members[rank]} was asked to go, and its process ended before it could save"
+        )
+        return Fault("preempted", sentence, (), end.step)
     if end.exit in (0, 75):
         return None
     known = tuple(plan.members[r] for r in end.ranks if 0 <= r < len(plan.members))
