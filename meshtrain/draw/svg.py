@@ -152,21 +152,19 @@ def bar_row(
     ]
 
 
-def axis_name(x: float, y: float, name: str, anchor: str = "start") -> str:
-    """Returns the name of an axis, with the unit of numbers that do not show theirs."""
+def small(x: float, y: float, words: object, anchor: str = "start") -> str:
+    """Returns small faint words: the name of an axis, with the unit of numbers that do not show theirs, or a number at
+    it.
+    """
     return (
-        f'<text class="axis" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">'
-        f"{escape(name)}</text>"
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">'
+        f"{escape(str(words))}</text>"
     )
 
 
 def scale(y: float, name: str, end: str) -> str:
     """Returns the axis of bars over the width of a chart: 0, its name, and what a bar of the whole width is."""
-    ends = "".join(
-        f'<text x="{x}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">{escape(words)}</text>'
-        for x, anchor, words in ((0, "start", "0"), (WIDTH, "end", end))
-    )
-    return ends + axis_name(WIDTH / 2, y, name, "middle")
+    return small(0, y, 0) + small(WIDTH / 2, y, name, "middle") + small(WIDTH, y, end, "end")
 
 
 def keys(

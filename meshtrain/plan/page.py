@@ -25,12 +25,12 @@ from meshtrain.draw.svg import (
     PURPLE,
     SECOND,
     WIDTH,
-    axis_name,
     bar_row,
     chart,
     image,
     keys,
     scale,
+    small,
     widths,
 )
 from meshtrain.plan import report
@@ -246,8 +246,8 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
         body.append(
             f'<text x="{x(devices):.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{devices:,}</text>'
         )
-    body.append(axis_name(0, 11, "throughput a device, % of the first"))
-    body.append(axis_name(WIDTH, TOP + HEIGHT + 38, "devices", "end"))
+    body.append(small(0, 11, "throughput a device, % of the first"))
+    body.append(small(WIDTH, TOP + HEIGHT + 38, "devices", "end"))
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         places = [(x(point.devices), y(point.efficiency)) for point in points]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)

@@ -25,10 +25,10 @@ from meshtrain.draw.svg import (
     ORANGE,
     SECOND,
     SKY,
-    axis_name,
     image,
     keys,
     mixed,
+    small,
     svg,
 )
 from meshtrain.probe import judge, report
@@ -114,7 +114,7 @@ def _cells(probe: Probe, side: int) -> Iterator[str]:
         middle = number * side + side / 2
         yield f'<text x="{_LEFT - 8}" y="{_TOP + middle + 4:.0f}" text-anchor="end">{number}</text>'
         yield f'<text x="{_LEFT + middle:.0f}" y="{_TOP - 8}" text-anchor="middle">{number}</text>'
-    yield axis_name(0, 12, "from device (row) to device (column), GB/s")
+    yield small(0, 12, "from device (row) to device (column), GB/s")
     for a, b in np.argwhere(~np.isnan(probe.pairs.bandwidth)).tolist():
         yield _cell(probe, a, b, float(scores[a, b]), side)
     legend = (

@@ -210,7 +210,7 @@ def chart(
         return LEFT + across, TOP + tall * (1 - np.clip((y - low) / (high - low), 0, 1))
 
     body = [_axes(ticks, low, high, tall, number), *_steps(first, last, wide)]
-    body += [svg.axis_name(0, 11, name), svg.axis_name(WIDTH - RIGHT, HEIGHT - 4, "step", "end")]
+    body += [svg.small(0, 11, name), svg.small(WIDTH - RIGHT, HEIGHT - 4, "step", "end")]
     for curve in drawn:
         body += _dots(curve, place) if curve.dots else _band(curve, first, last, place)
     # Of two runs each kind has both colours, and what they stand for is said above all charts.
@@ -257,10 +257,7 @@ def _steps(first: float, last: float, wide: float) -> Iterator[str]:
     if last > first:
         places.append((last, "end", 1.0))
     for step, anchor, share in places:
-        yield (
-            f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}" font-size="11" '
-            f'fill="{FAINT}">{step:,.0f}</text>'
-        )
+        yield svg.small(LEFT + share * wide, HEIGHT - BOTTOM + 17, f"{step:,.0f}", anchor)
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:

@@ -68,8 +68,9 @@ def least_apart(colours) -> tuple[float, str, str, str]:
 
 
 def axes(drawing: str) -> list[str]:
-    """The names of the axes of a drawing, or of all on a page."""
-    return [unescape(name) for name in re.findall(r'<text class="axis"[^>]*>([^<]+)<', drawing)]
+    """The small words of a drawing, or of all on a page, that are no numbers: the names of its axes."""
+    small = re.findall(r'<text x="[^>]* font-size="11" fill="[^"]*">([^<]+)<', drawing)
+    return [unescape(words) for words in small if not re.match(r"-?[\d.]|to \d|over \d", words)]
 
 
 def check_drawing(drawing: str) -> None:

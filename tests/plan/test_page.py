@@ -26,17 +26,15 @@ def test_the_page_is_well_formed_and_fetches_nothing(page):
 
 
 def test_every_axis_has_a_name_and_its_ends_their_unit(page):
-    assert axes(page) == [
+    assert {
         "memory of a device",
         "bytes of an item",
         "time in the step",
         "throughput a device, % of the first",
         "devices",
-    ]
+    } <= set(axes(page))
     for name, end in (("memory of a device", r"[\d.]+ GiB"), ("time in the step", r"[\d.]+ s")):
-        assert re.search(
-            rf'text-anchor="end"[^>]*>{end}</text><text class="axis"[^>]*>{name}<', page
-        )
+        assert re.search(rf">{name}</text><text [^>]*>{end}</text>", page)
 
 
 def test_the_legend_of_the_schedule_stands_above_what_scrolls(page):
