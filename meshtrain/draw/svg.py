@@ -152,6 +152,21 @@ def bar_row(
     ]
 
 
+def small(x: float, y: float, words: object, anchor: str = "start") -> str:
+    """Returns small faint words: the name of an axis, with the unit of numbers that do not show theirs, or a number at
+    it.
+    """
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">'
+        f"{escape(str(words))}</text>"
+    )
+
+
+def scale(y: float, name: str, end: str) -> str:
+    """Returns the axis of bars over the width of a chart: 0, its name, and what a bar of the whole width is."""
+    return small(0, y, 0) + small(WIDTH / 2, y, name, "middle") + small(WIDTH, y, end, "end")
+
+
 def keys(
     entries: Iterable[tuple[str, str]], x: float = 0, y: float = 0, room: float = WIDTH
 ) -> tuple[list[str], float]:

@@ -42,8 +42,8 @@ class RunRecord(RunHook):
         self._said_missing = missing
 
     def is_written(self) -> bool:
-        """Returns whether every row is in the file."""
-        return self._metrics is None or self._metrics.refused is None
+        """Returns whether every row is in the file, at last."""
+        return self._metrics is None or self._metrics.finish()
 
     def close(self) -> None:
         """Says if rows are lost."""

@@ -20,6 +20,7 @@ from meshtrain.draw.svg import (
     image,
     keys,
     mixed,
+    small,
     stage_hue,
     svg,
     ticks,
@@ -96,6 +97,7 @@ def _verdict(table: Table) -> str:
 
 def _entries(table: Table, widths: list[float]) -> Iterator[str]:
     x = np.concatenate([[0.0], np.cumsum(widths)]) + _NAME
+    yield small(0, 11, "clock")
     for clock in range(table.clocks):
         yield f'<text x="{(x[clock] + x[clock + 1]) / 2:.0f}" y="11" text-anchor="middle" font-size="9">{clock}</text>'
     for stage in range(table.stages):
