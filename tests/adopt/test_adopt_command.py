@@ -73,6 +73,8 @@ BROKEN = {
     ),
     "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is no JSON"),
     "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
+    "tokenizer deep": (_text("tokenizer.json", "[" * 100_000), "tokenizer.json"),
+    "tokenizer empty": (_text("tokenizer.json", ""), "tokenizer.json is no JSON"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
     "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is no JSON"),
     "generation_config": (

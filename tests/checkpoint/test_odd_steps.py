@@ -172,6 +172,8 @@ GARBAGE = {
     "a directory": a_directory,
     "a pipe": a_pipe,
     "a link to itself": a_link_to_itself,
+    "zeros": partial(replaced, content=bytes(99)),
+    "twice as long": lambda path: path.write_bytes(path.read_bytes() * 2),
 }
 
 

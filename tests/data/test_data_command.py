@@ -126,6 +126,15 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
             "'2' is not a number from 0 to 0.5",
         ),
         (
+            ["prepare", "--input", "x", "--output", "y", "--validation", "nan"],
+            "'nan' is not a number from 0 to 0.5",
+        ),
+        (
+            ["train-tokenizer", "--input", "x", "--output", "y", "--vocab-size", "٣"],
+            "'٣' is not a whole number",
+        ),
+        (["verify", __file__], "test_data_command.py"),
+        (
             ["prepare", "--input", "/no/such", "--output", "y"],
             "no file or directory /no/such",
         ),

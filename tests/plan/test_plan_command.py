@@ -166,6 +166,7 @@ BAD = {
     ("--cluster", "nowhere.yaml"): "there is no cluster description",
     ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
     ("--compile", "h100x4"): "the mesh has 8 devices",
+    ("--compile", "h100x0"): "h100x0",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
     (
         "--gantt",

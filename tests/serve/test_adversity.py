@@ -65,6 +65,14 @@ NO_HTTP = {
     "a header that is no text": b"GET /health HTTP/1.1\r\nHost: a\r\n\xff\xfe: \x00\r\n\r\n",
     "a null in the path": b"GET /hea\x00lth HTTP/1.1\r\nHost: a\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "a version of a word": b"GET /health HTTP/nine\r\nHost: a\r\n\r\n",
+    "a header without a name": b"GET /health HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n",
+    "a method that there is not": b"BREW /v1/models HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a path upwards": b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a path of bytes": b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
+    "an encoding that there is not": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+    "half a body": HEAD + b"Content-Length: 5000\r\n\r\n{",
 }
 
 

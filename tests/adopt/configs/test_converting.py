@@ -36,6 +36,7 @@ from meshtrain.errors import ConfigError
         ("x.yaml", "stage: [sft\n", "is not valid YAML"),
         ("x.json", '{"seed": 1,\n}', "x.json, line 2 is not valid JSON"),
         ("x.yaml", "train: {steps: 3}\n", "has no key of LLaMA-Factory or of DeepSpeed"),
+        ("x.yaml", "stage: " + "[" * 3000, "x.yaml"),
         ("x.yaml", "- stage\n", "holds no keys with values"),
         ("x.yaml", "", "holds no keys with values"),
         ("x.yaml", "stage: !!python/object:os.system x\n", "there is a tag"),
