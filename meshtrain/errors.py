@@ -70,8 +70,13 @@ def not_installed(what: str, extra: str, libraries: int = 1) -> ConfigError:
     them.
     """
     return ConfigError(
-        f"{what}, which {'is' if libraries == 1 else 'are'} not installed: pip install 'meshtrain[{extra}]'."
+        f"{what}, which {'is' if libraries == 1 else 'are'} not installed: {install_command(extra)}."
     )
+
+
+def install_command(extra: str) -> str:
+    """Returns what brings an extra, to stand within a sentence. The package index has another project's `meshtrain`."""
+    return f"pip install -e '.[{extra}]' in the checkout of meshtrain"
 
 
 def refusal(error: OSError) -> str:

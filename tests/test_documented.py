@@ -19,6 +19,7 @@ import jax
 import pytest
 import yaml
 from documented import GUIDE, GUIDES, MODULES, ROOT, commands, docstrings, fenced, paths
+from refusals import tells
 from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
@@ -111,6 +112,11 @@ TYPED = list(
         for form in FORMS.get(command, [command])
     }.values()
 )
+# What may say how something is installed, and an extra of the name that the package index has given to others.
+ROOMS = ("meshtrain", "docs", "configs", "experiments", "tests/helpers")
+TEXTS = (".py", ".md", ".yaml", ".json", ".ipynb")
+WIDEST = 110  # characters of a line of code, of which a window of 1,400 px shows 112
+BY_NAME = re.compile(r"\bmeshtrain\[[a-z]|pip install (-\S+ )*meshtrain\b")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
 FILE = {
     "run": {"directory": "runs/mine", "fake_devices": 8},
@@ -424,3 +430,32 @@ def test_every_module_that_a_package_names_is_there():
         and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
     ]
     assert not wrong
+
+
+def test_nothing_tells_to_install_by_name():
+    """The package index has another project's `meshtrain`: what is installed stands in a checkout, or is a wheel."""
+    told = [
+        path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in TEXTS
+    ]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "README.md", *told)
+        for line in path.read_text().splitlines()
+        if BY_NAME.search(line)
+    ]
+    assert len(told) > 500 and not wrong
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_line_of_code_is_no_wider_than_a_page_shows(page):
+    """Records of JSON have a line each, however long; `docs/pages.css` has them go on in the next."""
+    lines = [
+        line for kind, code in fenced(GUIDES[page]) if kind != "jsonl" for line in code.splitlines()
+    ]
+    assert not [line for line in lines if len(line) > WIDEST]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_readers_are_warned_of_the_other_project_of_this_name(page):
+    warned = re.sub(r"\s+", " ", GUIDES[page])
+    assert tells(warned, "`meshtrain` ... package index ... another project")

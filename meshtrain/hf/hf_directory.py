@@ -23,7 +23,7 @@ import numpy as np
 
 from meshtrain.config import Config, load
 from meshtrain.config.follow import put
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import check_regular
 from meshtrain.hf import mxfp4
@@ -153,9 +153,7 @@ class TensorFiles:
                 import ml_dtypes  # noqa: F401  (numpy's bfloat16)
                 from safetensors import SafetensorError, safe_open
             except ImportError:
-                raise ConfigError(
-                    "weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'."
-                ) from None
+                raise not_installed("weights of Hugging Face need safetensors", "adopt") from None
             path = self.directory / file
             try:
                 check_regular(path)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.errors import install_command
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PAIRS, PATCHES, TOKENS
 from meshtrain.plan import traffic
@@ -64,7 +65,9 @@ GPUS: dict[str, dict[str, Any]] = {
 SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
 CLUSTERS = {"a100": "a100-80"}  # of a target, where it has another name
 CUDNN = (9, 8, 0)  # of the described GPUs
-PACKAGES = "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (pip install 'meshtrain[compile]')"
+PACKAGES = (
+    f"jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 ({install_command('compile')})"
+)
 
 
 @dataclass(frozen=True)
