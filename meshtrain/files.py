@@ -124,7 +124,7 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise
     except ValueError:
         # a NUL, or half a surrogate pair
-        raise ConfigError(f"{shown} is no path that a file can have; {takes}.") from None
+        raise ConfigError(f"{shown} is not a path that a file can have; {takes}.") from None
     if len(content) > most:
         raise ConfigError(f"{shown} is larger than a {what} can be, {most // 1024} KiB; {takes}.")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):

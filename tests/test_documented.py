@@ -363,14 +363,15 @@ def test_the_guides_configs_are_configs(block):
 
 @pytest.mark.thorough
 def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
-    blocks = dict(fenced(GUIDES["docs/extending.md"]))
-    (directory / "mine.py").write_text(blocks["py"])
-    (directory / "c.yaml").write_text(blocks["yaml"])
+    blocks = fenced(GUIDES["docs/extending.md"])
+    parts = "\n\n".join(block for kind, block in blocks if kind == "py")
+    (directory / "mine.py").write_text(parts)
+    (directory / "c.yaml").write_text(dict(blocks)["yaml"])
     printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
     assert re.search(r"relu_llama .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2", printed), (
         printed
     )
-    assert (directory / "runs/mine/imports/mine.py").read_text() == blocks["py"]
+    assert (directory / "runs/mine/imports/mine.py").read_text() == parts
 
 
 def test_messages_of_the_troubleshooting_page_are_said():

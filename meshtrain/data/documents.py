@@ -233,7 +233,7 @@ def _entries(file: InputFile) -> Iterator[Document]:
             file.name,
             "",
             "no conversation",
-            "(a file that is no JSON Lines is a JSON list of them)",
+            "(a file that is not JSON Lines is a JSON list of them)",
         )
     else:
         for number, record in enumerate(content.record):

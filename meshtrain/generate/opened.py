@@ -330,7 +330,7 @@ def _check_there(root: Path, given: str) -> None:
         return
     legal = "give a run, one of its checkpoints, or a Hugging Face directory."
     if os.path.lexists(root):
-        raise ConfigError(f"{short(given)} is no directory; {legal}")
+        raise ConfigError(f"{short(given)} is not a directory; {legal}")
     there = (
         [each.name for each in root.parent.iterdir() if each.is_dir()]
         if root.parent.is_dir()

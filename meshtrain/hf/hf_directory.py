@@ -134,7 +134,7 @@ class TensorFiles:
             # an index may come from anybody
             if Path(file).name != file or file in ("", ".", ".."):
                 raise ConfigError(
-                    f"{short(where)} names {short(repr(file))}, which is no file of its directory."
+                    f"{short(where)} names {short(repr(file))}, which is not a file of its directory."
                 )
             if file not in present:
                 raise ConfigError(f"{short(where)} names {short(file)}, which is not there.")
@@ -160,7 +160,7 @@ class TensorFiles:
                 self._open[file] = safe_open(str(path), framework="np")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(
-                    f"{short(path)} is no whole safetensors file: {short(str(error))}."
+                    f"{short(path)} is not a complete safetensors file: {short(str(error))}."
                 ) from None
         return self._open[file]
 

@@ -98,7 +98,7 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(BY_MODEL_TYPE)
         raise ConfigError(
-            f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}."
+            f"{where}: model_type {short(repr(model_type))} is not a known family; there are {known}."
         )
     family = BY_MODEL_TYPE[model_type]
     section = family.section(config, where)
@@ -126,7 +126,7 @@ def hf_family(name: str) -> HfFamily:
     """Returns the class that holds a family of ours; ConfigError if there is none."""
     if name not in HF_FAMILIES:
         raise ConfigError(
-            f"model.family {name} is no family of transformers; exported are {', '.join(HF_FAMILIES)}: see "
+            f"model.family {name} is not a family of transformers; exported are {', '.join(HF_FAMILIES)}: see "
             "meshtrain.hf_families."
         )
     return HF_FAMILIES[name]

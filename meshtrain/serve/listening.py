@@ -59,8 +59,8 @@ def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
         )
         door = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        why = refusal(error) if isinstance(error, OSError) else "that is no name"
-        raise ConfigError(f"--host {host} is no address of this machine: {why}.") from None
+        why = refusal(error) if isinstance(error, OSError) else "that is not a name"
+        raise ConfigError(f"--host {host} is not an address of this machine: {why}.") from None
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing

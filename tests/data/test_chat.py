@@ -396,27 +396,27 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ({"messages": [ASKED]}, "no conversation", "no JSON object"),
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is no text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is not text"),
         (
             {"messages": [{"role": "user", "content": True}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": {"a": 1}}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
-        ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is no text"),
+        ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is not text"),
         (
             {"messages": [{"role": "user", "content": ["x"]}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": None}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -438,7 +438,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         (
             {"messages": [*ASKED, {"role": "tool", "content": 3}]},
             "no conversation",
-            "of tool is no text",
+            "of tool is not text",
         ),
         (
             {"messages": [{"role": "user", "from": "gpt", "content": "x"}]},
@@ -492,7 +492,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "function_call",
         ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
-        ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is no list"),
+        ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is not a list"),
         ({"messages": ASKED, "tools": [1]}, "no conversation", "no list of objects"),
         (
             {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
@@ -500,7 +500,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "functions",
         ),
         ({"instruction": "x", "output": "y", "history": [["q"]]}, "no conversation", "history"),
-        ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is no text"),
+        ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is not text"),
         ({"messages": [ASKED[0]]}, "without an answer", ""),
         ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "without an answer", ""),
         (
@@ -526,7 +526,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "ambiguous",
             "two system prompts",
         ),
-        ({"system": 3, "messages": ASKED}, "no conversation", "system is no text"),
+        ({"system": 3, "messages": ASKED}, "no conversation", "system is not text"),
         ({"messages": ASKED, "conversations": SHAREGPT}, "ambiguous", "conversations"),
         ({"messages": ASKED, "prompt": "3+3?"}, "ambiguous", "prompt"),
         (

@@ -345,7 +345,7 @@ def test_a_source_without_an_answer_is_refused(lines, said, folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ConfigError) as caught:
         open_data(config(folder, "", data={"source": str(tmp_path / "bad.jsonl")}))
-    assert str(caught.value).startswith("the input holds no document") and tells(
+    assert str(caught.value).startswith("the input has no documents") and tells(
         str(caught.value), said
     )
 

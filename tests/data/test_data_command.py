@@ -278,7 +278,7 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
         "--vocab-size",
     ]
     assert main([*command, "300"]) == 2
-    assert tells(capsys.readouterr().err, "no document: 1 skipped: 1 without text.")
+    assert tells(capsys.readouterr().err, "no documents: 1 skipped: 1 without text.")
     (tmp_path / "b.txt").write_text("words")
     assert main([*command, "999999999"]) == 2
     assert tells(capsys.readouterr().err, "--vocab-size ... from 257, ... to 16777216")

@@ -281,14 +281,14 @@ def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypat
         (
             "a.txt",
             b"",
-            "no document: 1 skipped: 1 empty; ... a.txt, ... empty.",
+            "no documents: 1 skipped: 1 empty; ... a.txt, ... empty.",
         ),
         (
             "a.zip",
             b"PK\3\4\0words",
             "1 skipped: 1 not text; ... a.zip, ... (a NUL at byte 4).",
         ),
-        ("a.jsonl", b"\n\n", "the input holds no document."),
+        ("a.jsonl", b"\n\n", "the input has no documents."),
     ],
 )
 def test_an_input_of_bad_documents_alone_is_refused(tmp_path, name, data, said):

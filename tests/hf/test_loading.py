@@ -85,7 +85,7 @@ def refused(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "file", "says"),
     [
-        ("model.norm.weight", "../model.safetensors", "is no file of its directory"),
+        ("model.norm.weight", "../model.safetensors", "is not a file of its directory"),
         ("model.norm.weight", "other.safetensors", "other.safetensors, which is not there"),
         ("model.norm.weight", "x" * 5000, "x" * 60 + ", which is not there"),
         (
@@ -103,7 +103,7 @@ def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name,
 def test_a_truncated_file_is_refused(copy):
     file = sorted(copy.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-10])
-    assert f"{file.name} is no whole safetensors file" in refused(copy)
+    assert f"{file.name} is not a complete safetensors file" in refused(copy)
 
 
 def test_a_pickle_is_not_opened(copy, tmp_path):
@@ -132,7 +132,7 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
     [
         # whoever changed it as a hint tells would have another model
         *(
-            ({"model_type": kind}, f"'{kind}' is no family of ours; {KINDS}.")
+            ({"model_type": kind}, f"'{kind}' is not a known family; {KINDS}.")
             for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")
         ),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),

@@ -203,7 +203,7 @@ BAD = {
         "--write",
         "/nowhere/at/all.yaml",
     ): "/nowhere/at/all.yaml cannot be written: there is no directory",
-    ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
+    ("--html", "a\0b.html"): "a\\x00b.html is not a path that a file can have",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 

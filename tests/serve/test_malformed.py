@@ -26,16 +26,21 @@ def message(**fields):
 
 # (path and body, HTTP status, the field at fault, of what the sentence tells)
 MALFORMED = {
-    "no JSON": ((COMPLETION, b"{"), 400, None, "the body is no JSON"),
-    "nothing": ((COMPLETION, b""), 400, None, "the body is no JSON"),
-    "no text": ((COMPLETION, b'{"prompt": "\xff\xfe"}'), 400, None, "the body is no JSON"),
-    "too deep": ((COMPLETION, b"[" * 60_000), 400, None, "the body is no JSON"),
-    "a number that is none": ((COMPLETION, b'{"temperature": NaN}'), 400, None, "NaN is no number"),
+    "no JSON": ((COMPLETION, b"{"), 400, None, "the body is not JSON"),
+    "nothing": ((COMPLETION, b""), 400, None, "the body is not JSON"),
+    "no text": ((COMPLETION, b'{"prompt": "\xff\xfe"}'), 400, None, "the body is not JSON"),
+    "too deep": ((COMPLETION, b"[" * 60_000), 400, None, "the body is not JSON"),
+    "a number that is none": (
+        (COMPLETION, b'{"temperature": NaN}'),
+        400,
+        None,
+        "NaN is not a number",
+    ),
     "a number of 5,000 digits": (
         (COMPLETION, b'{"seed": ' + b"1" * 5000 + b"}"),
         400,
         None,
-        "the body is no JSON",
+        "the body is not JSON",
     ),
     "an infinite number": (
         (COMPLETION, b'{"model": "fake", "prompt": "a", "temperature": 1e999}'),

@@ -80,7 +80,9 @@ def read_trace(directory: Path) -> Trace:
         # Held until all is read: a plane does not keep what it is a part of.
         profile = ProfileData.from_serialized_xspace(content)
     except RuntimeError as error:
-        raise ConfigError(f"{directory / EVENTS} is no trace of JAX's profiler: {error}.") from None
+        raise ConfigError(
+            f"{directory / EVENTS} is not a trace of JAX's profiler: {error}."
+        ) from None
     planes = list(profile.planes)
     with warnings.catch_warnings():
         # Of its own types when they are first needed, where Python 3.13 misses something; as an error it would end the

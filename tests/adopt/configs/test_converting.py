@@ -155,12 +155,12 @@ LORA = {"stage": "sft", "output_dir": "x"}
         (
             None,
             {"train_batch_size": 100},
-            ["train_batch_size 100 (", "is no multiple of 8 data ranks, 8"],
+            ["train_batch_size 100 (", "is not a multiple of 8 data ranks, 8"],
         ),
         (
             None,
             {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 5},
-            ["is no multiple of", "x 8 data ranks, 40"],
+            ["is not a multiple of", "x 8 data ranks, 40"],
         ),
     ],
 )
