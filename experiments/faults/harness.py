@@ -34,7 +34,7 @@ from meshtrain.checkpoint import digests, steps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
-PATIENCE = 120.0  # seconds that a process may take, on a machine with much else to do
+PATIENCE = 300.0  # seconds that a process may take, on a machine with much else to do
 LONGEST = 1800.0  # of a fault that takes minutes
 STEPS = 8  # of a run
 EVERY = 2  # of its checkpoints
