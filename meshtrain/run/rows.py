@@ -146,7 +146,7 @@ class MetricsFile:
         """
         self._write_waiting()
         with contextlib.suppress(OSError):
-            if self.refused is not None and self.is_there():
+            if self.refused is not None and self.path.is_file() and self.is_there():
                 write_atomically(self.path, self.path.read_bytes() + self._waiting)
                 self._waiting = b""
                 self.refused = None

@@ -74,7 +74,7 @@ BROKEN = {
     "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is not JSON"),
     "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
     "tokenizer deep": (_text("tokenizer.json", "[" * 100_000), "tokenizer.json"),
-    "tokenizer empty": (_text("tokenizer.json", ""), "tokenizer.json is no JSON"),
+    "tokenizer empty": (_text("tokenizer.json", ""), "tokenizer.json is not JSON"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
     "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is not JSON"),
     "generation_config": (
@@ -145,7 +145,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["config", "x.yaml", "--devices", "0"], "'0' ... at least 1"),
         (
             ["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"],
-            "no directory with a tokenizer.json",
+            "not a directory with a tokenizer.json",
         ),
     ],
 )
