@@ -64,10 +64,11 @@ def hooks(config: Config) -> dict[str, Any]:
 def hook_texts(config: Config) -> dict[str, str | None]:
     """Returns the keys that name functions, with what they name."""
     model = config.model
+    train = config.train
     return {
         "model.block": model.block,
         "model.attention": model.attention,
-        "train.loss": config.train.loss,
+        "train.loss": train.loss,
     }
 
 

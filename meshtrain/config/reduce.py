@@ -206,6 +206,7 @@ def _compression_problems(config: Any) -> Iterator[str]:
 def _sync_problems(config: Any) -> Iterator[str]:
     sync = config.parallel.sync
     reduce = config.parallel.reduce
+    islands = config.mesh.islands
     layers = config.model.layers
     if not sync.every:
         for name, unused in (("start", 0), ("fragments", 1), ("delay", 0)):
@@ -213,7 +214,7 @@ def _sync_problems(config: Any) -> Iterator[str]:
                 but = "but parallel.sync.every is 0, so that islands never step by themselves"
                 yield f"parallel.sync.{name} is {value}, {but}; give every."
         return
-    if config.mesh.islands == 1:
+    if islands == 1:
         but = "but mesh.islands is 1: there is nothing to bring together"
         yield f"parallel.sync.every is {sync.every}, {but}; give at least 2 islands."
     if sync.delay >= sync.every:

@@ -154,12 +154,14 @@ def _is_random(word: str) -> bool:
 def is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         return False
     return (
         parts.scheme in ("http", "https")
-        and bool(parts.hostname)
-        and parts.port != 0
+        and bool(host)
+        and port != 0
         and url.isascii()
         and url.isprintable()
         and " " not in url

@@ -118,8 +118,9 @@ class Grouped:
         """Labels on average over an epoch; what a dropped last batch would have held counts as if it came (it is a
         random one).
         """
+        counts = self.pieces.counts
         taken = sum(min(g.batches * g.rows, g.end - g.begin) for g in self.groups)
-        return self.pieces.labels * taken / int(self.pieces.counts.sum()) / self.batches_per_epoch
+        return self.pieces.labels * taken / int(counts.sum()) / self.batches_per_epoch
 
     @property
     def places_per_batch(self) -> float:

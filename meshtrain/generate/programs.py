@@ -277,6 +277,7 @@ class Decoding:
         here.
         """
         of = self.config
+        hooks = self.parts.hooks
         same = repr(
             (
                 of.model,
@@ -289,7 +290,7 @@ class Decoding:
                 self.kind,
             )
         )
-        self._executables = kept.setdefault((same, self.parts.hooks, self.mesh), self._executables)
+        self._executables = kept.setdefault((same, hooks, self.mesh), self._executables)
         self._others = len(self._executables)
 
     def lower(self, name: Name = ("decode", False)) -> jax.stages.Lowered:

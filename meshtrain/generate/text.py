@@ -179,8 +179,9 @@ class Conversations:
                 checked = messages_of(messages, "messages")
                 return self._template.render(checked, tools, [(len(messages), prompt)], "")[0][0]
         except Unfit as error:
+            name = self.source.name
             raise ConfigError(
-                f"the chat template {self.source.name} does not take these messages {error.detail}."
+                f"the chat template {name} does not take these messages {error.detail}."
             ) from None
 
     def tokens(

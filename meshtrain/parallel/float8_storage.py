@@ -82,13 +82,10 @@ class Float8Storage(Storage):
         self, block: Any, zero: "Zero", weights: "Weights", products: str, index: jax.Array
     ) -> None:
         """Has the modules of a layer multiply in float8, by the weights that are there in it."""
+        layers = self.config.model.layers
         precision = self.config.precision
         first, last = precision.float8_skip
-        skip = (
-            (index < first) | (index >= self.config.model.layers - last)
-            if products == "either"
-            else None
-        )
+        skip = (index < first) | (index >= layers - last) if products == "either" else None
         how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8", products)
         for name, placed in zero.layout.weights["blocks"].items():
             if name not in MODULES or (module := getattr(block, name)) is None:

@@ -287,9 +287,8 @@ class Stages:
 def stages(config: Config) -> Stages:
     """As parallel.layer_split asks for, else as even as can be, longer ones first."""
     parallel = config.parallel
-    return _stages(
-        config.model.layers, config.mesh.pipeline, parallel.virtual_stages, parallel.layer_split
-    )
+    pipeline = config.mesh.pipeline
+    return _stages(config.model.layers, pipeline, parallel.virtual_stages, parallel.layer_split)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -69,9 +69,10 @@ def kernel(config: Config, platform: str) -> Kernel:
     pieces = splits_kernel_calls(config)
     length = shapes.length(config) if pieces else config.train.sequence_length
     window = 0 < model.window < config.train.sequence_length
+    dtype = config.precision.compute
     return attention_kernel(
         platform,
-        config.precision.compute,
+        dtype,
         model.head_dim,
         length,
         is_packed(config),
@@ -238,8 +239,9 @@ def weight_grad_residuals(config: Config) -> float:
     what these were given too.
     """
     model = config.model
+    tensor = config.mesh.tensor
     parallel = config.parallel
-    w = widths(model, config.mesh.tensor, parallel.sequence_parallel)
+    w = widths(model, tensor, parallel.sequence_parallel)
     width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own
     if parallel.remat == "dots":
         width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden

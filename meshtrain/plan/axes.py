@@ -93,12 +93,13 @@ def _orders(mesh: MeshConfig) -> Iterator[MeshConfig]:
 def notes(plan: Plan) -> list[str]:
     """Sentences on what should be changed of the order of axes or devices."""
     sentences = []
+    file = plan.config.mesh.cluster
     if (better := faster_order(plan)) is not None:
         order, saved = better
         sentences.append(
             f"mesh.order=[{', '.join(order)}] makes a step {saved:.1%} faster: heavier axes lie on faster links then."
         )
-    if plan.cluster.device_order and not plan.config.mesh.cluster:
+    if plan.cluster.device_order and not file:
         sentences.append(
             f"{plan.cluster.name} says in which order its devices stand by their links; mesh.cluster=FILE has the "
             "mesh take them so."

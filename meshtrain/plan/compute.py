@@ -251,13 +251,12 @@ def attention(
     A kernel leaves out the half that is masked, where attention is `causal`.
     """
     flops = accelerator.flops(dtype)
+    efficiency = accelerator.efficiency
     size = shapes.itemsize(dtype)
     if kernel := profile.kernel:
         slowed, _ = kernel.slowed(accelerator, looped(length, causal))
         products = 4 * width * (scores / 2 if causal else scores) * slowed
-        return Seconds(
-            attention=products / (flops * (kernel.rate or accelerator.efficiency.attention))
-        )
+        return Seconds(attention=products / (flops * (kernel.rate or efficiency.attention)))
     # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and
     # dropout write them, and each is read), 9 and a byte backward. A backward counts as two forwards here, so a forward
     # as a third of both.

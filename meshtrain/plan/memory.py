@@ -210,13 +210,12 @@ def kept(
     `layer_keeps`: `layer_bytes`, where it is known already; `stage`: see `passing`.
     """
     stage = stage or stages(config)
+    parallel = config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer, residuals = layer_keeps or layer_bytes(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = (
-        4 * shapes.tokens(config) * config.parallel.microbatches
-        if config.train.objective == "dpo"
-        else 0
+        4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
     )
     reference = MemoryItem("losses under the reference", "activations", losses)
     if not runs_table(config):

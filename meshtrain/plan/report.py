@@ -41,13 +41,14 @@ def _experts(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """The answer in a few lines: fits or not, seconds, what bounds it."""
     config = plan.config
+    mesh = plan.config.mesh
     device = plan.cluster.accelerator
     trained = trained_text(config.model, config.lora, config.train.trainable)
     moe = config.model.moe
     active = f", {count(shapes.active_parameters(config.model))} active" if moe.experts else ""
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {plan.config.mesh}",
+        f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {mesh}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
         f"layers  {layers(plan)}",
         f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, "
@@ -82,7 +83,8 @@ def _pipeline(plan: Plan) -> str:
 def layers(plan: Plan) -> str:
     """Which layers a device has room for, in words: all stages run one program, so the longest decides."""
     stage = stages(plan.config)
-    if plan.config.mesh.pipeline == 1:
+    pipeline = plan.config.mesh.pipeline
+    if pipeline == 1:
         return f"all {stage.on_device} layers"
     if len(set(stage.counts)) == 1:
         return f"{stage.on_device} layers, as every stage"

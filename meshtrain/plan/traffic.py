@@ -59,15 +59,14 @@ def transfers(
 def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers = _multiply(config, iterations)
     transfers += _messages(config, iterations)
+    stages = config.mesh.pipeline
     base = shapes.resident(config).block - shapes.trained(config).block
     if gathers_at_use(config):
         transfers += _gathers(config, iterations, base.gathered)
     if config.parallel.vocab == "edge":
         losses = 4 * shapes.tokens(config) * config.parallel.microbatches
         transfers.append(
-            Transfer(
-                "pipeline", ALL_REDUCE, "losses to all stages", losses, 1, config.mesh.pipeline
-            )
+            Transfer("pipeline", ALL_REDUCE, "losses to all stages", losses, 1, stages)
         )
     return [replace(t, what=f"reference: {t.what}") for t in transfers]
 
@@ -271,6 +270,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
 
 
 def _data(config: Config, iterations: Iterations) -> list[Transfer]:
+    ranks = config.mesh.shards
     zero = config.parallel.zero_stage
     transfers: list[Transfer] = []
     # What is frozen is whole everywhere but in stage 3.
@@ -282,12 +282,7 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
         weight = shapes.itemsize(config.precision.compute)
         transfers.append(
             Transfer(
-                _zero_axes(config),
-                ALL_GATHER,
-                "weights gathered",
-                everything * weight,
-                1,
-                config.mesh.shards,
+                _zero_axes(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks
             )
         )
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
@@ -331,10 +326,11 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     A tied weight is used twice: without stages it is gathered once for both uses.
     """
     resident = shapes.resident(config)
+    embedding = resident.embedding.gathered
     head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
-    return [("embedding", resident.embedding.gathered), ("head", head)]
+    return [("embedding", embedding), ("head", head)]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:

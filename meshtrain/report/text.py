@@ -40,11 +40,12 @@ def title(facts: RunFacts) -> str:
     if facts.config is None:
         return short(facts.name)
     config = facts.config
+    mesh = facts.config.mesh
     parameters = (
         f"{units.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
     )
     return (
-        f"{short(facts.name)}: {config.model.family}, {parameters}, {facts.config.mesh}, "
+        f"{short(facts.name)}: {config.model.family}, {parameters}, {mesh}, "
         f"{config.train.global_batch_size} x {config.train.sequence_length} tokens a step"
     )
 

@@ -112,10 +112,11 @@ _PREFERRED = "kueue.x-k8s.io/podset-preferred-topology"
 def queues(result: Result) -> list[dict[str, Any]]:
     """The objects that say what there is and who may have it: one flavor, all devices as the quota of one queue."""
     kueue = result.jobs.kueue
+    cluster = result.packing.cluster
     label, _, value = kueue.node_label.partition("=")
     named = {"name": kueue.queue}
     levels = [kueue.block_label] if kueue.block_label else []
-    quota = {"name": GPU, "nominalQuota": result.packing.cluster.devices}
+    quota = {"name": GPU, "nominalQuota": cluster.devices}
     group = {"coveredResources": [GPU], "flavors": [{"name": kueue.queue, "resources": [quota]}]}
     mine = {"matchLabels": {"kubernetes.io/metadata.name": kueue.namespace}}
     priorities = sorted({job.priority for job in result.jobs.jobs}, reverse=True)

@@ -269,11 +269,8 @@ def as_json(result: Result) -> dict:
 
 def _job_json(result: Result, request: JobRequest) -> dict:
     placed = result.placed.get(request.job.name)
-    plan, nodes = (
-        (placed.plan, placed.group_by_node(result.packing.cluster.devices_per_node))
-        if placed
-        else (None, {})
-    )
+    per_node = result.packing.cluster.devices_per_node
+    plan, nodes = (placed.plan, placed.group_by_node(per_node)) if placed else (None, {})
     return {
         "name": request.job.name,
         "priority": request.job.priority,
