@@ -76,6 +76,9 @@ NOT_HERE = {
     "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in "
     "each way",
 }
+# The thread of docs/fine-tuning.md, from a row of data to a model that was exported and answers.
+THREAD = [name for name in COMMANDS if re.search("README|base|chats|capitals", name)]
+NOT_HERE |= dict.fromkeys(THREAD, "typed in their order by a test of their own")
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
 # them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
@@ -298,6 +301,20 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
     # What the README shows is what its command draws now.
     for drawn in directory.glob("experiments/*.svg"):
         assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
+
+
+@pytest.mark.thorough
+def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
+    *thread, chat = THREAD
+    assert len(thread) == 6 and chat.endswith("generate capitals --chat")
+    shutil.copy(ROOT / "README.md", directory)
+    for command in thread:
+        words = COMMANDS[command][2:]
+        short = ["--set", "train.steps=2"] if words[0] == "meshtrain.train" else []
+        printed = typed([*words, *short], directory)
+        assert "show" not in words or tells(printed, "learned"), printed
+    for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert (directory / "capitals" / file).exists(), file
 
 
 def test_what_is_not_typed_here_is_documented():
