@@ -195,7 +195,7 @@ def _count_shared(first: list[Message], second: list[Message]) -> int:
 
 def _fields(record: Any) -> Fields:
     if not isinstance(record, dict):
-        raise Unfit("no conversation", "(no JSON object)")
+        raise Unfit("no conversation", "(not a JSON object)")
     return record
 
 

@@ -115,9 +115,9 @@ def test_the_shapes_on_the_page_are_read():
     page = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
     records = [json.loads(line) for line in page.splitlines() if line.startswith("{")]
     pairs = [record for record in records if "chosen" in record]
-    assert len(pairs) == 6 and all(len(pair(record)) == 2 for record in pairs)
+    assert len(pairs) == 7 and all(len(pair(record)) == 2 for record in pairs)
     chats = [conversation(record) for record in records if record not in pairs]
-    assert len(chats) == 8 and all(talk.learned for talk in chats)
+    assert len(chats) == 10 and all(talk.learned for talk in chats)
 
 
 # --- what is called
@@ -385,15 +385,15 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
 @pytest.mark.parametrize(
     ("record", "kind", "detail"),
     [
-        ([1], "no conversation", "no JSON object"),
+        ([1], "no conversation", "not a JSON object"),
         ({}, "no conversation", "but nothing"),
         ({"text": "x"}, "no conversation", "but text"),
         ({"mesages": ASKED}, "no conversation", "did you mean messages?"),
         ({"prompt": "x"}, "no conversation", "but prompt"),
-        ({"messages": []}, "no conversation", "no list of messages"),
-        ({"messages": "[]"}, "no conversation", "no list of messages"),
-        ({"messages": ["hi"]}, "no conversation", "no JSON object"),
-        ({"messages": [ASKED]}, "no conversation", "no JSON object"),
+        ({"messages": []}, "no conversation", "not a list of messages"),
+        ({"messages": "[]"}, "no conversation", "not a list of messages"),
+        ({"messages": ["hi"]}, "no conversation", "not a JSON object"),
+        ({"messages": [ASKED]}, "no conversation", "not a JSON object"),
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is not text"),
@@ -421,7 +421,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "no conversation",
-            "no text",
+            "not text",
         ),
         (
             {
@@ -493,7 +493,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
         ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is not a list"),
-        ({"messages": ASKED, "tools": [1]}, "no conversation", "no list of objects"),
+        ({"messages": ASKED, "tools": [1]}, "no conversation", "not a list of objects"),
         (
             {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
             "ambiguous",
@@ -606,7 +606,7 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ({"messages": ASKED, **TEXTS}, "ambiguous", "ends on an answer"),
         ({"prompt": "1+1?", "conversations": [QUESTION], **TEXTS}, "ambiguous", "prompt"),
         ({"prompt": "x", "chosen": " ", "rejected": "y"}, "with an empty answer", ""),
-        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "no JSON object"),
+        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "not a JSON object"),
         (
             {"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]},
             "without an answer",
