@@ -378,7 +378,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a batch that takes long to divide by every number": (
         GOOD,
         ["train.global_batch_size=2147483646", "train.sequence_length=1", "mesh.data=4"],
-        ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646."],
+        ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646, or set"],
     ),
     "a pipeline whose table nobody has room for": (
         GOOD,
