@@ -143,7 +143,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["config", "x.yaml", "--devices", "0"], "'0' ... at least 1"),
         (
             ["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"],
-            "no directory with a tokenizer.json",
+            "not a directory with a tokenizer.json",
         ),
     ],
 )

@@ -385,15 +385,15 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
 @pytest.mark.parametrize(
     ("record", "kind", "detail"),
     [
-        ([1], "no conversation", "no JSON object"),
+        ([1], "no conversation", "not a JSON object"),
         ({}, "no conversation", "but nothing"),
         ({"text": "x"}, "no conversation", "but text"),
         ({"mesages": ASKED}, "no conversation", "did you mean messages?"),
         ({"prompt": "x"}, "no conversation", "but prompt"),
-        ({"messages": []}, "no conversation", "no list of messages"),
-        ({"messages": "[]"}, "no conversation", "no list of messages"),
-        ({"messages": ["hi"]}, "no conversation", "no JSON object"),
-        ({"messages": [ASKED]}, "no conversation", "no JSON object"),
+        ({"messages": []}, "no conversation", "not a list of messages"),
+        ({"messages": "[]"}, "no conversation", "not a list of messages"),
+        ({"messages": ["hi"]}, "no conversation", "not a JSON object"),
+        ({"messages": [ASKED]}, "no conversation", "not a JSON object"),
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is not text"),
@@ -493,7 +493,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
         ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is not a list"),
-        ({"messages": ASKED, "tools": [1]}, "no conversation", "no list of objects"),
+        ({"messages": ASKED, "tools": [1]}, "no conversation", "not a list of objects"),
         (
             {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
             "ambiguous",
@@ -606,7 +606,7 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ({"messages": ASKED, **TEXTS}, "ambiguous", "ends on an answer"),
         ({"prompt": "1+1?", "conversations": [QUESTION], **TEXTS}, "ambiguous", "prompt"),
         ({"prompt": "x", "chosen": " ", "rejected": "y"}, "with an empty answer", ""),
-        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "no JSON object"),
+        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "not a JSON object"),
         (
             {"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]},
             "without an answer",

@@ -358,7 +358,7 @@ def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder, tmp_path):
     assert len(examples(open_data(config(folder, "", data=data))[0])) == COUNT
     with pytest.raises(
         ConfigError,
-        match=r"some\.jsonl#\d+ .* conversation \(.*messages .*no list",
+        match=r"some\.jsonl#\d+ .* conversation \(.*messages .*not a list",
     ):
         open_data(config(folder, "", data={**data, "bad_documents": "refuse"}))
 
