@@ -421,7 +421,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "no conversation",
-            "no text",
+            "not text",
         ),
         (
             {
