@@ -422,8 +422,10 @@ class Stage:
     def _halves(self, layer: Callable, at: Array, x: Array, saved: list[Array]) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
 
-        I  (x, saved, cotangent) -> (input gradient,), residuals for W
-        W  (residuals for W, x, saved, None) -> leaves of the weight gradient
+        Arguments and results:
+
+            I  (x, saved, cotangent) -> (input gradient,), residuals for W
+            W  (residuals for W, x, saved, None) -> leaves of the weight gradient
         """
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
