@@ -94,7 +94,7 @@ late({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"})
 late({"PJRT_NPROC": "many"})
 late({"OMP_NUM_THREADS": "1"})
 late({"SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"})
-late({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
+early({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS")
 
 kind("compilation-cache")
 
@@ -211,7 +211,7 @@ def deleted(p: Place) -> None:
 @fault("the working directory is deleted, and run.directory is relative")
 def deleted_relative(p: Place) -> None:
     p.config()
-    refused(no_directory(p), "run.directory|directory")
+    refused(no_directory(p), "directory", code=1)
 
 
 kind("umask")

@@ -58,8 +58,8 @@ def parser() -> Parser:
         "--temperature",
         type=number_from(0),
         metavar="T",
-        help="sampling temperature, 0: greedy (default: from generation_config.json, else 0, or 1 with --top-k, --top-p "
-        "or --seed)",
+        help="sampling temperature, 0: greedy (default: from generation_config.json, else 0, or 1 with --top-k, "
+        "--top-p or --seed)",
     )
     add("--top-k", type=whole_number, metavar="K", help="sample from the K most likely tokens")
     add(
