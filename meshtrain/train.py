@@ -277,7 +277,7 @@ def _end(loop: "Loop", start: int, last: int, record: RunRecord) -> int:
     for sentence in _closing(evaluation, last, loop.checkpointer.metrics()):
         loop.report(sentence)
     # A run that lacks rows has failed, though all its steps are taken.
-    if not record.is_written():
+    if not record.finish():
         heartbeat.note("error", "rows of metrics.jsonl could not be written.")
         return FAILED
     stopped = last < loop.program.config.train.steps and not evaluation.ended

@@ -17,6 +17,7 @@ from experiments.faults.harness import (
     flip,
     goes_on,
     kind,
+    nothing,
     refuses,
     resumed,
     with_settings,
@@ -134,7 +135,7 @@ kind("resume-path")
 
 
 def other_run(
-    name: str, resume: str, *words: str, arrange: Callable[[Place], object] = lambda p: None
+    name: str, resume: str, *words: str, arrange: Callable[[Place], object] = nothing
 ) -> None:
     def renamed(p: Place) -> None:
         os.rename(p.run, p.dir / "other")
@@ -182,7 +183,7 @@ kind("command-path")
 
 
 def commanded(
-    name: str, *words: str, said: str, arrange: Callable[[Place], object] = lambda p: None
+    name: str, *words: str, said: str, arrange: Callable[[Place], object] = nothing
 ) -> None:
     refuses(f"checkpoint {name}", ("checkpoint", *words), said, base="synthetic", arrange=arrange)
 

@@ -20,6 +20,7 @@ from experiments.faults.harness import (
     fault,
     goes_on,
     kind,
+    nothing,
     refused,
     resumed,
     went_on,
@@ -61,7 +62,7 @@ def early(env: dict[str, str | None], *words: str) -> None:
 def late(env: dict[str, str | None], base: str = "synthetic") -> None:
     goes_on(
         f"a process with {env}",
-        lambda p: None,
+        nothing,
         base=base,
         before=lambda: changed(with_flags(env)),
     )

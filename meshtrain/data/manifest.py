@@ -141,7 +141,7 @@ def read_manifest(directory: Path) -> ShardManifest:
             if not re.fullmatch(r"[\w-]+", shard.name):
                 raise ValueError("a shard's name is a path")
             if {type(shard.tokens), type(shard.documents)} != {int}:
-                raise ValueError("a count of a shard is no whole number")
+                raise ValueError("a count of a shard is not a whole number")
         return manifest
     except ConfigError:
         raise

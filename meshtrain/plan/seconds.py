@@ -4,7 +4,7 @@ by its table.
     layer_cost ──┐
     edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──┐
     message_cost ┘                                                                                  ├──► StepTime
-    outside the microbatches: data_seconds - hidden_seconds, the optimizer, `hosts` ────────────────┘
+    outside the microbatches: data_seconds - hidden_seconds, the optimizer, waits for hosts ────────┘
 """
 
 import dataclasses

@@ -116,7 +116,6 @@ def layer_transfers(config: Config) -> list[Moment]:
         return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
     size = shapes.itemsize(config.precision.compute)
-    shared = ("forward", *["backward"] * (parallel.remat != "none"))
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -144,20 +143,22 @@ def layer_transfers(config: Config) -> list[Moment]:
             transfer("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
             *over_heads,
         ]
+    shared_scales = [
+        transfer(
+            moment,
+            ALL_REDUCE,
+            "scales of norms in the stream shared",
+            2,
+            nbytes=config.model.d_model * size,
+        )
+        for moment in ("forward", *["backward"] * (parallel.remat != "none"))
+        if config.model.post_norms
+    ]
     return [
         transfer("forward", ALL_REDUCE, "layer outputs summed", 2),
         transfer("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         transfer("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
-        *[
-            transfer(
-                moment,
-                ALL_REDUCE,
-                "scales of norms in the stream shared",
-                2,
-                nbytes=config.model.d_model * size,
-            )
-            for moment in shared * config.model.post_norms
-        ],
+        *shared_scales,
         *over_heads,
     ]
 

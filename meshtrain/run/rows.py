@@ -145,6 +145,7 @@ class MetricsFile:
         are in it.
         """
         self._write_waiting()
+        # If it cannot be replaced either, the rows wait on, and `close` says why.
         with contextlib.suppress(OSError):
             if self.refused is not None and self.path.is_file() and self.is_there():
                 write_atomically(self.path, self.path.read_bytes() + self._waiting)
@@ -208,8 +209,7 @@ class MetricsFile:
         if self.path.exists():
             set_aside(self.path.parent, [self.path.name])
         write_atomically(self.path, rows)
-        self._file.close()
-        self._file = self.path.open("a+b", buffering=0)
+        self._open_again()
         self._size = self._bytes()
 
 
