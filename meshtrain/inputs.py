@@ -27,7 +27,7 @@ WEIGHTS = "weights"
 # The second class of a mixed image, and the share of the first: [B, 1] each.
 OTHER_LABELS = "labels_b"
 MIX = "mix"
-FLOATS = (PATCHES, MIX, WEIGHTS)  # float32; all others are int32
+FLOATS = (PATCHES, MIX, WEIGHTS, "advantages", "drawn")  # float32; all others are int32
 
 
 def input_name(batch: Mapping[str, Any]) -> str:
@@ -57,9 +57,21 @@ def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndar
 
 
 # of a batch, beside tokens and labels
-OTHERS = {"positions": np.int32, "segments": np.int32, "weights": np.float32, "pairs": np.int32}
+OTHERS = {
+    "positions": np.int32,
+    "segments": np.int32,
+    "weights": np.float32,
+    "pairs": np.int32,
+    "advantages": np.float32,
+    "drawn": np.float32,
+}
 OF_IMAGES = (OTHER_LABELS, MIX, WEIGHTS)  # beside patches and labels
-PAIRS = ("segments", "positions", "weights", "pairs")  # what a batch of pairs cannot do without
+# The arrays of a batch beside tokens and labels, by objective. `drawn`: the log-probability of each label when it was
+# drawn.
+NEEDED = {
+    "dpo": ("segments", "positions", "weights", "pairs"),
+    "grpo": ("segments", "positions", "weights", "advantages", "drawn"),
+}
 
 
 def a_config(value: Any, taker: str) -> Config:
@@ -99,15 +111,16 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
 
 def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
     objective = config.train.objective
-    missing = [name for name in PAIRS if name not in batch]
-    if objective == "dpo" and missing:
-        has = f"a batch of pairs has {', '.join(PAIRS)}"
+    needed = NEEDED.get(objective, ())
+    if missing := [name for name in needed if name not in batch]:
+        has = f"its batches have {', '.join(needed)}"
         raise ConfigError(
-            f"train.objective is dpo, and {has}; this one lacks {', '.join(missing)}."
+            f"train.objective is {objective}, and {has}; this one lacks {', '.join(missing)}."
         )
-    if objective != "dpo" and "pairs" in batch:
-        unused = f"which train.objective {objective} does not learn from"
-        raise ConfigError(f"this batch has pairs, {unused}; leave them out.")
+    for name in ("pairs", "advantages", "drawn"):
+        if name in batch and name not in needed:
+            unused = f"which train.objective {objective} does not learn from"
+            raise ConfigError(f"this batch has {name}, {unused}; leave them out.")
     arrays = {
         name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)
     }

@@ -27,7 +27,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.inputs import (
     FLOATS,
     LABELS,
-    PAIRS,
+    NEEDED,
     PATCHES,
     TOKENS,
     WEIGHTS,
@@ -226,7 +226,7 @@ class Program(Shown):
         """
         train = self.config.train
         rows = padded_batch_size(self.config)
-        more = PAIRS if train.objective == "dpo" else ()
+        more = NEEDED.get(train.objective, ())
         example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
         if rows > train.global_batch_size:
             example = {**example, WEIGHTS: None}

@@ -196,10 +196,11 @@ def skips_idle_work(config: Config, platform: str) -> bool:
 def drops(config: Config) -> bool:
     """Returns whether a step drops anything.
 
-    A policy trained on pairs never does: its reference does not, and noise in one of the two would look like a
-    preference.
+    A policy never does: neither its reference nor what draws its answers does, and noise in one of the two would look
+    like a preference.
     """
-    return config.train.objective != "dpo" and (config.model.dropout > 0 or config.lora.dropout > 0)
+    of_policy = config.train.objective in ("dpo", "grpo")
+    return not of_policy and (config.model.dropout > 0 or config.lora.dropout > 0)
 
 
 def microbatch_rows(config: Config) -> int:

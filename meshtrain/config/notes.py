@@ -68,11 +68,12 @@ def _notes(config: Config) -> Iterator[str]:
             "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or "
             "checkpoint.resume with its path."
         )
-    if config.train.objective == "dpo":
+    if (objective := config.train.objective) in ("dpo", "grpo"):
         for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
             if rate:
-                why = "the policy drops nothing, as its reference does not"
-                yield f"{section}.dropout {rate:g} has no use with train.objective dpo: {why}."
+                other = "its reference" if objective == "dpo" else "what draws its answers"
+                why = f"the policy drops nothing, as {other} does not"
+                yield f"{section}.dropout {rate:g} has no use with train.objective {objective}: {why}."
     if config.optimizer.warmup_steps > config.train.steps:
         more = f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}"
         yield f"{more}: the run ends before the learning rate is at its peak."

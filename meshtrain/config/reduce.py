@@ -7,6 +7,7 @@ from typing import Any, Literal
 from meshtrain.allreduce import ALGORITHMS
 from meshtrain.compression import COMPRESSIONS
 from meshtrain.config.key import Resume, key
+from meshtrain.config.rl import has_reference
 from meshtrain.schedule.generators import has_table
 
 # Of top-k's ratio: a number with its place takes twice the bytes of a float32.
@@ -121,7 +122,7 @@ def sends_by_table(config: Any) -> bool:
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
     gathers = not config.lora.rank or config.parallel.zero_stage == 3
     return (
-        chunked and gathers and overlaps_reduce_scatter(config) and config.train.objective != "dpo"
+        chunked and gathers and overlaps_reduce_scatter(config) and not has_reference(config)
     )
 
 

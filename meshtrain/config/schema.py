@@ -12,6 +12,7 @@ from meshtrain.config.key import Followed, Resume, key
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig
+from meshtrain.config.rl import RlConfig
 from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.families import FAMILIES
 from meshtrain.learning_rates import LEARNING_RATES
@@ -411,10 +412,10 @@ class TrainConfig:
         "adapters alone",
         resume=REFUSED
     )
-    objective: Literal["next_token", "dpo", "classify"] = key(
+    objective: Literal["next_token", "dpo", "grpo", "classify"] = key(
         "next_token", "next_token: cross-entropy; dpo: direct preference optimisation (Rafailov et al. 2023), the "
-                      "model without its adapters "
-        "as reference; classify: cross-entropy of an image's class",
+                      "model without its adapters as reference; grpo: reinforcement learning from the model's own "
+                      "answers, see rl; classify: cross-entropy of an image's class",
         follows=lambda c: "classify" if FAMILIES[c.model.family].images else "next_token", resume=REFUSED
     )
     gc_every: int = key(
@@ -553,3 +554,4 @@ class Config(Shown):
     survive: SurviveConfig = field(default_factory=SurviveConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    rl: RlConfig = field(default_factory=RlConfig)

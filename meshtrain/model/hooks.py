@@ -169,6 +169,8 @@ class ModelParts:
         built_in = partial(
             cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss
         )
+        # Answers are learned from at the temperature that they were drawn at.
+        self.temperature = config.rl.temperature if train.objective == "grpo" else 1.0
         self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss: Callable[..., Any] = hooks.loss or built_in
         # the built-in one as a hook means no hook
@@ -229,6 +231,8 @@ class ModelParts:
         self, logits_BTV: jax.Array, labels_BT: jax.Array, mixed: Mixed | None = None
     ) -> LabelLosses:
         """Returns the loss of each label; where labels are `mixed`, a hook is called for each of the two."""
+        if self.temperature != 1:
+            logits_BTV = logits_BTV / self.temperature
         if self.hooks.loss is None:
             return self._loss(logits_BTV, labels_BT, self.vocabulary, mixed=mixed)
         if mixed is None:

@@ -204,8 +204,10 @@ def dpo(
 
 def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> Array:
     """Returns the divisor of the summed loss of a batch that has weights: its pairs, if there are any, or the weights
-    of its labels.
+    of its labels; of answers, whose weights say what they count, the number of labels that do.
     """
+    if "advantages" in batch:
+        return jnp.sum(batch["weights"] != 0, dtype=jnp.float32)
     if "pairs" not in batch:
         return jnp.sum(batch["weights"])
     return _part(
@@ -223,14 +225,21 @@ def _sum_pairs(values: Array, pairs: Array, collectives: Collectives) -> Array:
     """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the
     pairs' numbers.
     """
-    length = pairs.shape[-1]
-    values = values.reshape(-1, length)
-    pairs = pairs.reshape(-1, length)
-    rows = jnp.arange(len(pairs))[:, None]
     # A pair has two labels at least.
-    most = length * collectives.context // 2
-    zeros = vary(jnp.zeros((len(pairs), most + 1), jnp.float32), varying(values) | varying(pairs))
-    return collectives.row_sum(zeros.at[rows, pairs].add(values))
+    most = pairs.shape[-1] * collectives.context // 2
+    return sum_by_number(values, pairs, most, collectives)
+
+
+def sum_by_number(values: Array, numbers: Array, most: int, collectives: Collectives) -> Array:
+    """Sums each row's values by their numbers, 0 to `most`, over all its parts: [.., T] to float32 [rows, most + 1]."""
+    length = numbers.shape[-1]
+    values = values.reshape(-1, length)
+    numbers = numbers.reshape(-1, length)
+    rows = jnp.arange(len(numbers))[:, None]
+    zeros = vary(
+        jnp.zeros((len(numbers), most + 1), jnp.float32), varying(values) | varying(numbers)
+    )
+    return collectives.row_sum(zeros.at[rows, numbers].add(values))
 
 
 def _part(total: Array, like: Array, collectives: Collectives) -> Array:

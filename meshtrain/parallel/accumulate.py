@@ -56,7 +56,7 @@ def accumulate(
 
 def _zeros(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
     """Returns the sums before the first microbatch, for totals of these types."""
-    totals = jax.tree.map(lambda x: vary(jnp.zeros(()), varying(x)), totals)
+    totals = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), totals)
     return LossAndGradients(totals, forward.zero.no_gradients(weights.differentiated))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
@@ -24,11 +25,12 @@ from meshtrain.config.follow import loss_chunk, skips_idle_work
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, WEIGHTS, inputs
-from meshtrain.mesh import PIPELINE
+from meshtrain.mesh import CONTEXT, PIPELINE
 from meshtrain.model.decoder import Decoder, add_rows
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
 from meshtrain.model.hooks import ModelParts
 from meshtrain.model.loss import LabelLosses, Mixed, dpo
+from meshtrain.model.policy_loss import policy_loss, row_gaps
 from meshtrain.model.products import use_adapters
 from meshtrain.model.rope import Routing, sequences
 from meshtrain.parallel.layout import Layout, Segment
@@ -44,6 +46,8 @@ Batch = dict[str, Array]
 # by, and the row's last place whose weight is not 0.
 SEED = "seed"
 LAST = "last"
+# Of a step on drawn answers, the largest gap in the log-probabilities of each row, or of its part on a context rank.
+ROW_GAPS = "rl/row_gaps"
 # the loss, summed over labels (dpo: over pairs), and other sums by their names
 Totals = tuple[Array, dict[str, Array]]
 
@@ -252,8 +256,8 @@ class Forward:
         not `here`, unless the stages share the vocabulary.
         """
         counts = None
-        # What a label of dpo counts is only known when its pair's losses are.
-        if self.config.train.objective != "dpo":
+        # What a label counts is only known when its loss is: of dpo also its pair's, of grpo its answer's.
+        if self.config.train.objective not in ("dpo", "grpo"):
             counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape))
         seeded, losses = self._losses(weights, x, batch, here, counts)
         total, measured = self.total(losses, batch)
@@ -280,8 +284,22 @@ class Forward:
         """
         if self.config.train.objective == "dpo":
             return dpo(labels.losses, batch, self.config.train.dpo_beta, self.collectives)
+        if self.config.train.objective == "grpo":
+            loss, measured = policy_loss(labels.losses, batch, self.config.rl, self.collectives)
+            return loss, {**measured, ROW_GAPS: self._row_gaps(labels.losses, batch)}
         measured = {} if labels.nll is None else {"nll": weighted(labels.nll, batch)}
         return weighted(labels.losses, batch), measured
+
+    def _row_gaps(self, losses: Array, batch: Batch) -> Array:
+        """Returns the gaps of a microbatch's rows in their places among those of all, float32 [rows x context], zeros
+        elsewhere: summed over microbatches and ranks it holds each.
+        """
+        gaps = row_gaps(losses, batch)
+        ways = self.config.mesh.ways("data") * self.config.parallel.microbatches
+        parts = self.collectives.context
+        part = lax.axis_index(CONTEXT) if parts > 1 else 0
+        zeros = vary(jnp.zeros((ways * len(gaps), parts)), varying(gaps))
+        return zeros.at[batch["rows"], part].add(gaps).ravel()
 
     def length(self, batch: Batch) -> int:
         """Returns the positions of a row, or of the part of it that is here."""
@@ -340,12 +358,16 @@ def added(totals: Tree, more: Tree) -> Tree:
 
 
 def sum_at_once(sum_of: Callable[[Array], Array], scalars: Tree) -> Tree:
-    """Returns the sums of scalars that vary over the same axes, by one call of `sum_of`: one collective."""
+    """Returns the sums of arrays that vary over the same axes, by one call of `sum_of`: one collective."""
     leaves, tree = jax.tree.flatten(scalars)
     assert len({frozenset(varying(leaf)) for leaf in leaves}) == 1
     if len(leaves) == 1:
         return jax.tree.unflatten(tree, [sum_of(leaves[0])])
-    return jax.tree.unflatten(tree, list(sum_of(jnp.stack(leaves))))
+    together = sum_of(jnp.concatenate([leaf.ravel() for leaf in leaves]))
+    parts = jnp.split(together, np.cumsum([leaf.size for leaf in leaves])[:-1])
+    return jax.tree.unflatten(
+        tree, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    )
 
 
 def _mixed(batch: Batch) -> Mixed | None:

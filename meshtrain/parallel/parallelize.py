@@ -24,12 +24,14 @@ from meshtrain.compat import varying
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.follow import drops
 from meshtrain.config.reduce import sums_in_place
+from meshtrain.config.rl import has_reference
 from meshtrain.inputs import LABELS, WEIGHTS, inputs
 from meshtrain.model.hooks import Hooks, ModelParts
 from meshtrain.model.loss import counted
 from meshtrain.parallel import accumulate
 from meshtrain.parallel.forward import (
     LAST,
+    ROW_GAPS,
     SEED,
     Batch,
     Forward,
@@ -148,7 +150,11 @@ class LocalStep:
         if SEED in batches:
             batches = {**batches, SEED: scale * batches[SEED]}
         totals, gradients = self.loss_and_gradients(weights, batches, key, scale / divisor)
-        loss, measured = jax.tree.map(lambda total: total / divisor, sum_at_once(self._sum, totals))
+        loss, measured = sum_at_once(self._sum, totals)
+        gaps = measured.pop(ROW_GAPS, None)
+        loss, measured = jax.tree.map(lambda total: total / divisor, (loss, measured))
+        if gaps is not None:
+            measured |= {ROW_GAPS: gaps, "rl/gap_max": gaps.max()}
         with jax.named_scope(xla.ZERO):
             reduced = self.zero.reduce_grads(gradients, feedback, scale)
         return Gradients(loss, *reduced, measured, count if counts else None)
@@ -212,17 +218,19 @@ class LocalStep:
         count = counted(batch, collectives)
         if not experts:
             return {}, lax.psum(count, self.summed_over)
-        # Of pairs half of the weights are negative.
-        of_rows = jnp.abs(batch[WEIGHTS]).sum(-1)
+        # Of pairs half of the weights are negative; of answers they say what a label counts, not that it does.
+        of_rows = jnp.abs(
+            jnp.sign(batch[WEIGHTS]) if "advantages" in batch else batch[WEIGHTS]
+        ).sum(-1)
         count, labels = lax.psum(jnp.stack([count, of_rows.sum()]), self.summed_over)
         last = {} if "segments" in batch else {LAST: self.forward.last_weighing(batch[WEIGHTS])}
         return {SEED: collectives.row_sum(of_rows) / _divisor(labels), **last}, count
 
     def _add_reference(self, weights: Weights, batches: Batch) -> Batch:
-        """The microbatches; with objective dpo also the losses of their tokens without the adapters, a forward through
-        the same stages.
+        """The microbatches; where a reference is asked for also the losses of their tokens without the adapters, a
+        forward through the same stages.
         """
-        if self.config.train.objective != "dpo":
+        if not has_reference(self.config):
             return batches
         losses = self._label_losses(self.forward.disable_adapters(), weights, batches).losses
         # One forward after the other, so that the activations of both are never alive together.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.errors import install_command
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PAIRS, PATCHES, TOKENS
+from meshtrain.inputs import LABELS, MIX, NEEDED, OTHER_LABELS, PATCHES, TOKENS
 from meshtrain.plan import traffic
 from meshtrain.plan.estimate import Plan
 
@@ -187,8 +187,8 @@ def _batch(config: Config) -> dict[str, None]:
             (PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ()))
         )
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
-    pairs = PAIRS if config.train.objective == "dpo" else ()
-    return dict.fromkeys((TOKENS, LABELS, *packed, *pairs))
+    arrays = NEEDED.get(config.train.objective, ())
+    return dict.fromkeys((TOKENS, LABELS, *packed, *arrays))
 
 
 def described_devices(name: str, devices: int) -> Sequence[Any]:

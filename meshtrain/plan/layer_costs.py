@@ -14,6 +14,7 @@ from meshtrain.cluster.algorithms import best
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
+from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, compute, float8, shapes
@@ -98,7 +99,7 @@ def layer_cost(
         forward_copies=max(0.0, offload - layer.forward.total),
         backward_copies=offload,
         residuals=residuals,
-        reference=layer.forward.total + forward_sends if config.train.objective == "dpo" else 0.0,
+        reference=layer.forward.total + forward_sends if has_reference(config) else 0.0,
         # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
         # open.
         forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad)

@@ -14,6 +14,7 @@ from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.model import patches_of
 from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_table, sums_in_place
+from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
@@ -215,7 +216,7 @@ def kept(
     layer, residuals = layer_keeps or layer_bytes(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = (
-        4 * shapes.tokens(config) * parallel.microbatches if config.train.objective == "dpo" else 0
+        4 * shapes.tokens(config) * parallel.microbatches if has_reference(config) else 0
     )
     reference = MemoryItem("losses under the reference", "activations", losses)
     if not runs_table(config):

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
+from meshtrain.config.rl import has_reference
 from meshtrain.parallel.placement import stages, table
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
@@ -52,7 +53,7 @@ def iterations(config: Config, skips: bool = False) -> Iterations:
 
 def reference_iterations(config: Config, skips: bool = False) -> Iterations | None:
     """`iterations` of dpo's forward without adapters, which takes the table's forwards alone."""
-    if config.train.objective != "dpo":
+    if not has_reference(config):
         return None
     m = config.parallel.microbatches
     v = stages(config).chunks

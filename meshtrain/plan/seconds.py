@@ -22,6 +22,7 @@ from meshtrain.config.reduce import (
     scatters_at_use,
     sends_by_table,
 )
+from meshtrain.config.rl import has_reference
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
@@ -136,7 +137,7 @@ def edge_cost(
         links = cluster.axis("tensor", config.mesh)
         sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
     reference = 0.0
-    if config.train.objective == "dpo":
+    if has_reference(config):
         reference = compute.head_forward(*sizes).total + forward
     return EdgeCost(
         head=head,

@@ -10,6 +10,7 @@ from meshtrain.cluster.accelerators import ACCELERATORS, KINDS, canonical
 from meshtrain.config import Config, MeshConfig, ModelConfig, follow
 from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
+from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
@@ -217,7 +218,7 @@ def logits_again(config: Config) -> bool:
     """Returns whether our backward makes logits again: else a loop over chunks makes losses and gradients at once
     (`model.chunked_loss`).
     """
-    return config.train.objective == "dpo" and loss_chunks(config) > 1
+    return config.train.objective in ("dpo", "grpo") and loss_chunks(config) > 1
 
 
 def stream(config: Config) -> int:
@@ -261,7 +262,7 @@ def model_flops(config: Config) -> float:
     model = config.model
     train = config.train
     length = train.sequence_length
-    reference = 2 if train.objective == "dpo" else 0
+    reference = 2 if has_reference(config) else 0
 
     def count_flops(weight: Weight) -> float:
         passes = 6 if is_trained(weight, config.lora, train.trainable) else 4

@@ -112,7 +112,7 @@ class Execution:
             measured = {}
         else:
             totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
-            loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
+            loss, measured = jax.tree.map(lambda like: zeros(like.shape, like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients(
                 {**stage.edge.differentiated, "blocks": stage.blocks.differentiated}

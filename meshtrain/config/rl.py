@@ -1,0 +1,67 @@
+"""The section `rl`: which answers are drawn, how they are rewarded, and what a step learns from them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshtrain.config.key import Resume, key
+
+REFUSED = Resume.REFUSED
+
+
+# A key keeps together what it says.
+# fmt: off
+@dataclass(frozen=True)
+class RlConfig:
+    prompts: str | None = key(
+        None, "JSON Lines: a record for each prompt, with `prompt` (text, or messages) and whatever its reward reads",
+        path=True, resume=Resume.CONTENT
+    )
+    reward: str | None = key(
+        None, "a function in the place of the built-in rewards, as MODULE:NAME of run.imports; exact or number: "
+              "the record's `answer` against the whole answer, or its last number", resume=Resume.REPORTED
+    )
+    environment: str | None = key(
+        None, "a class of run.imports, as MODULE:NAME, which answers the model's answers: several turns",
+        resume=REFUSED
+    )
+    group: int = key(8, "answers to each prompt, which are compared with one another; it divides "
+                        "train.global_batch_size, the answers of a step", least=2, resume=REFUSED)
+    answers: int = key(256, "tokens of an answer, at most", least=1, resume=REFUSED)
+    temperature: float = key(1.0, "temperature of drawing, and of the log-probabilities that are learned from",
+                             above=0.0, resume=REFUSED)
+    loss: Literal["ppo_clip", "cispo", "gspo", "reinforce"] = key(
+        "ppo_clip", "ppo_clip: the clipped ratio of each token (Schulman et al. 2017; GRPO: Shao et al. 2024); cispo: "
+                    "the clipped ratio as a weight (MiniMax 2025); gspo: the clipped ratio of each answer (Zheng et "
+                    "al. 2025); reinforce: no ratio (Williams 1992)"
+    )
+    clip: tuple[float, ...] = key((0.2, 0.28), "the ratio is clipped to 1 - the first and 1 + the second", least=0.0)
+    beta: float = key(0.0, "weight of the distance (k3) from the model without its adapters; 0: no reference",
+                      least=0.0)
+    scale: Literal["group", "none"] = key(
+        "group", "group: advantages are divided by their group's standard deviation; none: not (Dr. GRPO: Liu et al. "
+                 "2025)"
+    )
+    average: Literal["token", "sequence", "constant"] = key(
+        "token", "a step's loss is a mean over tokens (DAPO: Yu et al. 2025), over answers of their means (GRPO), or "
+                 "over answers of their sums, divided by rl.answers (Dr. GRPO)"
+    )
+    epochs: int = key(1, "steps on the same answers", least=1, most=64, resume=REFUSED)
+    lag: int = key(0, "steps that the weights which draw are behind those that are trained", least=0, most=8,
+                   resume=REFUSED)
+    gap_limit: float = key(
+        0.1, "a run stops where a token's log-probability differs by more between drawing and training with the same "
+             "weights", above=0.0
+    )
+    reward_seconds: float = key(10.0, "seconds that the reward of an answer may take; then it is 0", above=0.0)
+    drop_flat_groups: bool = key(False, "leave groups out whose rewards are all equal: they teach nothing (DAPO)")
+    teacher: str | None = key(
+        None, "a run or directory of weights: the reward of each token is its log-probability under the teacher less "
+              "the model's own (on-policy distillation)", path=True, resume=REFUSED
+    )
+# fmt: on
+
+
+def has_reference(config: Any) -> bool:
+    """Returns whether each step begins with a forward without adapters."""
+    objective = config.train.objective
+    return objective == "dpo" or (objective == "grpo" and config.rl.beta > 0)
