@@ -82,19 +82,25 @@ class OwnGroups:
 def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
     """Returns [S, G, P, K] with the first `length` positions of one sequence [1, T, G, K] in `slot`, zeros behind them.
 
-    A slot that lies on another data rank, below 0 or from S on, changes nothing.
+    A slot that lies on another rank, below 0 or from S on, changes nothing.
     """
     slots, _, positions, _ = cache.shape
-    new = jnp.where((jnp.arange(new_STGK.shape[1]) < length)[:, None, None], new_STGK, 0).transpose(
-        0, 2, 1, 3
-    )
-    new = jnp.pad(new, ((0, 0), (0, 0), (0, positions - new.shape[2]), (0, 0))).astype(cache.dtype)
+    new = laid_out(new_STGK, length, positions).astype(cache.dtype)
     place = (jnp.clip(slot, 0, slots - 1), 0, 0, 0)
     here = (slot >= 0) & (slot < slots)
     new = jnp.where(
         here, vary(new, varying(cache)), lax.dynamic_slice(cache, place, (1, *cache.shape[1:]))
     )
     return lax.dynamic_update_slice(cache, new, place)
+
+
+def laid_out(new_STGK: jax.Array, lengths: jax.Array, positions: int) -> jax.Array:
+    """Returns [S, G, P, K] with the first of T positions as a cache has them, of each sequence its `lengths` (of all one,
+    or [S]), and zeros behind them.
+    """
+    read = jnp.arange(new_STGK.shape[1]) < jnp.reshape(lengths, (-1, 1))
+    new = jnp.where(read[:, :, None, None], new_STGK, 0).transpose(0, 2, 1, 3)
+    return jnp.pad(new, ((0, 0), (0, 0), (0, positions - new.shape[2]), (0, 0)))
 
 
 def appended(cache: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.Array:

@@ -40,8 +40,20 @@ class SamplingArrays(NamedTuple):
         )
 
 
+class Drawn(NamedTuple):
+    """Chosen tokens, and the log-probability with which each was drawn: of what temperature, top-k and top-p leave."""
+
+    tokens: jax.Array  # int32 [S]
+    logprobs: jax.Array  # float32 [S]; 0 where the argmax is taken
+
+
 def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> jax.Array:
-    """The token of each slot, int32 [S], of float32 logits [S, V]; `positions_S`: where it will stand in its sequence.
+    """The tokens that `draw` chooses, int32 [S]."""
+    return draw(logits_SV, how, positions_S).tokens
+
+
+def draw(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> Drawn:
+    """Chooses the token of each slot from float32 logits [S, V]; `positions_S`: where it will stand in its sequence.
 
     Traceable. Greedy is the argmax exactly, of equals the first. Noise is made only if a slot draws, a sort only if one
     that draws has top_k or top_p; what a slot gets depends on neither.
@@ -50,8 +62,9 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
     draws_S = how.temperature > 0
     cuts_S = draws_S & (((how.top_k > 0) & (how.top_k < logits_SV.shape[1])) | (how.top_p < 1))
     greedy_S = jnp.argmax(logits_SV, axis=1).astype(jnp.int32)
+    certain_S = jnp.zeros_like(logits_SV[:, 0])
 
-    def drawn() -> jax.Array:
+    def drawn() -> Drawn:
         # The largest is subtracted first, so that no temperature is too low.
         distance_SV = logits_SV - jnp.max(logits_SV, axis=1, keepdims=True)
         scaled_SV = distance_SV / jnp.where(draws_S, how.temperature, 1)[:, None]
@@ -61,10 +74,14 @@ def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) ->
             lambda: vary(jnp.ones(scaled_SV.shape, bool), varying(scaled_SV)),
         )
         noise_SV = jax.vmap(_noise, (0, 0, None))(how.seed, positions_S, logits_SV.shape[1])
-        drawn_S = jnp.argmax(jnp.where(kept_SV, scaled_SV + noise_SV, -jnp.inf), axis=1)
-        return jnp.where(draws_S, drawn_S.astype(jnp.int32), greedy_S)
+        left_SV = jnp.where(kept_SV, scaled_SV, -jnp.inf)
+        drawn_S = jnp.argmax(left_SV + noise_SV, axis=1)
+        tokens_S = jnp.where(draws_S, drawn_S.astype(jnp.int32), greedy_S)
+        logprobs_SV = jax.nn.log_softmax(left_SV)
+        logprobs_S = jnp.take_along_axis(logprobs_SV, tokens_S[:, None], axis=1)[:, 0]
+        return Drawn(tokens_S, jnp.where(draws_S, logprobs_S, certain_S))
 
-    return jax.lax.cond(jnp.any(draws_S), drawn, lambda: greedy_S)
+    return jax.lax.cond(jnp.any(draws_S), drawn, lambda: Drawn(greedy_S, certain_S))
 
 
 def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Reinforcement learning with verifiable rewards, on the trainer's own mesh."""
