@@ -307,6 +307,16 @@ def named(key: str, text: str) -> Any:
     return found
 
 
+def definition(key: str, text: str) -> tuple[str, str, str, str]:
+    """Returns what another process needs to have the function that MODULE:FUNCTION means: the module's name, the path
+    and the text of its file (of an installed module ""), and the function's name.
+    """
+    named(key, text)
+    name, _, attribute = text.partition(":")
+    taken = _TAKEN[name]
+    return taken.module.__name__, str(taken.path or ""), taken.text, attribute
+
+
 def files(entries: Sequence[str]) -> dict[str, str]:
     """Returns the text of each imported file by its name."""
     return {

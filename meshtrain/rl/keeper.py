@@ -1,0 +1,170 @@
+"""The program of a child process that calls rewards: a keeper, and the worker that it forks.
+
+    trainer ──calls──► worker: the user's functions, limited ──► what they start
+       │    ◄─replies──   ▲                                          ▲
+       └───► keeper ──────┴───────── kills both ─────────────────────┘
+
+The keeper runs no code of the user's. A process whose parent has ended becomes a child of the keeper
+(PR_SET_CHILD_SUBREAPER), which kills it. It kills the worker too, when the trainer asks for it or ends, however that
+does. Neither imports JAX, NumPy or the trainer.
+"""
+
+import importlib
+import json
+import math
+import os
+import pickle
+import reprlib
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from meshtrain.orphans import adopt_orphans, die_with_parent
+
+LARGEST = 1e30  # a reward that no sum takes out of float32
+FILES = 256  # that are open at once
+TASKS = 256  # processes and threads beside those of the system
+SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1}
+
+
+class Spec(NamedTuple):
+    """What a child needs to know."""
+
+    # Each function by its module's name, the path and the text of its file, or "", and its own name.
+    functions: tuple[tuple[str, str, str, str], ...]
+    seconds: float  # a call
+    memory: int  # bytes
+
+
+class Reply(NamedTuple):
+    """What became of a call."""
+
+    kind: str | None  # of failure
+    value: float
+    how: str  # it failed
+
+
+def keep(descriptor: int, trainer: int) -> None:
+    """Starts the worker on a connection's descriptor and waits for its end, or for that of the trainer, by its process
+    id. Then it ends as the worker did, and nothing is left of that.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # The kernel also sends it when the thread of the trainer that has started this process ends.
+    if ask := die_with_parent(signal.SIGUSR1, trainer):
+        ask()
+    adopt_orphans()
+    directory = tempfile.mkdtemp(prefix="meshtrain-reward-")
+    ask = die_with_parent()
+    worker = os.fork()
+    if worker == 0:
+        try:
+            if ask:
+                ask()
+            _work(Connection(descriptor), directory)
+        finally:
+            os._exit(1)
+    os.close(descriptor)
+    while True:
+        _kill_children(worker)
+        received = signal.sigtimedwait(SIGNALS, 1.0)
+        ended, status = os.waitpid(worker, os.WNOHANG)
+        asked = received is not None and received.si_signo == signal.SIGTERM
+        if ended or asked or os.getppid() != trainer:
+            break
+    with suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+        _, status = os.waitpid(worker, 0)
+    _kill_children()
+    shutil.rmtree(directory, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _kill_children(spared: int = 0) -> None:
+    """Kills the children of this process but one, and theirs, which become its own."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while strays := [pid for pid in map(int, children.read_text().split()) if pid != spared]:
+        for pid in strays:
+            os.kill(pid, signal.SIGKILL)
+        for pid in strays:
+            os.waitpid(pid, 0)
+
+
+def _work(trainer: Connection, directory: str) -> None:
+    """Loads the functions, then answers calls: the worker's whole life."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.environ["TMPDIR"] = directory
+    tempfile.tempdir = directory
+    spec = Spec(*pickle.loads(trainer.recv_bytes()))
+    # The first one does nothing.
+    functions: list[Callable[..., Any]] = [float]
+    files = ["", *(path for _, path, _, _ in spec.functions)]
+    reply = call(_load, (spec, functions), files[-1])
+    _limit(spec.memory)
+    me = os.getpid()
+    while os.getpid() == me:  # a function may return in a process that it has forked, too
+        trainer.send_bytes(json.dumps(reply).encode())
+        number, *arguments = pickle.loads(trainer.recv_bytes())
+        spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        _lower(resource.RLIMIT_CPU, math.ceil(spent + spec.seconds) + 1)
+        reply = call(functions[number], arguments, files[number])
+
+
+def _load(spec: Spec, functions: list[Callable[..., Any]]) -> float:
+    for name, path, text, attribute in spec.functions:
+        if path and name not in sys.modules:
+            module = ModuleType(name)
+            module.__file__ = path
+            sys.modules[name] = module
+            exec(compile(text, path, "exec"), vars(module))
+        functions.append(getattr(importlib.import_module(name), attribute))
+    return 0.0
+
+
+def _limit(memory: int) -> None:
+    """Limits what the process may take from here on. Root has no limit on tasks."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
+    _lower(resource.RLIMIT_NPROC, tasks + TASKS)
+    _lower(resource.RLIMIT_FSIZE, memory)
+    _lower(resource.RLIMIT_NOFILE, FILES)
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(limit: int, most: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def call(function: Callable[..., Any], arguments: Sequence[Any], file: str = "") -> Reply:
+    """Returns what becomes of a call of a reward; `file`: where it is written."""
+    try:
+        value = function(*arguments)
+        with suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(value) and abs(value) <= LARGEST:
+                return Reply(None, float(value), "")
+        return Reply("not_finite", 0.0, f"returned {reprlib.repr(value)}")
+    except MemoryError:
+        return Reply("memory", 0.0, "took more memory than it may")
+    except BaseException as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+        where = f" in line {lines[-1]}" if lines else ""
+        what = traceback.format_exception_only(error)[-1].strip()
+        return Reply("raised", 0.0, f"raised {what[:200]}{where}")
