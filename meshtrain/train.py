@@ -169,10 +169,12 @@ def _run(
         evaluation = Evaluation(program, held_out, directory / METRICS, start)
         for sentence in _opening(program, data, start, evaluation):
             report.write(sentence)
+        loader = _read_ahead(program, data, start, supervision, directory)
+        answers = _of_answers(loader)
         loop = Loop(
             program,
-            data,
-            _read_ahead(program, data, start, supervision),
+            answers[0] if answers else data,
+            loader,
             evaluation,
             checkpointer,
             supervision,
@@ -181,7 +183,7 @@ def _run(
         )
         closing.callback(loop.loader.close)
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
-        loop.hooks += [record, hub, report, check]
+        loop.hooks += [*answers, record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
         loop.hooks += [supervision, *after]
         last = loop.run(state, start, stop)
@@ -194,7 +196,13 @@ def _open(
 ) -> tuple[Config, SplitBatches, SplitBatches | None]:
     """Opens training and validation data, counts the steps of `train.epochs`, and joins the other processes."""
     supervision.heartbeat.phase("open")
-    data, held_out = open_data(config)
+    data: Any
+    if config.train.objective == "grpo":
+        from meshtrain.rl.prompts import Prompts
+
+        data, held_out = Prompts(config), None
+    else:
+        data, held_out = open_data(config)
     config = resolve_epochs(config, data.batches_per_epoch)
     supervision.enter("join")
     with stop.held():
@@ -205,7 +213,13 @@ def _open(
 def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> Program:
     """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
     supervision.heartbeat.phase("init")
-    program = Program(config, **parts)
+    program: Program
+    if config.train.objective == "grpo":
+        from meshtrain.rl.answering import PolicyProgram
+
+        program = PolicyProgram(config, **parts)
+    else:
+        program = Program(config, **parts)
     supervision.build(program)
     return program
 
@@ -227,15 +241,29 @@ def _keep_tokenizer(config: Config, directory: Path) -> None:
 
 
 def _read_ahead(
-    program: Program, data: SplitBatches, start: int, supervision: Supervision
+    program: Program, data: SplitBatches, start: int, supervision: Supervision, directory: Path
 ) -> Loader:
-    """Returns the loader of the batches after step `start`, which reads and places them on its own thread."""
+    """Returns the loader of the batches after step `start`, which reads and places them on its own thread; of a run
+    that learns from its own answers what draws them.
+    """
 
-    def place(batch: dict[str, np.ndarray]) -> Batch:
-        supervision.read(batch)
-        return program.place(batch)
+    def loader(of: SplitBatches, program: Program) -> Loader:
+        def place(batch: dict[str, np.ndarray]) -> Batch:
+            supervision.read(batch)
+            return program.place(batch)
 
-    return Loader(data, start, program.part, place, program.config.data.prefetch)
+        return Loader(of, start, program.part, place, program.config.data.prefetch)
+
+    if program.config.train.objective == "grpo":
+        from meshtrain.rl.answering import begin_answering
+
+        return begin_answering(program, data, start, loader, directory, supervision.heartbeat.phase)
+    return loader(data, program)
+
+
+def _of_answers(loader: Any) -> list[RunHook]:
+    """Returns the loader where it is a hook too: it tells of the answers that it draws, ahead of who reads of them."""
+    return [loader] if isinstance(loader, RunHook) else []
 
 
 def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None:
@@ -325,7 +353,7 @@ class Loop:
         while step < steps and not stopping and not self.evaluation.ended:
             for hook in self.hooks:
                 hook.before_batch(step + 1)
-            _, batch = next(self.loader)
+            batch = self.loader.next_batch(step, state)
             train_step = self.compiled(state, batch, step)
             stop.finish_steps()
             for hook in self.hooks:

@@ -121,9 +121,7 @@ def sends_by_table(config: Any) -> bool:
     """
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
     gathers = not config.lora.rank or config.parallel.zero_stage == 3
-    return (
-        chunked and gathers and overlaps_reduce_scatter(config) and not has_reference(config)
-    )
+    return chunked and gathers and overlaps_reduce_scatter(config) and not has_reference(config)
 
 
 def sums_in_place(config: Any) -> bool:

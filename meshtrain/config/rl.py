@@ -45,6 +45,8 @@ class RlConfig:
         "token", "a step's loss is a mean over tokens (DAPO: Yu et al. 2025), over answers of their means (GRPO), or "
                  "over answers of their sums, divided by rl.answers (Dr. GRPO)"
     )
+    supervised: int = key(0, "steps at the beginning that learn from data, as objective next_token does, before answers "
+                             "are drawn", least=0, resume=REFUSED)
     epochs: int = key(1, "steps on the same answers", least=1, most=64, resume=REFUSED)
     lag: int = key(0, "steps that the weights which draw are behind those that are trained", least=0, most=8,
                    resume=REFUSED)

@@ -71,6 +71,10 @@ class Loader:
             raise error
         return k, batch
 
+    def next_batch(self, taken: int, state: Any) -> Any:
+        """Returns the next batch, which no state of the model changes."""
+        return next(self)[1]
+
     def close(self) -> None:
         """Stops the thread; what it had read ahead is dropped."""
         self._closed.set()

@@ -215,9 +215,7 @@ def kept(
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer, residuals = layer_keeps or layer_bytes(config)
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
-    losses = (
-        4 * shapes.tokens(config) * parallel.microbatches if has_reference(config) else 0
-    )
+    losses = 4 * shapes.tokens(config) * parallel.microbatches if has_reference(config) else 0
     reference = MemoryItem("losses under the reference", "activations", losses)
     if not runs_table(config):
         return [

@@ -30,6 +30,8 @@ KIND_OF = dict.fromkeys(("start", "open", "join", "init", "end"), "init") | {
     "dispatch": "step",
     "wait": "step",
     "log": "step",
+    "rollout": "step",
+    "reward": "step",
     "stopped": "step",
     "queued": "step",
     "eval": "eval",
