@@ -90,9 +90,9 @@ def spin(prompt, answer, record):
 
 def hang_with_an_orphan(prompt, answer, record):
     start_orphan()
-    if record.get("frozen"):
-        os.kill(os.getpid(), signal.SIGSTOP)
     open(answer, "w").close()
+    if record["frozen"]:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         time.sleep(1)
 """
@@ -119,10 +119,14 @@ def started(tmp_path_factory):
 
 
 @pytest.fixture
-def nothing_left(started):
+def nothing_left(tmp_path, monkeypatch):
     """All that a test starts has ended when it has, and its files are gone."""
-    mark, temporary = started
-    yield
+    mark = uuid.uuid4().hex
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("MESHTRAIN_MARK", mark)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    yield mark
     until(lambda: not marked(mark))
     assert list(temporary.iterdir()) == []
 
@@ -202,7 +206,7 @@ FAILURES = {
         "leave_files()",
         "hold_the_pipe()",
         "os.killpg(0, signal.SIGTERM)",
-        "os.kill(os.getppid(), signal.SIGTERM)",
+        "os.kill(os.getppid(), signal.SIGTERM) or time.sleep(600)",
     ],
 }
 
@@ -366,7 +370,7 @@ def test_a_file_that_only_the_trainer_can_import_is_refused(tmp_path, nothing_le
     assert said in str(refused.value)
 
 
-def test_rewards_that_were_interrupted_go_on_with_the_right_ones(file, started, monkeypatch):
+def test_rewards_that_were_interrupted_go_on_with_the_right_ones(file, nothing_left, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -396,19 +400,28 @@ from meshtrain.rl.rewards import Case, Rewards
 imports.take([sys.argv[1]], None)
 try:
     with Rewards([("deeds_of_rewards:hang_with_an_orphan", 1.0)], 600) as rewards:
-        rewards.score([Case("", sys.argv[2], {"frozen": False})])
+        rewards.score([Case("", sys.argv[2], {"frozen": sys.argv[3] == "True"})])
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "frozen"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.thorough),
+    ],
+)
 def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
-    file, tmp_path, started, nothing_left, number
+    file, tmp_path, nothing_left, number, frozen
 ):
     begun = tmp_path / "begun"
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(file), str(begun)],
+        [sys.executable, "-c", OWNER, str(file), str(begun), str(frozen)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -416,7 +429,7 @@ def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     until(begun.exists)
-    assert len(marked(started[0])) >= 4
+    assert len(marked(nothing_left)) >= 4
     os.killpg(owner.pid, number)
     assert owner.communicate(timeout=20) == ("interrupted\n" * (number == signal.SIGINT), "")
 
