@@ -110,11 +110,10 @@ def _work(trainer: Connection, directory: str) -> None:
         os.dup2(null, standard)
     os.environ["TMPDIR"] = directory
     tempfile.tempdir = directory
-    spec = Spec(*pickle.loads(trainer.recv_bytes()))
+    spec: Spec = pickle.loads(trainer.recv_bytes())
     # The first one does nothing.
     functions: list[Callable[..., Any]] = [float]
-    files = ["", *(path for _, path, _, _ in spec.functions)]
-    reply = call(_load, (spec, functions), files[-1])
+    reply = call(_load, (spec, functions), spec.functions[-1][1])
     _limit(spec.memory)
     me = os.getpid()
     while os.getpid() == me:  # a function may return in a process that it has forked, too
@@ -122,7 +121,7 @@ def _work(trainer: Connection, directory: str) -> None:
         number, *arguments = pickle.loads(trainer.recv_bytes())
         spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         _lower(resource.RLIMIT_CPU, math.ceil(spent + spec.seconds) + 1)
-        reply = call(functions[number], arguments, files[number])
+        reply = call(functions[number], arguments, spec.functions[number - 1][1])
 
 
 def _load(spec: Spec, functions: list[Callable[..., Any]]) -> float:

@@ -78,13 +78,12 @@ def score_exact(prompt: Any, answer: str, record: dict[str, Any]) -> float:
 
 
 def score_number(prompt: Any, answer: str, record: dict[str, Any]) -> float:
-    number = _last_number(answer)
-    return float(number is not None and number == _last_number(str(record["answer"])))
+    return float(_last_number(answer) == _last_number(str(record["answer"])))
 
 
-def _last_number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def _last_number(text: str) -> Decimal:
+    """Returns the last number in a text; NaN, which equals nothing, where there is none."""
+    return Decimal(["nan", *NUMBER.findall(text)][-1].replace(",", ""))
 
 
 # They are pure and linear in the answer's length, so they need no process.
@@ -199,7 +198,7 @@ class _Child:
         self.files: list[Any] = [self.pipe, self.process.stdout]
         self._seconds = spec.seconds
         self._is_loaded = False
-        self._send(tuple(spec))
+        self._send(spec)
 
     def ask(self, key: Any, call: Sequence[Any]) -> None:
         """Sends a call, now or when the worker has loaded the functions."""
@@ -220,32 +219,24 @@ class _Child:
 
     def reply(self) -> Reply | None:
         """Returns what has become of the call, or None as long as nothing has. A child in doubt is closed."""
-        try:
+        with suppress(EOFError, OSError, ValueError, TypeError):
             while self.pipe.poll():
                 reply = Reply(*json.loads(self.pipe.recv_bytes(LONGEST)))
-                if not self._is_loaded and reply.kind is None:
-                    self._is_loaded = True
-                    self._begin()
-                    continue
-                if not self._is_loaded or reply.kind == "memory":
-                    _close([self])
-                return reply
-        except (EOFError, OSError, ValueError, TypeError):
-            return self._epitaph()
-        if self.process.poll() is not None:
-            return self._epitaph()
-        if time.monotonic() < self.ends:
-            return None
-        _close([self])
-        limit = self._seconds if self._is_loaded else LOADING
-        return Reply("timeout", 0.0, f"took more than {limit:g} seconds")
-
-    def _epitaph(self) -> Reply:
-        """Returns the reply in place of a worker that has ended, or has closed its pipe."""
+                if self._is_loaded or reply.kind is not None:
+                    if reply.kind == "memory" or not self._is_loaded:
+                        _close([self])
+                    return reply
+                self._is_loaded = True
+                self._begin()
+            if self.process.poll() is None and time.monotonic() < self.ends:
+                return None
+        is_late = self.process.poll() is None and time.monotonic() >= self.ends
         _close([self])
         code = self.process.returncode
-        if code == 128 + signal.SIGXCPU:
-            return Reply("timeout", 0.0, f"took more than {self._seconds:g} seconds of CPU time")
+        if is_late or code == 128 + signal.SIGXCPU:
+            limit = self._seconds if self._is_loaded else LOADING
+            clock = "" if is_late else " of CPU time"
+            return Reply("timeout", 0.0, f"took more than {limit:g} seconds{clock}")
         return Reply("died", 0.0, f"ended its process with code {code}")
 
 
