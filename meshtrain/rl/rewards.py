@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from multiprocessing.connection import Pipe, wait
@@ -73,21 +73,18 @@ class RewardScores(NamedTuple):
     first: dict[str, str]  # a sentence on the first one of each kind
 
 
-def score_exact(prompt: Any, answer: str, record: dict[str, Any]) -> float:
-    return float(answer.strip() == str(record["answer"]).strip())
-
-
-def score_number(prompt: Any, answer: str, record: dict[str, Any]) -> float:
-    return float(_last_number(answer) == _last_number(str(record["answer"])))
-
-
 def _last_number(text: str) -> Decimal:
     """Returns the last number in a text; NaN, which equals nothing, where there is none."""
     return Decimal(["nan", *NUMBER.findall(text)][-1].replace(",", ""))
 
 
 # They are pure and linear in the answer's length, so they need no process.
-BUILT_IN = {"exact": score_exact, "number": score_number}
+BUILT_IN = {
+    "exact": lambda prompt, answer, record: answer.strip() == str(record["answer"]).strip(),
+    "number": lambda prompt, answer, record: (
+        _last_number(answer) == _last_number(str(record["answer"]))
+    ),
+}
 
 
 class Rewards:
@@ -240,13 +237,12 @@ class _Child:
         return Reply("died", 0.0, f"ended its process with code {code}")
 
 
-def _close(children: Iterable[_Child]) -> None:
+def _close(children: Sequence[_Child]) -> None:
     """Ends children with all that they have started."""
-    closing = list(children)
-    for child in closing:
+    for child in children:
         child.pipe.close()
         child.process.terminate()
-    for child in closing:
+    for child in children:
         try:
             child.process.communicate(timeout=ENDING)
         except subprocess.TimeoutExpired:

@@ -88,8 +88,10 @@ def spin(prompt, answer, record):
     while True:
         pass
 
-def hang_with_an_orphan(prompt, answer, record):
-    start_orphan()
+def hang_with_a_child(prompt, answer, record):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
     open(answer, "w").close()
     if record["frozen"]:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -399,7 +401,7 @@ from meshtrain.config import imports
 from meshtrain.rl.rewards import Case, Rewards
 imports.take([sys.argv[1]], None)
 try:
-    with Rewards([("deeds_of_rewards:hang_with_an_orphan", 1.0)], 600) as rewards:
+    with Rewards([("deeds_of_rewards:hang_with_a_child", 1.0)], 600) as rewards:
         rewards.score([Case("", sys.argv[2], {"frozen": sys.argv[3] == "True"})])
 except KeyboardInterrupt:
     print("interrupted")
@@ -429,7 +431,7 @@ def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     until(begun.exists)
-    assert len(marked(nothing_left)) >= 4
+    assert len(marked(nothing_left)) == 4
     os.killpg(owner.pid, number)
     assert owner.communicate(timeout=20) == ("interrupted\n" * (number == signal.SIGINT), "")
 
