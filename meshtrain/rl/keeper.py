@@ -110,14 +110,14 @@ def _work(trainer: Connection, directory: str) -> None:
     spec: Spec = pickle.loads(trainer.recv_bytes())
     # The first one does nothing.
     functions: list[Callable[..., Any]] = [float]
-    reply = call(_load, (spec, functions), spec.functions[-1][1])
+    reply = call(_load, (spec, functions), spec.functions[-1][1], BaseException)
     _limit(spec.memory)
     me = os.getpid()
     while os.getpid() == me:  # a function may return in a process that it has forked, too
         trainer.send_bytes(json.dumps(reply).encode())
         number, *arguments = pickle.loads(trainer.recv_bytes())
         _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + spec.seconds) + 1)
-        reply = call(functions[number], arguments, spec.functions[number - 1][1])
+        reply = call(functions[number], arguments, spec.functions[number - 1][1], BaseException)
 
 
 def _load(spec: Spec, functions: list[Callable[..., Any]]) -> float:
@@ -147,7 +147,12 @@ def _lower(limit: int, most: int) -> None:
     resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
 
 
-def call(function: Callable[..., Any], arguments: Sequence[Any], file: str = "") -> Reply:
+def call(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    file: str = "",
+    caught: type[BaseException] = Exception,
+) -> Reply:
     """Returns what becomes of a call of a reward; `file`: where it is written."""
     try:
         value = function(*arguments)
@@ -157,7 +162,7 @@ def call(function: Callable[..., Any], arguments: Sequence[Any], file: str = "")
         return Reply("not_finite", 0.0, f"returned {reprlib.repr(value)}")
     except MemoryError:
         return Reply("memory", 0.0, "took more memory than it may")
-    except BaseException as error:
+    except caught as error:
         frames = traceback.walk_tb(error.__traceback__)
         lines = [line for frame, line in frames if frame.f_code.co_filename == file]
         where = f" in line {lines[-1]}" if lines else ""

@@ -152,19 +152,16 @@ class Rewards:
     def _ask(self, calls: Mapping[Any, Sequence[Any]]) -> dict[Any, Reply]:
         """Returns the replies to calls of the children, which take them as they become idle."""
         replies: dict[Any, Reply] = {}
-        waiting = list(calls)[::-1]
+        waiting = list(calls)
         busy: list[_Child] = []
         try:
             while waiting or busy:
                 while waiting and len(busy) < self._processes:
                     busy.append(self._idle.pop() if self._idle else _Child(self._spec))
-                    key = waiting.pop()
+                    key = waiting.pop(0)
                     busy[-1].ask(key, calls[key])
-                ends = min(child.ends for child in busy)
-                wait(
-                    [file for child in busy for file in child.files],
-                    max(ends - time.monotonic(), 0),
-                )
+                # A process of a worker that has ended may hold its pipe open.
+                wait([child.pipe for child in busy], 0.05)
                 for child in list(busy):
                     if (reply := child.reply()) is not None:
                         replies[child.key] = reply
@@ -184,15 +181,13 @@ class _Child:
         self.process = subprocess.Popen(
             [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid()), *sys.path],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             # Ctrl-C is the trainer's.
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1"} | os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         theirs.close()
-        # The second one is at its end when the keeper is.
-        self.files: list[Any] = [self.pipe, self.process.stdout]
         self._seconds = spec.seconds
         self._is_loaded = False
         self._send(spec)
@@ -244,10 +239,10 @@ def _close(children: Sequence[_Child]) -> None:
         child.process.terminate()
     for child in children:
         try:
-            child.process.communicate(timeout=ENDING)
+            child.process.wait(ENDING)
         except subprocess.TimeoutExpired:
             child.process.kill()
-            child.process.communicate()
+            child.process.wait()
 
 
 def _defined(name: str) -> tuple[str, str, str, str]:

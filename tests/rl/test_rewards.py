@@ -183,6 +183,8 @@ FAILURES = {
         "Awkward()",
         "recurse()",
         "not Python",
+        "int('a' * 10**6)",
+        "exec('raise ValueError(chr(10) * 10**6)')",
         "open('/proc/self/fd/1', 'w').write('a') / 0",
     ],
     "not_finite": [
@@ -271,6 +273,16 @@ def test_a_worker_that_ends_between_calls_costs_one_call_at_most(pool):
     scores = score(pool, "1.0", "2.0")
     assert scores.values[1] == 2
     assert scores.failed.total() <= 1
+
+
+def test_a_worker_whose_keeper_was_killed_ends_too(file, tmp_path, nothing_left):
+    with Rewards([("deeds_of_rewards:score", 1.0)], 20, processes=1) as rewards:
+        scores = score(rewards, "os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600)", "2.0")
+        assert (scores.values.tolist(), scores.failed) == ([0, 2], {"died": 1})
+        until(lambda: len(marked(nothing_left)) == 2)
+    # Its files are left: nobody else knows of them.
+    for directory in (tmp_path / "temporary").iterdir():
+        directory.rmdir()
 
 
 def test_a_sentence_tells_the_exception_and_the_line_of_the_file(pool):
@@ -395,6 +407,15 @@ def test_a_thread_that_starts_the_children_may_end(file, nothing_left):
         assert rewards.score([GOOD, GOOD]).failed == {}
 
 
+def test_a_request_to_stop_is_no_failure_of_a_built_in_reward(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(BUILT_IN, "exact", interrupt)
+    with Rewards([("exact", 1.0)], 1) as rewards, pytest.raises(KeyboardInterrupt):
+        rewards.score([GOOD])
+
+
 OWNER = """
 import sys
 from meshtrain.config import imports
@@ -431,9 +452,11 @@ def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     until(begun.exists)
-    assert len(marked(nothing_left)) == 4
+    processes = marked(nothing_left)
     os.killpg(owner.pid, number)
     assert owner.communicate(timeout=20) == ("interrupted\n" * (number == signal.SIGINT), "")
+    # The owner, a keeper, its worker, and what that has started.
+    assert len(processes) == 4
 
 
 @pytest.mark.thorough
