@@ -27,7 +27,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Has the kernel send a signal to this process when its parent has ended, or the parent's thread that started it."""
+    """Has the kernel signal this process when its parent has ended, or the thread of the parent that started it."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     # The parent ended before the kernel knew.

@@ -38,7 +38,7 @@ SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1}
 
 
 class Spec(NamedTuple):
-    """What a child needs to know."""
+    """The functions of a child, and the limits of a call."""
 
     # Each function by its module's name, the path and the text of its file, or "", and its own name.
     functions: tuple[tuple[str, str, str, str], ...]
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a call."""
+    """The outcome of a call."""
 
     kind: str | None  # of failure
     value: float
