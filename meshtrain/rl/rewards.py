@@ -21,7 +21,8 @@ Timeout, memory and died cost the process, with everything that it has started a
 has a new one. A child has neither JAX nor the trainer, unless the file of the reward imports them. So a reward is best
 in a file of its own. Its prints are discarded. It has one thread for BLAS, and JAX on the CPU.
 
-The limits are for accidents. They do not make a sandbox: a child runs as the trainer's user, with its files, network and
+The limits are for accidents. They do not make a sandbox: a child runs as the trainer's user, with its files,
+network and
 processes. A reward that runs a model's code has to put it into a container of its own.
 """
 
