@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from meshtrain.orphans import adopt_orphans, die_with_parent
+from meshtrain.orphans import adopt_orphans, die_with
 
 LARGEST = 1e30  # a reward that no sum takes out of float32
 FILES = 256  # that are open at once
@@ -37,7 +38,7 @@ SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1}
 
 
 class Spec(NamedTuple):
-    """What a child needs to know."""
+    """The functions of a child, and the limits of a call."""
 
     # Each function by its module's name, the path and the text of its file, or "", and its own name.
     functions: tuple[tuple[str, str, str, str], ...]
@@ -46,7 +47,7 @@ class Spec(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a call."""
+    """The outcome of a call."""
 
     kind: str | None  # of failure
     value: float
@@ -59,16 +60,14 @@ def keep(descriptor: int, trainer: int) -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # The kernel also sends it when the thread of the trainer that has started this process ends.
-    if ask := die_with_parent(signal.SIGUSR1, trainer):
-        ask()
+    die_with(trainer, signal.SIGUSR1)
     adopt_orphans()
     directory = tempfile.mkdtemp(prefix="meshtrain-reward-")
-    ask = die_with_parent()
+    keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
         try:
-            if ask:
-                ask()
+            die_with(keeper)
             _work(Connection(descriptor), directory)
         finally:
             os._exit(1)
@@ -77,8 +76,7 @@ def keep(descriptor: int, trainer: int) -> None:
         _kill_children(worker)
         received = signal.sigtimedwait(SIGNALS, 1.0)
         ended, status = os.waitpid(worker, os.WNOHANG)
-        asked = received is not None and received.si_signo == signal.SIGTERM
-        if ended or asked or os.getppid() != trainer:
+        if ended or os.getppid() != trainer or (received and received.si_signo == signal.SIGTERM):
             break
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
@@ -108,21 +106,18 @@ def _work(trainer: Connection, directory: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.environ["TMPDIR"] = directory
-    tempfile.tempdir = directory
-    spec = Spec(*pickle.loads(trainer.recv_bytes()))
+    tempfile.tempdir = os.environ["TMPDIR"] = directory
+    spec: Spec = pickle.loads(trainer.recv_bytes())
     # The first one does nothing.
     functions: list[Callable[..., Any]] = [float]
-    files = ["", *(path for _, path, _, _ in spec.functions)]
-    reply = call(_load, (spec, functions), files[-1])
+    reply = call(_load, (spec, functions), spec.functions[-1][1], BaseException)
     _limit(spec.memory)
     me = os.getpid()
     while os.getpid() == me:  # a function may return in a process that it has forked, too
         trainer.send_bytes(json.dumps(reply).encode())
         number, *arguments = pickle.loads(trainer.recv_bytes())
-        spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        _lower(resource.RLIMIT_CPU, math.ceil(spent + spec.seconds) + 1)
-        reply = call(functions[number], arguments, files[number])
+        _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + spec.seconds) + 1)
+        reply = call(functions[number], arguments, spec.functions[number - 1][1], BaseException)
 
 
 def _load(spec: Spec, functions: list[Callable[..., Any]]) -> float:
@@ -148,11 +143,16 @@ def _limit(memory: int) -> None:
 
 
 def _lower(limit: int, most: int) -> None:
-    hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    hard = resource.getrlimit(limit)[1]  # -1: none
+    resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
 
 
-def call(function: Callable[..., Any], arguments: Sequence[Any], file: str = "") -> Reply:
+def call(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    file: str = "",
+    caught: type[BaseException] = Exception,
+) -> Reply:
     """Returns what becomes of a call of a reward; `file`: where it is written."""
     try:
         value = function(*arguments)
@@ -162,7 +162,7 @@ def call(function: Callable[..., Any], arguments: Sequence[Any], file: str = "")
         return Reply("not_finite", 0.0, f"returned {reprlib.repr(value)}")
     except MemoryError:
         return Reply("memory", 0.0, "took more memory than it may")
-    except BaseException as error:
+    except caught as error:
         frames = traceback.walk_tb(error.__traceback__)
         lines = [line for frame, line in frames if frame.f_code.co_filename == file]
         where = f" in line {lines[-1]}" if lines else ""

@@ -19,9 +19,10 @@ A call that fails has the reward 0 and is counted by its kind; the run goes on:
 
 Timeout, memory and died cost the process, with everything that it has started and its temporary files; the next call
 has a new one. A child has neither JAX nor the trainer, unless the file of the reward imports them. So a reward is best
-in a file of its own. What it prints is discarded. It has one thread for BLAS, and JAX on the CPU.
+in a file of its own. Its prints are discarded. It has one thread for BLAS, and JAX on the CPU.
 
-The limits are for accidents. They are no sandbox: a child runs as the trainer's user, with its files, network and
+The limits are for accidents. They do not make a sandbox: a child runs as the trainer's user, with its files,
+network and
 processes. A reward that runs a model's code has to put it into a container of its own.
 """
 
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from multiprocessing.connection import Pipe, wait
@@ -73,22 +74,18 @@ class RewardScores(NamedTuple):
     first: dict[str, str]  # a sentence on the first one of each kind
 
 
-def score_exact(prompt: Any, answer: str, record: dict[str, Any]) -> float:
-    return float(answer.strip() == str(record["answer"]).strip())
-
-
-def score_number(prompt: Any, answer: str, record: dict[str, Any]) -> float:
-    number = _last_number(answer)
-    return float(number is not None and number == _last_number(str(record["answer"])))
-
-
-def _last_number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def _last_number(text: str) -> Decimal:
+    """Returns the last number in a text; NaN, which equals nothing, where there is none."""
+    return Decimal(["nan", *NUMBER.findall(text)][-1].replace(",", ""))
 
 
 # They are pure and linear in the answer's length, so they need no process.
-BUILT_IN = {"exact": score_exact, "number": score_number}
+BUILT_IN = {
+    "exact": lambda prompt, answer, record: answer.strip() == str(record["answer"]).strip(),
+    "number": lambda prompt, answer, record: (
+        _last_number(answer) == _last_number(str(record["answer"]))
+    ),
+}
 
 
 class Rewards:
@@ -156,19 +153,16 @@ class Rewards:
     def _ask(self, calls: Mapping[Any, Sequence[Any]]) -> dict[Any, Reply]:
         """Returns the replies to calls of the children, which take them as they become idle."""
         replies: dict[Any, Reply] = {}
-        waiting = list(calls)[::-1]
+        waiting = list(calls)
         busy: list[_Child] = []
         try:
             while waiting or busy:
                 while waiting and len(busy) < self._processes:
                     busy.append(self._idle.pop() if self._idle else _Child(self._spec))
-                    key = waiting.pop()
+                    key = waiting.pop(0)
                     busy[-1].ask(key, calls[key])
-                ends = min(child.ends for child in busy)
-                wait(
-                    [file for child in busy for file in child.files],
-                    max(ends - time.monotonic(), 0),
-                )
+                # A process of a worker that has ended may hold its pipe open.
+                wait([child.pipe for child in busy], 0.05)
                 for child in list(busy):
                     if (reply := child.reply()) is not None:
                         replies[child.key] = reply
@@ -188,18 +182,16 @@ class _Child:
         self.process = subprocess.Popen(
             [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid()), *sys.path],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             # Ctrl-C is the trainer's.
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1"} | os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         theirs.close()
-        # The second one is at its end when the keeper is.
-        self.files: list[Any] = [self.pipe, self.process.stdout]
         self._seconds = spec.seconds
         self._is_loaded = False
-        self._send(tuple(spec))
+        self._send(spec)
 
     def ask(self, key: Any, call: Sequence[Any]) -> None:
         """Sends a call, now or when the worker has loaded the functions."""
@@ -220,47 +212,38 @@ class _Child:
 
     def reply(self) -> Reply | None:
         """Returns what has become of the call, or None as long as nothing has. A child in doubt is closed."""
-        try:
+        with suppress(EOFError, OSError, ValueError, TypeError):
             while self.pipe.poll():
                 reply = Reply(*json.loads(self.pipe.recv_bytes(LONGEST)))
-                if not self._is_loaded and reply.kind is None:
-                    self._is_loaded = True
-                    self._begin()
-                    continue
-                if not self._is_loaded or reply.kind == "memory":
-                    _close([self])
-                return reply
-        except (EOFError, OSError, ValueError, TypeError):
-            return self._epitaph()
-        if self.process.poll() is not None:
-            return self._epitaph()
-        if time.monotonic() < self.ends:
-            return None
-        _close([self])
-        limit = self._seconds if self._is_loaded else LOADING
-        return Reply("timeout", 0.0, f"took more than {limit:g} seconds")
-
-    def _epitaph(self) -> Reply:
-        """Returns the reply in place of a worker that has ended, or has closed its pipe."""
+                if self._is_loaded or reply.kind is not None:
+                    if reply.kind == "memory" or not self._is_loaded:
+                        _close([self])
+                    return reply
+                self._is_loaded = True
+                self._begin()
+            if self.process.poll() is None and time.monotonic() < self.ends:
+                return None
+        is_late = self.process.poll() is None and time.monotonic() >= self.ends
         _close([self])
         code = self.process.returncode
-        if code == 128 + signal.SIGXCPU:
-            return Reply("timeout", 0.0, f"took more than {self._seconds:g} seconds of CPU time")
+        if is_late or code == 128 + signal.SIGXCPU:
+            limit = self._seconds if self._is_loaded else LOADING
+            clock = "" if is_late else " of CPU time"
+            return Reply("timeout", 0.0, f"took more than {limit:g} seconds{clock}")
         return Reply("died", 0.0, f"ended its process with code {code}")
 
 
-def _close(children: Iterable[_Child]) -> None:
+def _close(children: Sequence[_Child]) -> None:
     """Ends children with all that they have started."""
-    closing = list(children)
-    for child in closing:
+    for child in children:
         child.pipe.close()
         child.process.terminate()
-    for child in closing:
+    for child in children:
         try:
-            child.process.communicate(timeout=ENDING)
+            child.process.wait(ENDING)
         except subprocess.TimeoutExpired:
             child.process.kill()
-            child.process.communicate()
+            child.process.wait()
 
 
 def _defined(name: str) -> tuple[str, str, str, str]:

@@ -88,11 +88,13 @@ def spin(prompt, answer, record):
     while True:
         pass
 
-def hang_with_an_orphan(prompt, answer, record):
-    start_orphan()
-    if record.get("frozen"):
-        os.kill(os.getpid(), signal.SIGSTOP)
+def hang_with_a_child(prompt, answer, record):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
     open(answer, "w").close()
+    if record["frozen"]:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         time.sleep(1)
 """
@@ -119,10 +121,14 @@ def started(tmp_path_factory):
 
 
 @pytest.fixture
-def nothing_left(started):
+def nothing_left(tmp_path, monkeypatch):
     """All that a test starts has ended when it has, and its files are gone."""
-    mark, temporary = started
-    yield
+    mark = uuid.uuid4().hex
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("MESHTRAIN_MARK", mark)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    yield mark
     until(lambda: not marked(mark))
     assert list(temporary.iterdir()) == []
 
@@ -177,6 +183,8 @@ FAILURES = {
         "Awkward()",
         "recurse()",
         "not Python",
+        "int('a' * 10**6)",
+        "exec('raise ValueError(chr(10) * 10**6)')",
         "open('/proc/self/fd/1', 'w').write('a') / 0",
     ],
     "not_finite": [
@@ -202,7 +210,7 @@ FAILURES = {
         "leave_files()",
         "hold_the_pipe()",
         "os.killpg(0, signal.SIGTERM)",
-        "os.kill(os.getppid(), signal.SIGTERM)",
+        "os.kill(os.getppid(), signal.SIGTERM) or time.sleep(600)",
     ],
 }
 
@@ -265,6 +273,16 @@ def test_a_worker_that_ends_between_calls_costs_one_call_at_most(pool):
     scores = score(pool, "1.0", "2.0")
     assert scores.values[1] == 2
     assert scores.failed.total() <= 1
+
+
+def test_a_worker_whose_keeper_was_killed_ends_too(file, tmp_path, nothing_left):
+    with Rewards([("deeds_of_rewards:score", 1.0)], 20, processes=1) as rewards:
+        scores = score(rewards, "os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600)", "2.0")
+        assert (scores.values.tolist(), scores.failed) == ([0, 2], {"died": 1})
+        until(lambda: len(marked(nothing_left)) == 2)
+    # Its files are left: nobody else knows of them.
+    for directory in (tmp_path / "temporary").iterdir():
+        directory.rmdir()
 
 
 def test_a_sentence_tells_the_exception_and_the_line_of_the_file(pool):
@@ -366,7 +384,7 @@ def test_a_file_that_only_the_trainer_can_import_is_refused(tmp_path, nothing_le
     assert said in str(refused.value)
 
 
-def test_rewards_that_were_interrupted_go_on_with_the_right_ones(file, started, monkeypatch):
+def test_rewards_that_were_interrupted_go_on_with_the_right_ones(file, nothing_left, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -389,26 +407,44 @@ def test_a_thread_that_starts_the_children_may_end(file, nothing_left):
         assert rewards.score([GOOD, GOOD]).failed == {}
 
 
+def test_a_request_to_stop_is_no_failure_of_a_built_in_reward(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(BUILT_IN, "exact", interrupt)
+    with Rewards([("exact", 1.0)], 1) as rewards, pytest.raises(KeyboardInterrupt):
+        rewards.score([GOOD])
+
+
 OWNER = """
 import sys
 from meshtrain.config import imports
 from meshtrain.rl.rewards import Case, Rewards
 imports.take([sys.argv[1]], None)
 try:
-    with Rewards([("deeds_of_rewards:hang_with_an_orphan", 1.0)], 600) as rewards:
-        rewards.score([Case("", sys.argv[2], {"frozen": False})])
+    with Rewards([("deeds_of_rewards:hang_with_a_child", 1.0)], 600) as rewards:
+        rewards.score([Case("", sys.argv[2], {"frozen": sys.argv[3] == "True"})])
 except KeyboardInterrupt:
     print("interrupted")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "frozen"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.thorough),
+    ],
+)
 def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
-    file, tmp_path, started, nothing_left, number
+    file, tmp_path, nothing_left, number, frozen
 ):
     begun = tmp_path / "begun"
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(file), str(begun)],
+        [sys.executable, "-c", OWNER, str(file), str(begun), str(frozen)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -416,9 +452,11 @@ def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     until(begun.exists)
-    assert len(marked(started[0])) >= 4
+    processes = marked(nothing_left)
     os.killpg(owner.pid, number)
     assert owner.communicate(timeout=20) == ("interrupted\n" * (number == signal.SIGINT), "")
+    # The owner, a keeper, its worker, and what that has started.
+    assert len(processes) == 4
 
 
 @pytest.mark.thorough
