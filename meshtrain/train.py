@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -58,6 +58,10 @@ from meshtrain.telemetry.hub import watch
 from meshtrain.telemetry.measured import Measured, measured
 from meshtrain.telemetry.progress import Reporter
 from meshtrain.units import size
+
+if TYPE_CHECKING:
+    from meshtrain.rl.answering import Answering
+    from meshtrain.rl.prompts import Prompts
 
 # seconds that a process waits for the last one to have compiled
 COMPILE_TIMEOUT = 3600
@@ -170,10 +174,10 @@ def _run(
         for sentence in _opening(program, data, start, evaluation):
             report.write(sentence)
         loader = _read_ahead(program, data, start, supervision, directory)
-        answers = _of_answers(loader)
+        answers = None if isinstance(loader, Loader) else loader
         loop = Loop(
             program,
-            answers[0] if answers else data,
+            answers or data,
             loader,
             evaluation,
             checkpointer,
@@ -183,7 +187,7 @@ def _run(
         )
         closing.callback(loop.loader.close)
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
-        loop.hooks += [*answers, record, hub, report, check]
+        loop.hooks += [*filter(None, [answers]), record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
         loop.hooks += [supervision, *after]
         last = loop.run(state, start, stop)
@@ -241,8 +245,12 @@ def _keep_tokenizer(config: Config, directory: Path) -> None:
 
 
 def _read_ahead(
-    program: Program, data: SplitBatches, start: int, supervision: Supervision, directory: Path
-) -> Loader:
+    program: Program,
+    data: "SplitBatches | Prompts",
+    start: int,
+    supervision: Supervision,
+    directory: Path,
+) -> "Loader | Answering":
     """Returns the loader of the batches after step `start`, which reads and places them on its own thread; of a run
     that learns from its own answers what draws them.
     """
@@ -254,16 +262,11 @@ def _read_ahead(
 
         return Loader(of, start, program.part, place, program.config.data.prefetch)
 
-    if program.config.train.objective == "grpo":
+    if not isinstance(data, SplitBatches):
         from meshtrain.rl.answering import begin_answering
 
         return begin_answering(program, data, start, loader, directory, supervision.heartbeat.phase)
     return loader(data, program)
-
-
-def _of_answers(loader: Any) -> list[RunHook]:
-    """Returns the loader where it is a hook too: it tells of the answers that it draws, ahead of who reads of them."""
-    return [loader] if isinstance(loader, RunHook) else []
 
 
 def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None:
@@ -325,8 +328,8 @@ class Loop:
     """The steps of one process of a run."""
 
     program: Program
-    data: SplitBatches
-    loader: Loader
+    data: "SplitBatches | Answering"
+    loader: "Loader | Answering"
     evaluation: Evaluation
     checkpointer: Checkpointer
     supervision: Supervision

@@ -212,11 +212,17 @@ class Answering(RunHook):
 
     def tokens(self, k: int) -> int:
         """Returns the tokens of the batch of step k + 1, padding left out."""
-        return self._tokens[k][0] if k in self._tokens else self._prompts.texts.tokens(k)
+        if k in self._tokens:
+            return self._tokens[k][0]
+        assert self._prompts.texts is not None
+        return self._prompts.texts.tokens(k)
 
     def padding_tokens(self, k: int) -> int:
         """Returns the positions of the batch of step k + 1 that hold no token."""
-        return self._tokens[k][1] if k in self._tokens else self._prompts.texts.padding_tokens(k)
+        if k in self._tokens:
+            return self._tokens[k][1]
+        assert self._prompts.texts is not None
+        return self._prompts.texts.padding_tokens(k)
 
     def close(self) -> None:
         """Ends the processes of rewards, and what reads text ahead."""
@@ -250,7 +256,8 @@ class Answering(RunHook):
         file = self._directory / GAPS / f"{step}.npz"
         if is_first():
             file.parent.mkdir(exist_ok=True)
-            np.savez(file, gaps=by_row[wrong], **{name: x[wrong] for name, x in batch.items()})
+            arrays: dict[str, Any] = {name: x[wrong] for name, x in batch.items()}
+            np.savez(file, gaps=by_row[wrong], **arrays)
         raise Disagreement(
             f"step {step}: with the same weights the log-probability of a token is {gap:.3g} apart between drawing and "
             f"training, above rl.gap_limit {self._config.rl.gap_limit:g}; the {len(wrong)} rows are in {file}."
@@ -266,6 +273,7 @@ def begin_answering(
     enter: Callable[[str], None],
 ) -> Answering:
     """Returns the batches behind step `start`; `loader` reads batches of text ahead, of a program that takes them."""
+    assert isinstance(program, PolicyProgram)
     rl = program.config.rl
     texts = None
     if prompts.texts is not None and start < rl.supervised:
