@@ -28,7 +28,7 @@ ROOM = 4  # an answer has this part of the positions at least, as long as what w
 Messages = list[dict[str, Any]]
 
 
-class Answer:
+class PrintedAnswer:
     """Waits for what an engine tells of a request."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     check_fits(opened, longest, most)
     # as many positions as the prompts and their answers need, or as --length says
     length = options.length or min(opened.longest, longest + options.tokens)
-    answers = [Answer() for _ in texts]
+    answers = [PrintedAnswer() for _ in texts]
     with Engine(opened, slots, length, waiting=len(texts), keep=False) as engine:
         say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
@@ -135,7 +135,7 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def exit_code(answer: Answer) -> int:
+def exit_code(answer: PrintedAnswer) -> int:
     """Returns the exit code of an answer that has ended, and says why it failed."""
     assert answer.last is not None
     if answer.last.finish == "error":
@@ -144,7 +144,7 @@ def exit_code(answer: Answer) -> int:
     return DONE
 
 
-def _write(text: str, answer: Answer, several: bool) -> int:
+def _write(text: str, answer: PrintedAnswer, several: bool) -> int:
     if several:
         say(f"{short(repr(text))} goes on:")
     last = ""
@@ -198,7 +198,7 @@ def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, lin
         say(
             f"the oldest {left_out} messages do not fit the {engine.length} positions any more, and are left out."
         )
-    answer = Answer()
+    answer = PrintedAnswer()
     text = ""
     ticket = engine.submit(request(options, engine.opened, tokens), answer.hear)
     try:

@@ -86,7 +86,8 @@ class Resharding:
 
     def _leaves(self, params: Tree) -> list[Any]:
         """Returns what a state has of each weight, one in float8 as a `Rounded`."""
-        return jax.tree.structure(self.trained.weights, is_leaf=is_placed).flatten_up_to(params)
+        tree: Any = jax.tree.structure(self.trained.weights, is_leaf=is_placed)
+        return tree.flatten_up_to(params)
 
     def _specs(self, weight: Placed) -> list[Any]:
         layers = weight.shape[0] if weight.stacked else 1

@@ -42,11 +42,11 @@ class Answer(NamedTuple):
 class Wave(NamedTuple):
     """What the slots are to answer at once: prompts [ranks x N, T], of each rank N; the rest of the slots [S]."""
 
-    prompts: np.ndarray  # int32, padded
-    lengths: np.ndarray  # int32 [ranks x N]
-    sources: np.ndarray  # int32: which of its rank's prompts
-    seeds: np.ndarray  # uint32
-    limits: np.ndarray  # int32: tokens of an answer at most; 0: the slot is free
+    prompts: Any  # int32, padded
+    lengths: Any  # int32 [ranks x N]
+    sources: Any  # int32: which of its rank's prompts
+    seeds: Any  # uint32
+    limits: Any  # int32: tokens of an answer at most; 0: the slot is free
 
 
 class Drawing(NamedTuple):

@@ -37,10 +37,15 @@ MESHES = {
     "tensor 4": {"tensor": 4},
     "data 2, tensor 2": {"data": 2, "tensor": 2},
 }
+# slots lie over all axes but tensor
+SPLIT = {
+    "data 2, tensor 2, pipeline 2": {"data": 2, "tensor": 2, "pipeline": 2},
+    "context 2, tensor 2": {"context": 2, "tensor": 2},
+}
 
 
 def mesh_of(name: str):
-    return mt.make_mesh(mt.load({"mesh": MESHES[name]}))
+    return mt.make_mesh(mt.load({"mesh": (MESHES | SPLIT)[name]}))
 
 
 def decoding(family: str, mesh: str = "one", slots: int = 4, adapter=None, **more) -> Decoding:
@@ -116,6 +121,12 @@ def test_cached_logits_are_those_of_all_read_again_at_every_position(family, who
 )
 def test_cached_logits_are_those_of_all_read_again_for_every_family(family, mesh, whole_vocabulary):
     check_cached(family, mesh)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_a_training_mesh_decodes_with_its_slots_over_all_axes_but_tensor(mesh, whole_vocabulary):
+    check_cached("llama3", mesh)
 
 
 @pytest.mark.parametrize(
@@ -396,25 +407,10 @@ def test_what_cannot_generate_is_refused_in_a_sentence(eight):
         Decoding(unread(), 2, 65)
     with pytest.raises(ConfigError, match="0 slots"):
         Decoding(unread(), 0, 16)
-    with pytest.raises(ConfigError, match="without stages"):
+    with pytest.raises(ConfigError, match="2 slots cannot be shared by pipeline 3"):
         Decoding(unread(pipeline=3), 2, 16)
-    experts = {"experts": 4, "top_k": 2, "d_ff": 8}
-    spread = mt.load(
-        {
-            "model": {
-                "family": "mixtral",
-                "layers": 1,
-                "d_model": 16,
-                "heads": 2,
-                "kv_heads": 2,
-                "vocab_size": 61,
-                "moe": experts,
-            },
-            "mesh": {"data": 2, "expert": 2},
-        }
-    )
-    with pytest.raises(ConfigError, match=r"mesh\.expert is 2"):
-        Decoding(Model(mt.Program(spread), None, 0, GOLDEN), 2, 16)
+    with pytest.raises(ConfigError, match=r"mesh\.islands is 2"):
+        Decoding(unread(data=2, islands=2), 2, 16)
     with pytest.raises(ConfigError, match="3 slots cannot be shared by data 2"):
         Decoding(unread(data=2), 3, 16)
     mine = lambda q, k, v, segments, collectives, dropout: q.reshape(-1, q.shape[2] * q.shape[3])

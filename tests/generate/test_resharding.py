@@ -161,8 +161,10 @@ def test_a_second_step_compiles_nothing():
     way = resharding(program)
     params = params_of(program)
     way.program(params)
-    compiled = way.program._cache_size()
-    doubled = jax.tree.map(lambda x: 2 * x, params)
+    # as a train step gives them
+    shardings = jax.tree.map(lambda x: x.sharding, program.layout.masters)
+    double = jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), out_shardings=shardings)
+    doubled = double(params)
     again = way.program(doubled)
-    assert (compiled, way.program._cache_size()) == (1, 1)
+    assert way.program._cache_size() == 1
     np.testing.assert_array_equal(again.blocks[1]["mlp"]["up"], doubled["blocks"]["mlp"]["up"][1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.generate.request import Sampling
-from meshtrain.generate.sampling import SamplingArrays, kept, sample
+from meshtrain.generate.sampling import SamplingArrays, draw, kept, sample
 
 VOCABULARY = 97
 LOGITS = np.random.default_rng(5).normal(0, 3, (6, VOCABULARY)).astype(np.float32)
@@ -141,3 +141,20 @@ def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
     )
     assert {depth for depth, name in found if name == "sort"} == {2}
     assert {depth for depth, name in found if "random" in name} == {1}
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_a_token_is_told_with_the_probability_that_it_was_drawn_with(how):
+    drawn = jax.jit(draw)(LOGITS, arrays(*[how] * len(LOGITS)), np.arange(len(LOGITS)))
+    tokens, logprobs = map(np.asarray, drawn)
+    right = [np.log(reference(row, how)[token]) for row, token in zip(LOGITS, tokens, strict=True)]
+    np.testing.assert_allclose(logprobs, right, atol=2e-5)
+    np.testing.assert_array_equal(
+        tokens, SAMPLE(LOGITS, arrays(*[how] * len(LOGITS)), np.arange(len(LOGITS)))
+    )
+
+
+def test_an_argmax_is_certain_beside_what_is_drawn():
+    hows = [Sampling(), Sampling(1.0)] * 3
+    logprobs = np.asarray(jax.jit(draw)(LOGITS, arrays(*hows), np.arange(6)).logprobs)
+    assert ((logprobs == 0) == [True, False] * 3).all()

@@ -8,6 +8,7 @@ import pytest
 from covering import thorough_but
 
 import meshtrain as mt
+from meshtrain.compat import varying
 from meshtrain.config import ConfigError
 from meshtrain.hlo import Module, byte_count
 from meshtrain.rl.rollouts import Answer, Rollouts
@@ -61,7 +62,7 @@ class Drawn:
         layout = self.program.layout
         shardings = jax.tree.map(lambda x: x.sharding, layout.masters)
         # larger than they begin, so that a token's probability depends on all before it
-        larger = lambda key: jax.tree.map(lambda x: 6 * x, layout.init(key))
+        larger = lambda key: jax.tree.map(lambda x: 3 * x, layout.init(key))
         self.params = jax.jit(larger, out_shardings=shardings)(jax.random.key(1))
         self.rollouts = Rollouts(self.program, 16, LENGTH, MOST, temperature, ENDS)
         self.rollouts.synchronise(self.params)
@@ -84,7 +85,9 @@ class Drawn:
         def losses(params, batch):
             batches, _ = local.microbatches(batch)
             weights = local.zero.gather_params(params)
-            return local._sum(local._label_losses(local.forward, weights, batches).losses)[0]
+            losses = local._label_losses(local.forward, weights, batches).losses[0]
+            others = sorted(varying(losses) - set(program.config.mesh.token_axes()))
+            return jax.lax.psum(losses, tuple(others)) if others else losses
 
         run = jax.shard_map(
             losses,
