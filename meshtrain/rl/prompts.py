@@ -45,9 +45,7 @@ class Prompts:
         data = config.data
         self.seed = config.run.seed
         self.each = config.train.global_batch_size // rl.group
-        self.tokenizer: Tokenizer = load_tokenizer(
-            data.tokenizer, begin=data.begin, end=data.end
-        )
+        self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, begin=data.begin, end=data.end)
         marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
         self.ends = frozenset(stop.id for stop in self.tokenizer.boundaries.stops)
         room = config.train.sequence_length + 1 - rl.answers

@@ -43,7 +43,7 @@ class Metric:
     @property
     def exposed(self) -> str:
         """The name in the endpoint, without a counter's _total (which the exposition adds to its samples)."""
-        return PREFIX + self.name
+        return PREFIX + self.name.replace("/", "_")
 
     @property
     def sample(self) -> str:
@@ -58,7 +58,7 @@ class Metric:
         Its label `over` is min, median or max; PROCESSES_RANK has the process that it is of. It has no label
         for a device.
         """
-        return f"{PREFIX}processes_{self.name}"
+        return f"{PREFIX}processes_{self.name.replace('/', '_')}"
 
 
 def recent_mfu(values: Iterable[float]) -> float | None:
@@ -115,6 +115,25 @@ METRICS: tuple[Metric, ...] = (
     _step(
         "rewards_accuracies", "", "share of the pairs whose chosen answer has the greater reward"
     ),
+    _step("rl/reward", "", "grpo: mean reward of the step's answers"),
+    _step("rl/reward_std", "", "grpo: standard deviation of these rewards"),
+    _step("rl/flat_groups", "", "grpo: share of the prompts whose answers all have one reward"),
+    _step("rl/answer_tokens", "", "grpo: tokens of an answer, on average"),
+    _step("rl/ended", "", "grpo: share of the answers that an end token ended, not rl.answers"),
+    _step("rl/rewards_failed", "", "grpo: calls of rewards that failed, whose reward is 0"),
+    _step("rl/draw_seconds", "seconds", "grpo: weights laid out for decoding, and answers drawn"),
+    _step("rl/reward_seconds", "seconds", "grpo: answers scored"),
+    _step(
+        "rl/gap_max",
+        "",
+        "grpo: largest difference of a token's log-probability between drawing and training",
+    ),
+    _step("rl/gap_mean", "", "grpo: the mean of these differences"),
+    _step("rl/clipped", "", "grpo: share of the tokens whose ratio is clipped"),
+    _step(
+        "rl/entropy", "", "grpo: mean of -log pi of the drawn tokens, an estimate of the entropy"
+    ),
+    _step("rl/kl", "", "grpo: distance (k3) from the reference"),
     _step("grad_norm", "", "global norm of the gradient before clipping"),
     _step("learning_rate", "", "learning rate of the step"),
     _step("loss_scale", "", "float16: the loss scale"),
