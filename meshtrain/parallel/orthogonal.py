@@ -46,7 +46,7 @@ def orthogonalizer(layout: Layout, weights: Sequence[Placed], eps: float) -> Ort
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
         local = dict(zip((weight.name for weight in weights), arrays, strict=True))
         for stack in stacks:
-            names = [weight.name for weight in stack.weights]
+            names = [weight.name for weight, _ in stack.members]
             local |= zip(names, _orthogonalize(stack, [local[n] for n in names], eps), strict=True)
         return [local[weight.name] for weight in weights]
 
@@ -69,7 +69,7 @@ def newton_schulz(x: jax.Array, eps: float) -> jax.Array:
 def _orthogonalize(stack: Stack, arrays: list[jax.Array], eps: float) -> list[jax.Array]:
     """Returns the weights of a stack on a device, orthogonalized; inside shard_map."""
     form = stack.form
-    orders = [(*batch_dims(w, d), *d) for w, d in zip(stack.weights, stack.dims, strict=True)]
+    orders = [(*batch_dims(weight, dims), *dims) for weight, dims in stack.members]
     turned = [x.transpose(order) for x, order in zip(arrays, orders, strict=True)]
     rank = len(form.sizes)
     local = turned[0].shape[-rank:]
@@ -78,7 +78,7 @@ def _orthogonalize(stack: Stack, arrays: list[jax.Array], eps: float) -> list[ja
     padded = _lay_out(stack, _pad(joined, (len(joined) + filled, *local)))
     whole = padded[(slice(None), *map(slice, form.sizes))]
     # A layer's batch of one: so XLA sums up the numbers of a matrix in the order in which it does for a single one.
-    ones = () if "experts" in stack.weights[0].axes else (1,)
+    ones = () if "experts" in stack.members[0][0].axes else (1,)
     iterated = newton_schulz(whole.reshape(-1, *ones, *form.sides), eps)
     back = _lay_back(stack, _pad(iterated.reshape(whole.shape), padded.shape), local)
     ends = np.cumsum([math.prod(x.shape[:-rank]) for x in turned])

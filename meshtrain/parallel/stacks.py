@@ -45,8 +45,7 @@ class Stack:
     """The matrices of some weights, all of one form."""
 
     form: Form
-    weights: tuple[Placed, ...]
-    dims: tuple[tuple[int, ...], ...]  # of each weight, in the order of the form
+    members: list[tuple[Placed, tuple[int, ...]]]  # weights, with their dimensions in its order
     matrices: int  # that share the ranks
     ranks: int
 
@@ -67,8 +66,7 @@ def make_stacks(mesh: MeshConfig, weights: Iterable[Placed]) -> list[Stack]:
     for form, members in joined.items():
         matrices = sum(_local(weight, batch_dims(weight, dims)) for weight, dims in members)
         ranks = math.prod(mesh.ways(axis) for axis in (*form.copies, *form.holders))
-        placed, dims = zip(*members, strict=True)
-        stacks.append(Stack(form, placed, dims, matrices, ranks))
+        stacks.append(Stack(form, members, matrices, ranks))
     return stacks
 
 

@@ -2,7 +2,8 @@
 
     sent       each way K whole matrices of a stack, of which a rank has its own shards already
     products   5 iterations of a matrix [m, n], m <= n: 2 of (m, m, n), 1 of (m, m, m)
-    held       while a stack is iterated: its matrices before and after, and what an iteration makes of them
+    held       beside gradients as many numbers as all of a rank's matrices have, 6.5 times, and as x times its
+               transpose has, 1.5 times: read off XLA's CPU programs, which iterate all stacks at once
 
 K are the matrices of a rank, see `parallel.stacks`.
 """
@@ -19,6 +20,9 @@ from meshtrain.parallel.placement import all_placed
 from meshtrain.parallel.stacks import Stack, make_stacks
 from meshtrain.plan.compute import product
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+
+HELD = 6.5
+GRAMS = 1.5
 
 
 def stacks(config: Config) -> list[Stack]:
@@ -47,6 +51,15 @@ def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
     if copies:
         size = ranks(copies)
         yield Transfer(name(copies), ALL_GATHER, "matrices given back", size * nbytes, 1, size)
+
+
+def held_bytes(config: Config) -> float:
+    """Bytes of a device while matrices are iterated, beside state and gradients."""
+    numbers = sum(
+        stack.on_rank * (HELD * math.prod(stack.form.padded) + GRAMS * min(stack.form.sides) ** 2)
+        for stack in stacks(config)
+    )
+    return FLOAT32 * numbers
 
 
 def transfer_seconds(config: Config, cluster: Cluster) -> float:

@@ -143,10 +143,10 @@ def test_every_matrix_is_one_ranks_and_ranks_have_equally_many(name):
     config = load(LAYOUTS[name])
     weights = [w for w in all_placed(config) if w.updated and orthogonalized(w)]
     stacks = make_stacks(config.mesh, weights)
-    assert sorted(w.name for s in stacks for w in s.weights) == sorted(w.name for w in weights)
+    assert sorted(w.name for s in stacks for w, _ in s.members) == sorted(w.name for w in weights)
     for stack in stacks:
         assert stack.matrices <= stack.ranks * stack.on_rank < stack.matrices + stack.ranks
-        of_experts = "experts" in stack.weights[0].axes
+        of_experts = "experts" in stack.members[0][0].axes
         over = config.mesh.expert if of_experts else 1
         assert stack.ranks == config.mesh.shards * config.mesh.tensor // over
 
@@ -154,7 +154,9 @@ def test_every_matrix_is_one_ranks_and_ranks_have_equally_many(name):
 def test_what_leads_into_the_stream_joins_what_leads_out_of_it():
     config = load(SENT["data 4, tensor 2"])
     weights = [w for w in all_placed(config) if orthogonalized(w)]
-    names = [{w.name.split(".")[-1] for w in s.weights} for s in make_stacks(config.mesh, weights)]
+    names = [
+        {w.name.split(".")[-1] for w, _ in s.members} for s in make_stacks(config.mesh, weights)
+    ]
     assert names == [{"q", "k", "v", "out"}, {"gate", "up", "down"}]
 
 
