@@ -1,5 +1,6 @@
 """The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,9 +66,11 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
 
         optimizer = per_matrix(make, layout)
     elif kind.orthogonalizes:
-        from meshtrain.parallel.orthogonal import spread_matrices
+        from meshtrain.parallel.orthogonal import orthogonalizer
+        from meshtrain.parallel.per_matrix import divide, join
 
-        optimizer = spread_matrices(make, layout)
+        spread = partial(orthogonalizer, layout)
+        optimizer = join(*(make(weights, spread) for weights in divide(layout.updated)))
     else:
         optimizer = make(layout.updated)
     if not kind.decays:

@@ -46,6 +46,8 @@ class OptimizedWeight(Protocol):
     """A weight as an optimizer sees it: `model.weights.Weight`, or `parallel.placement.Placed`."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def axes(self) -> tuple[str, ...]: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -156,10 +158,8 @@ def _orthogonal_momentum(
             optax.tree.bias_correction(gradients, o.beta1, count),
         )
         flat, tree = jax.tree.flatten(ahead)
-        scaled = [
-            jax.numpy.sqrt(max(1.0, width_ratio(weight))) * x
-            for weight, x in zip(matrices, orthogonalize(flat), strict=True)
-        ]
+        moved = orthogonalize(dict(zip((w.name for w in matrices), flat, strict=True)))
+        scaled = [jax.numpy.sqrt(max(1.0, width_ratio(w))) * moved[w.name] for w in matrices]
         return jax.tree.unflatten(tree, scaled), MuonState(count, mu, None)
 
     return optax.GradientTransformation(init, update)

@@ -3,141 +3,97 @@
     momentum, in shards                    whole matrices, of a rank          updates, in shards
     layers x [embed/data, heads/tensor] ──all-to-all──► Newton-Schulz ──all-to-all──► as they lay
 
-Both ways a rank sends its shards once, whatever the number of iterations. Ranks that have copies of a shard take
-matrices apart without a message, and gather what becomes of them.
+Both ways a rank sends its shards once, whatever the number of iterations. The way there moves numbers alone, so its
+transpose is the way back. Ranks that have copies of a shard take matrices apart without a message, and gather what
+becomes of them.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax import lax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.optimizers import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
 from meshtrain.parallel.layout import Layout, shard_spec
-from meshtrain.parallel.per_matrix import Tree, divide, join
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.stacks import Stack, batch_dims, make_stacks
 
-Orthogonalize = Callable[[list[jax.Array]], list[jax.Array]]
+Arrays = dict[str, jax.Array]
 
 
-def spread_matrices(
-    make: Callable[..., optax.GradientTransformation], layout: Layout
-) -> optax.GradientTransformation:
-    """Returns the optimizer whose parts, layers and the rest, are `make(weights, of)`, where `of(weights, eps)` is the
-    function that orthogonalizes arrays of such weights.
-    """
-    parts: list[Tree] = list(divide(layout.updated))
-    return join(*(make(part, partial(orthogonalizer, layout)) for part in parts))
-
-
-def orthogonalizer(layout: Layout, weights: Sequence[Placed], eps: float) -> Orthogonalize:
-    """Returns the function that orthogonalizes the matrices of arrays, which lie as these weights do."""
+def orthogonalizer(
+    layout: Layout, weights: Sequence[Placed], eps: float
+) -> Callable[[Arrays], Arrays]:
+    """Returns the function that orthogonalizes the matrices of arrays by their weights' names, which lie as those do."""
     if not weights:
-        return list
+        return dict
     stacks = make_stacks(layout.config.mesh, weights)
-    specs = [shard_spec(weight) for weight in weights]
+    specs = {weight.name: shard_spec(weight) for weight in weights}
 
-    def run(arrays: list[jax.Array]) -> list[jax.Array]:
-        local = dict(zip((weight.name for weight in weights), arrays, strict=True))
+    def run(arrays: Arrays) -> Arrays:
+        found: Arrays = {}
         for stack in stacks:
-            names = [weight.name for weight, _ in stack.members]
-            local |= zip(names, _orthogonalize(stack, [local[n] for n in names], eps), strict=True)
-        return [local[weight.name] for weight in weights]
+            members = {weight.name: arrays[weight.name] for weight, _ in stack.members}
+            found |= _orthogonalize(stack, members, eps)
+        return found
 
     # JAX cannot know that what is gathered of copies is the same on all of them, so it does not check.
     return jax.shard_map(run, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
 
 
-def newton_schulz(x: jax.Array, eps: float) -> jax.Array:
-    """Returns matrices [..., m, n] with their singular values moved towards 1 (Jordan et al. 2024)."""
-    if x.shape[-2] > x.shape[-1]:
-        return newton_schulz(x.mT, eps).mT
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
-    a, b, c = jnp.asarray(NEWTON_SCHULZ, x.dtype)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def _orthogonalize(stack: Stack, arrays: list[jax.Array], eps: float) -> list[jax.Array]:
+def _orthogonalize(stack: Stack, arrays: Arrays, eps: float) -> Arrays:
     """Returns the weights of a stack on a device, orthogonalized; inside shard_map."""
-    form = stack.form
-    orders = [(*batch_dims(weight, dims), *dims) for weight, dims in stack.members]
-    turned = [x.transpose(order) for x, order in zip(arrays, orders, strict=True)]
-    rank = len(form.sizes)
-    local = turned[0].shape[-rank:]
-    joined = jnp.concatenate([x.reshape(-1, *local) for x in turned])
-    filled = stack.ranks * stack.on_rank - len(joined)
-    padded = _lay_out(stack, _pad(joined, (len(joined) + filled, *local)))
-    whole = padded[(slice(None), *map(slice, form.sizes))]
-    # A layer's batch of one: so XLA sums up the numbers of a matrix in the order in which it does for a single one.
-    ones = () if "experts" in stack.members[0][0].axes else (1,)
-    iterated = newton_schulz(whole.reshape(-1, *ones, *form.sides), eps)
-    back = _lay_back(stack, _pad(iterated.reshape(whole.shape), padded.shape), local)
-    ends = np.cumsum([math.prod(x.shape[:-rank]) for x in turned])
-    parts = jnp.split(back[: ends[-1]], ends[:-1])
-    return [
-        part.reshape(x.shape).transpose(np.argsort(order))
-        for part, x, order in zip(parts, turned, orders, strict=True)
-    ]
+    copies = stack.form.copies
+    shards, split = jax.vjp(lambda arrays: _join(stack, arrays), arrays)
+    if copies:
+        each = len(shards) // lax.axis_size(copies)
+        shards = lax.dynamic_slice_in_dim(shards, lax.axis_index(copies) * each, each)
+    whole, lay_back = jax.vjp(lambda shards: _lay_out(stack, shards), shards)
+    (shards,) = lay_back(_iterate(stack, whole, eps))
+    if copies:
+        shards = lax.all_gather(shards, copies, tiled=True)
+    return split(shards)[0]
 
 
-def _pad(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, shape, strict=True)])
+def _join(stack: Stack, arrays: Arrays) -> jax.Array:
+    """Returns the shards of all matrices of a stack, filled up so that ranks take equally many."""
+    turned = []
+    for weight, dims in stack.members:
+        x = arrays[weight.name].transpose(*batch_dims(weight, dims), *dims)
+        turned.append(x.reshape(-1, *x.shape[-len(dims) :]))
+    joined = jnp.concatenate(turned)
+    fill = stack.ranks * stack.on_rank - len(joined)
+    return jnp.pad(joined, [(0, fill), *[(0, 0)] * (joined.ndim - 1)])
 
 
 def _lay_out(stack: Stack, shards: jax.Array) -> jax.Array:
-    """Returns this rank's matrices, whole, from shards of all of them."""
+    """Returns this rank's matrices, whole and without padding, from shards of all of them."""
     form = stack.form
-    local = shards.shape[1:]
-    if form.copies:
-        each = len(shards) // lax.axis_size(form.copies)
-        shards = lax.dynamic_slice_in_dim(shards, lax.axis_index(form.copies) * each, each)
-    shards = _exchange(stack, shards)
-    split = [lax.axis_size(axis) for axis in form.holders]
-    by_holder = shards.reshape(*split, stack.on_rank, *local)
-    return by_holder.transpose(_order_by_dimension(stack)).reshape(stack.on_rank, *form.padded)
+    if form.holders:
+        # The barrier keeps XLA's CPU compiler from sending what was joined part by part, in layouts that differ.
+        shards = lax.all_to_all(lax.optimization_barrier(shards), form.holders, 0, 0, tiled=True)
+    ranks = [lax.axis_size(axis) for axis in form.holders]
+    by_holder = shards.reshape(*ranks, stack.on_rank, *shards.shape[1:])
+    # [holders ..., matrix, shard's dimensions ...] -> [matrix, a dimension's holders, its shard, ...]
+    held = [dimension for dimension, axes in enumerate(form.over) for _ in axes]
+    keys = [*held, -1, *range(len(form.over))]
+    by_dimension = by_holder.transpose(sorted(range(len(keys)), key=keys.__getitem__))
+    whole = by_dimension.reshape(stack.on_rank, *form.padded)
+    return whole[(slice(None), *map(slice, form.sizes))]
 
 
-def _lay_back(stack: Stack, matrices: jax.Array, local: Sequence[int]) -> jax.Array:
-    """Returns shards of all matrices from those of this rank."""
-    form = stack.form
-    split = [
-        n
-        for axes, shard in zip(form.over, local, strict=True)
-        for n in (*(lax.axis_size(axis) for axis in axes), shard)
-    ]
-    by_dimension = matrices.reshape(stack.on_rank, *split)
-    shards = by_dimension.transpose(np.argsort(_order_by_dimension(stack))).reshape(-1, *local)
-    shards = _exchange(stack, shards)
-    return lax.all_gather(shards, form.copies, tiled=True) if form.copies else shards
-
-
-def _exchange(stack: Stack, shards: jax.Array) -> jax.Array:
-    """Returns what the holders of a stack's matrices send this rank, an equal part of the shards each."""
-    if not stack.form.holders:
-        return shards
-    # The barrier keeps XLA's CPU compiler from sending what was joined part by part, in layouts that differ.
-    together = lax.optimization_barrier(shards)
-    return lax.all_to_all(together, stack.form.holders, 0, 0, tiled=True)
-
-
-def _order_by_dimension(stack: Stack) -> list[int]:
-    """Returns the order in which [holders ..., matrix, shard's dimensions ...] has each dimension whole: [matrix, a
-    dimension's holders, its shard, ...].
-    """
-    over = stack.form.over
-    matrix = len(stack.form.holders)
-    order = [matrix]
-    holder = 0
-    for dimension, axes in enumerate(over):
-        order += [*range(holder, holder + len(axes)), matrix + 1 + dimension]
-        holder += len(axes)
-    return order
+def _iterate(stack: Stack, matrices: jax.Array, eps: float) -> jax.Array:
+    """Returns matrices with their singular values moved towards 1 (Jordan et al. 2024)."""
+    dims = range(-len(stack.form.sizes), 0)
+    rows = stack.form.rows
+    sides = MuonDimensionNumbers(dims[:rows], dims[rows:])
+    # Without momentum, which comes before matrices travel.
+    muon = scale_by_muon(
+        NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, 0.0, eps, nesterov=False, weight_dimension_numbers=sides
+    )
+    iterate = lambda x: muon.update(x, muon.init(x))[0]
+    # XLA sums up the numbers of a matrix in the order in which it does for a layer's weight: one matrix, or experts.
+    experts = "experts" in stack.members[0][0].axes
+    return iterate(matrices) if experts else jax.vmap(iterate)(matrices)

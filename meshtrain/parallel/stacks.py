@@ -42,17 +42,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of some weights, all of one form."""
+    """The matrices of some weights, all of one form, dealt out to ranks."""
 
     form: Form
     members: list[tuple[Placed, tuple[int, ...]]]  # weights, with their dimensions in its order
-    matrices: int  # that share the ranks
     ranks: int
-
-    @property
-    def on_rank(self) -> int:
-        """The matrices of a rank, those that fill up the last ones among them."""
-        return math.ceil(self.matrices / self.ranks)
+    on_rank: int  # matrices of a rank, those that fill up the last ones among them
 
 
 def make_stacks(mesh: MeshConfig, weights: Iterable[Placed]) -> list[Stack]:
@@ -64,9 +59,12 @@ def make_stacks(mesh: MeshConfig, weights: Iterable[Placed]) -> list[Stack]:
         joined.setdefault(form, []).append((weight, dims))
     stacks = []
     for form, members in joined.items():
-        matrices = sum(_local(weight, batch_dims(weight, dims)) for weight, dims in members)
+        matrices = sum(
+            math.prod(weight.padded[d] // weight.ways[d] for d in batch_dims(weight, dims))
+            for weight, dims in members
+        )
         ranks = math.prod(mesh.ways(axis) for axis in (*form.copies, *form.holders))
-        stacks.append(Stack(form, members, matrices, ranks))
+        stacks.append(Stack(form, members, ranks, math.ceil(matrices / ranks)))
     return stacks
 
 
@@ -93,8 +91,3 @@ def _form(mesh: MeshConfig, weight: Placed, axes: tuple[str, ...]) -> tuple[Form
         "" if rank_axes else weight.name,
     )
     return form, dims
-
-
-def _local(weight: Placed, dims: Iterable[int]) -> int:
-    """Returns the elements along some dimensions on a device."""
-    return math.prod(weight.padded[d] // weight.ways[d] for d in dims)

@@ -1,5 +1,6 @@
 """Muon on a mesh: updates are those of one device, each matrix is iterated by one rank, and shards travel twice."""
 
+import math
 from collections import defaultdict
 
 import jax
@@ -145,7 +146,11 @@ def test_every_matrix_is_one_ranks_and_ranks_have_equally_many(name):
     stacks = make_stacks(config.mesh, weights)
     assert sorted(w.name for s in stacks for w, _ in s.members) == sorted(w.name for w in weights)
     for stack in stacks:
-        assert stack.matrices <= stack.ranks * stack.on_rank < stack.matrices + stack.ranks
+        matrices = sum(
+            math.prod(w.padded[d] // w.ways[d] for d in range(len(w.axes)) if d not in dims)
+            for w, dims in stack.members
+        )
+        assert matrices <= stack.ranks * stack.on_rank < matrices + stack.ranks
         of_experts = "experts" in stack.members[0][0].axes
         over = config.mesh.expert if of_experts else 1
         assert stack.ranks == config.mesh.shards * config.mesh.tensor // over
@@ -160,6 +165,17 @@ def test_what_leads_into_the_stream_joins_what_leads_out_of_it():
     assert names == [{"q", "k", "v", "out"}, {"gate", "up", "down"}]
 
 
+def test_an_adapters_factors_are_matrices_of_its_rank():
+    """A factor, as the dense layout has it: every input of its weight x rank, and rank x every output."""
+    for weight in all_placed(load(on({"data": 1}, sections=LORA))):
+        if weight.adapter:
+            sides = [math.prod(weight.shape[d] for d in side) for side in matrix_sides(weight)]
+            whole = math.prod(weight.shape[1:])
+            assert sides == ([whole // 3, 3] if weight.name.endswith("_a") else [3, whole // 3]), (
+                weight.name
+            )
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "given", [on({"data": 1}), on({"data": 1}, EXPERTS)], ids=["dense", "experts"]
@@ -170,7 +186,7 @@ def test_on_one_device_updates_are_optaxs_to_the_bit(given):
     program = Program(config, make_mesh(config))
     weights = [w for w in program.layout.flat if orthogonalized(w)]
     random = np.random.default_rng(0)
-    arrays = [random.standard_normal(w.shape).astype(np.float32) for w in weights]
+    arrays = {w.name: random.standard_normal(w.shape).astype(np.float32) for w in weights}
 
     def of_optax(weight, x):
         dims = [
@@ -184,7 +200,8 @@ def test_on_one_device_updates_are_optaxs_to_the_bit(given):
         )
         return jax.vmap(lambda one: muon.update(one, muon.init(one))[0])(x)
 
-    theirs = jax.jit(lambda xs: [of_optax(w, x) for w, x in zip(weights, xs, strict=True)])(arrays)
+    theirs = jax.jit(lambda xs: {w.name: of_optax(w, xs[w.name]) for w in weights})(arrays)
     ours = jax.jit(orthogonalizer(program.layout, weights, 1e-8))(arrays)
-    for weight, a, b in zip(weights, ours, theirs, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=weight.name)
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_array_equal(ours[name], x, err_msg=name)
