@@ -167,10 +167,10 @@ def _orthogonal_momentum(
 
 def matrix_sides(weight: OptimizedWeight) -> tuple[list[int], list[int]]:
     """Returns the dimensions of a layer's weight as a matrix, those of its inputs and of its outputs; of experts each
-    is a matrix of its own.
+    is a matrix of its own, and so is each factor of an adapter, which leads into its rank or out of it.
     """
     dims = [d for d, axis in enumerate(weight.axes) if axis not in ("layers", "experts")]
-    inputs = len(dims) - 1 if weight.axes[-1] == "embed" else 1
+    inputs = len(dims) - 1 if weight.axes[-1] in ("embed", "rank") else 1
     return dims[:inputs], dims[inputs:]
 
 
