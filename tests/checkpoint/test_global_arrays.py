@@ -74,7 +74,7 @@ def test_a_muon_state_that_has_optaxs_coefficients_is_read(tmp_path):
     saved = canonical.arrays(state)
     saved |= {name: jax.numpy.ones(shape) for name, shape in COEFFICIENTS.items()}
     arrays.write(tmp_path / "arrays", saved).result()
-    same(GlobalArrays(built).state(tmp_path, where(saved)), state)
+    assert same(GlobalArrays(built).state(tmp_path, where(saved)), state)
 
 
 @pytest.mark.parametrize(
