@@ -18,7 +18,7 @@ from meshtrain.parallel.placement import Placed, unused
 
 
 @dataclass(frozen=True)
-class Form:
+class MatrixForm:
     """The dimensions of a matrix, and how they are sharded."""
 
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class Form:
 class Stack:
     """The matrices of some weights, all of one form, dealt out to ranks."""
 
-    form: Form
+    form: MatrixForm
     members: list[tuple[Placed, tuple[int, ...]]]  # weights, with their dimensions in its order
     ranks: int
     on_rank: int  # matrices of a rank, those that fill up the last ones among them
@@ -52,7 +52,7 @@ class Stack:
 
 def make_stacks(mesh: MeshConfig, weights: Iterable[Placed]) -> list[Stack]:
     """Returns the stacks of some weights of layers."""
-    joined: dict[Form, list[tuple[Placed, tuple[int, ...]]]] = {}
+    joined: dict[MatrixForm, list[tuple[Placed, tuple[int, ...]]]] = {}
     axes = tuple(a for a in (*mesh.token_axes(across=False), TENSOR) if mesh.ways(a) > 1)
     for weight in weights:
         form, dims = _form(mesh, weight, axes)
@@ -73,7 +73,9 @@ def batch_dims(weight: Placed, dims: Sequence[int]) -> list[int]:
     return [d for d in range(len(weight.axes)) if d not in dims]
 
 
-def _form(mesh: MeshConfig, weight: Placed, axes: tuple[str, ...]) -> tuple[Form, tuple[int, ...]]:
+def _form(
+    mesh: MeshConfig, weight: Placed, axes: tuple[str, ...]
+) -> tuple[MatrixForm, tuple[int, ...]]:
     """Returns the form of a weight's matrices, and the weight's dimensions in its order; `axes`: those of the ranks."""
     rows, columns = matrix_sides(weight)
     rank_axes = unused(axes, [weight.over[d] for d in batch_dims(weight, (*rows, *columns))])
@@ -82,7 +84,7 @@ def _form(mesh: MeshConfig, weight: Placed, axes: tuple[str, ...]) -> tuple[Form
         rows, columns = columns, rows
     dims = (*rows, *columns)
     over = tuple(tuple(axis for axis in weight.shard_over[d] if mesh.ways(axis) > 1) for d in dims)
-    form = Form(
+    form = MatrixForm(
         tuple(weight.shape[d] for d in dims),
         tuple(weight.padded[d] for d in dims),
         over,
