@@ -17,7 +17,7 @@ from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_ta
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
-from meshtrain.plan import activations, float8, gradient_traffic, shapes
+from meshtrain.plan import activations, float8, gradient_traffic, orthogonal, shapes
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -69,6 +69,12 @@ def fullest(
     """The moment of a step at which a device holds most, and what it holds then."""
     always = [*state(config), *_images(config), *kept(config, facts, platform)]
     moments = passing(config, facts, platform)
+    if iterated := orthogonal.held_bytes(config):
+        # Weights, sums and activations are gone by then.
+        reused = total([*_weights(config), *_sums(config), *kept(config, facts, platform)])
+        shards = 4 * _elements(config, trained=True).shard
+        held = max(0.0, shards + iterated - reused)
+        moments["update"] = [MemoryItem("matrices as they are iterated", "optimizer_state", held)]
     name = max(moments, key=lambda name: total([*always, *moments[name]]))
     return name, [item for item in [*always, *moments[name]] if item.nbytes]
 
