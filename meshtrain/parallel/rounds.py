@@ -1,0 +1,91 @@
+"""Sums over rounds, of which a device finds out at run time how many there are.
+
+    forward    y  = one(1, x) + one(2, x) + ...     a loop that keeps its operands alone
+    backward   dx = the same loop over each round's backward, with its forward once more
+
+The memory of one round is taken, whatever comes. A round may hold collectives if all devices that take part in them
+count as many rounds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from meshtrain.compat import vary, varying
+from meshtrain.hlo.module import FURTHER_ROUNDS
+
+Tree = Any
+
+
+def add_rounds(
+    y: jax.Array,
+    one: Callable[..., jax.Array],
+    rounds: jax.Array,
+    apart: bool,
+    *operands: jax.Array,
+) -> jax.Array:
+    """Returns y, of the first round, and the sum of `one(round, *operands)` over the rounds from the second on.
+
+    What `one` closes over, the weights, has gradients too; `apart`, by a loop of their own, since a zero-bubble schedule
+    has them in another half. All sums are float32.
+    """
+    rounds = vary(rounds, varying(y))
+    traced = jax.make_jaxpr(one)(rounds, *operands)
+    return _add(traced.jaxpr, apart, y, rounds, operands, tuple(traced.consts))
+
+
+@jax.named_scope(FURTHER_ROUNDS)
+def _total(
+    rounds: jax.Array, terms: Callable[[jax.Array], Tree], like: Tree
+) -> tuple[jax.Array, Tree]:
+    """Returns the sums of what `terms` gives of each round, in the shapes and dtypes of `like`; and a number above 0,
+    by which what reads it comes after the loop.
+    """
+    empty = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), like)
+    first = vary(jnp.int32(1), varying(rounds))
+    end, sums = lax.while_loop(
+        lambda carry: carry[0] < rounds,
+        lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], terms(carry[0]))),
+        (first, empty),
+    )
+    return end, jax.tree.map(lambda x, total: total.astype(x.dtype), like, sums)
+
+
+# Loops and the first round come one after the other: on CPUs, where messages of one kind have one name, those that are
+# ready at once are taken for each other.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _add(
+    jaxpr: Any, apart: bool, y: jax.Array, rounds: jax.Array, operands: Tree, closed: Tree
+) -> jax.Array:
+    one = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed))
+    after_y = rounds + (y.reshape(-1)[0] > jnp.inf)
+    return y + _total(after_y, lambda r: one(r, *operands)[0], y)[1]
+
+
+def _backward(
+    jaxpr: Any, apart: bool, kept: Tree, g: jax.Array
+) -> tuple[jax.Array, None, Tree, Tree]:
+    rounds, operands, closed = kept
+    weights = tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in closed)
+
+    def one(r: jax.Array, operands: Tree, weights: Tree) -> jax.Array:
+        consts = [x if w is None else w for x, w in zip(closed, weights, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(r, *operands)[0]
+
+    def total(rounds: jax.Array, like: Tree, of: Callable[..., Tree]) -> tuple[jax.Array, Tree]:
+        return _total(rounds, lambda r: of(jax.vjp(partial(one, r), operands, weights)[1](g)), like)
+
+    if apart:
+        end, to_operands = total(rounds, operands, lambda both: both[0])
+        _, to_weights = total(jnp.where(end > 0, rounds, 0), weights, lambda both: both[1])
+    else:
+        end, (to_operands, to_weights) = total(rounds, (operands, weights), lambda both: both)
+    return jnp.where(end > 0, g, 0), None, to_operands, to_weights
+
+
+_add.defvjp(lambda jaxpr, apart, *kept: (_add(jaxpr, apart, *kept), kept[1:]), _backward)
