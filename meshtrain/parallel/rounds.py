@@ -35,8 +35,13 @@ def add_rounds(
     has them in another half. All sums are float32.
     """
     rounds = vary(rounds, varying(y))
-    traced = jax.make_jaxpr(one)(rounds, *operands)
+    traced = jax.make_jaxpr(lambda *of: one(*_tied(*of)))(rounds, *operands)
     return _add(traced.jaxpr, apart, y, rounds, operands, tuple(traced.consts))
+
+
+def _tied(number: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the same, of which XLA gathers nothing in front of a loop over the number, that mostly does not turn."""
+    return lax.optimization_barrier((number, *arrays))
 
 
 @jax.named_scope(FURTHER_ROUNDS)
@@ -78,7 +83,11 @@ def _backward(
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(r, *operands)[0]
 
     def total(rounds: jax.Array, like: Tree, of: Callable[..., Tree]) -> tuple[jax.Array, Tree]:
-        return _total(rounds, lambda r: of(jax.vjp(partial(one, r), operands, weights)[1](g)), like)
+        def of_round(r: jax.Array) -> Tree:
+            r, cotangent = _tied(r, g)
+            return of(jax.vjp(partial(one, r), operands, weights)[1](cotangent))
+
+        return _total(rounds, of_round, like)
 
     if apart:
         end, to_operands = total(rounds, operands, lambda both: both[0])
