@@ -19,8 +19,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from meshtrain.compat import vary, varying
 from meshtrain.hlo.module import FURTHER_ROUNDS
 
-Tree = Any
-
 
 def add_rounds(
     y: jax.Array,
@@ -31,8 +29,8 @@ def add_rounds(
 ) -> jax.Array:
     """Returns y, of the first round, and the sum of `one(round, *operands)` over the rounds from the second on.
 
-    What `one` closes over, the weights, has gradients too; `apart`, by a loop of their own, since a zero-bubble schedule
-    has them in another half. All sums are float32.
+    The weights that `one` closes over have gradients too; `apart`, by a loop of their own, since a zero-bubble schedule
+    has these in another half. All sums are float32.
     """
     rounds = vary(rounds, varying(y))
     traced = jax.make_jaxpr(lambda *of: one(*_tied(*of)))(rounds, *operands)
@@ -46,8 +44,8 @@ def _tied(number: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @jax.named_scope(FURTHER_ROUNDS)
 def _total(
-    rounds: jax.Array, terms: Callable[[jax.Array], Tree], like: Tree
-) -> tuple[jax.Array, Tree]:
+    rounds: jax.Array, terms: Callable[[jax.Array], Any], like: Any
+) -> tuple[jax.Array, Any]:
     """Returns the sums of what `terms` gives of each round, in the shapes and dtypes of `like`; and a number above 0,
     by which what reads it comes after the loop.
     """
@@ -65,29 +63,27 @@ def _total(
 # ready at once are taken for each other.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _add(
-    jaxpr: Any, apart: bool, y: jax.Array, rounds: jax.Array, operands: Tree, closed: Tree
+    jaxpr: Any, apart: bool, y: jax.Array, rounds: jax.Array, operands: Any, closed: Any
 ) -> jax.Array:
     one = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed))
     after_y = rounds + (y.reshape(-1)[0] > jnp.inf)
     return y + _total(after_y, lambda r: one(r, *operands)[0], y)[1]
 
 
-def _backward(
-    jaxpr: Any, apart: bool, kept: Tree, g: jax.Array
-) -> tuple[jax.Array, None, Tree, Tree]:
+def _backward(jaxpr: Any, apart: bool, kept: Any, g: jax.Array) -> tuple[jax.Array, None, Any, Any]:
     rounds, operands, closed = kept
     weights = tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in closed)
 
-    def one(r: jax.Array, operands: Tree, weights: Tree) -> jax.Array:
+    def one(r: jax.Array, operands: Any, weights: Any) -> jax.Array:
         consts = [x if w is None else w for x, w in zip(closed, weights, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(r, *operands)[0]
 
-    def total(rounds: jax.Array, like: Tree, of: Callable[..., Tree]) -> tuple[jax.Array, Tree]:
-        def of_round(r: jax.Array) -> Tree:
-            r, cotangent = _tied(r, g)
+    def total(rounds: jax.Array, like: Any, of: Callable[..., Any]) -> tuple[jax.Array, Any]:
+        def differentiate_round(number: jax.Array) -> Any:
+            r, cotangent = _tied(number, g)
             return of(jax.vjp(partial(one, r), operands, weights)[1](cotangent))
 
-        return _total(rounds, of_round, like)
+        return _total(rounds, differentiate_round, like)
 
     if apart:
         end, to_operands = total(rounds, operands, lambda both: both[0])
