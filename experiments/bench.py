@@ -180,10 +180,24 @@ class Table:
         print(f"| {' | '.join(texts)} |", flush=True)
 
 
+def until(
+    condition: Callable[[], Any], seconds: float, alive: Callable[[], Any] = lambda: True
+) -> bool:
+    """Waits for a condition for at most so many seconds, or as long as what must meet it is alive."""
+    end = time.monotonic() + seconds
+    while not (met := bool(condition())) and time.monotonic() < end and alive():
+        time.sleep(0.1)
+    return met
+
+
 def parser(text: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of a script as it stands."""
+    module = sys.modules["__main__"].__spec__
+    name = module.name.removesuffix(".__main__") if module else ""
     return argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {name}" if name else None,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 

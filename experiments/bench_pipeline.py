@@ -7,7 +7,7 @@ device.
     python experiments/bench_pipeline.py large        a 62-billion-parameter model on 8 x 8 x 8 devices, compiled and never allocated
     python experiments/bench_pipeline.py vocabulary   Llama-3 8B on 4 stages: compiled matrix products per stage, spread and edge
 
-`vocabulary` compiles for described GPUs (pip install 'meshtrain[compile]', no GPU needed), `large` for fake CPU devices
+`vocabulary` compiles for described GPUs (pip install -e '.[compile]', no GPU needed), `large` for fake CPU devices
 and, where that is installed, for GPUs; the others run on fake CPU devices, in both ways that the executor has: idle
 slots skipped (CPU), and masked (accelerators).
 """

@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn
 
 from meshtrain.config.key import LARGEST, keys, meant
 from meshtrain.config.places import CONFIGS
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, say, short
 from meshtrain.files import write_atomically
 from meshtrain.registry import TRUST
@@ -262,7 +263,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse_bare_config(words)
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond and (setting := self._setting(*beyond[:1])):
-            self.error(f"{short(beyond[0])} is no argument{setting}")
+            self.error(f"unexpected argument {short(beyond[0])}{setting}")
         if folders := getattr(parsed, "trust", None):
             already = os.environ.get(TRUST, "").split(os.pathsep)
             os.environ[TRUST] = os.pathsep.join(filter(None, dict.fromkeys([*already, *folders])))
@@ -279,14 +280,14 @@ class Parser(argparse.ArgumentParser):
                 and is_config(word)
                 and (word.endswith((".yaml", ".yml")) or not takes_words)
             ):
-                self.error(f"{short(word)} is no argument; did you mean --config {short(word)}?")
+                self.error(
+                    f"unexpected argument {short(word)}; did you mean --config {short(word)}?"
+                )
 
     def _setting(self, word: str, value: str = "", *_: str) -> str:
         """Returns the end of a sentence on a key of the config that was given without --set; nothing if the word is
         near none.
         """
-        from meshtrain.config.schema import Config
-
         name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
         value = given if equals else "VALUE" if value.startswith("-") or not value else value
         paths = keys(Config) if "--set" in self._option_string_actions else {}
@@ -381,7 +382,7 @@ def step(text: str) -> int | Literal["newest", "best"]:
         return text  # type: ignore[return-value]
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(
-            f"{short(repr(text))} is no step; it must be a number, best or newest"
+            f"{short(repr(text))} is not a step; it must be a number, best or newest"
         )
     return int(text)
 
@@ -400,7 +401,7 @@ def _folder(text: str) -> str:
     path = os.path.abspath(text)
     if not text or os.pathsep in path or not os.path.isdir(path):
         raise argparse.ArgumentTypeError(
-            f"{short(repr(text))} is no directory; give the run whose code may run"
+            f"{short(repr(text))} is not a directory; give the run whose code may run"
         )
     return path
 
@@ -444,4 +445,4 @@ def _refused(path: str) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
     except ValueError:  # a NUL, or half a surrogate pair
-        raise ConfigError(f"{short(path)} is no path that a file can have.") from None
+        raise ConfigError(f"{short(path)} is not a path that a file can have.") from None

@@ -9,14 +9,14 @@ from meshtrain import cli
 
 GROUPS = {
     "train": {
-        "train": "trains a run, or the rest of one, by a config",
-        "launch": "starts a run on several machines, or writes what a cluster's scheduler starts",
+        "train": "trains a run from a config, or resumes it",
+        "launch": "starts a run on several machines, or writes a job for a cluster's scheduler",
     },
     "survive": {
         "survive": "trains under supervisors, so that a run outlives its faults; status, stats, inject",
     },
     "plan": {
-        "plan": "predicts memory, seconds and the best mesh of a config before a device is needed",
+        "plan": "predicts the memory, time and best mesh of a config without a device",
         "probe": "measures links and devices of a cluster and writes its YAML for the planner",
     },
     "data": {
@@ -28,17 +28,17 @@ GROUPS = {
     },
     "use": {
         "generate": "continues prompts and holds conversations with a trained model",
-        "serve": "serves a model by OpenAI's API",
+        "serve": "serves a model through OpenAI's API",
         "evaluate": "evaluates a model on validation data, text, images or lm-evaluation-harness tasks",
     },
     "watch": {
-        "monitor": "shows runs in the terminal while they go on",
-        "report": "reports on runs as text, page or JSON, and diagnoses what makes them slow",
+        "monitor": "shows runs in the terminal while they train",
+        "report": "reports on runs as text, a page or JSON, and diagnoses why they are slow",
         "telemetry": "prints the catalogue of metrics, a dashboard for Grafana, alert rules for Prometheus",
     },
     "help": {
-        "config": "says what each key of a config means; a JSON schema, with which editors complete",
-        "completion": "prints what completes commands, options and keys in bash or zsh",
+        "config": "explains each key of a config; prints a JSON schema for editors",
+        "completion": "prints shell completion of commands, options and keys for bash or zsh",
     },
 }  # fmt: skip
 COMMANDS = {name: meaning for group in GROUPS.values() for name, meaning in group.items()}

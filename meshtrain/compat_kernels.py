@@ -5,82 +5,73 @@ for runs that use them.
 import contextlib
 import importlib
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 
-def describe_gpu(cudnn: tuple[int, int, int]) -> None:
+def describe_gpu(version: tuple[int, int, int]) -> None:
     """Has JAX take cuDNN to be of a version, instead of asking the installed one before it writes a call to it.
 
     That is all that the compiler needs of cuDNN, which with its dependencies takes 2.1 GB. Before
     JAX writes a Triton kernel, it asks for the GPU's compute capability; before 0.12 it took Hopper's for granted.
     """
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    major, minor, patch = cudnn
-    fused_attention_stablehlo.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
+    major, minor, patch = version
+    cudnn.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
     with contextlib.suppress(ImportError):  # before 0.12
         gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
         hopper = gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H100)
         gpu_info.get_gpu_info = lambda: hopper
 
 
-def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float, causal: bool
-) -> tuple[jax.Array, jax.Array]:
+Qkv = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class CudnnScores(NamedTuple):
+    """The rules of cuDNN's scores."""
+
+    window: int  # positions that a query sees, its own and those before it; 0: all
+    scale: float
+    causal: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns them under cuDNN's names."""
+        mask = cudnn.MaskType.CAUSAL if self.causal else cudnn.MaskType.NO_MASK
+        return dict(scale=self.scale, mask_type=mask, sliding_window_length=self.window or None)
+
+
+def cudnn_attention(heads: Qkv, scores: CudnnScores) -> tuple[jax.Array, jax.Array]:
     """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of
     sums [B, H, T].
-
-    With a `window` a query sees no more than so many positions, its own and those before it. `scale` is of the scores.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    return cudnn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        sliding_window_length=window or None,
-        return_residual=True,
-    )
+    return cudnn.dot_product_attention(*heads, **scores.arguments(), return_residual=True)
 
 
 def cudnn_attention_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Qkv,
     out: jax.Array,
     log_sum: jax.Array,
     d_out: jax.Array,
-    window: int,
-    scale: float,
-    causal: bool,
+    scores: CudnnScores,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the
     output.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    none = jnp.zeros(0, q.dtype)
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    params = dict(
-        scale=scale,
+    none = jnp.zeros(0, out.dtype)
+    params = scores.arguments() | dict(
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=mask,
         layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=window or None,
     )
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
         params["score_mod"] = None
     call = cudnn._dot_product_attention_bwd_p_wrapper
-    return tuple(call.bind(q, k, v, *[none] * 7, log_sum, out, d_out, **params))
+    return tuple(call.bind(*heads, *[none] * 7, log_sum, out, d_out, **params))
 
 
 def splash_backward(

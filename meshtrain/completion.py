@@ -15,6 +15,7 @@ from meshtrain import cli
 from meshtrain.commands import COMMANDS, GROUPS, parser_of
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.key import keys
+from meshtrain.errors import not_installed
 
 SHELLS = ("bash", "zsh")
 PATHS = (
@@ -57,7 +58,7 @@ def completion(shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise ConfigError("completion needs shtab; pip install 'meshtrain[completion]'.") from None
+        raise not_installed("completion needs the shtab library", "completion") from None
 
     whole = argparse.ArgumentParser(prog="meshtrain")
     commands = whole.add_subparsers()

@@ -49,6 +49,10 @@ class ConfigError(ValueError):
         return [f"{PREFIX}{self}"]
 
 
+class PortTaken(ConfigError):
+    """Something else listens where the first process is to."""
+
+
 class Unreadable(Exception):
     """Something cannot be read now, in one sentence, which says nothing of what is in it.
 
@@ -70,8 +74,13 @@ def not_installed(what: str, extra: str, libraries: int = 1) -> ConfigError:
     them.
     """
     return ConfigError(
-        f"{what}, which {'is' if libraries == 1 else 'are'} not installed: pip install 'meshtrain[{extra}]'."
+        f"{what}, which {'is' if libraries == 1 else 'are'} not installed: {install_command(extra)}."
     )
+
+
+def install_command(extra: str) -> str:
+    """Returns what brings an extra, to stand within a sentence. The package index has another project's `meshtrain`."""
+    return f"pip install -e '.[{extra}]' in the checkout of meshtrain"
 
 
 def refusal(error: OSError) -> str:

@@ -7,7 +7,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
@@ -29,6 +29,8 @@ PASSING = frozenset({
     errno.EBUSY, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
 })  # fmt: skip
+# What says nothing of a file that is only read.
+UNREAD = PASSING | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 # What it says of a name that leads to nothing.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
@@ -56,9 +58,9 @@ def unreadable(path: str | Path, error: OSError) -> Unreadable:
     return Unreadable(f"{short(path)} cannot be read now: {refusal(error)}")
 
 
-def refuse_passing(path: str | Path, error: OSError) -> None:
+def refuse_passing(path: str | Path, error: OSError, passing: Collection[int] = PASSING) -> None:
     """Raises Unreadable if what the system said may pass, and so says nothing of the file."""
-    if error.errno in PASSING:
+    if error.errno in passing:
         raise unreadable(path, error) from None
 
 
@@ -122,7 +124,7 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise
     except ValueError:
         # a NUL, or half a surrogate pair
-        raise ConfigError(f"{shown} is no path that a file can have; {takes}.") from None
+        raise ConfigError(f"{shown} is not a path that a file can have; {takes}.") from None
     if len(content) > most:
         raise ConfigError(f"{shown} is larger than a {what} can be, {most // 1024} KiB; {takes}.")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):

@@ -76,7 +76,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--json-schema",
         action="store_true",
-        help="prints a JSON schema, with which editors complete",
+        help="prints a JSON schema for completion in editors",
     )
     parser.add_argument(
         "--markdown", action="store_true", help="prints tables in Markdown, a section each"
@@ -131,7 +131,7 @@ def _record(entry: DeclaredKey) -> dict[str, Any]:
 def _one(entry: DeclaredKey) -> str:
     key = entry.key
     width = get_terminal_size().columns - 12
-    follows = ", from which it follows where it stands" if key.follows and not key.null else ""
+    follows = ", resolved from other keys" if key.follows and not key.null else ""
     lines = {
         "": key.doc,
         "takes": takes(entry.hint, key),

@@ -44,7 +44,7 @@ from meshtrain.config.mesh import ISLAND as ISLAND
 from meshtrain.config.mesh import PIPELINE as PIPELINE
 from meshtrain.config.mesh import TENSOR as TENSOR
 from meshtrain.config.schema import MOST_FAKE_DEVICES
-from meshtrain.errors import refusal
+from meshtrain.errors import PortTaken, refusal
 from meshtrain.xla import ask_for_pool, step_options
 
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
@@ -145,8 +145,6 @@ def _check_port(address: str, is_asked_for: bool) -> None:
     except OSError as error:
         sentence = f"the coordinator cannot listen at {address}: {refusal(error)}"
         if error.errno == errno.EADDRINUSE:
-            from meshtrain.run.processes import PortTaken
-
             raise PortTaken(f"{sentence}; give another port.") from None
         # A machine without IPv6 listens at every address of the other kind.
         if is_asked_for or error.errno == errno.EACCES:

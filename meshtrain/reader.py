@@ -154,7 +154,7 @@ def read_model(
         return _adopted(root, mesh, adapter, precision, **how)
     if adapter is not None:
         raise ConfigError(
-            f"adapter is given, but {short(root)} is no Hugging Face directory; meshtrain adopt merge adds them."
+            f"adapter is given, but {short(root)} is not a Hugging Face directory; meshtrain adopt merge adds them."
         )
     damaged: dict[Path, str] = {}
     removed: list[Path] = []
@@ -192,7 +192,7 @@ def _root_of(path: str | Path) -> tuple[Path, bool]:
         return root, is_hf_directory(root)
     except (TypeError, OSError):
         raise ConfigError(
-            f"{short(repr(path))} is no path that a run or a Hugging Face directory can have."
+            f"{short(repr(path))} is not a path that a run or a Hugging Face directory can have."
         ) from None
 
 

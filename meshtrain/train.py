@@ -1,9 +1,10 @@
-"""python -m meshtrain.train --config FILE: parse, build, restore, loop, stop.
+"""python -m meshtrain.train --config FILE: open the data, build the program, resume its state, take the steps, end.
 
     next batch ─► step k dispatched ─► metrics of step k-1 fetched ─► evaluate, save, stop where due
         hooks (`meshtrain.run.hooks`): rows, what watches the run, the check of the numbers, tracing, supervision
 
-So devices never wait for the host; fake CPU devices do after every step, since steps in flight together deadlock them.
+A step is dispatched before the host waits for the one before it, so accelerators never idle. On CPU the host waits for
+each step: fake devices deadlock with two steps in flight.
 """
 
 if __name__ == "__main__":
@@ -19,7 +20,7 @@ if __name__ == "__main__":
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, made_for_nothing, run_directory
 from meshtrain.run.garbage import GarbageCollection
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
-from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides
+from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides, is_first
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, TrainStep
@@ -58,14 +59,16 @@ from meshtrain.telemetry.measured import Measured, measured
 from meshtrain.telemetry.progress import Reporter
 from meshtrain.units import size
 
-COMPILING = 3600  # seconds by which one process may be later than another
+# seconds that a process waits for the last one to have compiled
+COMPILE_TIMEOUT = 3600
+# errors that are one sentence
 PLAIN = (
     ConfigError,
     CheckpointError,
     FloatingPointError,
     RunFailure,
     Unreadable,
-)  # errors that are one sentence
+)
 
 
 @command
@@ -77,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return DONE
         result = train(config)
-        if result.exit_code != FAILED and jax.process_index() == 0:
+        if result.exit_code != FAILED and is_first():
             print(_commands(config))
         return result.exit_code
     except ConfigError as error:
         note("config", str(error))
         raise
-    except (CheckpointError, FloatingPointError, RunFailure, Unreadable) as error:
+    except PLAIN as error:
         say(error)
         return FAILED
 
@@ -129,8 +132,9 @@ def train(
             failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
+            # All processes raise these, so none is left waiting for this one.
             if isinstance(error, PLAIN) and not isinstance(error, RunFailure | Unreadable):
-                raise  # as all processes do
+                raise
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED, PLAIN)
             if failure is error:
@@ -147,101 +151,145 @@ def _run(
     after: list[RunHook],
     **parts: Any,
 ) -> RunResult:
-    """Builds what a run needs in order, takes the steps, and ends the run."""
-    heartbeat = supervision.heartbeat
-    heartbeat.phase("open")
+    """Opens the data, builds the program, resumes its state, takes the steps, and ends the run."""
+    config, data, held_out = _open(config, supervision, stop)
+    program = _build(config, supervision, parts)
+    config = program.config
+    checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
+    closing.callback(checkpointer.close)
+    state, start = _resume(checkpointer, supervision)
+    record = RunRecord(directory, config, start, checkpointer.lock)
+    closing.callback(record.close)
+    _keep_tokenizer(config, directory)
+    # Both close before `train` meets an error: it may end the process at once.
+    with (
+        watch(config, directory, supervision.heartbeat, program.mesh) as hub,
+        Reporter(config.train.steps, start, quiet=not is_first()) as report,
+    ):
+        evaluation = Evaluation(program, held_out, directory / METRICS, start)
+        for sentence in _opening(program, data, start, evaluation):
+            report.write(sentence)
+        loop = Loop(
+            program,
+            data,
+            _read_ahead(program, data, start, supervision),
+            evaluation,
+            checkpointer,
+            supervision,
+            measured(program, supervision.heartbeat.phases),
+            report.write,
+        )
+        closing.callback(loop.loader.close)
+        check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
+        loop.hooks += [record, hub, report, check]
+        _add_chosen_hooks(loop, directory, closing)
+        loop.hooks += [supervision, *after]
+        last = loop.run(state, start, stop)
+        exit_code = _end(loop, start, last, record)
+        return RunResult(directory, exit_code, last, tuple(loop.losses))
+
+
+def _open(
+    config: Config, supervision: Supervision, stop: StopSignals
+) -> tuple[Config, SplitBatches, SplitBatches | None]:
+    """Opens training and validation data, counts the steps of `train.epochs`, and joins the other processes."""
+    supervision.heartbeat.phase("open")
     data, held_out = open_data(config)
     config = resolve_epochs(config, data.batches_per_epoch)
     supervision.enter("join")
     with stop.held():
         join_cluster()
-    heartbeat.phase("init")
+    return config, data, held_out
+
+
+def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> Program:
+    """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
+    supervision.heartbeat.phase("init")
     program = Program(config, **parts)
-    config = program.config
     supervision.build(program)
-    checkpointer = Checkpointer(config, program, read=digests(config, data, held_out))
-    closing.callback(checkpointer.close)
+    return program
+
+
+def _resume(checkpointer: Checkpointer, supervision: Supervision) -> tuple[State, int]:
+    """Returns the state of the newest checkpoint, or a new one, and how many steps it has taken."""
     state, start = checkpointer.restore_or_init(supervision.enter)
     supervision.start(state, start, lambda: checkpointer.newest)
-    record = RunRecord(directory, config, start, checkpointer.lock)
-    closing.callback(record.close)
-    if config.data.tokenizer != "byte" or config.data.template is not None:
-        from meshtrain.data.copies import keep
+    return state, start
 
-        first_decides(lambda: keep(config, directory))
-    # These end before the failure's sentence, which may end the process at once.
-    with (
-        watch(config, directory, heartbeat, program.mesh) as hub,
-        Reporter(config.train.steps, start, quiet=jax.process_index() != 0) as report,
-    ):
-        evaluation = Evaluation(program, held_out, directory / METRICS, start)
-        for sentence in _opening(program, data, start, evaluation):
-            report.write(sentence)
-        measures = measured(program, heartbeat.phases)
-        check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
-        hooks: list[RunHook] = [record, hub, report, check]
-        if config.telemetry.experts_every and config.model.moe.experts:
-            from meshtrain.parallel.loads import LayerLoads
 
-            hooks.insert(0, LayerLoads(config))
-        if config.telemetry.trace_at:
-            from meshtrain.telemetry.trace import Tracer
+def _keep_tokenizer(config: Config, directory: Path) -> None:
+    """Copies a tokenizer and a template from files of their own into the run."""
+    if config.data.tokenizer == "byte" and config.data.template is None:
+        return
+    from meshtrain.data.copies import keep
 
-            tracer = Tracer(
-                config,
-                directory,
-                program.mesh,
-                program.layout.table,
-                heartbeat.phase,
-                measures.leave_out,
-            )
-            closing.callback(tracer.close)
-            hooks.append(tracer)
-        if config.train.gc_every:
-            collection = GarbageCollection(config.train.gc_every)
-            closing.callback(collection.close)
-            hooks.append(collection)
-        if config.parallel.remat_offload:
-            hooks.append(OffloadCheck(program, report.write, measures.leave_out))
-        losses: list[float] = []
-        hooks += [supervision, *as_hooks([lambda row: losses.append(row["loss"])]), *after]
+    first_decides(lambda: keep(config, directory))
 
-        def place(batch: dict[str, np.ndarray]) -> Batch:
-            supervision.read(batch)
-            return program.place(batch)
 
-        loader = Loader(data, start, program.part, place, config.data.prefetch)
-        closing.callback(loader.close)
-        loop = Loop(
-            program,
-            data,
-            loader,
-            evaluation,
-            checkpointer,
-            supervision,
-            measures,
-            report.write,
-            hooks,
+def _read_ahead(
+    program: Program, data: SplitBatches, start: int, supervision: Supervision
+) -> Loader:
+    """Returns the loader of the batches after step `start`, which reads and places them on its own thread."""
+
+    def place(batch: dict[str, np.ndarray]) -> Batch:
+        supervision.read(batch)
+        return program.place(batch)
+
+    return Loader(data, start, program.part, place, program.config.data.prefetch)
+
+
+def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None:
+    """Adds the hooks that a config asks for."""
+    program = loop.program
+    config = program.config
+    if config.telemetry.experts_every and config.model.moe.experts:
+        from meshtrain.parallel.loads import LayerLoads
+
+        # It takes the counts out of the metrics before other hooks read them.
+        loop.hooks.insert(0, LayerLoads(config))
+    if config.telemetry.trace_at:
+        from meshtrain.telemetry.trace import Tracer
+
+        tracer = Tracer(
+            config,
+            directory,
+            program.mesh,
+            program.layout.table,
+            loop.supervision.heartbeat.phase,
+            loop.measures.leave_out,
         )
-        last = loop.run(state, start, stop)
-        heartbeat.phase("save")
-        checkpointer.wait()
-        for sentence in _closing(evaluation, last, checkpointer.metrics()):
-            report.write(sentence)
-        # Its rows are a part of a run: it did not end well without.
-        if not record.is_written():
-            heartbeat.note("error", "rows of metrics.jsonl could not be written.")
-            return RunResult(directory, FAILED, last, tuple(losses))
-        stopped = last < config.train.steps and not evaluation.ended
-        if stopped:
-            where = (
-                f"after step {last}; its checkpoint is written"
-                if last > start
-                else "before the first step"
-            )
-            report.write(f"stopped on request {where}, run again to go on.")
-        heartbeat.phase("end")
-        return RunResult(directory, STOPPED if stopped else DONE, last, tuple(losses))
+        closing.callback(tracer.close)
+        loop.hooks.append(tracer)
+    if config.train.gc_every:
+        collection = GarbageCollection(config.train.gc_every)
+        closing.callback(collection.close)
+        loop.hooks.append(collection)
+    if config.parallel.remat_offload:
+        loop.hooks.append(OffloadCheck(program, loop.report, loop.measures.leave_out))
+
+
+def _end(loop: "Loop", start: int, last: int, record: RunRecord) -> int:
+    """Waits for the last save, says how the run ended, and returns its exit code."""
+    heartbeat = loop.supervision.heartbeat
+    evaluation = loop.evaluation
+    heartbeat.phase("save")
+    loop.checkpointer.wait()
+    for sentence in _closing(evaluation, last, loop.checkpointer.metrics()):
+        loop.report(sentence)
+    # A run that lacks rows has failed, though all its steps are taken.
+    if not record.finish():
+        heartbeat.note("error", "rows of metrics.jsonl could not be written.")
+        return FAILED
+    stopped = last < loop.program.config.train.steps and not evaluation.ended
+    if stopped:
+        where = (
+            f"after step {last}; its checkpoint is written"
+            if last > start
+            else "before the first step"
+        )
+        loop.report(f"stopped on request {where}, run again to go on.")
+    heartbeat.phase("end")
+    return STOPPED if stopped else DONE
 
 
 @dataclass
@@ -256,10 +304,12 @@ class Loop:
     supervision: Supervision
     measures: Measured
     report: Callable[[str], None]
-    hooks: Sequence[RunHook]
+    hooks: list[RunHook] = field(default_factory=list)  # called in their order
+    losses: list[float] = field(default_factory=list)  # of the steps taken
+    # compiled, by the shape of the batch
     steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(
         default_factory=dict
-    )  # by batch shape
+    )
 
     def run(self, state: State, start: int, stop: StopSignals) -> int:
         """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns
@@ -268,12 +318,10 @@ class Loop:
         steps = self.program.config.train.steps
         step = start
         stopping = stop.requested
-        synchronous = (
-            platform(self.program.mesh) == "cpu"
-        )  # steps in flight together deadlock fake devices
-        pending: tuple[int, dict[str, jax.Array]] | None = (
-            None  # the step whose metrics are still on the devices
-        )
+        # Fake devices deadlock with two steps in flight.
+        synchronous = platform(self.program.mesh) == "cpu"
+        # the step whose metrics are still on the devices
+        pending: tuple[int, dict[str, jax.Array]] | None = None
         while step < steps and not stopping and not self.evaluation.ended:
             for hook in self.hooks:
                 hook.before_batch(step + 1)
@@ -291,7 +339,7 @@ class Loop:
             pending = step, metrics
             for hook in self.hooks:
                 hook.after_step(step, train_step, metrics)
-            # Asked once a step, so that a request is met by a save, and by every process alike.
+            # Asked at one moment of each step, so that all processes stop after the same one, whose state is saved.
             stopping = stop.requested
             saves = self.checkpointer.due(step) or step == steps or stopping
             if saves or synchronous or self.evaluation.due(step):
@@ -314,8 +362,9 @@ class Loop:
             self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
 
     def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
-        """Returns the step after `step` steps for this shape of batch; compiling is reported, and does not count as a
-        step's time.
+        """Returns the program of the step that follows `step` steps, for this shape of batch.
+
+        Compiling is reported, and does not count as a step's time.
         """
         train_step = self.program.step_after(step)
         shape = inputs(batch).shape
@@ -326,17 +375,16 @@ class Loop:
             self.steps[key] = train_step.lower(state, batch).compile()
             if self.program.islands is not None:
                 self.program.islands.prepare()
-            meet(f"compiled for {shape}, program {len(self.steps)}", COMPILING)
-            self.report(
-                f"compiled for batches of {' x '.join(map(str, shape))} in {time.perf_counter() - began:.1f} s"
-            )
+            meet(f"compiled for {shape}, program {len(self.steps)}", COMPILE_TIMEOUT)
+            seconds = time.perf_counter() - began
+            self.report(f"compiled for batches of {' x '.join(map(str, shape))} in {seconds:.1f} s")
             self.measures.restart()
         return self.steps[key]
 
     def log(
         self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None
     ) -> Row:
-        """Waits for the metrics of `step`, and hands its row, with what it `evaluated` to, to the hooks."""
+        """Waits for the metrics of `step`, and hands the hooks its row, which holds those of an evaluation too."""
         self.supervision.heartbeat.phase("wait")
         islands = self.program.islands
         config = self.program.config
@@ -351,8 +399,9 @@ class Loop:
         row |= {"padding_tokens": self.data.padding_tokens(step - 1), **(evaluated or {})}
         due = step % config.log.every == 0 or step == config.train.steps or bool(evaluated)
         if due:
-            # of all saves and compilations since the row before
+            # saves and compilations since the last logged row
             row |= self.checkpointer.metrics() | self.measures.row()
+        self.losses.append(row["loss"])
         for hook in self.hooks:
             hook.after_metrics(row, due)
         return row
@@ -393,73 +442,67 @@ class OffloadCheck(RunHook):
         return state, batch
 
 
-def _costs(config: Config) -> list[str]:
-    """Returns a sentence on each thing that is legal but costs something."""
-    sentences = [*notes(config), *placement.notes(config)]
-    if config.precision.matmul == "compute":
-        return sentences
-    from meshtrain.parallel import float8
+def _costs(config: Config) -> Iterator[str]:
+    """Yields a sentence on each thing that is legal but costs something."""
+    yield from notes(config)
+    yield from placement.notes(config)
+    if config.precision.matmul != "compute":
+        from meshtrain.parallel import float8
 
-    return [*sentences, *float8.notes(config)]
+        yield from float8.notes(config)
 
 
-def _opening(program: Program, data: SplitBatches, start: int, evaluation: Evaluation) -> list[str]:
-    """Returns sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is
+def _opening(
+    program: Program, data: SplitBatches, start: int, evaluation: Evaluation
+) -> Iterator[str]:
+    """Yields sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is
     left to do.
     """
     config = program.config
     devices = program.mesh.devices.size
     trained = trained_text(config.model, config.lora, config.train.trainable)
-    lines = [
+    yield (
         f"{config.model.family} with {program.layout.parameters:,} parameters{trained} on {config.mesh} "
         f"({devices} {platform(program.mesh)} devices), "
-        f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",
-        data.describe(),
-        *(
-            [f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"]
-            if config.train.epochs
-            else []
-        ),
-        *_stands_in(program),
-        *chosen(config),
-        *(f"note: {sentence}" for sentence in _costs(config)),
-    ]
+        f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device"
+    )
+    yield data.describe()
+    if config.train.epochs:
+        yield f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"
+    yield from _stands_in(program)
+    yield from chosen(config)
+    for sentence in _costs(config):
+        yield f"note: {sentence}"
     if start >= config.train.steps:
-        return [
-            *lines,
-            f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do",
-        ]
-    if evaluation.ended:
-        return [
-            *lines,
-            f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on",
-        ]
-    return [*lines, *evaluation.opening(), *([f"going on after step {start}"] if start else [])]
+        yield f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do"
+    elif evaluation.ended:
+        yield f"{evaluation.why()}: nothing is left to do; with a larger eval.patience it goes on"
+    else:
+        yield from evaluation.opening()
+        if start:
+            yield f"going on after step {start}"
 
 
-def _stands_in(program: Program) -> list[str]:
-    """Returns the sentence on CPUs that compute in what accelerators are for."""
+def _stands_in(program: Program) -> Iterator[str]:
+    """Yields a sentence where CPUs compute in a dtype that is meant for accelerators."""
     compute = program.config.precision.compute
-    if platform(program.mesh) != "cpu" or compute == "float32":
-        return []
-    return [
-        f"note: JAX finds no accelerator here: CPUs stand in and compute in {compute}, far slower, which is for "
-        "trying it out"
-    ]
+    if platform(program.mesh) == "cpu" and compute != "float32":
+        yield (
+            f"note: JAX finds no accelerator here: CPUs stand in and compute in {compute}, far slower, which is for "
+            "trying it out"
+        )
 
 
-def _closing(evaluation: Evaluation, step: int, last: Mapping[str, float]) -> list[str]:
-    """Returns sentences on the saves that no row of metrics follows (`last`: their metrics), and on the evaluations."""
-    lines = evaluation.closing(step)
-    if last:
+def _closing(evaluation: Evaluation, step: int, save: Mapping[str, float]) -> Iterator[str]:
+    """Yields a sentence on the last save, whose metrics no row has told (none: they have been), and on evaluations."""
+    if save:
         size, seconds, blocking = (
-            last[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds")
+            save[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds")
         )
-        lines.insert(
-            0,
-            f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking",
+        yield (
+            f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking"
         )
-    return lines
+    yield from evaluation.closing(step)
 
 
 def _commands(config: Config) -> str:

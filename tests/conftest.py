@@ -4,6 +4,7 @@ user left behind.
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -16,6 +17,21 @@ ROOT = Path(__file__).parents[1]
 DEVICES = 8
 # A hang fails soon, and says where; tests compile far longer than they run.
 FLAGS = ["--xla_cpu_collective_call_terminate_timeout_seconds=60", *quick_compile.FLAGS]
+
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, help="tests that would begin later are skipped, and counted"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
 
 
 def pytest_configure() -> None:

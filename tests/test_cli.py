@@ -59,7 +59,7 @@ WRONG = {
         ),
         (
             "--config run.yaml mesh.data=2",
-            "mesh.data=2 is no argument; did you mean --set mesh.data=2?",
+            "unexpected argument mesh.data=2; did you mean --set mesh.data=2?",
         ),
         (
             "--config run.yaml --mesh.tensor 2",
@@ -119,7 +119,7 @@ WRONG = {
         ),
         (
             "runs/x --step last",
-            "argument --step: 'last' is no step; it must be a number, best or newest",
+            "argument --step: 'last' is not a step; it must be a number, best or newest",
         ),
     ],
     "generate": [
@@ -147,7 +147,7 @@ WRONG = {
         ),
         (
             "runs/x --prompt hello --step last",
-            "argument --step: 'last' is no step; it must be a number, best or newest",
+            "argument --step: 'last' is not a step; it must be a number, best or newest",
         ),
         ("runs/x hello", "unrecognized arguments: hello"),
     ],
@@ -159,7 +159,7 @@ WRONG = {
         ("runs/x --drain nan", "argument --drain: 'nan' is not a number from 0 to 1e+09"),
         (
             "runs/x --step last",
-            "argument --step: 'last' is no step; it must be a number, best or newest",
+            "argument --step: 'last' is not a step; it must be a number, best or newest",
         ),
     ],
 }

@@ -213,6 +213,13 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["parallel.remat_keep", "remat: names"],
     ),
     "an empty file": ("", [], ["is empty"]),
+    "a comment alone": ("# nothing\n", [], ["is empty"]),
+    "nothing but null": ("null\n", [], ["must be a mapping"]),
+    "a number alone": ("3\n", [], ["must be a mapping"]),
+    "a number as a key": ("run: {3: 1}", [], ["3"]),
+    "a merge key": ("base: &b {seed: 1}\nrun: {<<: *b}\n", [], ["base"]),
+    "aliases of aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", [], ["section"]),
+    "100,000 lists in one another": ("[" * 100_000, [], ["nested more than"]),
     "a binary file": (b"\x89PNG\r\n\x1a\n\x00\xff", [], ["is not text", "UTF-8"]),
     "text with a null in it": (b"model: {layers: 4}\x00", [], ["is not valid YAML"]),
     "a list": ("- model\n- mesh\n", [], ["line 1", "must be a mapping", "not a list"]),
@@ -371,7 +378,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a batch that takes long to divide by every number": (
         GOOD,
         ["train.global_batch_size=2147483646", "train.sequence_length=1", "mesh.data=4"],
-        ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646."],
+        ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646, or set"],
     ),
     "a pipeline whose table nobody has room for": (
         GOOD,
@@ -573,8 +580,15 @@ def test_what_a_shells_command_writes_to_a_pipe_is_a_config(capsys):
 
 @pytest.mark.parametrize(
     "path",
-    ["a\0b.yaml", "a\ud800b.yaml", "a" * 5000 + ".yaml", ""],
-    ids=["NUL", "surrogate", "long", "empty"],
+    [
+        "a\0b.yaml",
+        "a\ud800b.yaml",
+        os.fsdecode(b"\xff\xfe.yaml"),
+        "a" * 300 + ".yaml",
+        "a" * 5000 + ".yaml",
+        "",
+    ],
+    ids=["NUL", "surrogate", "bytes", "long name", "long", "empty"],
 )
 def test_a_path_that_no_file_can_have_is_refused(path):
     with pytest.raises(ConfigError) as refused:

@@ -19,6 +19,7 @@ import jax
 import pytest
 import yaml
 from documented import GUIDE, GUIDES, MODULES, ROOT, commands, docstrings, fenced, paths
+from refusals import tells
 from training_processes import CONTEXT
 
 from meshtrain.config import Config, load
@@ -75,6 +76,9 @@ NOT_HERE = {
     "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in "
     "each way",
 }
+# The thread of docs/fine-tuning.md, from a row of data to a model that was exported and answers.
+THREAD = [name for name in COMMANDS if re.search("README|base|chats|capitals", name)]
+NOT_HERE |= dict.fromkeys(THREAD, "typed in their order by a test of their own")
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
 # them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
@@ -111,6 +115,11 @@ TYPED = list(
         for form in FORMS.get(command, [command])
     }.values()
 )
+# What may say how something is installed, and an extra of the name that the package index has given to others.
+ROOMS = ("meshtrain", "docs", "configs", "experiments", "tests/helpers")
+TEXTS = (".py", ".md", ".yaml", ".json", ".ipynb")
+WIDEST = 110  # characters of a line of code, of which a window of 1,400 px shows 112
+BY_NAME = re.compile(r"\bmeshtrain\[[a-z]|pip install (-\S+ )*meshtrain\b")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.\.\.)?")
 FILE = {
     "run": {"directory": "runs/mine", "fake_devices": 8},
@@ -294,6 +303,20 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
         assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
 
 
+@pytest.mark.thorough
+def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
+    *thread, chat = THREAD
+    assert len(thread) == 6 and chat.endswith("generate capitals --chat")
+    shutil.copy(ROOT / "README.md", directory)
+    for command in thread:
+        words = COMMANDS[command][2:]
+        short = ["--set", "train.steps=2"] if words[0] == "meshtrain.train" else []
+        printed = typed([*words, *short], directory)
+        assert "show" not in words or tells(printed, "learned"), printed
+    for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert (directory / "capitals" / file).exists(), file
+
+
 def test_what_is_not_typed_here_is_documented():
     assert len(COMMANDS) > 10
     assert NOT_HERE.keys() | FORMS.keys() <= COMMANDS.keys()
@@ -357,14 +380,15 @@ def test_the_guides_configs_are_configs(block):
 
 @pytest.mark.thorough
 def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
-    blocks = dict(fenced(GUIDES["docs/extending.md"]))
-    (directory / "mine.py").write_text(blocks["py"])
-    (directory / "c.yaml").write_text(blocks["yaml"])
+    blocks = fenced(GUIDES["docs/extending.md"])
+    parts = "\n\n".join(block for kind, block in blocks if kind == "py")
+    (directory / "mine.py").write_text(parts)
+    (directory / "c.yaml").write_text(dict(blocks)["yaml"])
     printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
     assert re.search(r"relu_llama .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2", printed), (
         printed
     )
-    assert (directory / "runs/mine/imports/mine.py").read_text() == blocks["py"]
+    assert (directory / "runs/mine/imports/mine.py").read_text() == parts
 
 
 def test_messages_of_the_troubleshooting_page_are_said():
@@ -424,3 +448,32 @@ def test_every_module_that_a_package_names_is_there():
         and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
     ]
     assert not wrong
+
+
+def test_nothing_tells_to_install_by_name():
+    """The package index has another project's `meshtrain`: what is installed stands in a checkout, or is a wheel."""
+    told = [
+        path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in TEXTS
+    ]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "README.md", *told)
+        for line in path.read_text().splitlines()
+        if BY_NAME.search(line)
+    ]
+    assert len(told) > 500 and not wrong
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_line_of_code_is_no_wider_than_a_page_shows(page):
+    """Records of JSON have a line each, however long; `docs/pages.css` has them go on in the next."""
+    lines = [
+        line for kind, code in fenced(GUIDES[page]) if kind != "jsonl" for line in code.splitlines()
+    ]
+    assert not [line for line in lines if len(line) > WIDEST]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_readers_are_warned_of_the_other_project_of_this_name(page):
+    warned = re.sub(r"\s+", " ", GUIDES[page])
+    assert tells(warned, "`meshtrain` ... package index ... another project")

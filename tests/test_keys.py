@@ -40,7 +40,7 @@ def test_one_key_is_told_with_bounds_default_and_resume(capsys, monkeypatch):
     )
     assert tells(said(capsys, "run.seed"), "it is refused", "unless checkpoint.allow")
     assert "takes     a whole number, at least 1 or auto\n" in said(capsys, "train.loss_chunk")
-    assert "default   auto, from which" in said(capsys, "parallel.schedule")
+    assert "default   auto, resolved" in said(capsys, "parallel.schedule")
 
 
 def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys):

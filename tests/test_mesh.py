@@ -15,8 +15,8 @@ from free_port import free_port
 from refusals import tells
 
 from meshtrain.config import ConfigError, MeshConfig, load
+from meshtrain.errors import PortTaken
 from meshtrain.mesh import AXES, arranged, device_names, join_cluster, make_mesh, platform
-from meshtrain.run.processes import PortTaken
 from meshtrain.step import Program
 
 

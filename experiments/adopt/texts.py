@@ -7,12 +7,13 @@ The files of the tokenizers are written by `tests/helpers/tokenizer_families.py`
 `tests/data/test_tokenizer_families.py` holds what transformers said of them without it.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from experiments import bench
 
 TESTS = Path(__file__).parents[2] / "tests"
 GOLDEN = TESTS / "data" / "golden" / "texts.json"
@@ -52,9 +53,7 @@ def theirs(python: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()

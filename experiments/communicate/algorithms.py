@@ -5,8 +5,7 @@ cores, so this tells what the messages themselves cost, and nothing of links. Th
 cluster: who wins where.
 """
 
-import argparse
-
+from experiments import bench
 from meshtrain.allreduce import ALGORITHMS
 from meshtrain.cluster.algorithms import ALL_REDUCE
 from meshtrain.config import MeshConfig, load
@@ -23,9 +22,7 @@ MODELLED = tuple(2**k for k in (12, 16, 20, 24, 28, 32))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.communicate.algorithms", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="to measure on")
     parser.add_argument(
         "--cluster", default="h100", help="to model, as python -m meshtrain.plan --cluster takes it"

@@ -4,7 +4,7 @@ H100s.
     python -m experiments.communicate.overlap                           all layouts, up to a minute each
     python -m experiments.communicate.overlap 8b --set parallel.zero_stage=2
 
-Needs the compiler (pip install 'meshtrain[compile]') and no GPU. Read from the order in which the program is issued
+Needs the compiler (pip install -e '.[compile]') and no GPU. Read from the order in which the program is issued
 (`experiments.plan.timed`):
 
     GB           of the arrays that a device gathers, scatters or sums over data (and islands) in a step

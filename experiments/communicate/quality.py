@@ -12,7 +12,6 @@ gradients are sent over data is all that differs; the two rows of plain float32 
 moves the loss in 150 steps.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -20,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import bench
 from meshtrain.config import Config, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,9 +134,7 @@ def table(work: Path) -> tuple[list[str], list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.communicate.quality", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument(
         "--work", type=Path, default=ROOT / "runs" / "quality", help="directory of the runs, kept"
     )

@@ -1,7 +1,7 @@
 """Injects faults of each kind that no test covers, and prints what became of each: python -m experiments.faults
 
 Of each kind the first and the last of a room, and all controls; CI runs that. `--all`: every fault that was found or
-thought of, those of the kinds that `tests/` covers too; which test covers which kind stands where the kind does. Prints
+thought of and that no test injects; which test injects the others stands in `covered.py`, and `--list` says so. Prints
 per room and in sum how many were tried, of how many kinds, and what became of them (the words: `harness.py`), and each
 that was not named with its reason. Exit code 0 if none is silent, a traceback or a hang, and every control was judged
 rightly. Full disks and read-only ones are mounts that the fault's processes alone see, another user is nobody: both
@@ -11,7 +11,6 @@ need root, and are counted as not tried without. `--long`: the faults that take 
 
 import argparse
 import fnmatch
-import importlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 from experiments import quick_compile
+from experiments.faults.covered import COVERED
 
 ENVIRONMENT = {  # of every process, so that it starts and compiles fast and says nothing of its own
     "JAX_PLATFORMS": "cpu",
@@ -45,7 +45,6 @@ ROOMS = (
     "planning",
     "adopting",
     "requests",
-    "serving",
     "starved",
     "surroundings",
     "numbers",
@@ -63,17 +62,17 @@ def main() -> int:
     parser.add_argument(
         "--only",
         metavar="PATTERN",
-        help="faults whose 'room: name', room, kind or point matches, such as 'data*', '*FIFO*', clock or '#9'",
+        help="faults whose 'room: name', room or kind matches, such as 'data*', '*FIFO*' or clock",
     )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="every fault of each kind, and those of the kinds that tests/ covers, too",
-    )
+    parser.add_argument("--all", action="store_true", help="every fault of each kind")
     parser.add_argument(
         "--long", action="store_true", help="the faults that take minutes, in place of the others"
     )
-    parser.add_argument("--list", action="store_true", help="lists the faults and injects none")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="lists the faults, and the tests that inject others; injects none",
+    )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout in place of the table"
     )
@@ -95,23 +94,21 @@ def main() -> int:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "compiled")
     from experiments.faults import harness
 
-    for room in ROOMS:
-        importlib.import_module(f"experiments.faults.{room}")
+    harness.register(ROOMS)
     matching = [f for f in harness.FAULTS if _matches(f, options.only) and f.long == options.long]
     chosen = matching if options.all or options.only or options.long else _few(matching)
     if len(chosen) < len(matching):
-        covered = sum(bool(f.tests) for f in matching)
-        alike = len(matching) - covered - len(chosen)
+        alike = len(matching) - len(chosen)
         print(
-            f"left out: {covered} that tests/ covers, {alike} of kinds that two others are of (--all injects them, too)",
+            f"left out: {alike} of kinds that two others are of (--all injects them)",
             file=sys.stderr,
         )
     try:
         if options.list:
             for fault in chosen:
-                print(
-                    f"{fault.room:<12} {fault.kind:<22} {'#' + fault.point if fault.point else '':<4} {fault.name}"
-                )
+                print(f"{fault.room:<12} {fault.kind:<22} {fault.name}")
+            for (room, kind), tests in COVERED.items():
+                print(f"{room:<12} {kind:<22} injected by {', '.join(tests)}")
             return 0
         return _run(chosen, work, options)
     finally:
@@ -121,16 +118,15 @@ def main() -> int:
 def _matches(fault, pattern: str | None) -> bool:
     if pattern is None:
         return True
-    texts = (f"{fault.room}: {fault.name}", fault.room, fault.kind, f"#{fault.point}")
+    texts = (f"{fault.room}: {fault.name}", fault.room, fault.kind)
     return any(fnmatch.fnmatch(text, pattern) for text in texts)
 
 
 def _few(faults: list) -> list:
-    """Returns the first and the last fault of each kind of a room that no test covers, and all controls."""
+    """Returns the first and the last fault of each kind of a room, and all controls."""
     kinds: dict[tuple[str, str], list] = {}
     for fault in faults:
-        if not fault.tests:
-            kinds.setdefault((fault.room, fault.kind), []).append(fault)
+        kinds.setdefault((fault.room, fault.kind), []).append(fault)
     ends = {id(fault) for of in kinds.values() for fault in (of[0], of[-1])}
     return [f for f in faults if id(f) in ends or f.room == "controls"]
 
@@ -146,11 +142,11 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
     found: list[dict] = []
 
     def tell(fault: harness.Fault, verdict: str, reason: str, seconds: float) -> None:
-        known = {"room": fault.room, "kind": fault.kind, "fault": fault.name, "point": fault.point}
+        known = {"room": fault.room, "kind": fault.kind, "fault": fault.name}
         found.append({**known, "verdict": verdict, "reason": reason, "seconds": round(seconds, 2)})
         if verdict != "named":
             print(
-                f"{verdict:<10} {fault.room}: {fault.name}{' #' + fault.point if fault.point else ''}: {reason}",
+                f"{verdict:<10} {fault.room}: {fault.name}: {reason}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -26,6 +26,7 @@ WORDS = [
     "reduce",
     "tick",
 ]
+PREPARE = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
 
 
 def text(seed: int, words: int = 120) -> str:
@@ -94,9 +95,7 @@ def _text(place: Place, **data: object) -> None:
 
 def _shards(place: Place) -> None:
     folder(place)
-    ended = place.command(
-        "data.__main__", "prepare", "--input", "text", "--output", "shards", "--workers", "1"
-    )
+    ended = place.command("data", *PREPARE)
     assert ended.code == 0, ended.said
     _trained(place, data={"source": "shards"})
 

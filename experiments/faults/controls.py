@@ -22,8 +22,6 @@ from experiments.faults.harness import (
     went_on,
 )
 
-ROOM = "controls"
-
 
 def found_out(kind: type[Verdict], judge) -> None:
     """The judge must say so."""
@@ -39,14 +37,14 @@ def found_out(kind: type[Verdict], judge) -> None:
 kind("control")
 
 
-@fault(ROOM, "nothing at all: a run from start to end")
+@fault("nothing at all: a run from start to end")
 def healthy(p: Place) -> None:
     done(p.train(), quiet=True)
     p.undisturbed()
     p.intact(2, 4, 6, 8)
 
 
-@fault(ROOM, "nothing but a kill: an interrupted run goes on")
+@fault("nothing but a kill: an interrupted run goes on")
 def interrupted(p: Place) -> None:
     p.base()
     before = p.digests(p.checkpoints)
@@ -55,7 +53,7 @@ def interrupted(p: Place) -> None:
     p.survive(before)
 
 
-@fault(ROOM, "a run that goes on with a patched state: every parameter a hundredth larger")
+@fault("a run that goes on with a patched state: every parameter a hundredth larger")
 def silently_other(p: Place) -> None:
     """No program can know, but the judge of losses must."""
 
@@ -77,7 +75,7 @@ def silently_other(p: Place) -> None:
     found_out(Silent, p.undisturbed)
 
 
-@fault(ROOM, "metrics that lost a row, have one twice, or another loss")
+@fault("metrics that lost a row, have one twice, or another loss")
 def other_rows(p: Place) -> None:
     p.base(interrupted=False)
     whole = p.metrics.read_bytes().splitlines(keepends=True)
@@ -98,7 +96,7 @@ def other_rows(p: Place) -> None:
     found_out(Silent, p.undisturbed)
 
 
-@fault(ROOM, "a file that is lost, a checkpoint that is damaged")
+@fault("a file that is lost, a checkpoint that is damaged")
 def lost(p: Place) -> None:
     p.base()
     before = p.digests(p.run)
@@ -112,13 +110,13 @@ def lost(p: Place) -> None:
     p.intact(6)
 
 
-@fault(ROOM, "a run that begins anew where it should go on")
+@fault("a run that begins anew where it should go on")
 def anew(p: Place) -> None:
     ended = p.train()
     found_out(Silent, lambda: resumed(ended, LAST))
 
 
-@fault(ROOM, "a traceback, a signal, an endless process, a patched main that swallows an error")
+@fault("a traceback, a signal, an endless process, a patched main that swallows an error")
 def deaths(p: Place) -> None:
     def fails() -> int:
         raise RuntimeError("no")
@@ -136,7 +134,7 @@ def deaths(p: Place) -> None:
     found_out(Silent, lambda: refused(p.start("", call=lambda: 0).end()))
 
 
-@fault(ROOM, "sentences: two, none, without a prefix, with another exit code, without the word")
+@fault("sentences: two, none, without a prefix, with another exit code, without the word")
 def sentences(p: Place) -> None:
     refused(Ended(2, "", "meshtrain: mesh.data is 3.\n"), "mesh.data")
     for code, err in (

@@ -34,13 +34,11 @@ from meshtrain.checkpoint import digests, steps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
-PATIENCE = 120.0  # seconds that a process may take, on a machine with much else to do
+PATIENCE = 300.0  # seconds that a process may take, on a machine with much else to do
 LONGEST = 1800.0  # of a fault that takes minutes
-STEPS, EVERY, LAST = (
-    8,
-    2,
-    6,
-)  # of a run; of its checkpoints; the newest checkpoint of an interrupted one
+STEPS = 8  # of a run
+EVERY = 2  # of its checkpoints
+LAST = 6  # the newest checkpoint of an interrupted one
 TINY: dict[str, dict[str, Any]] = {
     "run": {"directory": "run"},
     "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
@@ -91,33 +89,33 @@ class Fault:
     room: str
     kind: str
     name: str
-    point: str  # of the issue that reported it; "" for one more of its kind
     meet: Callable[["Place"], None]
     long: bool  # it takes minutes
-    tests: tuple[str, ...]  # that cover its kind
 
 
 FAULTS: list[Fault] = []
-_kinds: list[tuple[str, tuple[str, ...]]] = [("", ())]
+_now = {"room": "", "kind": ""}  # of the faults that are registered
 
 
-def kind(word: str, *tests: str) -> None:
-    """The kind of all faults that are registered from here on, until the next one is said.
+def register(rooms: Iterable[str]) -> None:
+    """Imports modules of this package, each of which registers its faults."""
+    for room in rooms:
+        _now["room"] = room
+        importlib.import_module(f"experiments.faults.{room}")
 
-    `tests`, as `config/test_load.py::test_x` in `tests/`, cover it: its faults are injected with `--all` alone, or if
-    they are asked for.
-    """
-    _kinds.append((word, tests))
+
+def kind(word: str) -> None:
+    """The kind of all faults that are registered from here on, until the next one is said."""
+    _now["kind"] = word
 
 
 def fault(
-    room: str, name: str, point: int | str = "", long: bool = False
-) -> Callable[[Callable[["Place"], None]], Any]:
+    name: str, long: bool = False
+) -> Callable[[Callable[["Place"], None]], Callable[["Place"], None]]:
     """Makes a fault of a function that arranges, runs and judges it."""
 
     def add(meet: Callable[["Place"], None]) -> Callable[["Place"], None]:
-        word, tests = _kinds[-1]
-        FAULTS.append(Fault(room, word, name, str(point), meet, long, tests))
+        FAULTS.append(Fault(_now["room"], _now["kind"], name, meet, long))
         return meet
 
     return add
@@ -369,7 +367,8 @@ class Place:
         return Running(pid, log)
 
     def command(self, module: str, *arguments: str, **how: Any) -> Ended:
-        return self.start(f"meshtrain.{module}", *arguments, **how).end().checked()
+        file = module if module == "train" or "." in module else f"{module}.__main__"
+        return self.start(f"meshtrain.{file}", *arguments, **how).end().checked()
 
     def training(self, *settings: str, config: str | Path = "config.yaml", **how: Any) -> Running:
         """The run of config.yaml, which is made if it is not there, with --set of each setting."""
@@ -414,6 +413,10 @@ class Place:
             code, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         ).checked()
 
+    def largest(self, folder: str, pattern: str) -> Path:
+        files = (path for path in (self.dir / folder).glob(pattern) if path.is_file())
+        return max(files, key=lambda path: path.stat().st_size)
+
     # judging
 
     def rows(self) -> list[dict[str, Any]]:
@@ -457,6 +460,11 @@ class Place:
             if file.name != ".lock"
         }
 
+    def everything(self) -> dict[str, str]:
+        """Digest and name of every file, but for caches and what processes said."""
+        own = (str(self.dir / "cache/"), str(self.dir / "log-"))
+        return {d: name for d, name in self.digests(self.dir).items() if not name.startswith(own)}
+
     def survive(self, before: dict[str, str]) -> None:
         """Every file of `before` is still somewhere, byte for byte."""
         now = self.digests(self.dir)
@@ -464,21 +472,82 @@ class Place:
             raise Silent(f"{len(lost)} files are lost, such as {lost[0]}")
 
 
-def refused(ended: Ended, *words: str, code: int = 2, sentences: int = 1) -> None:
+# --- rows: a fault of which only the arrangement, the command and the outcome differ
+
+
+def nothing(p: Place) -> None:
+    """Arranges nothing."""
+
+
+def with_settings(*settings: str) -> tuple[str, ...]:
+    """The command that trains by config.yaml with these settings."""
+    return ("train", "--config", "config.yaml", *(w for s in settings for w in ("--set", s)))
+
+
+def refuses(
+    name: str,
+    command: Sequence[str],
+    *words: str,
+    arrange: Callable[[Place], object] = nothing,
+    base: str = "",
+    codes: tuple[int, ...] = (2,),
+) -> None:
+    """Once it is arranged, the command ends with one sentence that has these words, and no file is lost."""
+
+    @fault(name)
+    def _(p: Place) -> None:
+        if base:
+            p.base(base)
+        else:
+            p.config()
+        arrange(p)
+        before = p.everything()
+        ended = p.command(*command)
+        refused(ended, *words, code=ended.code if ended.code in codes else codes[0])
+        p.survive(before)
+
+
+def goes_on(
+    name: str,
+    arrange: Callable[[Place], object],
+    *words: str,
+    base: str = "synthetic",
+    after: int = LAST,
+    intact: tuple[int, ...] = (),
+    **how: Any,
+) -> None:
+    """Once it is arranged, the run goes on after that step, says these words, and ends as if nothing had been."""
+
+    @fault(name)
+    def _(p: Place) -> None:
+        p.base(base)
+        arrange(p)
+        before = p.digests(p.checkpoints)
+        ended = p.train(**how)
+        done(ended, *words)
+        resumed(ended, after)
+        p.undisturbed(base)
+        p.intact(STEPS, *intact)
+        p.survive(before)
+
+
+# --- outcomes
+
+
+def refused(ended: Ended, *words: str, code: int = 2) -> None:
     """Refused with one sentence that has these words (each may name choices: a|b)."""
     if ended.code == 0:
         raise Silent(f"exit code 0; it said: {last_line(ended.said)}")
     if ended.code != code:
         raise Unclear(f"exit code {ended.code} and not {code}: {last_line(ended.err)}")
-    if len(ended.sentences) != sentences:
+    if len(ended.sentences) != 1:
         raise Unclear(f"{len(ended.sentences)} lines on stderr: {last_line(ended.err)}")
-    last = ended.sentences[-1] if ended.sentences else ""
-    if sentences:
-        if not last.startswith(("meshtrain: ", "plan: ")):
-            raise Unclear(f"without the prefix: {last}")
-        if len(last) > 700:
-            raise Unclear(f"a sentence of {len(last)} characters: {last[:100]}")
-        contains(last, *words)
+    sentence = ended.sentences[0]
+    if not sentence.startswith(("meshtrain: ", "plan: ")):
+        raise Unclear(f"without the prefix: {sentence}")
+    if len(sentence) > 700:
+        raise Unclear(f"a sentence of {len(sentence)} characters: {sentence[:100]}")
+    contains(sentence, *words)
 
 
 def failed(
@@ -557,14 +626,6 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def resign(step: Path) -> None:
-    """Makes a step that was tampered with vouch for itself again."""
-    (step / steps.COMMIT).unlink(missing_ok=True)
-    (step / steps.DIGESTS).unlink(missing_ok=True)
-    digests.write(step)
-    steps.commit(step)
-
-
 def _mount(what: str, path: Path, flags: int, options: str = "") -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(what.encode(), str(path).encode(), b"tmpfs", flags, options.encode()):
@@ -574,63 +635,33 @@ def _mount(what: str, path: Path, flags: int, options: str = "") -> None:
 # --- ways to damage a file
 
 
-def flip(path: Path, at: float = 0.5) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[min(len(content) - 1, int(at * len(content)))] ^= 0x10
+    content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else in the place of a file."""
+
+    def act(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return act
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def double(path: Path) -> None:
-    path.write_bytes(path.read_bytes() * 2)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def directory_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def dangle(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/nonexistent/file")
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
-
-
-def fifo_instead(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "with a bit flipped": flip,
-    "truncated": truncate,
-    "emptied": empty,
-    "doubled": double,
-    "removed": remove,
-    "become a directory": directory_instead,
-    "become a dangling link": dangle,
-    "become a link to itself": loop,
-    "become a FIFO": fifo_instead,
-    "become zeros": zeros,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "doubled": lambda path: path.write_bytes(path.read_bytes() * 2),
+    "removed": Path.unlink,
+    "become a directory": instead(Path.mkdir),
+    "become a dangling link": instead(lambda path: path.symlink_to("/nonexistent/file")),
+    "become a link to itself": instead(lambda path: path.symlink_to(path)),
+    "become a FIFO": instead(os.mkfifo),
+    "become zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
 }
 # The ways in which a path is no plain file any more; the others change what is in it.
 NO_FILE = (

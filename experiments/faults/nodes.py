@@ -34,7 +34,6 @@ from experiments.survive.cluster import Cluster, Start, TooLate, rows_of, settin
 from experiments.survive.network import NoNetwork, Wire
 from meshtrain.survive.child import LEFT
 
-ROOM = "nodes"
 NODES = ["n0", "n1"]
 PATIENCE = 400.0
 STEPS = 160  # of the undisturbed run
@@ -176,7 +175,6 @@ def networked(p: Place, **sections: dict[str, Any]) -> Iterator[tuple[Cluster, W
 
 def cut(seconds: float, told: str) -> None:
     @fault(
-        ROOM,
         f"no word passes between the nodes for {seconds:.0f} s, though both reach the run directory",
         long=True,
     )
@@ -201,7 +199,7 @@ kind("slow-network")
 
 
 def slow(name: str, delay: float, loss: float) -> None:
-    @fault(ROOM, f"between the nodes {name}", long=True)
+    @fault(f"between the nodes {name}", long=True)
     def _(p: Place) -> None:
         with networked(p, survive={"step_timeout": SIXTY}) as (cluster, wire):
             wire.delay, wire.loss = delay, loss
@@ -250,7 +248,6 @@ def frozen(
     phase: str, step: int, steps: int = 100_000, number: int = 1, **sections: dict[str, Any]
 ) -> None:
     @fault(
-        ROOM,
         f"a rank is stopped (SIGSTOP) in {phase}{' of the last step' if steps < 100 else ''}",
         long=True,
     )
@@ -292,7 +289,6 @@ kind("node-paused")
 
 
 @fault(
-    ROOM,
     "a node is paused whole, as a virtual machine: the other goes on soon, and no restart is spent",
     long=True,
 )
@@ -321,7 +317,6 @@ kind("node-throttled")
 
 
 @fault(
-    ROOM,
     "a rank is stopped for 0.4 of each 0.5 s, as by a throttled neighbour: it is named, and not ended",
     long=True,
 )
@@ -364,7 +359,7 @@ kind("memory-cgroup")
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
-@fault(ROOM, "a memory cgroup kills a rank", long=True)
+@fault("a memory cgroup kills a rank", long=True)
 def memory_cgroup(p: Place) -> None:
     group = MEMORY / f"faults-{os.getpid()}"
     if not (MEMORY / "memory.limit_in_bytes").exists() or os.getuid():
@@ -391,7 +386,7 @@ def memory_cgroup(p: Place) -> None:
 kind("disk-supervised")
 
 
-@fault(ROOM, "the run directory is read-only for 10 s", long=True)
+@fault("the run directory is read-only for 10 s", long=True)
 def read_only(p: Place) -> None:
     """A mount over it: what is open stays so, nothing can be made, renamed or opened for writing."""
     with supervised(p, survive={"node_timeout": 30.0, "step_timeout": SIXTY}) as cluster:
@@ -408,7 +403,7 @@ def read_only(p: Place) -> None:
         quietly(cluster)
 
 
-@fault(ROOM, "there are no inodes left for 12 steps", long=True)
+@fault("there are no inodes left for 12 steps", long=True)
 def no_inodes(p: Place) -> None:
     place = p.dir / "disk"
     p.mount(place, "size=64m,nr_inodes=600")
@@ -427,7 +422,7 @@ def no_inodes(p: Place) -> None:
         quietly(cluster)
 
 
-@fault(ROOM, "the disk is full for 20 s, and what each rank reads is logged", long=True)
+@fault("the disk is full for 20 s, and what each rank reads is logged", long=True)
 def full(p: Place) -> None:
     place = p.dir / "disk"
     p.mount(place, "size=24m")
@@ -448,7 +443,7 @@ kind("nodes-differ")
 def differs(name: str, arrange: Callable[[Place], Start], *said: str) -> None:
     """Refused when they form, in one sentence, with 2."""
 
-    @fault(ROOM, f"one node has {name}", long=True)
+    @fault(f"one node has {name}", long=True)
     def _(p: Place) -> None:
         with supervised(p, judged=False) as cluster:
             cluster.starts = {"n1": arrange(p)}
@@ -495,9 +490,7 @@ differs("another version of the code", other_code, "code", "version")
 kind("clock-of-a-node")
 
 
-@fault(
-    ROOM, "the clock of one node is an hour ahead: nothing is said, and nothing is lost", long=True
-)
+@fault("the clock of one node is an hour ahead: nothing is said, and nothing is lost", long=True)
 def ahead(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="3600"))}
@@ -506,9 +499,7 @@ def ahead(p: Place) -> None:
         quietly(cluster)
 
 
-@fault(
-    ROOM, "the clock of one node is an hour behind, and its rank is killed: both go on", long=True
-)
+@fault("the clock of one node is an hour behind, and its rank is killed: both go on", long=True)
 def behind(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="-3600"))}
@@ -526,9 +517,7 @@ kind("launch-killed")
 
 
 @fault(
-    ROOM,
-    "launch is killed: no process is left, and after the next run no file in /dev/shm",
-    long=True,
+    "launch is killed: no process is left, and after the next run no file in /dev/shm", long=True
 )
 def launched(p: Place) -> None:
     before = set(Path("/dev/shm").glob("meshtrain-*"))
@@ -582,9 +571,7 @@ def names(entry: Path, word: str) -> bool:
 kind("quiet-under-load")
 
 
-@fault(
-    ROOM, "nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm", long=True
-)
+@fault("nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm", long=True)
 def quiet(p: Place) -> None:
     ended = p.python(
         "-m",

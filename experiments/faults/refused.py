@@ -5,7 +5,6 @@ import json
 from experiments.faults.calls import COMMANDS, WRONG
 from experiments.faults.harness import Crash, NotTried, Place, Silent, fault, kind
 
-ROOM = "refused"
 FEW = 6  # cells a command
 SCALE = 0.02  # of delays and pauses
 
@@ -13,7 +12,7 @@ kind("call")
 
 
 def refused_calls(command: str) -> None:
-    @fault(ROOM, f"calls of the system are refused: {command}")
+    @fault(f"calls of the system are refused: {command}")
     def _(p: Place) -> None:
         arguments = (
             "--command",

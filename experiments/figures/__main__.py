@@ -4,7 +4,7 @@
     gradient_sums    loss of the quickstart with gradients summed over microbatches in bfloat16
     long_rows        held-out loss of a RUN by quarter of a row: whether it uses what lies far back
     grouped          the grouped product of experts beside a dense one of as many rows, and `jax.lax.ragged_dot`
-    chunk_bytes      bytes of head and loss by chunks, compiled for described H100s (pip install 'meshtrain[compile]')
+    chunk_bytes      bytes of head and loss by chunks, compiled for described H100s (pip install -e '.[compile]')
     chunk_seconds    seconds of a step by the chunk of its loss
     balance          load of experts by the rule that balances them
     experts          a step of a mixture beside a dense one of as many active parameters

@@ -10,7 +10,6 @@ JSON; `--each SECONDS` ends a case, or the checks, that take longer; `--cpu FILE
 `losses --out FILE` wrote them.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments import bench
 from experiments.gpu.cases import CHECKS, SPEED, Case
 from meshtrain import xla
 
@@ -89,9 +89,7 @@ def check(names: Sequence[str], out: Path | None, limit: float, cpu: Path | None
                 running.append(
                     subprocess.Popen(command, env=os.environ | shared | {"JAX_PLATFORMS": platform})
                 )
-        until = time.monotonic() + limit
-        while any(process.poll() is None for process in running) and time.monotonic() < until:
-            time.sleep(0.2)
+        bench.until(lambda: all(process.poll() is not None for process in running), limit)
         for process in running:
             process.kill()
         found: dict[str, Any] = {"cuda": {}, "cpu": json.loads(cpu.read_text()) if cpu else {}}
@@ -349,9 +347,7 @@ def rates(out: Path | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("verb", choices=["check", "speed", "trace", "rates", "losses", "one"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", type=Path)

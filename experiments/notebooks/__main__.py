@@ -6,6 +6,7 @@ to their end, and those that are committed (`source.KEPT`) print what they print
 """
 
 import fnmatch
+import math
 import signal
 import sys
 import time
@@ -29,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="saves the notebooks with their outputs"
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="notebooks that would begin later are left out",
+    )
     options = parser.parse_args(arguments)
     chosen = _chosen(options.names)
     check_installed()
@@ -38,14 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width = max(map(len, ["notebook", *chosen])) + 2
     print(f"{'notebook':<{width}}{'cells':>5}{'seconds':>9}  verdict", flush=True)
     began, failed = time.monotonic(), 0
+    left = 0
     for name in chosen:
         started = time.monotonic()
+        if started - began > 60 * options.minutes:
+            print(f"{name:<{width}}{'':>14}  not begun within {options.minutes:g} minutes")
+            left += 1
+            continue
         cells, verdict, wrong = _meet(name, options.write)
         print(f"{name:<{width}}{cells:>5}{time.monotonic() - started:>9.1f}  {verdict}", flush=True)
         for line in wrong:
             print("    " + line.replace("\n", "\n    "), flush=True)
         failed += bool(wrong)
-    print(f"{len(chosen)} notebooks, {failed} of them wrong, {time.monotonic() - began:.0f} s")
+    print(
+        f"{len(chosen) - left} notebooks, {failed} of them wrong, {time.monotonic() - began:.0f} s"
+    )
     return cli.FAILED if failed else cli.DONE
 
 

@@ -362,17 +362,3 @@ ELSEWHERE = (
     _torchtitan_a100("Llama 2 70B", _LLAMA_2_70B, 4096, 1, "selective op", 355),
     _torchtitan_a100("Llama 2 70B", _LLAMA_2_70B, 4096, 2, "full", 353),
 )
-
-# What was chosen for lack of a figure, by source; the numbers of `calibrate` come on top.
-CHOICES = {
-    "Megatron 2021": (),
-    "Megatron 2022": (),
-    "Megatron 2024": ("sequences a microbatch", "layers a chunk"),
-    "torchtitan": ("the peak at 500 W",),
-    "torchtitan A100": ("the network",),
-    "KempnerForge": ("the kernel of attention",),
-    "llm-foundry": (
-        "which rows recompute a block whole",
-        "what an H100 makes of a kernel written for an A100",
-    ),
-}

@@ -9,7 +9,6 @@ requests and cuts each off, all are lost: what was sent to one server is sent to
 haproxy and nginx.
 """
 
-import argparse
 import http.client
 import json
 import re
@@ -23,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments import bench
 from experiments.serving import balancers
 from experiments.serving.servers import Server, made_run, servers, serving
 from meshtrain.draw.picture import columns
@@ -267,7 +267,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = bench.parser(__doc__)
     parser.add_argument(
         "--balancers", nargs="+", choices=list(balancers.CONFIGS), default=list(balancers.CONFIGS)
     )

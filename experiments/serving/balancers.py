@@ -3,10 +3,10 @@
 import contextlib
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments import bench
 from experiments.serving.servers import ROOT, free_port, status
 
 CONFIGS = {
@@ -50,11 +50,9 @@ def balancer(name: str, ports: Sequence[int], work: Path) -> Iterator[int]:
     with (work / f"{name}.log").open("wb") as log:
         process = subprocess.Popen([name, *foreground], stdout=log, stderr=log)
     try:
-        until = time.monotonic() + READY
-        while status(f"http://127.0.0.1:{port}/health") != 200:
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"{name} did not start:\n{(work / f'{name}.log').read_text()}")
-            time.sleep(0.05)
+        healthy = lambda: status(f"http://127.0.0.1:{port}/health") == 200
+        if not bench.until(healthy, READY, alive=lambda: process.poll() is None):
+            raise RuntimeError(f"{name} did not start:\n{(work / f'{name}.log').read_text()}")
         yield port
     finally:
         process.terminate()

@@ -6,7 +6,6 @@
 the 200 by the engine itself, without HTTP                        tokens a second, as a ratio
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import openai
 import psutil
 
+from experiments import bench
 from experiments.serving.servers import LENGTH, SLOTS, Server, made_run, servers, serving
 from meshtrain.draw.picture import columns
 
@@ -195,9 +195,7 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.serving.load", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--leaving", type=int, default=80)
     parser.add_argument("--short", type=int, default=1000)

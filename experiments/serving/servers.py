@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from experiments import bench
 
 STARTED = 300.0  # seconds that a server may take to load and compile, on a busy machine
 ENDED = 60.0
@@ -109,13 +110,9 @@ class Server:
 
     def ready(self) -> None:
         """Waits until it is healthy; RuntimeError if it ends before, or takes too long."""
-        until = time.monotonic() + STARTED
-        while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(
-                    f"the server on port {self.port} did not start:\n{self._log.read_text()}"
-                )
-            time.sleep(0.1)
+        if not bench.until(self.healthy, STARTED, alive=lambda: self.process.poll() is None):
+            said = self._log.read_text()
+            raise RuntimeError(f"the server on port {self.port} did not start:\n{said}")
 
     def metrics(self) -> dict[str, float]:
         """Its page of metrics, each series by its whole name."""

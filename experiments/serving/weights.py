@@ -3,7 +3,6 @@
 Without a RUN the quickstart's model is trained first. Perplexity is that of its own validation data, or of --text.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from experiments import bench
 from experiments.serving.servers import made_run
 from meshtrain.draw.picture import columns
 from meshtrain.evaluate.__main__ import parser as evaluate_parser
@@ -45,9 +45,7 @@ def table(run: str, more: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.serving.weights", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument("run", nargs="?", help="a run directory or a Hugging Face directory")
     parser.add_argument("--text", nargs="+", default=[], help="files or folders")
     options = parser.parse_args()

@@ -4,12 +4,12 @@ All runs are of tiny training processes on this machine; each prints its progres
 else the machine does is in the times, so its load average stands beside them.
 """
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 
+from experiments import bench
 from experiments.survive import costs, long
 from experiments.survive.cluster import say
 from experiments.survive.kinds import KINDS, Campaign
@@ -17,9 +17,7 @@ from experiments.survive.tables import of_kinds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.survive", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kinds = commands.add_parser(
         "kinds", help="each kind of fault, several times, on 2 and on 4 processes"

@@ -9,7 +9,6 @@ a loss that is NaN. Needs Debian's packages prometheus and prometheus-alertmanag
 less than two minutes.
 """
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -20,13 +19,14 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from experiments import bench
 from experiments.serving.servers import free_port
 from experiments.watch.made_up import Run
 from meshtrain.draw.picture import columns
@@ -114,7 +114,7 @@ def measure(work: Path) -> list[Check]:
     inbox, ports = Inbox(), [free_port(), free_port()]
     with Run() as run, _servers(work, rules, run, inbox, *ports):
         prometheus = Prometheus(ports[0])
-        _until(prometheus.ready, LATE)
+        bench.until(prometheus.ready, LATE)
         began = time.time()
         tokens = run.totals["tokens"], time.time()
         time.sleep(HEALTHY)
@@ -155,10 +155,10 @@ def _episode(
     """The run is ill, or stands still, until all that is expected has arrived; and then until all of it is over."""
     begin = time.time()
     setattr(run, name, True)
-    _until(lambda: inbox.has(expected, "firing"), seconds + LATE)
+    bench.until(lambda: inbox.has(expected, "firing"), seconds + LATE)
     end = time.time()
     setattr(run, name, False)
-    _until(lambda: inbox.has(expected, "resolved"), seconds + 2 * LATE)
+    bench.until(lambda: inbox.has(expected, "resolved"), seconds + 2 * LATE)
     for rule in expected:
         fired, over = inbox.heard.get((rule, "firing")), inbox.heard.get((rule, "resolved"))
         good = fired is not None and over is not None and begin <= fired and end <= over
@@ -256,19 +256,8 @@ def _servers(
         yield
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return condition()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.watch.servers", description=__doc__.splitlines()[0]
-    )
+    parser = bench.parser(__doc__)
     parser.add_argument(
         "--work",
         type=Path,

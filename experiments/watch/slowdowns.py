@@ -84,28 +84,12 @@ HEALTHY: tuple[tuple[str, ...], ...] = (
     ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
 )
 
-ODD_LENGTHS = (
-    *(
-        "data.batching=grouped",
-        "data.lengths=32",
-        "data.length_multiple=4",
-        "model.layers=1",
-        "model.d_model=32",
-    ),
-    *(
-        "model.d_ff=64",
-        "train.steps=8",
-        "telemetry.trace_at=[]",
-        "checkpoint.every=0",
-        *mesh(1, 1, 1),
-    ),
-)
-BUBBLE = (
-    *mesh(1, 1, 2),
-    "parallel.microbatches=2",
-    "parallel.schedule=1f1b",
-    "parallel.virtual_stages=1",
-)
+SHORT = ("model.layers=1", "model.d_model=32", "model.d_ff=64", "train.steps=8", *mesh(1, 1, 1))
+UNWATCHED = ("telemetry.trace_at=[]", "checkpoint.every=0")
+GROUPED = ("data.batching=grouped", "data.lengths=32", "data.length_multiple=4")
+ODD_LENGTHS = (*GROUPED, *SHORT, *UNWATCHED)
+ONE_F_ONE_B = ("parallel.schedule=1f1b", "parallel.virtual_stages=1", "parallel.microbatches=2")
+BUBBLE = (*mesh(1, 1, 2), *ONE_F_ONE_B)
 TENSOR = ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1))
 DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
 RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
@@ -282,16 +266,14 @@ def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
             processes.append(
                 subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
             )
-        end = time.monotonic() + SECONDS
         try:
-            codes = [process.wait(max(0.0, end - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"took more than {SECONDS} s") from None
+            if not bench.until(lambda: all(one.poll() is not None for one in processes), SECONDS):
+                raise RuntimeError(f"took more than {SECONDS} s")
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    if any(codes):
+    if any(codes := [process.returncode for process in processes]):
         last = (directory / "log-0").read_text(errors="replace").splitlines()[-1:]
         raise RuntimeError(f"ended with {codes}: {' '.join(last)}")
 

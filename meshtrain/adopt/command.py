@@ -94,7 +94,7 @@ def _export(
         if not tokenizer:
             vocabularies = "tokenizer.json, tokenizer.model or vocab.json"
             raise ConfigError(
-                f"--tokenizer {short(options.tokenizer)} is no directory with a {vocabularies}."
+                f"--tokenizer {short(options.tokenizer)} is not a directory with a {vocabularies}."
             )
     export(
         weights.config, source, options.directory, dtype, tokenizer, weights.hf_config, untouched

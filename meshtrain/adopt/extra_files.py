@@ -64,7 +64,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def check(directory: Path) -> None:
-    """ConfigError where one of the tokenizer's files, or what generation begins with, is no JSON, or the tokenizer has
+    """ConfigError where one of the tokenizer's files, or what generation begins with, is not JSON, or the tokenizer has
     no vocabulary.
     """
     files = _files(directory)
@@ -185,7 +185,7 @@ def _largest_id(files: Mapping[str, Path]) -> int:
             max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=-1)
         )
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ConfigError(f"{short(path)} is no tokenizer.json: it has no vocabulary.") from None
+        raise ConfigError(f"{short(path)} is not a tokenizer.json: it has no vocabulary.") from None
 
 
 def merged_config(fields: dict[str, Any], original: Mapping[str, Any]) -> str:

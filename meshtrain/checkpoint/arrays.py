@@ -5,7 +5,6 @@ Without compression: float32 noise shrinks by 8%, for four times the time and a 
 
 import ctypes
 import logging
-import math
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from meshtrain.errors import ConfigError
 from meshtrain.files import ABSENT, retried, unreadable
+from meshtrain.mesh import part_bytes
 
 CHUNK = (
     32 << 20
@@ -75,9 +75,7 @@ def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     context.pytree.loading.partial_load = True
-    shards = (
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in targets.values()
-    )
+    shards = map(part_bytes, targets.values())
     # Orbax refuses a shard as large as its limit
     context.memory.read_concurrent_bytes = max(READ_AHEAD, 1 + max(shards, default=0))
     try:

@@ -12,7 +12,6 @@ import stat
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
 from meshtrain.errors import Unreadable
@@ -40,15 +39,14 @@ def write(directory: Path, known: Files | None = None) -> int:
         if n not in known
         for start in range(0, max(size, 1), BLOCK)
     ]
-    files: dict[str, Any] = {name: {"bytes": size, "sha256": []} for name, size in sizes.items()}
-    files |= {name: {"bytes": size, "sha256": expected} for name, (size, expected) in known.items()}
+    files: Files = {name: (size, []) for name, size in sizes.items()} | known
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):
-            files[name]["sha256"].append(digest)
-    write_atomically(
-        directory / DIGESTS, json.dumps({"block": BLOCK, "files": files}, indent=1).encode()
-    )
+            files[name][1].append(digest)
+    entries = {name: {"bytes": size, "sha256": sums} for name, (size, sums) in files.items()}
+    text = json.dumps({"block": BLOCK, "files": entries}, indent=1)
+    write_atomically(directory / DIGESTS, text.encode())
     return sum(size for name, size in sizes.items() if name not in known)
 
 

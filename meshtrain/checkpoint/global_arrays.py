@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -148,15 +148,11 @@ class GlobalArrays:
         entries = [e for e in self.entries if frozen or not e.frozen]
         if jax.process_count() > 1 or not any(self.batches(entries)):
             return self.arrays(state, frozen)
-        from meshtrain.checkpoint.rearrangement import host_blocks
-
-        blocks = host_blocks(self._name_arrays(state, entries))
+        blocks = _rearranging().host_blocks(self._name_arrays(state, entries))
         return lambda: {e.name: self.assembled(e, blocks.pop(e.name)) for e in entries}
 
     def assembled(self, entry: GlobalArray, blocks: "Sequence[Block]") -> jax.Array:
         """Returns the global array of live blocks, in host memory."""
-        from meshtrain.checkpoint import rearrangement
-
         memory = None if platform(self.mesh) == "cpu" else "pinned_host"
         along = int(entry.islands > 0 and len(entry.shape) > 1)
         stacked = entry.leaf is not None and entry.leaf.stacked
@@ -164,7 +160,7 @@ class GlobalArrays:
             self.layout.places if stacked else np.arange(*entry.shape[along : along + 1] or [0])
         )
         to = NamedSharding(self.mesh, self.stored(entry).sharding.spec, memory_kind=memory)
-        return rearrangement.assembled(blocks, entry.shape, places, to, along)
+        return _rearranging().assembled(blocks, entry.shape, places, to, along)
 
     def arrays(self, state: State | Tree, frozen: bool = True) -> dict[str, jax.Array]:
         """Returns the global arrays of a live state; rearranged ones are copies, in host memory if there is an
@@ -313,9 +309,7 @@ class GlobalArrays:
             yield list(batch)
 
     def _rearrangement(self, entry: GlobalArray, resized: Sequence[int] = ()) -> "Rearrangement":
-        from meshtrain.checkpoint.rearrangement import rearrangement
-
-        return rearrangement(self.layout, entry.parameter, self.mesh, resized)
+        return _rearranging().rearrangement(self.layout, entry.parameter, self.mesh, resized)
 
     def rearranged(
         self, to: str, batch: Sequence[GlobalArray], arrays: list[jax.Array]
@@ -352,6 +346,13 @@ class GlobalArrays:
             )
             self._compiled[key] = jax.jit(mapped).lower(inputs).compile()
         return self._compiled[key]
+
+
+def _rearranging() -> ModuleType:
+    """Returns `checkpoint.rearrangement`, which only layouts with arrays to rearrange need."""
+    from meshtrain.checkpoint import rearrangement
+
+    return rearrangement
 
 
 def group_array(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -84,7 +84,7 @@ class StepManifest:
             raise Damaged(problems[0])
         content = steps.parsed(directory / MANIFEST)
         if not isinstance(content, dict):
-            raise Damaged(f"{MANIFEST} is no manifest")
+            raise Damaged(f"{MANIFEST} is not a manifest")
         content = {"hooks": {}, **content}  # older checkpoints have none
         for name, is_legal in LEGAL.items():
             if name not in content or not is_legal(content[name]):

@@ -73,14 +73,8 @@ def assembled(
             if not bounds:
                 array[()] = data
             elif all(begin < end for d, (begin, end) in enumerate(common) if d != along):
-                into = [
-                    slice(begin - a, end - a)
-                    for (begin, end), (a, _) in zip(common, bounds, strict=True)
-                ]
-                out_of = [
-                    slice(begin - c, end - c)
-                    for (begin, end), (c, _) in zip(common, live, strict=True)
-                ]
+                into = _slices(common, bounds)
+                out_of = _slices(common, live)
                 for first, place, n in runs(places[slice(*bounds[along])], *live[along]):
                     into[along] = slice(first, first + n)
                     out_of[along] = slice(place, place + n)
@@ -88,6 +82,14 @@ def assembled(
         return array
 
     return jax.make_array_from_callback(shape, _drop_replicas(to), block)
+
+
+def _slices(part: Bounds, whole: Bounds) -> list[slice]:
+    """Returns where a part lies in an array that holds the whole."""
+    return [
+        slice(begin - start, end - start)
+        for (begin, end), (start, _) in zip(part, whole, strict=True)
+    ]
 
 
 def runs(places: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

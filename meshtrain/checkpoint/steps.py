@@ -118,7 +118,7 @@ def content(path: Path) -> bytes:
     there = status(path)
     # Reading a pipe would wait for ever.
     if there is not None and not stat.S_ISREG(there.st_mode):
-        raise Damaged(f"{path.name} is no file")
+        raise Damaged(f"{path.name} is not a file")
     try:
         return retried(path.read_bytes)
     except OSError as error:
@@ -132,7 +132,7 @@ def parsed(path: Path) -> Any:
     try:
         return json.loads(content(path))
     except (ValueError, RecursionError):
-        raise Damaged(f"{path.name} is no JSON") from None
+        raise Damaged(f"{path.name} is not JSON") from None
 
 
 def place(leaf: Mapping[str, Any]) -> str:
@@ -159,9 +159,9 @@ def commit_problem(directory: Path) -> str | None:
     cannot be judged.
     """
     if not _is_directory(directory):
-        return "it is a link to nothing" if os.path.islink(directory) else "it is no directory"
+        return "it is a link to nothing" if os.path.islink(directory) else "it is not a directory"
     if never_committed(directory):
-        return f"it has no {COMMIT} file, so it was never finished or is no checkpoint"
+        return f"it has no {COMMIT} file, so it was never finished or is not a checkpoint"
     try:
         marker = content(directory / COMMIT)
     except Damaged as damage:

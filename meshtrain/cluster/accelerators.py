@@ -140,20 +140,14 @@ TPU_V5P = Efficiency(
 )
 
 
+def _peak(half: float, single: float, float8: float = 0.0) -> Peak:
+    """Returns the rates of a GPU whose 16-bit types are equally fast."""
+    return Peak(float32=single, float16=half, bfloat16=half, float8=float8)
+
+
 def _gpu(
-    name: str,
-    memory: float,
-    bandwidth: float,
-    half: float,
-    single: float,
-    watts: float,
-    efficiency: Efficiency,
-    bfloat16: float | None = None,
-    float8: float = 0.0,
+    name: str, memory: float, bandwidth: float, peak: Peak, watts: float, efficiency: Efficiency
 ) -> Accelerator:
-    peak = Peak(
-        float32=single, float16=half, bfloat16=half if bfloat16 is None else bfloat16, float8=float8
-    )
     return Accelerator(
         name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency
     )
@@ -182,14 +176,14 @@ ALONE = {"h100": _HOPPER_ALONE, "h200": _HOPPER_ALONE}
 ACCELERATORS: dict[str, Accelerator] = {
     a.name: a
     for a in (
-        _gpu("a100-40", 39.4, 1555, 312, 156, 400, AMPERE),
-        _gpu("a100-80", 79.2, 2039, 312, 156, 400, AMPERE),
-        _gpu("h100", 79.6, 3350, 989.4, 494.7, 700, HOPPER, float8=1978.9),
-        _gpu("h100-96", 95.0, 2400, 912, 456, 500, HOPPER_500_W, float8=1824),
-        _gpu("h200", 139.8, 4800, 989.4, 494.7, 700, HOPPER, float8=1978.9),
-        _gpu("b200", 178.4, 7700, 2250, 1100, 1000, BLACKWELL, float8=4500),
-        _gpu("gb200", 185.0, 8000, 2500, 1250, 1200, BLACKWELL, float8=5000),
-        _gpu("v100", 31.7, 900, 125, 15.7, 300, AMPERE, bfloat16=0.0),
+        _gpu("a100-40", 39.4, 1555, _peak(312, 156), 400, AMPERE),
+        _gpu("a100-80", 79.2, 2039, _peak(312, 156), 400, AMPERE),
+        _gpu("h100", 79.6, 3350, _peak(989.4, 494.7, 1978.9), 700, HOPPER),
+        _gpu("h100-96", 95.0, 2400, _peak(912, 456, 1824), 500, HOPPER_500_W),
+        _gpu("h200", 139.8, 4800, _peak(989.4, 494.7, 1978.9), 700, HOPPER),
+        _gpu("b200", 178.4, 7700, _peak(2250, 1100, 4500), 1000, BLACKWELL),
+        _gpu("gb200", 185.0, 8000, _peak(2500, 1250, 5000), 1200, BLACKWELL),
+        _gpu("v100", 31.7, 900, Peak(float16=125, float32=15.7), 300, AMPERE),
         Accelerator(
             "tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P
         ),

@@ -185,11 +185,11 @@ def _batch_problems(config: Config) -> Iterator[str]:
         return
     if batch % data:
         uneven = f"mesh.data {data} does not divide train.global_batch_size {batch}"
-        yield f"{uneven}, which {PADDED} does without; legal are {listed_divisors(batch)}."
+        yield f"{uneven}; legal are {listed_divisors(batch)}, or set {PADDED}."
     if own % microbatches:
-        of_rank = f"the {own} sequences of a data rank (train.global_batch_size {batch} / mesh.data {data})"
-        uneven = f"parallel.microbatches {microbatches} does not divide {of_rank}"
-        yield f"{uneven}, which {PADDED} does without; legal are {listed_divisors(own)}."
+        of_rank = f"each data rank gets {own} sequences (train.global_batch_size {batch} / mesh.data {data})"
+        uneven = f"{of_rank}, which parallel.microbatches {microbatches} does not divide"
+        yield f"{uneven}; legal are {listed_divisors(own)}, or set {PADDED}."
 
 
 def _schedule_problems(schedule: str) -> Iterator[str]:
@@ -381,7 +381,7 @@ def float8_problems(config: Config) -> Iterator[str]:
         if width % (16 * ranks):
             over = f" over mesh.tensor {ranks}" if ranks > 1 else ""
             yield (
-                f"{name} {width}{over} is no multiple of 16, as products in float8 need; widen it, or set "
+                f"{name} {width}{over} is not a multiple of 16, as products in float8 need; widen it, or set "
                 "precision.matmul to compute."
             )
 
@@ -398,7 +398,7 @@ def _tuning_problems(config: Config) -> Iterator[str]:
             projections = f"projections of {config.model.family} are {', '.join(have)}"
             yield f"lora.targets has {short(repr(target))}; {projections}{ending}"
     if not lora.rank and (lora.targets or lora.dropout or lora.rslora):
-        yield "the section lora asks for something, but lora.rank is 0, which is no adapter; give a rank."
+        yield "the section lora asks for something, but lora.rank is 0, which means no adapter; give a rank."
     if is_dpo and not lora.rank:
         yield "train.objective dpo takes the model without its adapters as reference; give lora.rank."
     if data.format == "text" and data.template is not None:

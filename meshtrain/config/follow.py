@@ -68,8 +68,9 @@ def as_run_on(platform: str, config: AnyConfig) -> AnyConfig:
 
 def unresolved(config: AnyConfig) -> AnyConfig:
     """Returns a resolved config as it was before what follows was filled in."""
-    for path in [path for path in keys(type(config)) if followed(config, path)]:
-        config = put(config, **nested(path, keys(type(config))[path].default))
+    every = keys(type(config))
+    for path in [path for path in every if followed(config, path)]:
+        config = put(config, **nested(path, every[path].default))
     return config
 
 

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -244,8 +245,7 @@ def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str |
     node, source = _composed(file, "config", "--config", EXAMPLE)
     if entries := _imports(node, source):
         # what is legal elsewhere may be registered there
-        from meshtrain.config import imports
-
+        imports = _importing()
         path = Path(file)
         if reading and (run := imports.left_out(path)):
             with names_accepted(run):
@@ -304,17 +304,19 @@ def _only_read(config: Config, run: str) -> Config:
 @functools.cache
 def _plug_in() -> None:
     if metadata.entry_points(group=PLUGINS):
-        from meshtrain.config.imports import plugins
-
-        plugins()
+        _importing().plugins()
 
 
 def _take(entries: tuple[str, ...], named_by: Path | None) -> tuple[str, ...]:
-    if not entries:
-        return ()
-    from meshtrain.config.imports import take
+    taken: tuple[str, ...] = _importing().take(entries, named_by) if entries else ()
+    return taken
 
-    return take(entries, named_by)
+
+def _importing() -> ModuleType:
+    """Returns `config.imports`, which only configs and installations that name modules need."""
+    from meshtrain.config import imports
+
+    return imports
 
 
 def to_yaml(config: Config) -> str:

@@ -170,17 +170,16 @@ class ParallelConfig:
         "step; more memory, and traffic that does not grow with the microbatches"
     )
     prefetch: Literal[1] = key(
-        1, "layers whose weights ZeRO-3 gathers ahead: one, the layer that computes; further ahead costs more in "
-           "copies than it hides"
+        1, "layers whose weights ZeRO-3 prefetches: one, the layer that computes; more costs more in copies "
+           "than it hides"
     )
     sequence_parallel: bool = key(False, "split activations between the blocks over tensor along the sequence "
                                          "(Korthikanti et al.)")
     context_strategy: Literal["auto", "all_gather", "ring", "ulysses"] = key(
         "auto",
-        "attention across mesh.context. ring: keys and values go round behind compute; all_gather: they are gathered, "
-        "which takes windows too; "
-        "ulysses: tokens are swapped for heads, which must divide; auto: the one of them with which a layer takes "
-        "least by the plan",
+        "attention across mesh.context. ring: keys and values travel round, overlapped with compute; all_gather: they "
+        "are gathered, which supports windows too; ulysses: tokens are swapped for heads, which mesh.context must "
+        "divide; auto: the strategy with the shortest planned time per layer",
         follows=lambda c: planned_strategy(c)[0] if c.mesh.context > 1 else AUTO, counts=lambda c: c.mesh.context > 1
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
@@ -193,20 +192,19 @@ class ParallelConfig:
                                           f"{', '.join(ACTIVATIONS)}")
     remat_offload: tuple[str, ...] = key((), "remat: names keeps these activations in host memory")
     offload_optimizer: bool = key(False, "keep optimizer state in host memory between steps, where the backend can")
-    microbatches: int = key(1, "pieces that each data rank's share of the batch is cut into; gradient accumulation "
+    microbatches: int = key(1, "pieces into which each data rank's share of the batch is cut; gradient accumulation "
                                "when pipeline is 1", least=1)
     # Follows before the schedule, which follows from it.
     virtual_stages: int = key(
         1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the "
-           "most that divide the "
-        "layers of a stage, up to 8",
+           "largest number, up to 8, that divides the layers of a stage",
         least=1, follows=_virtual_stages, counts=lambda c: c.mesh.pipeline > 1
     )
     schedule: str = key(
         AUTO,
-        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto: interleaved, and "
-        "1f1b where a stage has one chunk, or with pairs where they are clearly faster by the plan; on one stage only "
-        "paired has a use",
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto chooses for you: interleaved, "
+        "1f1b with one chunk per stage, or a paired schedule where the plan is clearly faster; with one stage only "
+        "paired has an effect",
         path=True, follows=_schedule,
         counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
@@ -345,7 +343,7 @@ class DataConfig:
               "0.05), or what prepared shards were made with",
         least=0.0, most=0.5, resume=CONTENT
     )
-    validation_source: str | None = key(None, "held-out text of its own, instead of a share of the source", path=True)
+    validation_source: str | None = key(None, "other text for validation, instead of a share of the source", path=True)
     text_field: str = key("text", "the field of a JSON Lines record that holds its text", resume=CONTENT)
     bad_documents: Literal["skip", "refuse"] = key(
         "skip",
@@ -381,9 +379,8 @@ class TrainConfig:
     global_batch_size: int = key(16, "sequences a step, over all devices", least=1, resume=REFUSED)
     uneven_batch: Literal["refuse", "pad"] = key(
         "refuse",
-        "a batch whose rows mesh.data x parallel.microbatches does not divide: refuse it, or pad it at its end with "
-        "rows that weigh "
-        "nothing; losses and gradients stay those of the batch"
+        "what to do if mesh.data x parallel.microbatches does not divide the batch: refuse it, or pad it at its end "
+        "with rows of weight 0; losses and gradients stay those of the batch"
     )
     sequence_length: int = key(
         256, "tokens a sequence; of images it follows: the positions of one",
@@ -491,7 +488,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = key(0, "steps between evaluations on held-out text; 0: never", least=0)
+    every: int = key(0, "steps between evaluations on the validation data; 0: never", least=0)
     batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until "
                           "a source comes round)", least=1)
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all "

@@ -50,8 +50,8 @@ class TelemetryConfig:
     bind: str = key("127.0.0.1", "address that the endpoint listens on; 0.0.0.0 shows it to everyone, without a "
                                  "password", resume=FREE)
     trackers: tuple[Tracker, ...] = key(
-        (), "where rows of metrics also go; wandb and mlflow are extras of these names (pip install "
-            "'meshtrain[wandb]')",
+        (), "where rows of metrics also go; wandb and mlflow are extras of these names (pip install -e "
+            "'.[wandb]' in the checkout)",
         resume=FREE
     )
     trace_at: tuple[int, ...] = key(

@@ -284,7 +284,7 @@ def _train_tokenizer(chosen: argparse.Namespace) -> None:
     first = next(good := texts(), None)
     if first is None:
         raise ConfigError(
-            "the input holds no document" + (f": {describe_skipped(skipped)}." if skipped else ".")
+            "the input has no documents" + (f": {describe_skipped(skipped)}." if skipped else ".")
         )
     with _writing(chosen.output):
         train_bpe(chain([first], good), chosen.vocab_size, chosen.output)

@@ -195,7 +195,7 @@ def _count_shared(first: list[Message], second: list[Message]) -> int:
 
 def _fields(record: Any) -> Fields:
     if not isinstance(record, dict):
-        raise Unfit("no conversation", "(no JSON object)")
+        raise Unfit("no conversation", "(not a JSON object)")
     return record
 
 
@@ -252,7 +252,7 @@ def _add_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -
     if not texts:
         return turns
     if not all(isinstance(text, str) for text in texts):
-        raise Unfit("no conversation", "(its system is no text)")
+        raise Unfit("no conversation", "(its system is not text)")
     first = text_of(turns[0].message["content"]) if turns[0].message["role"] == SYSTEM else None
     if len({text.strip() for text in texts + ([] if first is None else [first])}) > 1:
         raise Unfit("ambiguous", "(it has two system prompts, which differ)")
@@ -296,7 +296,7 @@ def _tools(fields: Fields, messages: Sequence[Message]) -> list[Any] | None:
 def _values(fields: Fields) -> dict[str, Any]:
     values = fields.get("chat_template_kwargs") or {}
     if not isinstance(values, dict):
-        raise Unfit("no conversation", "(its chat_template_kwargs is no object)")
+        raise Unfit("no conversation", "(its chat_template_kwargs is not an object)")
     documents = fields.get("documents")
     if (
         isinstance(documents, list)
@@ -329,7 +329,7 @@ def _instruction(fields: Fields) -> list[Turn]:
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
-        raise Unfit("no conversation", "(its history is no list of questions and answers)")
+        raise Unfit("no conversation", "(its history is not a list of questions and answers)")
     turns = [
         said(role, text)
         for turn in history
@@ -337,7 +337,7 @@ def _instruction(fields: Fields) -> list[Turn]:
     ]
     parts = [fields["instruction"], fields.get("input") or "", fields.get("context") or ""]
     if not all(isinstance(part, str) for part in parts):
-        raise Unfit("no conversation", "(its instruction or input is no text)")
+        raise Unfit("no conversation", "(its instruction or input is not text)")
     return [*turns, said(USER, "\n".join(filter(None, parts)))]
 
 

@@ -23,7 +23,7 @@ from meshtrain.data.formats import (
 )
 from meshtrain.data.input_files import InputFile
 from meshtrain.errors import refusal, short
-from meshtrain.files import refuse_passing, retried
+from meshtrain.files import UNREAD, refuse_passing, retried
 
 RULES = 3  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
 COMPRESSION_RATIO = (
@@ -109,7 +109,7 @@ def read(
     except DAMAGE as error:
         # It may be read a moment later: a document that is left out for it would be missing for good.
         if isinstance(error, OSError):
-            refuse_passing(file.path, error)
+            refuse_passing(file.path, error, UNREAD)
         reason = refusal(error) if isinstance(error, OSError) else str(error)
         yield Document(file.name, "", "unreadable", f"({short(reason)})")
 
@@ -233,7 +233,7 @@ def _entries(file: InputFile) -> Iterator[Document]:
             file.name,
             "",
             "no conversation",
-            "(a file that is no JSON Lines is a JSON list of them)",
+            "(a file that is not JSON Lines is a JSON list of them)",
         )
     else:
         for number, record in enumerate(content.record):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import not_installed
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
@@ -56,10 +56,7 @@ def require_libraries(name: str) -> None:
     for ending, library in LIBRARIES.items():
         if name.lower().endswith(ending) and importlib.util.find_spec(library) is None:
             what = "compressed with Zstandard" if ending == ZSTD else "a Parquet file"
-            raise ConfigError(
-                f"{name} is {what}, which the {library} library reads; it is not installed: pip install "
-                "'meshtrain[data]'."
-            )
+            raise not_installed(f"{name} is {what} and needs the {library} library", "data")
 
 
 def open_plain(path: str) -> IO[bytes]:

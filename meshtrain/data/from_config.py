@@ -26,7 +26,7 @@ WAYS_OUT = {
     "train": ".",
     "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are "
     "prepared), "
-    "give text of its own as data.validation_source, or set eval.every to 0.",
+    "give other text as data.validation_source, or set eval.every to 0.",
     "all": "; give more text as data.validation_source, or set eval.every to 0.",
 }
 
@@ -92,9 +92,7 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
         return train, _batches(config, tokenizer, sources, weights, split)
     except ConfigError as error:
         if config.eval.every:
-            raise ConfigError(
-                f"eval.every is {config.eval.every}, but of held-out text {error}"
-            ) from None
+            raise ConfigError(f"eval.every is {config.eval.every}, but {error}") from None
         return train, None
 
 
@@ -188,7 +186,7 @@ def _corpora(
     purpose = f" for {split}" if split != "all" else ""
     if not pairs or (split == "train" and len(pairs) < len(sources)):
         name = " + ".join(source.name for source in sources)
-        raise ConfigError(f"{name} holds no document{purpose}{WAYS_OUT[split]}")
+        raise ConfigError(f"{name} has no documents{purpose}{WAYS_OUT[split]}")
     length = config.train.sequence_length
     drops = config.data.batching == "window" and config.data.last == "drop" and split == "train"
     for source, corpus, _ in pairs:

@@ -17,7 +17,7 @@ from meshtrain.data.formats import (
 )
 from meshtrain.data.manifest import is_preparation
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import refuse_passing
+from meshtrain.files import UNREAD, refuse_passing
 
 LINKS = "links that lead nowhere"
 SPECIAL = "neither files nor directories"
@@ -159,7 +159,7 @@ class _Search:
                 try:
                     mode = os.stat(link).st_mode
                 except OSError as error:
-                    refuse_passing(link, error)
+                    refuse_passing(link, error, UNREAD)
                     self.result.leave_out(LINKS, name)
                 else:
                     self._entry(link, name, os.path.realpath(link), mode)

@@ -137,10 +137,11 @@ def read_manifest(directory: Path) -> ShardManifest:
             raise ValueError(
                 f"begin is {manifest.begin!r}, end_of_document {manifest.end_of_document!r}"
             )
-        if not all(
-            re.fullmatch(r"[\w-]+", shard.name) for split in SPLITS for shard in shards[split]
-        ):
-            raise ValueError("a shard's name is a path")
+        for shard in (*shards["train"], *shards["validation"]):
+            if not re.fullmatch(r"[\w-]+", shard.name):
+                raise ValueError("a shard's name is a path")
+            if {type(shard.tokens), type(shard.documents)} != {int}:
+                raise ValueError("a count of a shard is not a whole number")
         return manifest
     except ConfigError:
         raise

@@ -92,7 +92,7 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
     record.
     """
     if not isinstance(entries, list) or not entries:
-        raise Unfit("no conversation", f"(its {name} is no list of messages)")
+        raise Unfit("no conversation", f"(its {name} is not a list of messages)")
     if len(entries) % 2 == 0 and all(isinstance(entry, str) for entry in entries):
         return [
             said(role, text)
@@ -102,7 +102,7 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
     calling = False
     for entry in entries:
         if not isinstance(entry, dict):
-            raise Unfit("no conversation", "(a message is no JSON object)")
+            raise Unfit("no conversation", "(a message is not a JSON object)")
         if "input" in entry and "output" in entry and not {"role", "from"} & entry.keys():
             turns += [said(USER, entry["input"]), said(ASSISTANT, entry["output"], _marked(entry))]
             continue
@@ -164,10 +164,10 @@ def listed(value: Any, what: str) -> list[Any]:
     if isinstance(value, dict) and what != "tools":
         value = [value]
     if value is not None and not isinstance(value, list):
-        raise Unfit("no conversation", f"(its {what} is no list)")
+        raise Unfit("no conversation", f"(its {what} is not a list)")
     entries = [decoded(entry, what) for entry in value or []]
     if not all(isinstance(entry, dict) for entry in entries):
-        raise Unfit("no conversation", f"(its {what} is no list of objects)")
+        raise Unfit("no conversation", f"(its {what} is not a list of objects)")
     return entries
 
 
@@ -188,7 +188,7 @@ def calls_of(value: Any, what: str) -> list[dict[str, Any]]:
         if not isinstance(call.get("name"), str) or not isinstance(
             call.get("arguments"), str | dict
         ):
-            raise Unfit("no conversation", f"(a {what} is no JSON with name and arguments)")
+            raise Unfit("no conversation", f"(a {what} is not JSON with name and arguments)")
     return [
         {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
         for call in calls
@@ -267,7 +267,7 @@ def _content(content: Any, role: str, calls: bool) -> Any:
     other = ", ".join(sorted(kinds - {"text"}))
     raise Unfit(
         "no conversation",
-        f"(a message of {short(role)} is no text{f', but {short(other)}' if other else ''})",
+        f"(a message of {short(role)} is not text{f', but {short(other)}' if other else ''})",
     )
 
 

@@ -27,13 +27,15 @@ def key_of(*parts: int | str) -> np.uint64:
 def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
     """The key of the parts and each epoch [N]; uint64 [N]."""
     distinct, which = np.unique(epochs, return_inverse=True)
-    return np.array([key_of(*parts, epoch) for epoch in distinct.tolist()], np.uint64)[which]
+    keys = [key_of(*parts, epoch) for epoch in distinct.tolist()]
+    return np.array(keys, np.uint64)[which]
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
     """Returns where the indices [N] (0 <= index < size < 2^52) go in the order of `key`, int64 [N]; size and key may
     also be arrays [N].
     """
+    key = np.asarray(key)
     size = np.asarray(size, np.uint64)
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (size + a - np.uint64(1)) // a
@@ -42,11 +44,12 @@ def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarr
         value = _network(index.astype(np.uint64), a, b, key)
         outside = np.flatnonzero(value >= size)
         while outside.size:
-            sizes = (
-                array if array.ndim == 0 else array[outside] for array in (a, b, np.asarray(key))
+            a_out, b_out, key_out, size_out = (
+                array[outside] if array.ndim else array for array in (a, b, key, size)
             )
-            value[outside] = _network(value[outside], *sizes)
-            outside = outside[value[outside] >= (size if size.ndim == 0 else size[outside])]
+            again = _network(value[outside], a_out, b_out, key_out)
+            value[outside] = again
+            outside = outside[again >= size_out]
     return value.astype(np.int64)
 
 
@@ -54,13 +57,14 @@ def _network(
     value: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.uint64 | np.ndarray
 ) -> np.ndarray:
     x, y = np.divmod(value, b)
-    for turn in range(0, ROUNDS, 2):
-        x = (x + _mix(y, key + np.uint64(turn + 1) * _ODD[1])) % a
-        y = (y + _mix(x, key + np.uint64(turn + 2) * _ODD[1])) % b
+    for turn in range(1, ROUNDS, 2):
+        x = (x + _mix(y, key, turn)) % a
+        y = (y + _mix(x, key, turn + 1)) % b
     return x * b + y
 
 
-def _mix(half: np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
-    mixed = (half + key) * _ODD[0]
+def _mix(half: np.ndarray, key: np.uint64 | np.ndarray, turn: int) -> np.ndarray:
+    turn_key = key + np.uint64(turn) * _ODD[1]
+    mixed = (half + turn_key) * _ODD[0]
     mixed ^= mixed >> _HALF
     return (mixed * _ODD[1]) >> _HALF

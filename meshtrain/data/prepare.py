@@ -247,7 +247,7 @@ def _finish(
             if first
             else ""
         )
-        raise ConfigError(f"the input holds no document{skipped_too}.")
+        raise ConfigError(f"the input has no documents{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
         for name, path in companion_files(Path(os.path.expanduser(options.tokenizer))).items():

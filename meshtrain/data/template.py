@@ -110,7 +110,7 @@ def _config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise ConfigError(f"{short(path)} is damaged: it is no JSON object.")
+        raise ConfigError(f"{short(path)} is damaged: it is not a JSON object.")
     return config
 
 

@@ -62,9 +62,7 @@ class ByteTokenizer:
 
     @property
     def boundaries(self) -> "Boundaries":
-        from meshtrain.data.boundaries import byte_boundaries
-
-        return byte_boundaries()
+        return _byte_boundaries()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -97,9 +95,7 @@ def load_tokenizer(
     """
     if name == "byte":
         if begin is not None or end is not None:
-            from meshtrain.data.boundaries import byte_boundaries
-
-            byte_boundaries(begin, end)
+            _byte_boundaries(begin, end)
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path) and os.path.isfile(path / "tokenizer.json"):
@@ -114,6 +110,12 @@ def load_tokenizer(
     from meshtrain.data.tokenizer_file import FileTokenizer
 
     return FileTokenizer(path, chat, begin, end)
+
+
+def _byte_boundaries(begin: str | None = None, end: str | None = None) -> "Boundaries":
+    from meshtrain.data.boundaries import byte_boundaries
+
+    return byte_boundaries(begin, end)
 
 
 def use_one_thread() -> None:

@@ -116,12 +116,12 @@ def mixed(colour: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
-def figures(y: float, values: Sequence[str], widths: Sequence[float], size: str = "") -> str:
+def figures(y: float, values: Sequence[str], widths: Sequence[float]) -> str:
     """Returns values in columns at the right of a chart, each to the right of a column so wide."""
     out = ""
     x = float(WIDTH)
     for value, width in zip(reversed(values), reversed(widths), strict=True):
-        out += f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end"{size}>{escape(value)}</text>'
+        out += f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="end">{escape(value)}</text>'
         x -= width
     return out
 
@@ -150,6 +150,21 @@ def bar_row(
         f'<rect x="0" y="{y + 18}" width="{WIDTH}" height="9" rx="2" fill="{TRACK}"/>',
         f'<rect x="{min(x, WIDTH - 1.5):.1f}" y="{y + 18}" width="{width:.1f}" height="9" rx="2" fill="{colour}"/>',
     ]
+
+
+def small(x: float, y: float, words: object, anchor: str = "start") -> str:
+    """Returns small faint words: the name of an axis, with the unit of numbers that do not show theirs, or a number at
+    it.
+    """
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT}">'
+        f"{escape(str(words))}</text>"
+    )
+
+
+def scale(y: float, name: str, end: str) -> str:
+    """Returns the axis of bars over the width of a chart: 0, its name, and what a bar of the whole width is."""
+    return small(0, y, 0) + small(WIDTH / 2, y, name, "middle") + small(WIDTH, y, end, "end")
 
 
 def keys(

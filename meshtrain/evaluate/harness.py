@@ -180,7 +180,7 @@ class Harness:
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells the prompts of one model from another's in lm-eval's cache."""
+        """Returns a name that keeps models apart in lm-eval's cache."""
         return f"{self.opened.tokenizer.name}-{self.opened.tokenizer.digest[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.generate",
-        description="Goes on with texts, or talks. Standard output holds what the model says and nothing else.",
-        epilog="In a conversation Ctrl-C stops an answer, Ctrl-D ends it.",
+        description="Continues prompts, or chats. Standard output holds the generated text and nothing else.",
+        epilog="In a chat, Ctrl-C stops an answer and Ctrl-D ends the conversation.",
     )
     parser.add_model()
     add = parser.add_argument
@@ -43,46 +43,49 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="the text to go on with, may be repeated: they run together (default: standard input)",
+        help="the text to continue; repeated prompts run together (default: standard input)",
     )
     add(
         "--chat",
         action="store_true",
-        help="a conversation by the model's own chat template, a line of standard input a message",
+        help="chat with the model's own chat template; each line of standard input is a message",
     )
-    add("--system", metavar="TEXT", help="the system message that a conversation begins with")
-    add("--tokens", type=whole_number, default=256, metavar="N", help="to choose, at most")
+    add("--system", metavar="TEXT", help="system prompt of the conversation")
+    add(
+        "--tokens", type=whole_number, default=256, metavar="N", help="maximum number of new tokens"
+    )
     add(
         "--temperature",
         type=number_from(0),
         metavar="T",
-        help="0: greedy (default: generation_config.json's, else 0, or 1 with --top-k, --top-p or --seed)",
+        help="sampling temperature, 0: greedy (default: from generation_config.json, else 0, or 1 with --top-k, "
+        "--top-p or --seed)",
     )
-    add("--top-k", type=whole_number, metavar="K", help="among so many of the likeliest")
+    add("--top-k", type=whole_number, metavar="K", help="sample from the K most likely tokens")
     add(
         "--top-p",
         type=number_from(0, 1),
         metavar="P",
-        help="among the fewest whose probabilities sum to this",
+        help="nucleus sampling: sample from the smallest set with total probability P",
     )
     add(
         "--seed",
         type=number_from(0, kind=int),
         metavar="S",
-        help="the same one makes the same choices (default: 0)",
+        help="random seed; the same seed gives the same tokens (default: 0)",
     )
     add(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="the answer ends before it; may be repeated",
+        help="ends the answer before this text; may be repeated",
     )
     add(
         "--length",
         type=whole_number,
         metavar="N",
-        help="positions for prompt and answer (default: the model's)",
+        help="positions for prompt and answer together (default: as many as the model has)",
     )
     return parser
 

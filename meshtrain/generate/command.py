@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         # all of it, without the newline at its end, which a shell puts there
         texts = options.prompt or [sys.stdin.buffer.read().decode().removesuffix("\n")]
     except UnicodeDecodeError:
-        raise ConfigError("standard input is no text in UTF-8.") from None
+        raise ConfigError("standard input is not text in UTF-8.") from None
     slots = min(len(texts), MOST_SLOTS)
     if options.mesh is not None:
         slots += -slots % parse_mesh(options.mesh).data
@@ -160,7 +160,7 @@ def _tokens(opened: Opened, text: str, most: int) -> np.ndarray:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"the prompt {short(repr(text))} is no text in UTF-8.") from None
+        raise ConfigError(f"the prompt {short(repr(text))} is not text in UTF-8.") from None
     return text_tokens(opened.tokenizer, text, most)
 
 
@@ -261,7 +261,7 @@ def _lines() -> Iterator[str]:
                 print(file=sys.stderr)
             return
         except UnicodeDecodeError:
-            raise ConfigError("standard input is no text in UTF-8.") from None
+            raise ConfigError("standard input is not text in UTF-8.") from None
         if line.strip():
             yield line
 

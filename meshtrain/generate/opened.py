@@ -223,14 +223,12 @@ def open_model(
     model = place_model(
         root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
     )
-    fitting = frozenset(i for i in ends if i < vocabulary)
-    model_name = extra_files.run_of(Path(os.path.realpath(root))).name
     return Opened(
         model,
         tokenizer,
-        fitting,
+        frozenset(i for i in ends if i < vocabulary),
         template,
-        model_name,
+        extra_files.run_of(Path(os.path.realpath(root))).name,
         usual,
         longest,
         marked,
@@ -332,7 +330,7 @@ def _check_there(root: Path, given: str) -> None:
         return
     legal = "give a run, one of its checkpoints, or a Hugging Face directory."
     if os.path.lexists(root):
-        raise ConfigError(f"{short(given)} is no directory; {legal}")
+        raise ConfigError(f"{short(given)} is not a directory; {legal}")
     there = (
         [each.name for each in root.parent.iterdir() if each.is_dir()]
         if root.parent.is_dir()

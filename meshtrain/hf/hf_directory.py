@@ -23,7 +23,7 @@ import numpy as np
 
 from meshtrain.config import Config, load
 from meshtrain.config.follow import put
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import check_regular
 from meshtrain.hf import mxfp4
@@ -134,7 +134,7 @@ class TensorFiles:
             # an index may come from anybody
             if Path(file).name != file or file in ("", ".", ".."):
                 raise ConfigError(
-                    f"{short(where)} names {short(repr(file))}, which is no file of its directory."
+                    f"{short(where)} names {short(repr(file))}, which is not a file of its directory."
                 )
             if file not in present:
                 raise ConfigError(f"{short(where)} names {short(file)}, which is not there.")
@@ -153,16 +153,14 @@ class TensorFiles:
                 import ml_dtypes  # noqa: F401  (numpy's bfloat16)
                 from safetensors import SafetensorError, safe_open
             except ImportError:
-                raise ConfigError(
-                    "weights of Hugging Face need safetensors: pip install 'meshtrain[adopt]'."
-                ) from None
+                raise not_installed("weights of Hugging Face need safetensors", "adopt") from None
             path = self.directory / file
             try:
                 check_regular(path)
                 self._open[file] = safe_open(str(path), framework="np")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(
-                    f"{short(path)} is no whole safetensors file: {short(str(error))}."
+                    f"{short(path)} is not a complete safetensors file: {short(str(error))}."
                 ) from None
         return self._open[file]
 

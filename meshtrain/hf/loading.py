@@ -92,9 +92,7 @@ def check_finite(files: TensorFiles) -> None:
         for box in _rows(shape) if shape and not name.endswith(IGNORED) else ():
             if not np.isfinite(files.read(name, box)).all():
                 where = short(files.directory)
-                raise ConfigError(
-                    f"{short(name)} in {where} has NaN or infinity, so it is no trained weight."
-                )
+                raise ConfigError(f"{short(name)} in {where} contains NaN or infinity.")
         read += math.prod(shape)
         if time.monotonic() - logged > LOG_EVERY:
             logged = time.monotonic()

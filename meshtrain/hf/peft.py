@@ -354,7 +354,7 @@ class Adapters:
                 )
                 if rank % parts:
                     raise ConfigError(
-                        f"{self.where}: the rank {rank} of {name} is no multiple of its {parts} shares."
+                        f"{self.where}: the rank {rank} of {name} is not a multiple of its {parts} shares."
                     )
                 # a part of the rank keeps the scale of all of it
                 scales.add((rank // parts, alpha / (parts**0.5 if rslora else parts)))
@@ -432,9 +432,7 @@ class Adapters:
                             f"{tensor} is {dtype}; it must be one of {', '.join(DTYPES)}."
                         )
                     if not np.isfinite(self.files.tensor(name)).all():
-                        raise ConfigError(
-                            f"{tensor} has NaN or infinity, so it is no trained weight."
-                        )
+                        raise ConfigError(f"{tensor} contains NaN or infinity.")
                 if module.fused and self._thirds:
                     self._check_blocks(module, layer)
 

@@ -98,7 +98,7 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(BY_MODEL_TYPE)
         raise ConfigError(
-            f"{where}: model_type {short(repr(model_type))} is no family of ours; there are {known}."
+            f"{where}: model_type {short(repr(model_type))} is not a known family; there are {known}."
         )
     family = BY_MODEL_TYPE[model_type]
     section = family.section(config, where)
@@ -126,7 +126,7 @@ def hf_family(name: str) -> HfFamily:
     """Returns the class that holds a family of ours; ConfigError if there is none."""
     if name not in HF_FAMILIES:
         raise ConfigError(
-            f"model.family {name} is no family of transformers; exported are {', '.join(HF_FAMILIES)}: see "
+            f"model.family {name} is not a family of transformers; exported are {', '.join(HF_FAMILIES)}: see "
             "meshtrain.hf_families."
         )
     return HF_FAMILIES[name]
@@ -144,19 +144,18 @@ def check_exportable(model: Json) -> None:
 
 
 def _problem(family: HfFamily, model: Json) -> str | None:
-    def flag(name: str) -> str:
-        return f"model.{name} {str(model[name]).lower()}"
-
-    if family.qkv_bias is not None and model["qkv_bias"] != family.qkv_bias:
-        return flag("qkv_bias")
-    if FAMILIES[family.name].images and model["pool"] != "class":
-        return flag("pool")
-    if model["qk_norm"] != family.qk_norm:
-        return flag("qk_norm")
-    if family.activation and model["activation"] != family.activation:
-        return f"model.activation {model['activation']}"
-    if model["window"] and not family.window:
-        return flag("window")
+    """Returns the first key of a section `model` that a class of transformers cannot hold, with its value; None if it
+    holds all.
+    """
+    legal = {
+        "qkv_bias": family.qkv_bias,
+        "pool": "class" if FAMILIES[family.name].images else None,
+        "qk_norm": family.qk_norm,
+        "activation": family.activation or None,
+        "window": None if family.window else 0,
+    }
+    if (problem := _other_than(legal, model)) is not None:
+        return problem
     heads = model["heads"]
     d_model = model["d_model"]
     if not family.shared_heads and model["kv_heads"] != heads:
@@ -165,23 +164,27 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return f"model.head_dim {model['head_dim']} with {heads} heads in model.d_model {d_model}"
     if (problem := _expert_problem(family, model["moe"])) is not None:
         return problem
-    for name in ("norm_plus_one", "post_norms", "scaled_embedding"):
-        if model[name] != family.gemma:
-            return flag(name)
+    flags = ("norm_plus_one", "post_norms", "scaled_embedding")
+    if (problem := _other_than(dict.fromkeys(flags, family.gemma), model)) is not None:
+        return problem
     if family.window_by_turns and not model["window"] and model["global_every"] != 1:
         return "model.window 0"
     required = {} if family.gemma else {"query_scalar": model["head_dim"], "logit_cap": 0.0}
     required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
-    return next(
-        (
-            f"model.{name} {model[name]:g}"
-            for name, value in required.items()
-            if model[name] != value
-        ),
-        None,
-    )
+    return _other_than(required, model)
+
+
+def _other_than(legal: Json, model: Json) -> str | None:
+    """Returns the first key whose value is not the legal one, with it; None is legal where any value is."""
+    for name, value in legal.items():
+        if value is not None and model[name] != value:
+            given = (
+                f"{model[name]:g}" if isinstance(model[name], float) else str(model[name]).lower()
+            )
+            return f"model.{name} {given}"
+    return None
 
 
 def _expert_problem(family: HfFamily, moe: Any) -> str | None:

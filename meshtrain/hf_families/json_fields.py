@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{short(path)} is no JSON: {short(str(error))}.") from None
+        raise ConfigError(f"{short(path)} is not JSON: {short(str(error))}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{short(path)} must hold a JSON object.")
     return content

@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -125,9 +125,7 @@ def engine_job(options: argparse.Namespace, shipped: str = "") -> LaunchJob:
     nodes = options.nodes or config.survive.wanted
     job = make(config, options, nodes, options.python, shipped)
     gpus = job.devices if options.gpus_per_node is None else options.gpus_per_node
-    return LaunchJob(
-        options.name or job.name, nodes, gpus, job.supervisor, job.run, job.restarts, job.imports
-    )
+    return replace(job, name=options.name or job.name, devices=gpus)
 
 
 def _job_name(config: Config) -> str:
@@ -227,21 +225,22 @@ def text_of(pattern: str, sentence: str) -> Callable[[str], str]:
 def absolute(text: str) -> str:
     """Checks a directory on the nodes."""
     if not text.startswith("/") or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{short(repr(text))} is no absolute path")
+        raise argparse.ArgumentTypeError(f"{short(repr(text))} is not an absolute path")
     return text
 
 
 # As Slurm writes it.
 duration = text_of(
-    r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "is no time; write H:MM:SS or DAYS-HH:MM:SS"
+    r"([0-9]{1,3}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]",
+    "is not a time; write H:MM:SS or DAYS-HH:MM:SS",
 )
 _name = text_of(
     f"(?=.{{1,{LONGEST_NAME}}}$)[a-z]([a-z0-9-]*[a-z0-9])?",
-    f"is no name; it begins with a letter and has lower-case letters, digits and - inside, {LONGEST_NAME} at most",
+    f"is not a name; it begins with a letter and has lower-case letters, digits and - inside, {LONGEST_NAME} at most",
 )
 # A cluster's name of something, to stand in a script or a manifest as it is: a partition, a namespace, an accelerator.
 word = text_of(
-    "[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is no name; letters, digits and . _ - , are legal"
+    "[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is not a name; letters, digits and . _ - , are legal"
 )
 
 

@@ -201,7 +201,7 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
     }
 
 
-_quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is no size; write it as 512Gi")
+_quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is not a size; write it as 512Gi")
 
 LAUNCHERS = {
     "jobset": Launcher(

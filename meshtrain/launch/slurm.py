@@ -118,7 +118,7 @@ def add(parser: Parser) -> None:
         parser.add_argument(f"--{name}", type=of)
     parser.add_argument(
         "--mail-user",
-        type=text_of("[^\\s@]+@[^\\s@]+", "is no mail address"),
+        type=text_of("[^\\s@]+@[^\\s@]+", "is not a mail address"),
         metavar="ADDRESS",
         help="hears of the job's end, and of each requeue",
     )
@@ -186,7 +186,7 @@ def _template(path: str) -> tuple[dict[str, str], str]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = refusal(error) if isinstance(error, OSError) else "it is no text"
+        reason = refusal(error) if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"--template {short(path)} cannot be read: {reason}.") from None
     settings = {}
     commands = []
@@ -207,7 +207,7 @@ def _template(path: str) -> tuple[dict[str, str], str]:
 
 _constraint = text_of(
     r"[A-Za-z0-9][A-Za-z0-9._,&|*()\[\]:-]*",
-    "is no constraint of Slurm's, such as h100 or rack1&ib",
+    "is not a constraint of Slurm's, such as h100 or rack1&ib",
 )
 
 LAUNCHERS = {

@@ -105,7 +105,9 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
     for host in filter(None, entries):
         name = host.rpartition("@")[2]
         if not HOST.fullmatch(host):
-            raise ConfigError(f"{where}: {short(repr(host))} is no host; write HOST or USER@HOST.")
+            raise ConfigError(
+                f"{where}: {short(repr(host))} is not a host; write HOST or USER@HOST."
+            )
         if name in hosts:
             raise ConfigError(f"{where}: {name} stands there twice; a node has one supervisor.")
         hosts[name] = host

@@ -253,10 +253,6 @@ run_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
-    if kernel == "cudnn":
-        from meshtrain.compat_kernels import cudnn_attention
-
-        return Outputs(*cudnn_attention(*heads, scoring.window, scoring.scale, scoring.causal))
     if kernel == "blocks":
         q = heads.q
         out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
@@ -277,14 +273,8 @@ def backward(
 
     `outputs` may be those of more keys than these: of all that the queries see.
     """
-    out, log_sum = outputs
-    if kernel == "cudnn":
-        from meshtrain.compat_kernels import cudnn_attention_backward
-
-        return cudnn_attention_backward(
-            *heads, out, log_sum, cotangent, scoring.window, scoring.scale, scoring.causal
-        )
     if kernel == "blocks":
+        out, log_sum = outputs
         grouped = _group_heads(scoring, heads)
         rows = out.reshape(out.shape[0] * out.shape[1], -1)
         sums = log_sum.reshape(grouped[0].shape[:-1])

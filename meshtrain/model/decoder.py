@@ -61,10 +61,23 @@ class Embedding(nnx.Module):
         if self.scaled:
             # rounded as transformers has it: 55.4256 is 55.5 in bfloat16
             x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)
-        if self.positions is not None:
-            x = x + collectives.share_embedding(self.positions[...])[positions]
-        x = collectives.leave_embedding(x)
-        return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
+        return _enter_stream(x, self.positions, positions, collectives, dropout)
+
+
+def _enter_stream(
+    x: jax.Array,
+    learned: nnx.Param | None,
+    positions: jax.Array,
+    collectives: Collectives,
+    dropout: Dropout,
+) -> jax.Array:
+    """Returns the stream from embedded tokens or patches, with the learned vectors of their positions if there are
+    any.
+    """
+    if learned is not None:
+        x = x + collectives.share_embedding(learned[...])[positions]
+    x = collectives.leave_embedding(x)
+    return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
 
 
 def add_rows(
@@ -123,10 +136,7 @@ class PatchEmbedding(nnx.Module):
         if self.class_token is not None:
             token = collectives.share_embedding(self.class_token[...])
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
-        if self.positions is not None:
-            x = x + collectives.share_embedding(self.positions[...])[positions]
-        x = collectives.leave_embedding(x)
-        return dropout.at(EMBEDDING_SITE).stream(x, collectives.first_position(x.shape[1]))
+        return _enter_stream(x, self.positions, positions, collectives, dropout)
 
 
 def _own_numbers(patches_BNP: jax.Array, rows: int, collectives: Collectives) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from meshtrain.compat import vary, varying
 
@@ -16,33 +17,34 @@ class Dropout:
     `rows_B` are global indices of the sequences in the batch. Rate 0 or no key: the identity.
     """
 
-    def __init__(self, rate: float, key: jax.Array | None, rows_B: jax.Array | None) -> None:
+    def __init__(self, rate: float, key: Array | None, rows_B: Array | None) -> None:
         self.rate = rate if key is not None else 0.0
         self.key: Any = key
         self.rows: Any = rows_B
 
-    def at(self, site: jax.Array | int) -> "Dropout":
+    def at(self, site: Array | int) -> "Dropout":
         """Returns the same dropout with keys of its own for a layer or a site in it."""
-        return (
-            self
-            if self.rate == 0.0
-            else Dropout(self.rate, jax.random.fold_in(self.key, site), self.rows)
-        )
+        if self.rate == 0.0:
+            return self
+        return Dropout(self.rate, jax.random.fold_in(self.key, site), self.rows)
 
-    def stream(self, x_BTD: jax.Array, first_position: jax.Array | int) -> jax.Array:
+    def stream(self, x_BTD: Array, first_position: Array | int) -> Array:
         """Drops from the residual stream, whose sequence may be sharded and starts at `first_position` (see
         `Collectives`).
         """
         if self.rate == 0.0:
             return x_BTD
-        positions = first_position + jnp.arange(x_BTD.shape[1])
-        keep = jax.vmap(
-            jax.vmap(lambda row, position: self._keep((row, position), x_BTD.shape[2:]), (None, 0)),
-            (0, None),
-        )
-        return jnp.where(keep(self.rows, positions), x_BTD / (1 - self.rate), 0).astype(x_BTD.dtype)
 
-    def attention(self, p_BHQK: jax.Array, first_head: jax.Array | int) -> jax.Array:
+        def keep(row: Array, position: Array) -> Array:
+            key = self._key_of(row, position)
+            return jax.random.bernoulli(key, 1 - self.rate, x_BTD.shape[2:])
+
+        keep_row = jax.vmap(keep, (None, 0))
+        keep_rows = jax.vmap(keep_row, (0, None))
+        positions = first_position + jnp.arange(x_BTD.shape[1])
+        return _apply(keep_rows(self.rows, positions), self.rate, x_BTD)
+
+    def attention(self, p_BHQK: Array, first_head: Array | int) -> Array:
         """Drops attention probabilities of heads that start at `first_head`, of all queries and all keys."""
         if self.rate == 0.0:
             return p_BHQK
@@ -50,10 +52,10 @@ class Dropout:
 
     def rows_of(
         self,
-        x_ND: jax.Array,
-        first_column: jax.Array | int,
-        positions: Callable[[int], jax.Array] = jnp.arange,
-    ) -> jax.Array:
+        x_ND: Array,
+        first_column: Array | int,
+        positions: Callable[[int], Array] = jnp.arange,
+    ) -> Array:
         """Drops from rows [B*T, D], whose columns start at `first_column` of the whole, of the `positions` of T
         tokens.
         """
@@ -62,25 +64,19 @@ class Dropout:
         # the loop in `keep_mask` wants one type of all that it carries
         words = vary(self.words(0, 1)[..., None, None], varying(x_ND))
         x_BTD = x_ND.reshape(self.rows.shape[0], -1, x_ND.shape[1])
-        columns = jnp.arange(x_BTD.shape[2])
-        places = (
-            vary(at, varying(x_ND))
-            for at in (positions(x_BTD.shape[1])[:, None], first_column + columns)
-        )
-        keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], *places)
-        return jnp.where(keep, x_BTD / (1 - self.rate), 0).astype(x_ND.dtype).reshape(x_ND.shape)
+        rows = vary(positions(x_BTD.shape[1])[:, None], varying(x_ND))
+        columns = vary(first_column + jnp.arange(x_BTD.shape[2]), varying(x_ND))
+        keep = keep_mask(self.rate, words[:, 0, 0], words[:, 0, 1], rows, columns)
+        return _apply(keep, self.rate, x_BTD).reshape(x_ND.shape)
 
-    def words(self, first_head: jax.Array | int, heads: int) -> jax.Array:
+    def words(self, first_head: Array | int, heads: int) -> Array:
         """uint32 [B, heads, 2] from which `keep_mask` draws for heads that start at `first_head`."""
-        of_head = jax.vmap(
-            lambda row, head: jax.random.bits(self._key_of(row, head), (2,)), (None, 0)
-        )
-        return jax.vmap(of_head, (0, None))(self.rows, first_head + jnp.arange(heads))
+        draw = lambda row, head: jax.random.bits(self._key_of(row, head), (2,))
+        draw_row = jax.vmap(draw, (None, 0))
+        draw_rows = jax.vmap(draw_row, (0, None))
+        return draw_rows(self.rows, first_head + jnp.arange(heads))
 
-    def _keep(self, path: tuple[jax.Array, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        return jax.random.bernoulli(self._key_of(*path), 1 - self.rate, shape)
-
-    def _key_of(self, row: jax.Array, place: jax.Array) -> jax.Array:
+    def _key_of(self, row: Array, place: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(self.key, row), place)
 
 
@@ -97,23 +93,25 @@ PARITY = 0x1BD11BDA
 
 def drop(
     rate: float,
-    words_BH2: jax.Array,
-    p_BHQK: jax.Array,
-    first_query: jax.Array | int,
-    first_key: jax.Array | int = 0,
-) -> jax.Array:
+    words_BH2: Array,
+    p_BHQK: Array,
+    first_query: Array | int,
+    first_key: Array | int = 0,
+) -> Array:
     """Dropout on the scores of queries and keys from the first ones on; linear, so it serves cotangents too."""
-    queries, keys = (jnp.arange(n) for n in p_BHQK.shape[2:])
+    _, _, queries, keys = p_BHQK.shape
+    query_places = first_query + jnp.arange(queries)[:, None]
+    key_places = first_key + jnp.arange(keys)
     words = words_BH2[..., None, None]
-    keep = keep_mask(
-        rate, words[:, :, 0], words[:, :, 1], first_query + queries[:, None], first_key + keys
-    )
-    return jnp.where(keep, p_BHQK / (1 - rate), 0).astype(p_BHQK.dtype)
+    keep = keep_mask(rate, words[:, :, 0], words[:, :, 1], query_places, key_places)
+    return _apply(keep, rate, p_BHQK)
 
 
-def keep_mask(
-    rate: float, word: jax.Array, other: jax.Array, queries: jax.Array, keys: jax.Array
-) -> jax.Array:
+def _apply(keep: Array, rate: float, x: Array) -> Array:
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def keep_mask(rate: float, word: Array, other: Array, queries: Array, keys: Array) -> Array:
     """Returns whether the scores of `queries` and `keys` stay: positions in a sequence, arrays that broadcast to one
     shape.
 
@@ -124,7 +122,7 @@ def keep_mask(
     third = word ^ other ^ jnp.uint32(PARITY)
 
     # A loop, since Triton's compiler takes minutes and gigabytes for the rounds as one expression.
-    def turn(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def turn(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         x, y, a, b, c = carry
         for even, odd in zip(ROTATIONS[:4], ROTATIONS[4:], strict=True):
             by = (even + (n & 1) * (odd - even)).astype(jnp.uint32)
@@ -132,6 +130,10 @@ def keep_mask(
             y = x ^ (y << by | y >> (jnp.uint32(32) - by))
         return x + b, y + c + (n + 1).astype(jnp.uint32), b, c, a
 
-    start = (queries.astype(jnp.uint32) + word, keys.astype(jnp.uint32) + other)
-    x, y, *_ = jax.lax.fori_loop(0, 5, turn, (*jnp.broadcast_arrays(*start), word, other, third))
-    return (x ^ y) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    x, y = jnp.broadcast_arrays(
+        queries.astype(jnp.uint32) + word,
+        keys.astype(jnp.uint32) + other,
+    )
+    x, y, *_ = jax.lax.fori_loop(0, 5, turn, (x, y, word, other, third))
+    threshold = min(round(rate * 2**32), 2**32 - 1)
+    return (x ^ y) >= jnp.uint32(threshold)

@@ -45,17 +45,26 @@ BYTES = 2**14
 
 
 class Masks(NamedTuple):
-    """The scores that are masked besides later keys and keys before the window."""
+    """The scores that are masked besides later keys and keys before the window.
 
-    segments: jax.Array | None  # [B, T], of queries
-    key_segments: jax.Array | None
+    Each is an array, a program's reference to it or its BlockSpec; None where nothing is masked so.
+    """
+
+    segments: Any  # [B, T], of queries
+    key_segments: Any
     # [B, T / block], of a block of queries the first block of keys that it may see, or of keys the first of queries
-    first: jax.Array | None
-    last: jax.Array | None  # the same, the last block
-    origin: (
-        jax.Array | None
-    )  # [1, 2] int32, positions of the first query and of the first key; None: both 0
-    words: jax.Array | None  # [B, H, 2] uint32, what a head's dropout is drawn from
+    first: Any
+    last: Any  # the same, the last block
+    origin: Any  # [1, 2] int32, positions of the first query and of the first key; None: both 0
+    words: Any  # [B, H, 2] uint32, what a head's dropout is drawn from
+
+
+class Backward(NamedTuple):
+    """The arrays that the backward takes besides queries, keys and values."""
+
+    log_sum: Any  # [B, H, T]
+    rows: Any  # [B, H, T], sums over the width of output times cotangent
+    d_out: Any  # [B, T, H, K]
 
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
@@ -75,10 +84,10 @@ def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Arr
     out, log_sum = _call(
         partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
-        [rows, all_keys, all_keys, *_specs(masks, lambda i, h, b: (b, h))],
+        [Heads._make([rows, all_keys, all_keys]), _specs(masks, lambda i, h, b: (b, h))],
         [rows, sums],
         [struct_like(q.shape, q.dtype, q), struct_like((batch, heads, padded), jnp.float32, q)],
-    )(q, k, v, *masks)
+    )(Heads(q, k, v), masks)
     return out[:, :length, :, :width], log_sum[:, :, :length]
 
 
@@ -105,28 +114,28 @@ def backward(
     dq = _call(
         partial(_query_kernel, scoring, length),
         (padded // size, heads, batch),
-        [block, all_keys, all_keys, *_specs(masks, lambda i, h, b: (b, h)), sums, sums, block],
+        [
+            Heads._make([block, all_keys, all_keys]),
+            _specs(masks, lambda i, h, b: (b, h)),
+            Backward(sums, sums, block),
+        ],
         block,
         struct_like(q.shape, q.dtype, q),
-    )(q, k, v, *masks, log_sum, rows, d_out)
+    )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
     masks = _masks(size, length, arrays, of_keys=True)
     of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
-        partial(_key_kernel, scoring, length, repeats),
+        partial(_key_kernel, scoring, length),
         (padded // size, groups, batch),
         [
-            of_group,
-            block,
-            block,
-            *_specs(masks, lambda j, g, b: (b, g), repeats),
-            sums,
-            sums,
-            of_group,
+            Heads._make([of_group, block, block]),
+            _specs(masks, lambda j, g, b: (b, g), repeats),
+            Backward(sums, sums, of_group),
         ],
         [block, block],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
-    )(q, k, v, *masks, log_sum, rows, d_out)
+    )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
     dq, dk, dv = (a[:, :length, :, :width] for a in (dq, dk, dv))
     return dq * scoring.scale, dk, dv
 
@@ -171,33 +180,22 @@ def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
 
 
 def _forward_kernel(
-    scoring,
-    length,
-    q_ref,
-    k_ref,
-    v_ref,
-    segments,
-    keys,
-    first,
-    last,
-    origin,
-    words,
-    out_ref,
-    log_sum_ref,
-) -> None:  # type: ignore[no-untyped-def]
+    scoring: Scoring, length: int, heads: Heads, masks: Masks, out_ref: Any, log_sum_ref: Any
+) -> None:
     i = pl.program_id(0)
-    block = q_ref.shape[0]
-    q = q_ref[...]
+    block = heads.q.shape[0]
+    q = heads.q[...]
 
-    def step(j, carry):  # type: ignore[no-untyped-def]
+    def step(j: Any, carry: Any) -> Any:
         out, top, total = carry
         at = pl.ds(j * block, block)
-        scores = _scores(scoring, length, q, k_ref[at, :], segments, keys, origin, i, j)
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, heads.k[at, :], masks, square)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         p = jnp.exp(scores - higher[:, None])
         correction = jnp.exp(top - higher)
-        dropped = _dropout(scoring.rate, words, origin, 0, i, j, block)(p).astype(v_ref.dtype)
-        out = out * correction[:, None] + triton.dot(dropped, v_ref[at, :])
+        dropped = _dropout(scoring, masks, 0, square, block)(p).astype(heads.v.dtype)
+        out = out * correction[:, None] + triton.dot(dropped, heads.v[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
     none = (
@@ -205,110 +203,90 @@ def _forward_kernel(
         jnp.full(q.shape[:1], MASKED, jnp.float32),
         jnp.zeros(q.shape[:1], jnp.float32),
     )
-    out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, first, last), step, none)
+    out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, masks), step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
 
 
 def _query_kernel(
-    scoring,
-    length,
-    q_ref,
-    k_ref,
-    v_ref,
-    segments,
-    keys,
-    first,
-    last,
-    origin,
-    words,
-    log_sum,
-    rows,
-    d_out,
-    dq_ref,
-) -> None:  # type: ignore[no-untyped-def]
+    scoring: Scoring, length: int, heads: Heads, masks: Masks, given: Backward, dq_ref: Any
+) -> None:
     i = pl.program_id(0)
-    block = q_ref.shape[0]
-    q = q_ref[...]
-    d = d_out[...]
+    block = heads.q.shape[0]
+    q = heads.q[...]
+    d = given.d_out[...]
 
-    def step(j, dq):  # type: ignore[no-untyped-def]
+    def step(j: Any, dq: Any) -> Any:
         at = pl.ds(j * block, block)
-        k = k_ref[at, :]
-        scores = _scores(scoring, length, q, k, segments, keys, origin, i, j)
-        p = jnp.exp(scores - log_sum[...][:, None])
-        dp = _dropout(scoring.rate, words, origin, 0, i, j, block)(triton.dot(d, v_ref[at, :].T))
-        ds = _through_cap(scoring, scores, p * (dp - rows[...][:, None]))
+        k = heads.k[at, :]
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, k, masks, square)
+        p = jnp.exp(scores - given.log_sum[...][:, None])
+        drop = _dropout(scoring, masks, 0, square, block)
+        dp = drop(triton.dot(d, heads.v[at, :].T))
+        ds = _through_cap(scoring, scores, p * (dp - given.rows[...][:, None]))
         return dq + triton.dot(ds.astype(k.dtype), k)
 
     dq = jax.lax.fori_loop(
-        *_keys(scoring, length, block, i, first, last), step, jnp.zeros(q.shape, jnp.float32)
+        *_keys(scoring, length, block, i, masks), step, jnp.zeros(q.shape, jnp.float32)
     )
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_kernel(
-    scoring,
-    length,
-    repeats,
-    q_ref,
-    k_ref,
-    v_ref,
-    segments,
-    keys,
-    first,
-    last,
-    origin,
-    words,
-    log_sum,
-    rows,
-    d_out,
-    dk_ref,
-    dv_ref,
-) -> None:  # type: ignore[no-untyped-def]
+    scoring: Scoring, length: int, heads: Heads, masks: Masks, given: Backward, *gradients: Any
+) -> None:
     j = pl.program_id(0)
-    block = k_ref.shape[0]
-    k = k_ref[...]
-    v = v_ref[...]
-    start, stop = _queries(scoring, length, block, j, first, last)
+    repeats = heads.q.shape[1]
+    block = heads.k.shape[0]
+    k = heads.k[...]
+    v = heads.v[...]
+    start, stop = _queries(scoring, length, block, j, masks)
     blocks = stop - start
 
-    def step(n, carry):  # type: ignore[no-untyped-def]
+    def step(n: Any, carry: Any) -> Any:
         dk, dv = carry
         head = jax.lax.div(n, blocks)
         i = start + jax.lax.rem(n, blocks)
         at = pl.ds(i * block, block)
-        q = q_ref[at, head, :]
-        d = d_out[at, head, :]
-        scores = _scores(scoring, length, q, k, segments, keys, origin, i, j)
-        p = jnp.exp(scores - log_sum[head, at][:, None])
-        drop = _dropout(scoring.rate, words, origin, head, i, j, block)
+        q = heads.q[at, head, :]
+        d = given.d_out[at, head, :]
+        square = Square(i, j)
+        scores = _scores(scoring, length, q, k, masks, square)
+        p = jnp.exp(scores - given.log_sum[head, at][:, None])
+        drop = _dropout(scoring, masks, head, square, block)
         dv += triton.dot(drop(p).astype(d.dtype).T, d)
-        ds = _through_cap(scoring, scores, p * (drop(triton.dot(d, v.T)) - rows[head, at][:, None]))
+        dp = drop(triton.dot(d, v.T))
+        ds = _through_cap(scoring, scores, p * (dp - given.rows[head, at][:, None]))
         return dk + triton.dot(ds.astype(q.dtype).T, q), dv
 
     none = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
-    dk_ref[...] = dk.astype(dk_ref.dtype)
-    dv_ref[...] = dv.astype(dv_ref.dtype)
+    sums = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
+    for ref, total in zip(gradients, sums, strict=True):
+        ref[...] = total.astype(ref.dtype)
 
 
 def _places(i: Any, block: int) -> jax.Array:
     return i * block + jnp.arange(block)
 
 
-def _positions(i: Any, j: Any, block: int, origin: Any) -> tuple[jax.Array, jax.Array]:
-    """Positions of query block i, [block, 1], and of key block j, [1, block]."""
-    queries = _places(i, block)[:, None]
-    keys = _places(j, block)[None, :]
+class Square(NamedTuple):
+    """The scores of a block of queries and a block of keys."""
+
+    i: Any  # number of the queries' block
+    j: Any  # of the keys'
+
+
+def _positions(square: Square, block: int, origin: Any) -> tuple[jax.Array, jax.Array]:
+    """Positions of the queries, [block, 1], and of the keys, [1, block]."""
+    queries = _places(square.i, block)[:, None]
+    keys = _places(square.j, block)[None, :]
     return (queries, keys) if origin is None else (queries + origin[0, 0], keys + origin[0, 1])
 
 
-def _keys(
-    scoring: Scoring, length: int, block: int, i: Any, first: Any, last: Any
-) -> tuple[Any, Any]:
+def _keys(scoring: Scoring, length: int, block: int, i: Any, masks: Masks) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
-    start, stop = _meeting(length, block, i, first, last)
+    start, stop = _meeting(length, block, i, masks)
     # the first key that the block's first query sees; of earlier chunks some key is read in any case, so that there is
     # a sum to divide by
     bounded = scoring.window and scoring.causal
@@ -316,11 +294,9 @@ def _keys(
     return start, i + 1 if scoring.causal else stop
 
 
-def _queries(
-    scoring: Scoring, length: int, block: int, j: Any, first: Any, last: Any
-) -> tuple[Any, Any]:
+def _queries(scoring: Scoring, length: int, block: int, j: Any, masks: Masks) -> tuple[Any, Any]:
     """The first block of queries that reads key block j, and the one behind the last."""
-    start, stop = _meeting(length, block, j, first, last)
+    start, stop = _meeting(length, block, j, masks)
     # the last query that sees the block's last key
     bounded = scoring.window and scoring.causal
     stop = (
@@ -331,25 +307,20 @@ def _queries(
     return j if scoring.causal else start, stop
 
 
-def _meeting(length: int, block: int, n: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _meeting(length: int, block: int, n: Any, masks: Masks) -> tuple[Any, Any]:
     """The first block whose documents may be those of block n, and the one behind the last; without documents all
     blocks.
     """
-    return (0, -(-length // block)) if first is None else (first[n], last[n] + 1)
+    if masks.first is None:
+        return 0, -(-length // block)
+    return masks.first[n], masks.last[n] + 1
 
 
 def _scores(
-    scoring: Scoring,
-    length: int,
-    q: jax.Array,
-    k: jax.Array,
-    segments: Any,
-    keys: Any,
-    origin: Any,
-    i: Any,
-    j: Any,
+    scoring: Scoring, length: int, q: jax.Array, k: jax.Array, masks: Masks, square: Square
 ) -> jax.Array:
-    """Scores of query block i and key block j, float32."""
+    """Scores of a block of queries and a block of keys, float32."""
+    i, j = square
     block = len(q)
     if scoring.causal:
         back = _places(i, block)[:, None] - _places(j, block)[None, :]
@@ -358,11 +329,11 @@ def _scores(
         # a later key is seen, but for the padding
         visible = (_places(j, block) < length)[None, :]
         if scoring.window:
-            at, of = _positions(i, j, block, origin)
+            at, of = _positions(square, block, masks.origin)
             visible = visible & (at - of < scoring.window)
-    if segments is not None:
-        of_queries = segments[pl.ds(i * block, block)]
-        of_keys = keys[pl.ds(j * block, block)]
+    if masks.segments is not None:
+        of_queries = masks.segments[pl.ds(i * block, block)]
+        of_keys = masks.key_segments[pl.ds(j * block, block)]
         visible = visible & (of_queries[:, None] == of_keys[None, :])
     scores = triton.dot(q, k.T)
     return jnp.where(visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED)
@@ -374,30 +345,29 @@ def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Arra
 
 
 def _dropout(
-    rate: float, words: Any, origin: Any, head: Any, i: Any, j: Any, block: int
+    scoring: Scoring, masks: Masks, head: Any, square: Square, block: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Dropout on the scores of query block i and key block j; linear."""
-    if not rate:
+    """Dropout on a block of a head's scores; linear."""
+    rate = scoring.rate
+    words = masks.words
+    if not rate or words is None:
         return lambda p: p
-    keep = keep_mask(rate, words[head, 0], words[head, 1], *_positions(i, j, block, origin))
+    positions = _positions(square, block, masks.origin)
+    keep = keep_mask(rate, words[head, 0], words[head, 1], *positions)
     return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
 
 
-def _specs(
-    masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1
-) -> list[pl.BlockSpec | None]:
+def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> Masks:
     """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
-    specs: list[pl.BlockSpec | None] = [
-        None if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
-        for a in masks[:4]
+    specs: Any = [
+        *(
+            a if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
+            for a in masks[:4]
+        ),
+        pl.BlockSpec((1, 2), lambda *at: (0, 0)),
+        pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0)),
     ]
-    specs.append(None if masks.origin is None else pl.BlockSpec((1, 2), lambda *at: (0, 0)))
-    words = (
-        None
-        if masks.words is None
-        else pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0))
-    )
-    return [*specs, words]
+    return Masks(*(None if a is None else spec for a, spec in zip(masks, specs, strict=True)))
 
 
 def _call(

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from meshtrain.compat import vary, varying
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.kernels import MASKED
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Array]
 ONE_DEVICE = Collectives()
 
 
@@ -24,20 +25,20 @@ class Vocabulary:
         self.size = size
         self._collectives = collectives
 
-    def ids(self, logits_BTV: jax.Array) -> jax.Array:
+    def ids(self, logits_BTV: Array) -> Array:
         """The ids of this share's logits, int32 [share]; padding has `size` or more."""
         rows = logits_BTV.shape[-1]
         return self._collectives.first_token_id(rows) + jnp.arange(rows)
 
-    def sum(self, x: jax.Array) -> jax.Array:
+    def sum(self, x: Array) -> Array:
         """The sum over all shares of what each device has of its own, whatever the shape: one all-reduce."""
         return self._collectives.vocabulary_sum(x)
 
-    def max(self, x: jax.Array) -> jax.Array:
+    def max(self, x: Array) -> Array:
         """The maximum over all shares; it carries no gradient."""
         return self._collectives.vocabulary_max(x)
 
-    def no_padding(self, logits_BTV: jax.Array, instead: float) -> jax.Array:
+    def no_padding(self, logits_BTV: Array, instead: float) -> Array:
         """float32 logits, or what is laid out as they are, with `instead` in place of the padding."""
         x = logits_BTV.astype(jnp.float32)
         # Where there is none, nothing is chosen from: a compiler would write the chosen logits out beside the logits
@@ -45,21 +46,24 @@ class Vocabulary:
         padded = x.shape[-1] * self._collectives.vocabulary_ranks > self.size
         return jnp.where(self.ids(x) < self.size, x, instead) if padded else x
 
-    def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
+    def log_sum_exp(self, logits_BTV: Array) -> Array:
         """log Z = log of the sum of exp(logit) over the whole vocabulary, [B, T]."""
         logits = self.no_padding(logits_BTV, MASKED)
         top = self.max(jnp.max(logits, axis=-1))
-        return top + jnp.log(self.sum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)))
+        shifted = logits - top[..., None]
+        total = self.sum(jnp.sum(jnp.exp(shifted), axis=-1))
+        return top + jnp.log(total)
 
-    def argmax(self, logits_BTV: jax.Array) -> jax.Array:
+    def argmax(self, logits_BTV: Array) -> Array:
         """The id with the largest logit, int32 [B, T]: of equals the first, on whichever share it lies; `size` where a
         logit is NaN.
         """
         logits = self.no_padding(logits_BTV, MASKED)
         top = self.max(jnp.max(logits, axis=-1))[..., None]
-        return -self.max(-jnp.min(jnp.where(logits == top, self.ids(logits), self.size), axis=-1))
+        ids = jnp.where(logits == top, self.ids(logits), self.size)
+        return -self.max(-jnp.min(ids, axis=-1))
 
-    def of_label(self, logits_BTV: jax.Array, labels_BT: jax.Array) -> jax.Array:
+    def of_label(self, logits_BTV: Array, labels_BT: Array) -> Array:
         """The logit of each label, [B, T]; of log-probabilities or whatever else is laid out as the logits are, too.
 
         jax.nn.log_softmax gives none: softmax, mean and one_hot over the last axis see one share only.
@@ -72,28 +76,28 @@ class Vocabulary:
 class Mixed(NamedTuple):
     """The other class of what is mixed of two (mixup: Zhang et al. 2018; CutMix: Yun et al. 2019)."""
 
-    labels: jax.Array  # int32 [B, T]
-    share: jax.Array  # float32 [B, T]: of the first class; the rest is this one's
+    labels: Array  # int32 [B, T]
+    share: Array  # float32 [B, T]: of the first class; the rest is this one's
 
 
 class LabelLosses(NamedTuple):
     """The loss of each label, [.., b, T]: one of a token, or of an image."""
 
-    losses: jax.Array  # float32: what training minimises
-    nll: jax.Array | None = (
+    losses: Array  # float32: what training minimises
+    nll: Array | None = (
         None  # float32: the negative log-likelihood alone, without gradient, where losses hold more
     )
-    correct: jax.Array | None = None  # of images: float32, 1 where the argmax is the label
+    correct: Array | None = None  # of images: float32, 1 where the argmax is the label
 
 
-def cross_entropy(*given: Any, **how: Any) -> jax.Array:
+def cross_entropy(*given: Any, **how: Any) -> Array:
     """Returns the losses of `cross_entropies` alone, [B, T]."""
     return cross_entropies(*given, **how).losses
 
 
 def cross_entropies(
-    logits_BTV: jax.Array,
-    labels_BT: jax.Array,
+    logits_BTV: Array,
+    labels_BT: Array,
     vocabulary: Vocabulary,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -110,7 +114,7 @@ def cross_entropies(
     ids = vocabulary.ids(logits_BTV)
     even = label_smoothing / vocabulary.size
 
-    def targeted(labels: jax.Array, mixed: Mixed | None, value: jax.Array | float) -> jax.Array:
+    def targeted(labels: Array, mixed: Mixed | None, value: Array | float) -> Array:
         """Returns `value` at the ids of the labels, by their shares, 0 elsewhere: [B, T, V share]."""
         first = jnp.where(ids == labels[..., None], value, 0.0)
         if mixed is None:
@@ -120,7 +124,7 @@ def cross_entropies(
         return share * first + (1 - share) * other
 
     def forward(
-        logits: jax.Array, labels: jax.Array, mixed: Mixed | None
+        logits: Array, labels: Array, mixed: Mixed | None
     ) -> tuple[LabelLosses, tuple[Any, ...]]:
         x = vocabulary.no_padding(logits, MASKED)
         top = vocabulary.max(jnp.max(x, axis=-1))
@@ -139,14 +143,16 @@ def cross_entropies(
             loss = loss + z_loss * log_z**2
         return LabelLosses(loss, None if loss is nll else nll), (logits, labels, mixed, log_z)
 
-    def backward(residuals: tuple[Any, ...], g: LabelLosses) -> tuple[jax.Array, None, None]:
+    def backward(residuals: tuple[Any, ...], g: LabelLosses) -> tuple[Array, None, None]:
         logits, labels, mixed, log_z = residuals
         p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
         target = targeted(labels, mixed, 1 - label_smoothing)
         if label_smoothing:
             target = target + vocabulary.no_padding(jnp.full_like(p, even), 0.0)
-        gradient = p * (1 + 2 * z_loss * log_z)[..., None] - target if z_loss else p - target
-        return (g.losses[..., None] * gradient).astype(logits.dtype), None, None
+        if z_loss:
+            p = p * (1 + 2 * z_loss * log_z)[..., None]
+        gradient = g.losses[..., None] * (p - target)
+        return gradient.astype(logits.dtype), None, None
 
     losses = jax.custom_vjp(lambda *given: forward(*given)[0])
     losses.defvjp(forward, backward)
@@ -157,8 +163,8 @@ def cross_entropies(
 
 
 def dpo(
-    losses: jax.Array, batch: Arrays, beta: float, collectives: Collectives = ONE_DEVICE
-) -> tuple[jax.Array, Arrays]:
+    losses: Array, batch: Arrays, beta: float, collectives: Collectives = ONE_DEVICE
+) -> tuple[Array, Arrays]:
     """Returns the loss of direct preference optimisation (Rafailov et al. 2023) summed over the pairs of a batch, and
     likewise the rewards that TRL's DPOTrainer reports.
 
@@ -182,7 +188,7 @@ def dpo(
     margins = chosen - rejected
     learned = _learned(batch, collectives)
 
-    def total(x: jax.Array) -> jax.Array:
+    def total(x: Array) -> Array:
         return _part(jnp.sum(jnp.where(learned, x, 0.0)), losses, collectives)
 
     measured = {
@@ -196,7 +202,7 @@ def dpo(
     }
 
 
-def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
+def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> Array:
     """Returns the divisor of the summed loss of a batch that has weights: its pairs, if there are any, or the weights
     of its labels.
     """
@@ -207,13 +213,13 @@ def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> jax.Array:
     )
 
 
-def _learned(batch: Arrays, collectives: Collectives) -> jax.Array:
+def _learned(batch: Arrays, collectives: Collectives) -> Array:
     """Returns whether a pair counts, bool [rows, T // 2 + 1]: it does if one of its labels weighs."""
     learned = _sum_pairs(jnp.abs(batch["weights"]), batch["pairs"], collectives) > 0
     return learned.at[:, 0].set(False)
 
 
-def _sum_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) -> jax.Array:
+def _sum_pairs(values: Array, pairs: Array, collectives: Collectives) -> Array:
     """Sums over each pair of each row, [.., T] to float32 [rows, T // 2 + 1]: first of what is of no pair, then by the
     pairs' numbers.
     """
@@ -227,6 +233,6 @@ def _sum_pairs(values: jax.Array, pairs: jax.Array, collectives: Collectives) ->
     return collectives.row_sum(zeros.at[rows, pairs].add(values))
 
 
-def _part(total: jax.Array, like: jax.Array, collectives: Collectives) -> jax.Array:
+def _part(total: Array, like: Array, collectives: Collectives) -> Array:
     """A part of a row's share of what all parts know alike, so that their sum is it."""
     return total if collectives.context == 1 else vary(total / collectives.context, varying(like))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
@@ -42,14 +43,15 @@ def rope(model: ModelConfig) -> Rope:
     pairs = np.arange(0, model.head_dim, 2, dtype=np.float32)
     frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(model.head_dim))
     factor = model.rope_factor
-    slow = frequency / np.float32(model.rope_factor)
+    slow = frequency / np.float32(factor)
     if model.rope_scaling == "none":
         return Rope(frequency)
     if model.rope_scaling == "linear":
         return Rope(slow)
     if model.rope_scaling == "llama3":
         turns = model.rope_original * frequency / (2 * math.pi)
-        fast = np.clip((turns - model.rope_slow) / (model.rope_fast - model.rope_slow), 0, 1)
+        ramp = model.rope_fast - model.rope_slow
+        fast = np.clip((turns - model.rope_slow) / ramp, 0, 1)
         return Rope((frequency * fast + slow * (1 - fast)).astype(np.float32))
     low, high = (_pair(model, turns) for turns in (model.rope_fast, model.rope_slow))
     if model.rope_truncate:
@@ -59,7 +61,8 @@ def rope(model: ModelConfig) -> Rope:
     high = min(high, model.head_dim - 1)
     stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
     amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
-    return Rope((frequency * (1 - stretched) + slow * stretched).astype(np.float32), amplitude)
+    frequency = frequency * (1 - stretched) + slow * stretched
+    return Rope(frequency.astype(np.float32), amplitude)
 
 
 def _pair(model: ModelConfig, turns: float) -> float:
@@ -68,23 +71,25 @@ def _pair(model: ModelConfig, turns: float) -> float:
     return model.head_dim * math.log(ratio) / (2 * math.log(model.rope_theta))
 
 
-def angles(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+def angles(positions: Array, rope: Rope) -> tuple[Array, Array]:
     """cos and sin at `positions`: [..., K / 2] each, float32."""
     angle = positions[..., None].astype(jnp.float32) * rope.frequency
     return rope.amplitude * jnp.cos(angle), rope.amplitude * jnp.sin(angle)
 
 
-def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+def rotary_table(config: ModelConfig, positions: Array) -> tuple[Array, Array] | None:
     """cos and sin of rotary positions; None where they are learned."""
     return angles(positions, rope(config)) if FAMILIES[config.family].rotary else None
 
 
-def _turned(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _turned(x_BTHK: Array, cos: Array, sin: Array) -> Array:
     """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
     cos = cos[..., None, :].astype(x_BTHK.dtype)
     sin = sin[..., None, :].astype(x_BTHK.dtype)
     low, high = jnp.split(x_BTHK, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    turned_low = low * cos - high * sin
+    turned_high = high * cos + low * sin
+    return jnp.concatenate([turned_low, turned_high], axis=-1)
 
 
 # Its transpose turns back: nothing is kept but the angles.
@@ -100,9 +105,9 @@ class Routing:
     """All that a router of experts needs of the tokens here, besides their activations."""
 
     # which are computed by experts; None: all
-    routed_BT: jax.Array | None = None
+    routed_BT: Array | None = None
     # of the gradient of each row's auxiliary losses; None: there is none
-    seeds_B: jax.Array | None = None
+    seeds_B: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +115,18 @@ class Sequence:
     """All that a block needs of the sequences, besides their activations."""
 
     # cos, sin: [T, K/2], or [B, T, K/2] where positions differ by sequence
-    rotary_TK: tuple[jax.Array, jax.Array] | None = None
+    rotary_TK: tuple[Array, Array] | None = None
     # documents packed in a sequence; attention stays within one
-    segments_BT: jax.Array | None = None
+    segments_BT: Array | None = None
     # whether this layer sees the window alone; None where all layers see the same
-    local: jax.Array | bool | None = None
+    local: Array | bool | None = None
     # for experts; None: all tokens are computed by them
     routing: Routing | None = None
 
 
 def sequences(
-    model: ModelConfig, positions: jax.Array, segments_BT: jax.Array | None = None
-) -> Callable[[jax.Array | int], Sequence]:
+    model: ModelConfig, positions: Array, segments_BT: Array | None = None
+) -> Callable[[Array | int], Sequence]:
     """The function (a layer's index) -> what the layer must know of sequences at these `positions`."""
     far = rotary_table(model, positions)
     near = None
@@ -133,7 +138,7 @@ def sequences(
     if not model.global_every:
         return lambda index: Sequence(near or far, segments_BT)
 
-    def of(index: jax.Array | int) -> Sequence:
+    def of(index: Array | int) -> Sequence:
         local = (index + 1) % model.global_every != 0
         rotary = far
         if near is not None and far is not None:

@@ -1,9 +1,8 @@
 """One pipeline stage: loss and gradients by plain differentiation, microbatches one after the other (gradient
 accumulation).
 
-Where gradients may travel over data during the backward, the last microbatch is gone through layer by layer, as a stage
-of a pipeline
-goes through it: each layer's gradients are complete when the layer's backward is.
+Where gradients may travel over data during the backward, the last microbatch runs layer by layer, as in a stage of a
+pipeline. A layer's gradients are then complete when its backward is.
 
     backward     head   layer 3   layer 2   layer 1   layer 0   embedding
     over data              ╰─ head ─ ─ ─ ─ ─ ─ ─ ─ ─ ─╯
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
@@ -27,22 +26,22 @@ Tree = Any
 
 
 def accumulate(
-    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
 ) -> LossAndGradients:
-    """Loss summed over the microbatches [M, b, T], and `seed` times its gradient: of one in float32, else in
-    `precision.gradient_sums`.
+    """Returns the loss summed over the microbatches [M, b, T], and `seed` times its gradient: float32 for one
+    microbatch, in `precision.gradient_sums` for several.
     """
 
     def microbatch(batch: Batch) -> LossAndGradients:
-        def loss(differentiated: Tree) -> tuple[jax.Array, Totals]:
+        def loss(differentiated: Tree) -> tuple[Array, Totals]:
             replaced = weights._replace(differentiated=differentiated)
-            return forward.loss(
-                replaced, forward.last_stream(replaced, batch, key), batch, jnp.array(True), seed
-            )
+            x = forward.last_stream(replaced, batch, key)
+            return forward.loss(replaced, x, batch, jnp.array(True), seed)
 
         seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
-        gradients = vjp(vary(jnp.ones(()), varying(seeded)))[0]
-        return LossAndGradients(totals, jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+        (gradients,) = vjp(vary(jnp.ones(()), varying(seeded)))
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        return LossAndGradients(totals, gradients)
 
     def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
         return added(sums, microbatch(batch)), None
@@ -50,19 +49,19 @@ def accumulate(
     first = jax.tree.map(lambda a: a[0], batches)
     if inputs(batches).shape[0] == 1:
         return microbatch(first)
-    return lax.scan(
-        step, _nothing(forward, weights, jax.eval_shape(microbatch, first).totals), batches
-    )[0]
+    totals = jax.eval_shape(microbatch, first).totals
+    sums, _ = lax.scan(step, _zeros(forward, weights, totals), batches)
+    return sums
 
 
-def _nothing(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
-    """The sums before the first microbatch, whose loss and what else is measured are like `totals`."""
+def _zeros(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
+    """Returns the sums before the first microbatch, for totals of these types."""
     totals = jax.tree.map(lambda x: vary(jnp.zeros(()), varying(x)), totals)
     return LossAndGradients(totals, forward.zero.no_gradients(weights.differentiated))
 
 
 def accumulate_overlapped(
-    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
 ) -> LossAndGradients:
     """Does the same, with matrices' gradients reduce-scattered during the last microbatch's backward
     (`zero.reduce_early`).
@@ -72,7 +71,8 @@ def accumulate_overlapped(
     blocks = None
     last = jnp.int32(len(tokens) - 1)
     if len(tokens) > 1:
-        sums = accumulate(forward, weights, jax.tree.map(lambda a: a[:-1], batches), key, seed)
+        earlier = jax.tree.map(lambda a: a[:-1], batches)
+        sums = accumulate(forward, weights, earlier, key, seed)
         # One after the other, so that the activations of two microbatches are never alive together.
         tokens, zero_fill = after((tokens, zero_fill), sums.totals)
     stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
@@ -92,46 +92,47 @@ def accumulate_overlapped(
 
 
 def accumulate_in_place(
-    forward: Forward, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
 ) -> LossAndGradients:
     """Does the same, but adds each layer's gradients to their sums in place: a microbatch's gradients never all exist
     at once.
     """
-    stage, zero = Stage(forward, 1, weights, batches, key), jnp.int32(0)
+    stage = Stage(forward, 1, weights, batches, key)
 
-    def step(sums: LossAndGradients, microbatch: jax.Array) -> tuple[LossAndGradients, None]:
+    def step(sums: LossAndGradients, microbatch: Array) -> tuple[LossAndGradients, None]:
         totals, edge, cotangent, stash, slot = _run_to_loss(stage, microbatch, seed, 0)
         gx, blocks = stage.backward(stash, cotangent, sums.gradients["blocks"], slot)
         edge = added({part: sums.gradients[part] for part in edge}, edge)
         edge = stage.add_embedding_gradient(edge, microbatch, gx)
         return LossAndGradients(added(sums.totals, totals), {**edge, "blocks": blocks}), None
 
-    totals = jax.eval_shape(lambda x: stage.loss(x, zero, jnp.array(True), seed)[0], stage.zeros())
+    here = jnp.array(True)
+    loss = lambda x: stage.loss(x, jnp.int32(0), here, seed)[0]
+    totals = jax.eval_shape(loss, stage.zeros())
     microbatches = jnp.arange(len(inputs(batches)), dtype=jnp.int32)
-    return lax.scan(step, _nothing(forward, weights, totals), microbatches)[0]
+    sums, _ = lax.scan(step, _zeros(forward, weights, totals), microbatches)
+    return sums
 
 
 def _run_to_loss(
-    stage: Stage, microbatch: jax.Array, seed: jax.Array, zero_fill: jax.Array | float
-) -> tuple[Totals, Tree, jax.Array, Tree, Slot]:
-    """A microbatch's totals, the gradients of embedding and head of its loss, the last layer's cotangent, and what the
-    layers' backward
-    takes: the stash, and its slot.
+    stage: Stage, microbatch: Array, seed: Array, zero_fill: Array | float
+) -> tuple[Totals, Tree, Array, Tree, Slot]:
+    """Returns a microbatch's totals, the loss's gradient for embedding and head, the last layer's cotangent, and two
+    arguments of the layers' backward: the stash and its slot.
     """
     here = jnp.array(True)
     zero = jnp.int32(0)
     slot = Slot(here, microbatch, zero, zero)
     stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
-    y, stash = stage.forward(stage.embed(stage.edge, microbatch), stash, slot)
+    y, stash = stage.forward(stage.embed(microbatch), stash, slot)
     return *stage.loss(y, microbatch, here, seed), stash, slot
 
 
 def label_losses(forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:
-    """The labels of the microbatches one by one, [M, b, T] each, without gradients."""
+    """Returns the loss of each label of the microbatches, [M, b, T], without gradients."""
 
     def microbatch(batch: Batch) -> LabelLosses:
-        return forward.label_losses(
-            weights, forward.last_stream(weights, batch, None), batch, jnp.array(True)
-        )
+        x = forward.last_stream(weights, batch, None)
+        return forward.label_losses(weights, x, batch, jnp.array(True))
 
     return lax.map(microbatch, batches)

@@ -1,24 +1,33 @@
 """Context parallelism: the tokens of a row over the axis `context`, and attention across them.
 
 Zigzag: a row is cut into 2N chunks, and rank r holds chunk r (early) and chunk 2N-1-r (late). So all ranks do the same
-work (Llama Team 2024, section 3.3.2). For N = 4 the queries of rank 1 read:
+work (Llama Team 2024, section 3.3.2). For N = 4 the queries of rank 1 read the chunks with ■, and of their own chunk
+the lower half ◣:
 
-    chunks    0   1   2   3   4   5   6   7
-    rank      0   1   2   3   3   2   1   0
-    early         ◣                             ◣ causal: of itself
-              ■                                 ■ all: in each step after it, from rank s
-    late      ■   ■   ■   ■   ■   ■   ◣           late x early always; early x early if s < r, else late x late
+    chunk             0   1   2   3   4   5   6   7
+    on rank           0   1   2   3   3   2   1   0
+    early query (1)   ■   ◣
+    late query (6)    ■   ■   ■   ■   ■   ■   ◣
 
-So each step is two products of half by half, none of them masked, whose operands are picked by rank: no predicate, for
-which a GPU's host would have to wait. Their outputs are merged by the logs of their sums. A block's backward takes the
-output and the log of sums of the whole row, so its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
+They take N steps; in step n the keys of rank s = r - n (mod N) are here. Step 0 has the rank's own keys:
+
+    step    queries x keys                            masked
+    0       early x early, late x late                causal
+            late x early                              no
+    1 ..    late x early                              no
+            early x early if s < r, else late x late  no
+
+The operands of the last line are selected by rank: a GPU's host would have to wait for a predicate. Outputs are merged
+by the logs of their softmax denominators. A backward step takes the output and the log of the denominator over the
+whole row, so its cotangents are simply added up (Dao et al. 2022; Liu et al. 2023).
 
     strategy     keys and values                                                     forward, bytes a device sends
-    ring         go round, a step of compute behind each message                     2 B T G K b (N-1)/N
+    ring         go round, each message beside a step of compute                     2 B T G K b (N-1)/N
     all_gather   are gathered before the first step, and again for the backward      the same
     ulysses      tokens are swapped for heads before and after (Jacobs et al. 2023)   2 B T/N (H + G) K b (N-1)/N
 
-With ulysses a device's tokens follow one another.
+(T tokens of a whole row, G groups of keys and values, H heads of K numbers, b bytes a number.) With ulysses a device's
+tokens follow one another.
 """
 
 import math
@@ -29,7 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.config import Config
@@ -56,26 +65,31 @@ HEADS = 2
 
 
 def column_order(length: int, ranks: int, by_heads: bool) -> np.ndarray:
-    """Returns the position of each place of a row, rank after rank: int [length]."""
+    """Returns the positions of a row's tokens in the order in which the ranks hold them: int [length].
+
+    Two ranks, 8 tokens in zigzag order: 0 1 6 7, then 2 3 4 5.
+    """
     if by_heads:
         return np.arange(length)
     chunks = np.arange(length).reshape(2 * ranks, -1)
-    return np.concatenate(
-        [chunks[[rank, 2 * ranks - 1 - rank]].reshape(-1) for rank in range(ranks)]
-    )
+    early = np.arange(ranks)
+    late = 2 * ranks - 1 - early
+    return chunks[np.stack([early, late], axis=1)].reshape(-1)
 
 
-def positions(length: int, ranks: int, by_heads: bool) -> jax.Array:
+def positions(length: int, ranks: int, by_heads: bool) -> Array:
     """Returns the positions of the `length` tokens of a row that this rank holds, inside shard_map."""
     rank = lax.axis_index(CONTEXT)
     if by_heads:
         return rank * length + jnp.arange(length)
-    early, late = _firsts(rank, ranks, length // 2)
-    return jnp.concatenate([first + jnp.arange(length // 2) for first in (early, late)])
+    chunk = length // 2
+    return jnp.concatenate(
+        [first + jnp.arange(chunk) for first in _first_positions(rank, ranks, chunk)]
+    )
 
 
-def _firsts(rank: jax.Array, ranks: int, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """The first positions of the early and of the late chunk of a rank."""
+def _first_positions(rank: Array, ranks: int, chunk: int) -> tuple[Array, Array]:
+    """Returns the first positions of a rank's early chunk and of its late one."""
     return rank * chunk, (2 * ranks - 1 - rank) * chunk
 
 
@@ -88,26 +102,28 @@ class ContextCollectives(MeshCollectives):
         self.by_heads = strategy == "ulysses"
         self.rings = strategy == "ring"
 
-    def first_position(self, length: int) -> jax.Array | int:
+    def first_position(self, length: int) -> Array | int:
+        """Returns, on several ranks, each token's position less its place here: an array [length]."""
         first = super().first_position(length)
         if self.context == 1:
             return first
+        # Sequence parallelism cuts what is on a context rank once more.
         positions = self.positions(length * self.ranks if self.sequence_parallel else length)
         return lax.dynamic_slice_in_dim(positions, first, length) - jnp.arange(length)
 
-    def positions(self, length: int) -> jax.Array:
+    def positions(self, length: int) -> Array:
         if self.context == 1:
             return super().positions(length)
         return positions(length, self.context, self.by_heads)
 
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
-    ) -> jax.Array:
+    ) -> Array:
         return zigzag_attention(kernel, scoring, self.rings, heads, masks, sinks)
 
     def attend_by_heads(
         self, attend: Any, heads: Heads, segments: Any, dropout: Any, sinks: Any = None
-    ) -> jax.Array:
+    ) -> Array:
         return attend_by_heads(attend, heads, segments, self, dropout, sinks)
 
 
@@ -115,20 +131,18 @@ class ContextCollectives(MeshCollectives):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a row: arrays [B, T / 2N, ...], the ids of its documents, the position of its first token."""
+    """A chunk of a row: arrays [B, T/2N, ...], the documents' ids, the position of the first token."""
 
-    arrays: tuple[jax.Array, ...]
-    segments: jax.Array | None
-    first: jax.Array
+    arrays: tuple[Array, ...]
+    segments: Array | None
+    first: Array
 
 
 class _Seen(NamedTuple):
-    """The result of queries for the keys so far: the output, float32 [B, T / 2N, H, K], and the log of sums [B, H, T /
-    2N].
-    """
+    """The attention of a chunk's queries to the keys seen so far."""
 
-    out: jax.Array
-    log_sum: jax.Array
+    out: Array  # float32 [B, T/2N, H, K]
+    log_sum: Array  # [B, H, T/2N], log of the softmax denominators
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -138,8 +152,8 @@ def zigzag_attention(
     rings: bool,
     heads: Heads,
     masks: MaskArrays,
-    sinks: jax.Array | None,
-) -> jax.Array:
+    sinks: Array | None,
+) -> Array:
     """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all
     ranks: `[B*T/N, H*K]`.
 
@@ -154,9 +168,10 @@ def _forward(
     rings: bool,
     heads: Heads,
     masks: MaskArrays,
-    sinks: jax.Array | None,
-) -> tuple[jax.Array, Any]:
-    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
+    sinks: Array | None,
+) -> tuple[Array, Any]:
+    ranks = lax.axis_size(CONTEXT)
+    rank = lax.axis_index(CONTEXT)
     q, k, v = heads
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
@@ -164,36 +179,37 @@ def _forward(
         out, log_sum = forward(kernel, scoring, heads, _masks(masks.words, queries, keys))
         return _Seen(out.astype(jnp.float32), log_sum)
 
-    def attend(scoring: Scoring, sent: Any) -> tuple[jax.Array, jax.Array]:
-        past, (early_q, late_q) = (
-            scoring._replace(causal=False),
-            _chunks(rank, ranks, masks.segments, q),
-        )
+    def attend(scoring: Scoring, sent: Any) -> tuple[Array, Array]:
+        past = scoring._replace(causal=False)
+        early_q, late_q = _chunks(rank, ranks, masks.segments, q)
 
-        def step(number: jax.Array | int, seen: Any, here: Any) -> Any:
+        def step(number: Array | int, seen: Any, here: Any) -> Any:
+            k, v, segments = here
             source = (rank - number) % ranks
-            early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
+            early_kv, late_kv = _chunks(source, ranks, segments, k, v)
             if seen is None:
-                late = _merged(run(scoring, late_q, late_kv), run(past, late_q, early_kv))
-                return run(scoring, early_q, early_kv), late
-            (early, late) = seen
-            is_earlier = source < rank
+                early = run(scoring, early_q, early_kv)
+                late = run(scoring, late_q, late_kv)
+                return early, _merged(late, run(past, late_q, early_kv))
+            early, late = seen
             late = _merged(late, run(past, late_q, early_kv))
-            more = run(
-                past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv)
-            )
+            is_earlier = source < rank
+            queries = _pick(is_earlier, early_q, late_q)
+            keys = _pick(is_earlier, early_kv, late_kv)
+            more = run(past, queries, keys)
             nothing = more._replace(log_sum=jnp.full_like(more.log_sum, MASKED))
-            return (
-                _merged(early, _pick(is_earlier, more, nothing)),
-                _merged(late, _pick(is_earlier, nothing, more)),
-            )
+            early = _merged(early, _pick(is_earlier, more, nothing))
+            late = _merged(late, _pick(is_earlier, nothing, more))
+            return early, late
 
         early, late = _go_round(step, sent) if rings else _go_through(step, sent)
-        out = jnp.concatenate([early.out, late.out], axis=SEQUENCE).astype(q.dtype)
-        return out, jnp.concatenate([early.log_sum, late.log_sum], axis=2)
+        out = jnp.concatenate([early.out, late.out], axis=SEQUENCE)
+        log_sum = jnp.concatenate([early.log_sum, late.log_sum], axis=2)
+        return out.astype(q.dtype), log_sum
 
-    sent = (k, v, masks.segments)
-    out, log_sum = run_windowed(scoring, masks.local, attend, sent if rings else _gathered(sent))
+    own = (k, v, masks.segments)
+    sent = own if rings else _gathered(own)
+    out, log_sum = run_windowed(scoring, masks.local, attend, sent)
     out, log_sum = add_sinks(Outputs(out, log_sum), sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
@@ -201,63 +217,66 @@ def _forward(
 
 
 def _backward(
-    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: jax.Array
-) -> tuple[Heads, None, jax.Array | None]:
+    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: Array
+) -> tuple[Heads, None, Array | None]:
     (q, k, v), masks, sinks, rows, log_sum = residuals
-    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    of_rows = q, rows.reshape(q.shape), cotangent.reshape(q.shape), log_sum.transpose(0, 2, 1)
+    ranks = lax.axis_size(CONTEXT)
+    rank = lax.axis_index(CONTEXT)
+    out = rows.reshape(q.shape)
+    d_out = cotangent.reshape(q.shape)
+    of_queries = q, out, d_out, log_sum.transpose(0, 2, 1)
 
-    def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[jax.Array, ...]:
-        """Cotangents of the queries, keys and values, float32."""
-        (q, out, d_out, sums), (k, v) = queries.arrays, keys.arrays
-        given = Heads(q, k, v), _masks(masks.words, queries, keys)
-        d_qkv = backward(kernel, scoring, *given, Outputs(out, sums.transpose(0, 2, 1)), d_out)
-        return tuple(x.astype(jnp.float32) for x in d_qkv)
+    def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[Array, ...]:
+        """Returns the cotangents of the queries, keys and values, float32."""
+        q, out, d_out, log_sum = queries.arrays
+        outputs = Outputs(out, log_sum.transpose(0, 2, 1))
+        heads = Heads(q, *keys.arrays)
+        chunk_masks = _masks(masks.words, queries, keys)
+        d_heads = backward(kernel, scoring, heads, chunk_masks, outputs, d_out)
+        return tuple(x.astype(jnp.float32) for x in d_heads)
 
-    def cotangents(scoring: Scoring, sent: Any) -> tuple[jax.Array, Any]:
-        past, (early_q, late_q) = (
-            scoring._replace(causal=False),
-            _chunks(rank, ranks, masks.segments, *of_rows),
-        )
+    def cotangents(scoring: Scoring, sent: Any) -> tuple[Array, Any]:
+        past = scoring._replace(causal=False)
+        early_q, late_q = _chunks(rank, ranks, masks.segments, *of_queries)
 
-        def chunk_by_itself(d_q: Any, own: Any) -> tuple[Any, Any]:
-            early_kv, late_kv = _chunks(rank, ranks, own[2], *own[:2])
-            early, *of_early = run(scoring, early_q, early_kv)
-            late, *of_late = run(scoring, late_q, late_kv)
-            return _added(d_q, (early, late)), _joined(of_early, of_late)
+        def causal_step(d_q: Any, own: Any) -> tuple[Any, Any]:
+            k, v, segments = own
+            early_kv, late_kv = _chunks(rank, ranks, segments, k, v)
+            d_early_q, *d_early_kv = run(scoring, early_q, early_kv)
+            d_late_q, *d_late_kv = run(scoring, late_q, late_kv)
+            return _added(d_q, (d_early_q, d_late_q)), _joined(d_early_kv, d_late_kv)
 
-        def step(number: jax.Array | int, d_q: Any, here: Any) -> tuple[Any, Any]:
+        def step(number: Array | int, d_q: Any, here: Any) -> tuple[Any, Any]:
+            k, v, segments = here
             source = (rank - number) % ranks
-            early_kv, late_kv = _chunks(source, ranks, here[2], *here[:2])
-            late, *of_early = run(past, late_q, early_kv)
+            early_kv, late_kv = _chunks(source, ranks, segments, k, v)
+            d_late_q, *d_early_kv = run(past, late_q, early_kv)
             if d_q is None:
-                return (jnp.zeros_like(late), late), _joined(
-                    of_early, jax.tree.map(jnp.zeros_like, of_early)
-                )
+                d_late_kv = jax.tree.map(jnp.zeros_like, d_early_kv)
+                return (jnp.zeros_like(d_late_q), d_late_q), _joined(d_early_kv, d_late_kv)
             is_earlier = source < rank
-            again, *more = run(
-                past, _pick(is_earlier, early_q, late_q), _pick(is_earlier, early_kv, late_kv)
-            )
-            nothing = jnp.zeros_like(again)
-            none = jax.tree.map(jnp.zeros_like, more)
-            d_q = _added(
-                d_q, (_pick(is_earlier, again, nothing), late + _pick(is_earlier, nothing, again))
-            )
-            return d_q, _joined(
-                _added(of_early, _pick(is_earlier, more, none)), _pick(is_earlier, none, more)
-            )
+            queries = _pick(is_earlier, early_q, late_q)
+            keys = _pick(is_earlier, early_kv, late_kv)
+            more_q, *more_kv = run(past, queries, keys)
+            no_q = jnp.zeros_like(more_q)
+            no_kv = jax.tree.map(jnp.zeros_like, more_kv)
+            d_early_q = _pick(is_earlier, more_q, no_q)
+            d_late_q = d_late_q + _pick(is_earlier, no_q, more_q)
+            d_early_kv = _added(d_early_kv, _pick(is_earlier, more_kv, no_kv))
+            d_late_kv = _pick(is_earlier, no_kv, more_kv)
+            return _added(d_q, (d_early_q, d_late_q)), _joined(d_early_kv, d_late_kv)
 
         go = _go_round_back if rings else _go_through_back
-        d_q, d_kv = go(step, chunk_by_itself, sent)
+        d_q, d_kv = go(step, causal_step, sent)
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
-    sent = (k, v, masks.segments)
-    d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent if rings else _gathered(sent))
+    own = (k, v, masks.segments)
+    sent = own if rings else _gathered(own)
+    d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent)
     if not rings:
         d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
     d_k, d_v = (x.astype(k.dtype) for x in d_kv)
-    outputs = Outputs(rows.reshape(q.shape), log_sum)
-    d_sinks = sink_gradients(sinks, outputs, cotangent.reshape(q.shape))
+    d_sinks = sink_gradients(sinks, Outputs(out, log_sum), d_out)
     return Heads(d_q, d_k, d_v), None, d_sinks
 
 
@@ -265,32 +284,34 @@ zigzag_attention.defvjp(_forward, _backward)
 
 
 def _chunks(
-    rank: jax.Array, ranks: int, segments: jax.Array | None, *arrays: jax.Array
+    rank: Array, ranks: int, segments: Array | None, *arrays: Array
 ) -> tuple[_Chunk, _Chunk]:
-    """The early and the late chunk of what a rank holds."""
+    """Returns the early and the late chunk of a rank's arrays [B, T/N, ...]."""
     half = arrays[0].shape[SEQUENCE] // 2
     cuts = [jnp.split(x, 2, axis=SEQUENCE) for x in arrays]
     ids = [None, None] if segments is None else jnp.split(segments, 2, axis=SEQUENCE)
     early, late = (
         _Chunk(tuple(cut[at] for cut in cuts), ids[at], first)
-        for at, first in enumerate(_firsts(rank, ranks, half))
+        for at, first in enumerate(_first_positions(rank, ranks, half))
     )
     return early, late
 
 
-def _masks(words: jax.Array | None, queries: _Chunk, keys: _Chunk) -> MaskArrays:
+def _masks(words: Array | None, queries: _Chunk, keys: _Chunk) -> MaskArrays:
     return MaskArrays(queries.segments, words, None, keys.segments, (queries.first, keys.first))
 
 
-def _pick(condition: jax.Array, one: Any, other: Any) -> Any:
+def _pick(condition: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def _merged(before: _Seen, more: _Seen) -> _Seen:
+    """Returns the attention to the keys of both."""
     log_sum = jnp.logaddexp(before.log_sum, more.log_sum)
 
-    def part(seen: _Seen) -> jax.Array:
-        return seen.out * jnp.exp(seen.log_sum - log_sum).transpose(0, 2, 1)[..., None]
+    def part(seen: _Seen) -> Array:
+        share = jnp.exp(seen.log_sum - log_sum)
+        return seen.out * share.transpose(0, 2, 1)[..., None]
 
     return _Seen(part(before) + part(more), log_sum)
 
@@ -300,95 +321,114 @@ def _added(one: Any, other: Any) -> Any:
 
 
 def _joined(early: Any, late: Any) -> Any:
+    """Returns arrays of a rank from those of its two chunks."""
     return tuple(jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True))
 
 
-# --- how keys and values come by. A step's number says how many ranks before this one they are from. Of its own keys a
-# rank has two steps in the backward: the first, and behind all others the one in which queries and keys are of the same
-# chunk. So the first message has a step to travel behind, and the last.
+# --- the order of the steps, in which step n has the keys and values of the n-th rank before this one
+#
+#    forward     step 0   step 1   ...   step N-1
+#    backward    step 0   step 1   ...   step N-1   causal step
+#
+# The causal step of a backward has queries and keys of the same chunk. It comes last, so that in a ring the last
+# message has a step to travel beside, as the first one has step 0.
 
+# (number, result so far, arrays that are here) -> result
 Step = Callable[[Any, Any, Any], Any]
 
 
 def _gathered(sent: Any) -> Any:
-    """Gathers the arrays of every rank, [N, B, T/N, ...]."""
+    """Returns the arrays of every rank, [N, B, T/N, ...]."""
     return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
 
 
-def _pick_rank(number: Any, gathered: Any) -> Any:
+def _arrays_here(number: Any, gathered: Any) -> Any:
+    """Returns the arrays that are here in a step."""
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
 
 
-def _next(sent: Any) -> Any:
+def _pass_on(sent: Any) -> Any:
+    """Sends arrays to the next rank; returns those of the rank before."""
     ranks = lax.axis_size(CONTEXT)
-    return jax.tree.map(
-        lambda x: lax.ppermute(x, CONTEXT, [(i, (i + 1) % ranks) for i in range(ranks)]), sent
-    )
+    ring = [(i, (i + 1) % ranks) for i in range(ranks)]
+    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, ring), sent)
 
 
 def _go_through(step: Step, gathered: Any) -> Any:
-    """Returns what the last `step(number, before, here)` does, of all that is gathered."""
+    """Returns the result of the last step, from arrays of all ranks."""
 
     def turn(number: Any, seen: Any) -> Any:
-        return step(number, seen, _pick_rank(number, gathered))
+        return step(number, seen, _arrays_here(number, gathered))
 
     return lax.fori_loop(1, lax.axis_size(CONTEXT), turn, turn(0, None))
 
 
 def _go_round(step: Step, sent: Any) -> Any:
-    """Passes the arrays on while a step computes.
+    """Returns the result of the last step; arrays are passed on while a step computes.
 
-    The barriers have XLA start a message before a step and wait for it behind; the loop has it hold two messages, where
-    it would hold those of all steps.
+    The barriers have XLA start a message before a step and wait for it behind the step. The loop has it hold two
+    messages, not those of all steps.
     """
     ranks = lax.axis_size(CONTEXT)
 
     def turn(number: Any, seen: Any, here: Any) -> Any:
-        return lax.optimization_barrier((step(number, seen, here), _next(here)))
+        return lax.optimization_barrier((step(number, seen, here), _pass_on(here)))
 
-    seen, here = lax.fori_loop(
-        1, ranks - 1, lambda number, carry: turn(number, *carry), turn(0, None, sent)
-    )
+    first = turn(0, None, sent)
+    seen, here = lax.fori_loop(1, ranks - 1, lambda number, carry: turn(number, *carry), first)
     return step(ranks - 1, seen, here)
 
 
-def _go_through_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], gathered: Any) -> Any:
-    """Returns the cotangents of queries, and those of keys and values of each rank [N, B, T/N, ...] as far as this rank
-    has any.
+def _go_through_back(step: Step, causal_step: Callable[[Any, Any], Any], gathered: Any) -> Any:
+    """Returns the cotangents of queries, and this rank's part in those of the keys and values of each rank,
+    [N, B, T/N, ...].
 
-    `step` and `chunk_by_itself` return both, the second of one rank.
+    `step` and `causal_step` return both for the keys and values of one rank.
     """
-    ranks, rank = lax.axis_size(CONTEXT), lax.axis_index(CONTEXT)
-    d_q, own = step(0, None, _pick_rank(0, gathered))
-    d_q, more = chunk_by_itself(d_q, _pick_rank(0, gathered))
+    ranks = lax.axis_size(CONTEXT)
+    rank = lax.axis_index(CONTEXT)
+    own = _arrays_here(0, gathered)
+    d_q, d_own = step(0, None, own)
+    d_q, more = causal_step(d_q, own)
     d_kv = jax.tree.map(
-        lambda x, y: jnp.zeros(x.shape, jnp.float32).at[rank].set(y),
+        lambda x, d: jnp.zeros(x.shape, jnp.float32).at[rank].set(d),
         gathered[:2],
-        _added(own, more),
+        _added(d_own, more),
     )
 
-    def turn(number: Any, done: Any) -> Any:
-        d_q, more = step(number, done[0], _pick_rank(number, gathered))
-        return d_q, jax.tree.map(lambda x, y: x.at[(rank - number) % ranks].set(y), done[1], more)
+    def turn(number: Any, carry: Any) -> Any:
+        d_q, d_kv = carry
+        source = (rank - number) % ranks
+        d_q, more = step(number, d_q, _arrays_here(number, gathered))
+        return d_q, jax.tree.map(lambda x, d: x.at[source].set(d), d_kv, more)
 
     return lax.fori_loop(1, ranks, turn, (d_q, d_kv))
 
 
-def _go_round_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], sent: Any) -> Any:
-    """Returns the cotangents of queries, and those of this rank's keys and values, to which each rank that these went
-    by has added.
+def _go_round_back(step: Step, causal_step: Callable[[Any, Any], Any], sent: Any) -> Any:
+    """Returns the cotangents of queries, and those of this rank's keys and values.
+
+    From step 1 on the cotangents of keys travel with the keys, a step behind them, and each rank adds its part. For
+    N = 3 those of rank 0's keys:
+
+        rank      0          1          2          0
+        in step   0          1          2          causal
+        keys      ──────►    ──────►
+        d_kv                 ──────────►──────────► home, + those of step 0 and of the causal step, which stayed here
     """
     ranks = lax.axis_size(CONTEXT)
 
     def turn(number: Any, d_q: Any, d_kv: Any, here: Any, is_last: bool = False) -> Any:
-        passed_on = None if d_kv is None else _next(d_kv), None if is_last else _next(here)
-        (d_q, more), (arrived, here) = lax.optimization_barrier(
-            (step(number, d_q, here), passed_on)
+        arriving = None if d_kv is None else _pass_on(d_kv)
+        following = None if is_last else _pass_on(here)
+        (d_q, d_here), (arriving, following) = lax.optimization_barrier(
+            (step(number, d_q, here), (arriving, following))
         )
-        return d_q, more if arrived is None else _added(arrived, more), here
+        d_kv = d_here if arriving is None else _added(arriving, d_here)
+        return d_q, d_kv, following
 
-    d_q, own, here = turn(0, None, None, sent)
+    d_q, d_own, here = turn(0, None, None, sent)
     d_kv = None
     if ranks > 2:
         d_q, d_kv, here = turn(1, d_q, None, here)
@@ -396,51 +436,53 @@ def _go_round_back(step: Step, chunk_by_itself: Callable[[Any, Any], Any], sent:
             2, ranks - 1, lambda number, carry: turn(number, *carry), (d_q, d_kv, here)
         )
     d_q, d_kv, _ = turn(ranks - 1, d_q, d_kv, here, is_last=True)
-    d_kv, sent = lax.optimization_barrier(
-        (d_kv, sent)
-    )  # so that `sent` is taken up again behind the others
-    (d_q, last), home = lax.optimization_barrier((chunk_by_itself(d_q, sent), _next(d_kv)))
-    return d_q, _added(_added(own, last), home)
+    # The barrier keeps the causal step behind the others.
+    d_kv, sent = lax.optimization_barrier((d_kv, sent))
+    last = causal_step(d_q, sent), _pass_on(d_kv)
+    (d_q, more), home = lax.optimization_barrier(last)
+    return d_q, _added(_added(d_own, more), home)
 
 
 # --- by heads
 
 
 class _OfHeads(Collectives):
-    """The collectives of attention while each rank has all tokens of some heads."""
+    """The collectives of attention while each context rank has all tokens of some of its tensor rank's heads."""
 
     def __init__(self, collectives: Collectives, heads: int) -> None:
         self._outer = collectives
-        self._heads = heads
+        self._heads = heads  # of the tensor rank
         self.platform = collectives.platform
 
-    def first_head(self, heads: int) -> jax.Array:
+    def first_head(self, heads: int) -> Array:
         return self._outer.first_head(self._heads) + lax.axis_index(CONTEXT) * heads
 
 
 def attend_by_heads(
-    attend: Callable[..., jax.Array],
+    attend: Callable[..., Array],
     heads: Heads,
-    segments: jax.Array | None,
+    segments: Array | None,
     collectives: Collectives,
     dropout: Dropout,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """Returns `attend` of all tokens and 1/N of the heads, which must divide by N, swapped for tokens before and back
-    after it. Where N does not divide the groups, keys and values are repeated for as many as it does.
+    sinks: Array | None = None,
+) -> Array:
+    """Returns the result of `attend`, called with all T tokens of H/N heads, for the T/N tokens of H heads that are
+    here; N divides H.
+
+    If N does not divide the G groups of keys and values, each group is repeated: on 4 ranks, 2 groups 2 times each.
     """
     ranks = lax.axis_size(CONTEXT)
     q, k, v = heads
     repeats = ranks // math.gcd(ranks, k.shape[HEADS])
     outer = _OfHeads(collectives, q.shape[HEADS])
-    k, v = (jnp.repeat(x, repeats, axis=HEADS) if repeats > 1 else x for x in (k, v))
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     if segments is not None:
         segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
     if sinks is not None:
-        sinks = lax.dynamic_slice_in_dim(
-            sinks, lax.axis_index(CONTEXT) * q.shape[HEADS], q.shape[HEADS]
-        )
+        own = q.shape[HEADS]
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     rows = attend(q, k, v, segments, outer, dropout, sinks=sinks)
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     return out.reshape(out.shape[0] * out.shape[1], -1)

@@ -1,4 +1,11 @@
-"""The decoder's three parts (embedding, a run of layers, loss) as functions of the weights that one device holds."""
+"""The decoder's three parts (embedding, a run of layers, loss) as functions of the weights that one device holds.
+
+    mesh.pipeline 1      embed ─► last_stream: each layer in turn ─► loss         (`parallel.accumulate`)
+    more                 embed, layer, loss: each where the table has it          (`parallel.pipeline.stage`)
+
+A loss is a sum over a microbatch until the step divides it by the tokens, images or pairs of the whole batch. It is
+differentiated times a `seed`, which holds that divisor and the loss scale.
+"""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.compat import vary, varying
@@ -30,20 +37,20 @@ from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
 
 Tree = Any
-# tokens, labels, rows and where needed positions, segments, weights, pairs, reference: [.., b, T] ([.., b] for rows);
-# or of images what `meshtrain.inputs` lists
-Batch = dict[str, jax.Array]
-# of each row, for experts: the seed of the gradient of a loss that layers make themselves, and the last place in the
-# row that weighs
+# tokens, labels and, where needed, positions, segments, weights, pairs, reference: [.., b, T]; rows: [.., b]. Images
+# have the arrays that `meshtrain.inputs` lists.
+Batch = dict[str, Array]
+# Two more arrays of a batch, [.., b], for a model with experts: what the gradient of a row's auxiliary loss is scaled
+# by, and the row's last place whose weight is not 0.
 SEED = "seed"
 LAST = "last"
-# a loss summed over what it is of, and sums of what else is measured
-Totals = tuple[jax.Array, dict[str, jax.Array]]
+# the loss, summed over labels (dpo: over pairs), and other sums by their names
+Totals = tuple[Array, dict[str, Array]]
 
 
 class LossAndGradients(NamedTuple):
-    """Loss summed over the microbatches, on each data rank, and its gradient, in `precision.gradient_sums` where there
-    are several.
+    """A data rank's loss summed over its microbatches, and the gradient: float32 for one microbatch, in
+    `precision.gradient_sums` for several.
     """
 
     totals: Totals
@@ -51,9 +58,7 @@ class LossAndGradients(NamedTuple):
 
 
 class Forward:
-    """Embedding, layers and loss on one device of the mesh, from what `zero.gather_params` made of its master
-    weights.
-    """
+    """Embedding, layers and loss on one device of the mesh, from its weights as `zero.gather_params` returns them."""
 
     def __init__(
         self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts
@@ -66,7 +71,7 @@ class Forward:
         self.adapters = True
         self.of_images = FAMILIES[layout.config.model.family].images
         self.skips = skips_idle_work(layout.config, collectives.platform)
-        # On CPU collectives are waited for at once.
+        # A CPU waits for a collective at once.
         self.overlaps = collectives.platform != "cpu"
         decoder = nnx.eval_shape(
             lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora)
@@ -83,46 +88,47 @@ class Forward:
 
     @property
     def stream_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the residual stream varies."""
+        """The mesh axes over which the residual stream varies."""
         return (*self.config.mesh.token_axes(), PIPELINE, *self.collectives.stream_axes())
 
     @jax.named_scope(xla.EMBEDDING)
-    def embed(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
-        """Tokens [b, T], or patches, to the residual stream [b, T, D] (T / tensor of it with sequence parallelism)."""
+    def embed(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
+        """Returns the residual stream of tokens [b, T], or patches: [b, T, D], or T / tensor if sequence parallel."""
         embedding = self._embedding(weights.part("embedding"))
-        x = embedding(
-            inputs(batch), self._positions(batch), self.collectives, self._dropout(key, batch)
-        )
+        dropout = self._dropout(key, batch)
+        x = embedding(inputs(batch), self._positions(batch), self.collectives, dropout)
         return vary(x.astype(self.zero.compute), self.stream_axes)
 
     def add_embedding_gradient(
-        self, total: Tree, weights: Weights, batch: Batch, key: jax.Array | None, gx: jax.Array
+        self, total: Tree, weights: Weights, batch: Batch, key: Array | None, gx: Array
     ) -> Tree:
-        """`total` with the gradient of `embed`'s weights added, where its output's cotangent is `gx`.
+        """Adds the gradient of `embed`'s weights to `total`; `gx` is the cotangent of its output.
 
-        The gradient of patches' weights is a product; rows of the tokens' table go straight to their places."""
+        Images: the vjp of `embed`. Tokens: the vjp from the rows that were looked up on; their gradients are then added
+        to the table's rows, so that no gradient of the whole table is made.
+        """
         if self.of_images:
-            embedded = lambda w: self.embed(weights._replace(differentiated=w), batch, key)
-            (gradient,) = jax.vjp(embedded, weights.differentiated)[1](gx)
+            embed = lambda w: self.embed(weights._replace(differentiated=w), batch, key)
+            _, vjp = jax.vjp(embed, weights.differentiated)
+            (gradient,) = vjp(gx)
             return added(total, gradient["embedding"])
         part = weights.part("embedding")
-        tokens = batch["tokens"]
-        rows = vary(
-            jnp.zeros((*tokens.shape, gx.shape[-1]), self.zero.compute), self.config.mesh.axes
-        )
+        tokens = batch[TOKENS]
 
-        def stream(rows: jax.Array, others: Tree) -> jax.Array:
-            embedding = self._embedding(
-                part._replace(differentiated={**part.differentiated, **others})
-            )
-            x = embedding.stream(
-                rows, self._positions(batch), self.collectives, self._dropout(key, batch)
-            )
+        def stream(looked_up: Array, others: Tree) -> Array:
+            differentiated = {**part.differentiated, **others}
+            embedding = self._embedding(part._replace(differentiated=differentiated))
+            dropout = self._dropout(key, batch)
+            x = embedding.stream(looked_up, self._positions(batch), self.collectives, dropout)
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
+        # The stream is linear in the rows: zeros have the same gradient.
+        shape = (*tokens.shape, gx.shape[-1])
+        looked_up = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
         others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
-        gradient, more = jax.vjp(stream, rows, others)[1](gx)
-        totals = added({n: total[n] for n in more}, more)
+        _, vjp = jax.vjp(stream, looked_up, others)
+        gradient, of_others = vjp(gx)
+        totals = added({name: total[name] for name in of_others}, of_others)
         table = self.layout.weights["embedding"]["tokens"]
         if not table.trained:
             return {**totals, "tokens": None}
@@ -135,41 +141,35 @@ class Forward:
     def layer(
         self,
         batch: Batch,
-        key: jax.Array | None,
-        active: jax.Array | None = None,
+        key: Array | None,
+        active: Array | None = None,
         products: str = "compute",
-    ) -> Callable[..., jax.Array]:
-        """Returns the function (differentiated weights of a layer, x, constant weights, index) -> x, of layers with
-        `products` of a kind.
+    ) -> Callable[..., Array]:
+        """Returns the function (a layer's differentiated weights, x, its constant weights, index) -> x.
 
-        Where stages have fewer layers than others, index -1 changes nothing. Where not `active`, what x holds is of no
-        microbatch.
+        A layer with index -1 is padding, of a stage with fewer layers than others, and returns x as it is. `products`
+        is the kind of its matrix products, see `Segment`. If a stage is not `active`, x belongs to no microbatch, and
+        no expert computes it.
         """
-        sequence = sequences(self.config.model, self._positions(batch), batch.get("segments"))
-        routing = self._routing(batch, active)
+        sequence_at = sequences(self.config.model, self._positions(batch), batch.get("segments"))
+        routing_at = self._routing(batch, active)
         dropout = self._dropout(key, batch)
-        of_adapters = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
+        adapter_dropout = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
-        def layer(
-            differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array
-        ) -> jax.Array:
+        def layer(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
             weights = Weights(differentiated, constant)
             block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
             self.layout.storage.prepare(block, self.zero, weights, products, index)
-            use_adapters(block, self.adapters, of_adapters.at(index), self.collectives)
+            use_adapters(block, self.adapters, adapter_dropout.at(index), self.collectives)
             block.attention.attend = self.parts.attention
-            of_layer = (
-                sequence(index)
-                if routing is None
-                else replace(sequence(index), routing=routing(index))
-            )
-            y = self.parts.block(block, x, of_layer, self.collectives, dropout.at(index))
+            sequence = sequence_at(index)
+            if routing_at is not None:
+                sequence = replace(sequence, routing=routing_at(index))
+            y = self.parts.block(block, x, sequence, self.collectives, dropout.at(index))
             self.parts.check_block(x, y)
             return vary(y, varying(x))
 
-        def layer_or_padding(
-            differentiated: Tree, x: jax.Array, constant: Tree, index: jax.Array
-        ) -> jax.Array:
+        def layer_or_padding(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
             if self.skips:
                 run = lambda x: layer(differentiated, x, constant, index)
                 return lax.cond(index >= 0, run, lambda x: x, x)
@@ -179,99 +179,104 @@ class Forward:
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
 
-    def last_stream(self, weights: Weights, batch: Batch, key: jax.Array | None) -> jax.Array:
-        """The residual stream after the last layer of a microbatch, on a mesh without pipeline stages."""
-        x, layer_at = self.embed(weights, batch, key), jnp.asarray(self.layout.layer_at[0, 0])
+    def last_stream(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
+        """Returns the residual stream after the last layer, on a mesh without pipeline stages."""
+        x = self.embed(weights, batch, key)
         segments = self.layout.segments
-        stacked = (weights.part("blocks"), layer_at)
+        indices = jnp.asarray(self.layout.layer_at[0, 0])
+        stacked = (weights.part("blocks"), indices)
         for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
             layer = self.layer(batch, key, products=segment.products)
 
             def step(
-                x: jax.Array, part: tuple[Weights, jax.Array], layer: Callable = layer
-            ) -> tuple[jax.Array, None]:
+                x: Array, part: tuple[Weights, Array], layer: Callable = layer
+            ) -> tuple[Array, None]:
                 weights, index = part
                 return layer(weights.differentiated, x, weights.constant, index), None
 
             x = lax.scan(step, x, part)[0]
         return x
 
-    def logits(self, weights: Weights, x: jax.Array, here: jax.Array) -> jax.Array:
-        """This device's share of the logits, float32 [b, T, V share], from the last stage's x (where `here` is
-        true).
-        """
-        head, tied = self._head(weights)
-        head = nnx.merge(self.head_graph, head)
-        return head(self.collectives.share_last_stage(head.read(x), here), tied, self.collectives)
+    def logits(self, weights: Weights, x: Array, here: Array) -> Array:
+        """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
+        own, tied = self._head(weights)
+        head = nnx.merge(self.head_graph, own)
+        x = self.collectives.share_last_stage(head.read(x), here)
+        return head(x, tied, self.collectives)
 
-    def _head(self, weights: Weights) -> tuple[Tree, jax.Array | None]:
-        """The weights that the head uses: its own, and those of the embedding where it is tied to them."""
-        head = self.zero.gather_at_use("head", weights.part("head"))
+    def _head(self, weights: Weights) -> tuple[Tree, Array | None]:
+        """Returns the head's own weights, and the table of the embedding if it is tied to that."""
+        own = self.zero.gather_at_use("head", weights.part("head"))
         if not self.config.model.tied_head:
-            return head, None
-        return head, self.zero.gather_at_use("embedding", weights.part("embedding"))["tokens"]
+            return own, None
+        embedding = self.zero.gather_at_use("embedding", weights.part("embedding"))
+        return own, embedding["tokens"]
 
     def _losses(
         self,
         weights: Weights,
-        x: jax.Array,
+        x: Array,
         batch: Batch,
-        here: jax.Array,
-        counts: jax.Array | None = None,
-    ) -> tuple[jax.Array | None, LabelLosses]:
-        """Returns the sum weighted by `counts` if the losses are computed by chunks, else None; and the loss of each
-        label, float32 [b, T], from the last stage's x (where `here` is true).
+        here: Array,
+        counts: Array | None = None,
+    ) -> tuple[Array | None, LabelLosses]:
+        """Returns the sum of the labels' losses, each times its `counts`, and these losses, float32 [b, T].
+
+        The sum is None unless one loop over chunks makes it with its gradient. x counts on the stage where `here`.
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks
-        chunk = loss_chunk(self.config, labels.size, -(-self.config.model.vocab_size // ranks))
+        shard = -(-self.config.model.vocab_size // ranks)
+        chunk = loss_chunk(self.config, labels.size, shard)
         if chunk is None:
-            return None, self.parts.loss(self.logits(weights, x, here), labels, _mixed(batch))
+            logits = self.logits(weights, x, here)
+            return None, self.parts.loss(logits, labels, _mixed(batch))
         from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
-        def loss(
-            used: tuple[Tree, jax.Array | None], x: jax.Array, labels: jax.Array
-        ) -> LabelLosses:
-            head, tied = used
-            return self.parts.loss(
-                nnx.merge(self.head_graph, head)(x, tied, self.collectives), labels
-            )
+        def loss(head: tuple[Tree, Array | None], x: Array, labels: Array) -> LabelLosses:
+            own, tied = head
+            logits = nnx.merge(self.head_graph, own)(x, tied, self.collectives)
+            return self.parts.loss(logits, labels)
 
-        given = loss, self._head(weights), self.collectives.share_last_stage(x, here), labels
-        return (
-            (None, chunk_losses(*given, chunk))
-            if counts is None
-            else sum_chunk_losses(*given, counts, chunk)
-        )
+        head = self._head(weights)
+        x = self.collectives.share_last_stage(x, here)
+        if counts is None:
+            return None, chunk_losses(loss, head, x, labels, chunk)
+        return sum_chunk_losses(loss, head, x, labels, counts, chunk)
 
     @jax.named_scope(xla.HEAD)
     def loss(
-        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, Totals]:
-        """`seed` times the loss of this data rank's microbatch, to be differentiated, and its `total`: from the last
-        stage's x.
+        self, weights: Weights, x: Array, batch: Batch, here: Array, seed: Array
+    ) -> tuple[Array, Totals]:
+        """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where
+        not `here`, unless the stages share the vocabulary.
         """
-        known = self.config.train.objective != "dpo"
-        counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape)) if known else None
+        counts = None
+        # What a label of dpo counts is only known when its pair's losses are.
+        if self.config.train.objective != "dpo":
+            counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape))
         seeded, losses = self._losses(weights, x, batch, here, counts)
         total, measured = self.total(losses, batch)
-        return _where(here, (seed * total if seeded is None else seeded, (total, measured)))
+        if seeded is None:
+            seeded = seed * total
+        return _where(here, (seeded, (total, measured)))
 
     @jax.named_scope(xla.HEAD)
-    def label_losses(
-        self, weights: Weights, x: jax.Array, batch: Batch, here: jax.Array
-    ) -> LabelLosses:
-        """Its labels one by one."""
+    def label_losses(self, weights: Weights, x: Array, batch: Batch, here: Array) -> LabelLosses:
+        """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
             return _where(here, self._losses(weights, x, batch, here)[1])
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
-        correct = (self.parts.vocabulary.argmax(logits) == batch[LABELS]).astype(jnp.float32)
-        return _where(here, losses._replace(correct=correct))
+        correct = self.parts.vocabulary.argmax(logits) == batch[LABELS]
+        losses = losses._replace(correct=correct.astype(jnp.float32))
+        return _where(here, losses)
 
     def total(self, labels: LabelLosses, batch: Batch) -> Totals:
-        """The loss of labels, [.., T], and their likelihood beside it where it holds more, not yet divided by what
-        counts of a batch (`model.loss.counted`).
+        """Returns the sum of the losses of labels, [.., T], not yet divided by what counts in a batch
+        (`model.loss.counted`).
+
+        Beside it stands the sum of their negative log-likelihood, `nll`, if the loss has other terms too.
         """
         if self.config.train.objective == "dpo":
             return dpo(labels.losses, batch, self.config.train.dpo_beta, self.collectives)
@@ -279,79 +284,81 @@ class Forward:
         return weighted(labels.losses, batch), measured
 
     def length(self, batch: Batch) -> int:
-        """Positions of a row, or of the part of it that is here."""
+        """Returns the positions of a row, or of the part of it that is here."""
         return positions_of(self.config.model) or batch[TOKENS].shape[-1]
 
-    def _positions(self, batch: Batch) -> jax.Array:
-        return (
-            batch["positions"]
-            if "positions" in batch
-            else self.collectives.positions(self.length(batch))
-        )
+    def _positions(self, batch: Batch) -> Array:
+        if "positions" in batch:
+            return batch["positions"]
+        return self.collectives.positions(self.length(batch))
 
-    def _routing(
-        self, batch: Batch, active: jax.Array | None
-    ) -> Callable[[jax.Array], Routing] | None:
-        """The function (a layer's index) -> which tokens its experts compute; None without experts.
+    def _routing(self, batch: Batch, active: Array | None) -> Callable[[Array], Routing] | None:
+        """Returns the function (a layer's index) -> which tokens its experts compute; None without experts.
 
-        Not padding: what is of no document, or behind all that counts in its row; nor what an idle stage or a place
-        without a layer computes with.
+        They do not compute padding: tokens in no document, or behind the last one that weighs; nor the tokens of an
+        idle stage, or of a layer that is padding (-1).
         """
         if not self.config.model.moe.experts:
             return None
         if "segments" in batch:
             routed = batch["segments"] > 0
         elif LAST in batch:
-            routed = self.collectives.positions(self.length(batch)) <= batch[LAST][:, None]
+            positions = self.collectives.positions(self.length(batch))
+            routed = positions <= batch[LAST][:, None]
         else:
             routed = jnp.ones(batch[TOKENS].shape, bool)
         if active is not None:
             routed = routed & active
         return lambda index: Routing(routed & (index >= 0), batch.get(SEED))
 
-    def last_weighing(self, weights: jax.Array) -> jax.Array:
-        """The last place that weighs in each row, of which context may have parts here: int32 [b]; -1 where none
-        does.
+    def last_weighing(self, weights: Array) -> Array:
+        """Returns each row's last place whose weight is not 0, over all its parts on context ranks: int32 [b]; -1 if
+        there is none.
         """
-        places = jnp.where(weights != 0, self.collectives.positions(weights.shape[1]), -1)
+        positions = self.collectives.positions(weights.shape[1])
+        places = jnp.where(weights != 0, positions, -1)
         return self.collectives.row_max(places.max(-1))
 
-    def _dropout(self, key: jax.Array | None, batch: Batch) -> Dropout:
+    def _dropout(self, key: Array | None, batch: Batch) -> Dropout:
         return Dropout(self.config.model.dropout, key, batch["rows"])
 
 
 def split_layers(stacked: Tree, segments: list[Segment]) -> list[Tree]:
-    """Returns a tree of stacked layers in pieces; the pieces' gradients are joined again."""
+    """Splits stacked layers into those of each segment."""
     if len(segments) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
-    pieces = [lax.split(leaf, [s.behind - s.first for s in segments]) for leaf in leaves]
+    sizes = [segment.behind - segment.first for segment in segments]
+    # lax.split: its gradient is one concatenation
+    pieces = [lax.split(leaf, sizes) for leaf in leaves]
     return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
 
 
 def added(totals: Tree, more: Tree) -> Tree:
-    """`totals` with more added, in the dtypes of the totals."""
+    """Returns the sums of two trees, in the dtypes of `totals`."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, more)
 
 
-def sum_at_once(sum_of: Callable[[jax.Array], jax.Array], scalars: Tree) -> Tree:
-    """The sums of scalars that vary over the same axes, by one call of `sum_of`: one collective."""
+def sum_at_once(sum_of: Callable[[Array], Array], scalars: Tree) -> Tree:
+    """Returns the sums of scalars that vary over the same axes, by one call of `sum_of`: one collective."""
     leaves, tree = jax.tree.flatten(scalars)
     assert len({frozenset(varying(leaf)) for leaf in leaves}) == 1
-    return jax.tree.unflatten(
-        tree, list(sum_of(jnp.stack(leaves))) if len(leaves) > 1 else [sum_of(leaves[0])]
-    )
+    if len(leaves) == 1:
+        return jax.tree.unflatten(tree, [sum_of(leaves[0])])
+    return jax.tree.unflatten(tree, list(sum_of(jnp.stack(leaves))))
 
 
 def _mixed(batch: Batch) -> Mixed | None:
     return Mixed(batch[OTHER_LABELS], batch[MIX]) if MIX in batch else None
 
 
-def weighted(values: jax.Array, batch: Batch) -> jax.Array:
-    """The sum of what labels have each, times their weights where there are any."""
-    return jnp.sum(values * batch["weights"] if "weights" in batch else values)
+def weighted(values: Array, batch: Batch) -> Array:
+    """Sums the values of labels, times their weights if a batch has any."""
+    if WEIGHTS in batch:
+        values = values * batch[WEIGHTS]
+    return jnp.sum(values)
 
 
-def _where(here: jax.Array, values: Tree) -> Tree:
-    """Returns the stage's output where `here` is true, else zeros; a value common to all stages stays as it is."""
+def _where(here: Array, values: Tree) -> Tree:
+    """Returns the values on the stage where `here`, zeros on others; values common to all stages stay as they are."""
     return jax.tree.map(lambda x: jnp.where(here, x, 0.0) if PIPELINE in varying(x) else x, values)

@@ -8,7 +8,7 @@ For looking at what a model says, on the mesh that it is trained on; with stages
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import PIPELINE
@@ -17,20 +17,20 @@ from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.zero import Weights
 
 
-def logits(forward: Forward, weights: Weights, batch: Batch) -> jax.Array:
+def logits(forward: Forward, weights: Weights, batch: Batch) -> Array:
     """This device's shard of the vocabulary, [b, T, V share] in float32, of its data rank's tokens [b, T]."""
     x, here = stream(forward, weights, batch)
     return compute_logits(forward, weights, x, here)
 
 
-def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[Array, Array]:
     """Returns the last stage's output [b, T, D] for its data rank's tokens [b, T], and whether this device is of that
     stage.
     """
     layout = forward.layout
     stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
     first = jnp.zeros((), jnp.int32)
-    x = stage.embed(stage.edge, first)
+    x = stage.embed(first)
     here = lax.axis_index(PIPELINE) == 0
     for k in range(len(layout.stages.counts)):
         place, chunk = (
@@ -38,7 +38,7 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
         )
         here = lax.axis_index(PIPELINE) == place
 
-        def run(x: jax.Array, chunk: int = chunk) -> jax.Array:
+        def run(x: Array, chunk: int = chunk) -> Array:
             return stage.run(x, Slot(jnp.array(True), first, jnp.int32(chunk), first))
 
         y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
@@ -46,15 +46,13 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[jax.Array,
     return x, here
 
 
-def compute_logits(
-    forward: Forward, weights: Weights, x_BTD: jax.Array, here: jax.Array
-) -> jax.Array:
+def compute_logits(forward: Forward, weights: Weights, x_BTD: Array, here: Array) -> Array:
     """The logits of what `stream` made, or of some of its places: this device's shard, [b, T, V share] in float32."""
     shard = forward.logits(weights, x_BTD, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some
     return shard if PIPELINE in forward.collectives.vocabulary else _only(here, shard)
 
 
-def _only(here: jax.Array, x: jax.Array) -> jax.Array:
+def _only(here: Array, x: Array) -> Array:
     """Sends the value of the one stage where `here` is true to all stages."""
     return lax.psum(jnp.where(here, x, 0), PIPELINE) if PIPELINE in varying(x) else x

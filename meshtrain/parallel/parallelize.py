@@ -92,11 +92,10 @@ def make_zero(layout: Layout, across: bool = True) -> Zero:
     config = layout.config
     if config.parallel.reduce.compression == "none":
         return Zero(layout, Reduction(config, across))
-    from meshtrain.parallel.reduce.exchange import Exchange
-    from meshtrain.parallel.reduce.feedback import Feedback
+    from meshtrain.parallel.reduce import exchange, feedback
 
-    reduction = Reduction(config, across, Exchange(config))
-    return Zero(layout, reduction, Feedback(layout, reduction))
+    reduction = Reduction(config, across, exchange.Exchange(config))
+    return Zero(layout, reduction, feedback.Feedback(layout, reduction))
 
 
 class LocalStep:

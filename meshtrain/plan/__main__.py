@@ -23,6 +23,7 @@ from meshtrain.parallel import float8, placement
 from meshtrain.plan import advice, axes, page, pipeline, report, scaling
 from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough
+from meshtrain.plan.jobs import command as jobs
 from meshtrain.plan.search import search
 from meshtrain.schedule import draw
 from meshtrain.sources import SOURCES
@@ -52,11 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kueue and not options.jobs:
         words.error("--kueue DIR is for --jobs FILE: it writes what places those jobs")
     if options.jobs:
-        from meshtrain.plan.jobs import command
-
         if options.html:
             check_target(options.html)
-        return command.run(options, write_target)
+        return jobs.run(options, write_target)
     if options.measure:
         # In a process of its own: measuring is another command, which stands on the planner.
         return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.config import Config, ConfigError, short
+from meshtrain.errors import install_command
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PAIRS, PATCHES, TOKENS
 from meshtrain.plan import traffic
@@ -64,7 +65,9 @@ GPUS: dict[str, dict[str, Any]] = {
 SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
 CLUSTERS = {"a100": "a100-80"}  # of a target, where it has another name
 CUDNN = (9, 8, 0)  # of the described GPUs
-PACKAGES = "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (pip install 'meshtrain[compile]')"
+PACKAGES = (
+    f"jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 ({install_command('compile')})"
+)
 
 
 @dataclass(frozen=True)
@@ -130,14 +133,18 @@ def compile_step(config: Config, target: str) -> Compiled:
     """
     devices = config.mesh.devices
     name = parse_target(target, devices)
-    described = described_devices(name, devices) if name != "cpu" else _fake(devices)
+    described = described_devices(name, devices) if name != "cpu" else None
     # Only here, since the rest of the planner needs no JAX devices and starts faster without the model.
-    from meshtrain.hlo import Module, collectives
-    from meshtrain.mesh import make_mesh
-    from meshtrain.step import Program
+    import jax
 
-    jax_mesh = make_mesh(config, described)
-    program = Program(config, jax_mesh)
+    from meshtrain import hlo, mesh, step
+
+    if described is None:
+        jax.config.update("jax_platforms", "cpu")
+        mesh.fake_cpu_devices(devices)
+        described = jax.devices("cpu")
+    jax_mesh = mesh.make_mesh(config, described)
+    program = step.Program(config, jax_mesh)
     lowered = program.lower(program.batch_shapes(_batch(config)))
     start = clock.perf_counter()
     executable = lowered.compile()
@@ -147,7 +154,7 @@ def compile_step(config: Config, target: str) -> Compiled:
     assert memory is not None and text is not None, (
         "XLA's CPU and GPU compilers both tell what they allocate"
     )
-    module = Module(text)
+    module = hlo.Module(text)
     return Compiled(
         target=f"{name}x{devices}",
         argument_bytes=memory.argument_size_in_bytes,
@@ -165,7 +172,7 @@ def compile_step(config: Config, target: str) -> Compiled:
                 "sent_bytes": c.sent * round(c.times),
                 "source": c.source,
             }
-            for c in collectives(module, jax_mesh, program.busy)
+            for c in hlo.collectives(module, jax_mesh, program.busy)
         ],
         module=module,
         mesh=jax_mesh,
@@ -182,16 +189,6 @@ def _batch(config: Config) -> dict[str, None]:
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
     pairs = PAIRS if config.train.objective == "dpo" else ()
     return dict.fromkeys((TOKENS, LABELS, *packed, *pairs))
-
-
-def _fake(devices: int) -> Sequence[Any]:
-    import jax
-
-    from meshtrain.mesh import fake_cpu_devices
-
-    jax.config.update("jax_platforms", "cpu")
-    fake_cpu_devices(devices)
-    return jax.devices("cpu")
 
 
 def described_devices(name: str, devices: int) -> Sequence[Any]:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan import memory
-from meshtrain.plan.estimate import Plan
-from meshtrain.plan.hosts import save_seconds
+from meshtrain.plan.estimate import Plan, save_seconds
 
 GIVEN_UP = 0.005  # of all time, below the best interval's share
 HOUR = 3600.0
@@ -157,11 +156,11 @@ def faults(plan: Plan) -> FailureCosts:
     )
 
 
-def spares(cluster: Cluster, devices: int, hours: float, sure: float = 0.99) -> int:
-    """Nodes beyond those needed so that with probability `sure` enough are left after `hours`."""
+def spares(cluster: Cluster, devices: int, hours: float) -> int:
+    """Nodes beyond those needed so that with probability 0.99 enough are left after `hours`."""
     needed = math.ceil(devices / cluster.devices_per_node)
     rate = cluster.failures_per_device_hour * cluster.devices_per_node
     extra = 0
-    while survival(needed, needed + extra, rate, hours) < sure:
+    while survival(needed, needed + extra, rate, hours) < 0.99:
         extra += 1
     return extra

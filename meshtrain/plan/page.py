@@ -16,7 +16,6 @@ from meshtrain.draw.svg import (
     BAD,
     BLUE,
     EMPTY,
-    FAINT,
     FIRST,
     GREEN,
     GREY,
@@ -30,6 +29,8 @@ from meshtrain.draw.svg import (
     chart,
     image,
     keys,
+    scale,
+    small,
     widths,
 )
 from meshtrain.plan import report
@@ -39,7 +40,7 @@ from meshtrain.schedule import draw
 
 # of the curves
 LEFT = 46
-TOP = 10
+TOP = 24
 HEIGHT = 190
 KIND_COLOURS = {
     "parameters": BLUE,
@@ -160,7 +161,8 @@ def memory_bars(plan: Plan) -> str:
     body.append(
         f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="30" stroke="{BAD}" stroke-width="2"/>'
     )
-    y = 40
+    body.append(scale(42, "memory of a device", units.size(usable)))
+    y = 52
     columns = widths([units.size(item.nbytes)] for item in items)
     for item in items:
         share = item.nbytes / items[0].nbytes
@@ -168,6 +170,8 @@ def memory_bars(plan: Plan) -> str:
             y, item.name, [units.size(item.nbytes)], columns, 0.0, share, KIND_COLOURS[item.kind]
         )
         y += ROW
+    body.append(scale(y + 8, "bytes of an item", units.size(items[0].nbytes)))
+    y += 12
     held = [(colour, kind.replace("_", " ")) for kind, colour in KIND_COLOURS.items()]
     legend, end = keys([*held, (BAD, "limit")], y=y + 8)
     return chart(end, [*body, *legend], "memory of one device by item")
@@ -181,9 +185,11 @@ def waterfall(plan: Plan) -> str:
     body = list[str]()
     for i, ((name, _, start, share), value) in enumerate(zip(rows, values, strict=True)):
         body += bar_row(i * ROW, PART_NAMES[name], value, columns, start, share, PART_COLOURS[name])
+    y = len(rows) * ROW + 8
+    body.append(scale(y, "time in the step", units.duration(plan.seconds)))
     drawn = {PART_COLOURS[row[0]] for row in rows}
     legend, end = keys(
-        [(c, kind) for kind, (c, _) in KINDS_OF_TIME.items() if c in drawn], y=len(rows) * ROW + 8
+        [(c, kind) for kind, (c, _) in KINDS_OF_TIME.items() if c in drawn], y=y + 12
     )
     return chart(end, [*body, *legend], "time of a step by part")
 
@@ -240,9 +246,8 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
         body.append(
             f'<text x="{x(devices):.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{devices:,}</text>'
         )
-    body.append(
-        f'<text x="{WIDTH}" y="{TOP + HEIGHT + 38}" text-anchor="end" fill="{FAINT}">devices</text>'
-    )
+    body.append(small(0, 11, "throughput a device, % of the first"))
+    body.append(small(WIDTH, TOP + HEIGHT + 38, "devices", "end"))
     for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
         places = [(x(point.devices), y(point.efficiency)) for point in points]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)

@@ -1,11 +1,10 @@
-"""How long a step takes, and what for: compute by shape, communication by the cheapest collective, the pipeline by its
-table.
+"""Seconds of a step by what they are spent on: compute by shape, communication by the cheapest collective, the pipeline
+by its table.
 
     layer_cost ──┐
-    edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──► StepTime
-    message_cost ┘
-
-data_seconds, hidden_seconds, and those of `hosts`: outside the microbatches
+    edge_cost ───┼──► MicrobatchCosts ──► the pipeline's table, or microbatches one after another ──┐
+    message_cost ┘                                                                                  ├──► StepTime
+    outside the microbatches: data_seconds - hidden_seconds, the optimizer, waits for hosts ────────┘
 """
 
 import dataclasses
@@ -35,35 +34,33 @@ from meshtrain.plan.traffic import BOTH, edge_transfers
 class EdgeCost:
     """Seconds of one microbatch in embedding and loss head on one device."""
 
-    head: Seconds  # forward and backward; of images with the product of the embedding
-    head_sends: float  # its sums over tensor
-    vocab_sends: float  # its sums over the stages that share the vocabulary
-    reference: float  # dpo's forward without adapters, with its collectives
+    head: Seconds  # its forward and backward, and those of the embedding of images
+    head_sends: float  # sums over tensor
+    vocab_sends: float  # sums over the stages that share the vocabulary
+    reference: float  # dpo's forward without adapters, with its sums
 
     @property
     def total(self) -> float:
+        """Seconds without those of the reference."""
         return self.head.total + self.head_sends + self.vocab_sends
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """Seconds of one hop to the next stage: one of the two is 0."""
+    """Seconds of one hop to the next stage, which either travels while the stages work on or is waited for."""
 
-    overlapped: float  # while the stages work on
-    waits: float  # where the stages wait for it
+    overlapped: float
+    waits: float
 
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """Seconds of one microbatch on one device, from which a step is put together.
-
-    A chunk has the layers of the longest virtual stage.
-    """
+    """Seconds of one microbatch on one device, from which a step is put together."""
 
     layer: LayerCost
     edge: EdgeCost
     message: MessageCost
-    layers: int  # of a chunk
+    layers: int  # of a chunk, as long as the longest virtual stage
     chunks: int  # of a stage
 
     @property
@@ -74,18 +71,14 @@ class MicrobatchCosts:
     @property
     def chunk_forward(self) -> float:
         layer = self.layer
-        return (
-            self.layers * (layer.forward.total + layer.forward_sends + layer.forward_copies)
-            + self.message.waits
-        )
+        seconds = layer.forward.total + layer.forward_sends + layer.forward_copies
+        return self.layers * seconds + self.message.waits
 
     @property
     def chunk_backward(self) -> float:
         layer = self.layer
-        return (
-            self.layers * (layer.backward.total + layer.backward_sends + layer.backward_copies)
-            + self.message.waits
-        )
+        seconds = layer.backward.total + layer.backward_sends + layer.backward_copies
+        return self.layers * seconds + self.message.waits
 
     @property
     def chunk_weight_grad(self) -> float:
@@ -94,10 +87,12 @@ class MicrobatchCosts:
 
     @property
     def chunk_residuals(self) -> float:
+        """Writing and reading what a split backward leaves for W."""
         return self.layers * self.layer.residuals
 
     @property
     def chunk_reference(self) -> float:
+        """The forward of dpo's reference."""
         return self.layers * self.layer.reference
 
 
@@ -124,30 +119,30 @@ def edge_cost(
     dtype = config.precision.compute
     degree = shapes.vocabulary_degree(config)
     sizes = model, cluster.accelerator, dtype, shapes.tokens(config), degree
-    head_is_trained = bool(trained.tokens.full if model.tied_head else trained.output.full)
-    head = compute.head(*sizes, profile, head_is_trained) + compute.embedding(
-        *sizes, bool(trained.embedding.full)
-    )
+    weight = (trained.tokens if model.tied_head else trained.output).full
+    head = compute.head(*sizes, profile, bool(weight))
+    head += compute.embedding(*sizes, bool(trained.embedding.full))
     if (chunks := shapes.loss_chunks(config)) > 1:
-        # a sum of gradients that every chunk reads and writes; and the forward again, but where ours makes the
-        # gradients with the losses
-        weight = (trained.tokens if model.tied_head else trained.output).full
-        head += Seconds(memory=8 * chunks * weight / cluster.accelerator.memory_rate)
+        # Every chunk reads and writes the float32 sum of the weight's gradients.
+        nbytes = 2 * 4 * chunks * weight
+        head += Seconds(memory=nbytes / cluster.accelerator.memory_rate)
+        # Our backward has the gradients already, unless the logits are made again.
         if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
     sends, forward = _edge_sends(config, cluster)
     if profile.whole_logits:
-        nbytes = (
-            shapes.labels(model, shapes.tokens(config)) * model.vocab_size * shapes.itemsize(dtype)
-        )
-        sends["tensor"] += best(ALL_GATHER, cluster.axis("tensor", config.mesh), nbytes).seconds
+        logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
+        nbytes = logits * shapes.itemsize(dtype)
+        links = cluster.axis("tensor", config.mesh)
+        sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
+    reference = 0.0
+    if config.train.objective == "dpo":
+        reference = compute.head_forward(*sizes).total + forward
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
         vocab_sends=sends["pipeline"] + sends[BOTH],
-        reference=compute.head_forward(*sizes).total + forward
-        if config.train.objective == "dpo"
-        else 0.0,
+        reference=reference,
     )
 
 
@@ -156,7 +151,8 @@ def _edge_sends(config: Config, cluster: Cluster) -> tuple[dict[str, float], flo
     sends = {"tensor": 0.0, "pipeline": 0.0, BOTH: 0.0}
     forward = 0.0
     for moment, t in edge_transfers(config):
-        spent = t.count * best(t.kind, cluster.axis(t.axis, config.mesh), t.nbytes).seconds
+        links = cluster.axis(t.axis, config.mesh)
+        spent = t.count * best(t.kind, links, t.nbytes).seconds
         sends[t.axis] += spent
         if moment in ("embedding", "head"):
             forward += spent
@@ -243,15 +239,17 @@ def data_seconds(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
-    mesh, parallel, layers = config.mesh, config.parallel, stages(config).on_device
+    mesh = config.mesh
+    parallel = config.parallel
+    layers = stages(config).on_device
     if mesh.data * mesh.context == 1:
         return 0.0
     trained = shapes.trained(config)
     tokens = mesh.token_axes(across=False)
-    weight = shapes.itemsize(config.precision.compute)
-    reduce = profile.gradient_bytes
+    weight_bytes = shapes.itemsize(config.precision.compute)
+    gradient_bytes = profile.gradient_bytes
     if profile is DEFAULT_PROFILE:
-        reduce = shapes.itemsize(config.precision.reduce)
+        gradient_bytes = shapes.itemsize(config.precision.reduce)
     compressed = profile is DEFAULT_PROFILE and parallel.reduce.compression != "none"
 
     def send(
@@ -259,59 +257,60 @@ def data_seconds(
     ) -> float:
         return programs.seconds(algorithm, kind, axes, mesh, cluster, nbytes)
 
+    def gather_or_scatter(
+        kind: str, size: int, elements: shapes.WeightParts, at_use: bool
+    ) -> float:
+        """Returns the seconds for all weights, of `size` bytes an element; `at_use`: for each layer by itself."""
+        gathers = kind == ALL_GATHER
+        algorithm = "psum" if gathers else parallel.reduce.algorithm
+        block = elements.block.gathered
+        outer = elements.outer.gathered
+        if not at_use:
+            return send(kind, tokens, (block * layers + outer) * size, algorithm)
+        layer_size = float8.weight_size(config) if gathers else size
+        layer = send(kind, tokens, block * layer_size, algorithm)
+        around = send(kind, tokens, outer * size, algorithm)
+        passes = 2 if gathers else 1
+        # Our backward gathers embedding and head no second time.
+        around_passes = 1 if profile.compiled else passes
+        return parallel.microbatches * (passes * layers * layer + around_passes * around)
+
     seconds = gradient_traffic.sync_seconds(config, cluster)
     if not parallel.zero_stage and not compressed:
-        elements_summed = trained.block.full * layers + trained.outer.full
-        return seconds + send(ALL_REDUCE, summed_axes(config), elements_summed * reduce)
-    # (kind, bytes an element, layer by layer, times a layer and microbatch then, elements, algorithm)
-    sends = []
-    if parallel.zero_stage:
-        gathered = shapes.resident(config) if parallel.zero_stage == 3 else trained
-        sends.append((ALL_GATHER, weight, gathers_at_use(config), 2, gathered, "psum"))
+        elements = trained.block.full * layers + trained.outer.full
+        return seconds + send(ALL_REDUCE, summed_axes(config), elements * gradient_bytes)
     if compressed:
         seconds += sum(gradient_traffic.seconds(config, cluster))
-    else:
-        sends.append(
-            (REDUCE_SCATTER, reduce, scatters_at_use(config), 1, trained, parallel.reduce.algorithm)
-        )
-    for kind, size, at_use, times, elements, algorithm in sends:
-        block = elements.block
-        outer = elements.outer
-        # At use the steps of each collective count every time; our program's backward gathers embedding and head no
-        # second time.
-        if at_use:
-            size_of_layer = float8.weight_size(config) if kind == ALL_GATHER else size
-            layer = send(kind, tokens, block.gathered * size_of_layer, algorithm)
-            around = send(kind, tokens, outer.gathered * size, algorithm)
-            seconds += parallel.microbatches * (
-                times * layers * layer + (1 if profile.compiled else times) * around
-            )
-        else:
-            seconds += send(
-                kind, tokens, (block.gathered * layers + outer.gathered) * size, algorithm
-            )
-    if mesh.islands > 1 and not compressed and not parallel.sync.every:
-        seconds += send(
-            ALL_REDUCE, (ISLAND,), (trained.block.shard * layers + trained.outer.shard) * reduce
-        )
+    if parallel.zero_stage:
+        sharded = shapes.resident(config) if parallel.zero_stage == 3 else trained
+        seconds += gather_or_scatter(ALL_GATHER, weight_bytes, sharded, gathers_at_use(config))
+    if compressed:
+        return seconds
+    seconds += gather_or_scatter(REDUCE_SCATTER, gradient_bytes, trained, scatters_at_use(config))
+    if mesh.islands > 1 and not parallel.sync.every:
+        elements = trained.block.shard * layers + trained.outer.shard
+        seconds += send(ALL_REDUCE, (ISLAND,), elements * gradient_bytes)
     return seconds
 
 
 def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
-    """Seconds over data that our program hides on accelerators; of the embedding and the head it hides nothing.
+    """Seconds over data that our program hides on accelerators.
 
-    Gradients that are held are reduced in buckets of layers: one is on its way while the last microbatch goes back
-    through the one before (`parallel.accumulate`); nothing hides the first. In a pipeline weights and gradients travel
-    by chunks, each beside at least as many clocks as there are stages; nothing hides the first chunk's weights and the
-    last one's gradient (`pipeline.timeline` is exact).
+    Several stages: weights and gradients travel chunk by chunk, each beside at least as many clocks as there are
+    stages. Nothing hides the first chunk's weights and the last one's gradient (`pipeline.timeline` is exact). The
+    head's gradient is hidden, all else of embedding and head is not.
+
+    One stage: gradients that are held until the step's end are reduced in buckets of layers, while the last
+    microbatch's backward goes on to the bucket before (`parallel.accumulate`). Nothing hides the first bucket.
+    Gradients that are not held: `_hidden_at_use`. Pairs on one stage hide nothing.
     """
     if cluster.accelerator.platform == "cpu":
         return 0.0
     if config.mesh.pipeline > 1:
         gather, reduce, head = chunk_seconds(config, cluster)
-        beside = [(gather, costs.chunk_forward), (reduce, costs.chunk_backward)]
-        chunk = sum(min(sent, config.mesh.pipeline * clock) for sent, clock in beside)
-        return (stages(config).chunks - 1) * chunk + head
+        hidden_gather = min(gather, config.mesh.pipeline * costs.chunk_forward)
+        hidden_reduce = min(reduce, config.mesh.pipeline * costs.chunk_backward)
+        return (stages(config).chunks - 1) * (hidden_gather + hidden_reduce) + head
     if runs_table(config):
         return 0.0
     if scatters_at_use(config):
@@ -319,10 +318,12 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
     if not overlaps_reduce_scatter(config):
         return 0.0
     layers = stages(config).on_device
-    (_, sent) = _held_seconds(config, cluster)
-    back = costs.chunk_backward / layers
+    _, reduce = _held_seconds(config, cluster)
+    backward = costs.chunk_backward / layers
     sizes = [behind - first for first, behind in buckets(layers)]
-    return sum(min(later * sent, before * back) for before, later in itertools.pairwise(sizes))
+    return sum(
+        min(later * reduce, before * backward) for before, later in itertools.pairwise(sizes)
+    )
 
 
 def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float]:
@@ -331,58 +332,56 @@ def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     """
     if not sends_by_table(config) or cluster.accelerator.platform == "cpu":
         return 0.0, 0.0, 0.0
-    (gather, reduce), layers, trained = (
-        _held_seconds(config, cluster),
-        stages(config).longest,
-        shapes.trained(config),
-    )
-    return layers * gather, layers * reduce, reduce * trained.head.full / trained.block.full
+    gather, reduce = _held_seconds(config, cluster)
+    layers = stages(config).longest
+    trained = shapes.trained(config)
+    head = reduce * trained.head.full / trained.block.full
+    return layers * gather, layers * reduce, head
 
 
 def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
-    """A layer's share of gathering all weights over data, and of reducing all gradients, of those that are held over
-    the step.
+    """A layer's share of the seconds of gathering all weights over data, and of reducing all gradients, where both are
+    held over the step.
     """
     trained = shapes.trained(config)
     layers = stages(config).on_device
-    gathered = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
-    elements = gathered.block.gathered * layers + gathered.outer.gathered
-    size = elements * shapes.itemsize(config.precision.compute)
-    gathers = programs.seconds(
-        "psum", ALL_GATHER, config.mesh.token_axes(across=False), config.mesh, cluster, size
+    sharded = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
+    elements = sharded.block.gathered * layers + sharded.outer.gathered
+    nbytes = elements * shapes.itemsize(config.precision.compute)
+    axes = config.mesh.token_axes(across=False)
+    gathers = programs.seconds("psum", ALL_GATHER, axes, config.mesh, cluster, nbytes)
+    reduces = (
+        data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
     )
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
-    sent = data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
-    return gathers * gathered.block.gathered / elements if elements else 0.0, sent * share
+    gather = gathers * sharded.block.gathered / elements if elements else 0.0
+    return gather, reduces * share
 
 
 def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
-    """Seconds of the gathers and scatters at the layers that hide under a layer's own work, as in the compiled program
-    (`tests/parallel/test_gpu_overlap.py`): a layer's gathers start with it, and its gradients travel during the next
-    one's backward. The layer waits for the weights of its first matmuls: projections into attention, and in the
-    backward at most the largest weight.
+    """Seconds of the gathers and scatters at the layers that hide under a layer's own work.
+
+    In the compiled program (`tests/parallel/test_gpu_overlap.py`) a layer's gathers start with it, and its gradients
+    travel during the next one's backward. The layer waits for the weights of its first products: in the forward the
+    projections into attention, in the backward at most the largest weight.
     """
+    axes = config.mesh.token_axes(across=False)
+    precision = config.precision
 
     def send(kind: str, elements: float, dtype: str) -> float:
         nbytes = elements * shapes.itemsize(dtype)
-        return programs.seconds(
-            "psum", kind, config.mesh.token_axes(across=False), config.mesh, cluster, nbytes
-        )
+        return programs.seconds("psum", kind, axes, config.mesh, cluster, nbytes)
 
-    resident = shapes.resident(config)
     forward = 0.0
-    backward = send(REDUCE_SCATTER, shapes.trained(config).block.gathered, config.precision.reduce)
+    backward = send(REDUCE_SCATTER, shapes.trained(config).block.gathered, precision.reduce)
     if gathers_at_use(config):
-        gathered = send(ALL_GATHER, resident.block.gathered, config.precision.compute)
-        forward = max(
-            0.0, gathered - send(ALL_GATHER, resident.first.full, config.precision.compute)
-        )
-        backward += max(
-            0.0, gathered - send(ALL_GATHER, resident.block.largest, config.precision.compute)
-        )
+        resident = shapes.resident(config)
+        gathered = send(ALL_GATHER, resident.block.gathered, precision.compute)
+        first = send(ALL_GATHER, resident.first.full, precision.compute)
+        largest = send(ALL_GATHER, resident.block.largest, precision.compute)
+        forward = max(0.0, gathered - first)
+        backward += max(0.0, gathered - largest)
     hidden = min(forward, layer.forward.total) + min(backward, layer.backward.total)
-    # what is compressed, or gathered in float8, is less than the bytes above
-    return min(
-        config.parallel.microbatches * stages(config).on_device * hidden,
-        data_seconds(config, cluster),
-    )
+    step_hidden = config.parallel.microbatches * stages(config).on_device * hidden
+    # Compressed gradients, and weights gathered in float8, are fewer bytes than these.
+    return min(step_hidden, data_seconds(config, cluster))

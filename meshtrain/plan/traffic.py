@@ -115,10 +115,7 @@ def layer_transfers(config: Config) -> list[Moment]:
     ) -> Moment:
         return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
 
-    scales = config.model.d_model * shapes.itemsize(config.precision.compute)
-    shared = (
-        ("forward", *["backward"] * (parallel.remat != "none")) if config.model.post_norms else ()
-    )
+    size = shapes.itemsize(config.precision.compute)
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -127,9 +124,7 @@ def layer_transfers(config: Config) -> list[Moment]:
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
     if parallel.sequence_parallel:
-        entering = (
-            stream_bytes * float8.entering_size(config) / shapes.itemsize(config.precision.compute)
-        )
+        entering = stream_bytes * float8.entering_size(config) / size
         return [
             transfer("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
             transfer("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
@@ -148,14 +143,22 @@ def layer_transfers(config: Config) -> list[Moment]:
             transfer("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
             *over_heads,
         ]
+    shared_scales = [
+        transfer(
+            moment,
+            ALL_REDUCE,
+            "scales of norms in the stream shared",
+            2,
+            nbytes=config.model.d_model * size,
+        )
+        for moment in ("forward", *["backward"] * (parallel.remat != "none"))
+        if config.model.post_norms
+    ]
     return [
         transfer("forward", ALL_REDUCE, "layer outputs summed", 2),
         transfer("backward", ALL_REDUCE, OUTPUTS_SUMMED_AGAIN, again),
         transfer("backward", ALL_REDUCE, INPUTS_SUMMED, 2, hides=True),
-        *[
-            transfer(moment, ALL_REDUCE, "scales of norms in the stream shared", 2, nbytes=scales)
-            for moment in shared
-        ],
+        *shared_scales,
         *over_heads,
     ]
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from meshtrain.allreduce import ALGORITHMS
@@ -46,23 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     config = _config(options)
     _check(options, config)
-    from meshtrain.mesh import join_cluster
-    from meshtrain.probe.measure import measure, mesh_of
-    from meshtrain.run.processes import first_decides, is_first
+    # whoever asks for --help does not wait for JAX
+    from meshtrain.probe.measure import Wanted, measure_here
 
+    wanted = Wanted(
+        (options.only,) if options.only else PARTS,
+        algorithms=_algorithms(options),
+        every_pair=options.every_pair,
+    )
     with _output_to_errors():
-        join_cluster()
-        mesh = mesh_of(config)
-        first_decides(lambda: _check_files(options, mesh.size))
-        first = is_first()
-        probe = measure(
-            mesh,
-            (options.only,) if options.only else PARTS,
-            algorithms=_algorithms(options),
-            progress=lambda what: say(f"measuring {what}") if first else None,
-            every_pair=options.every_pair,
-        )
-    if first:
+        probe = measure_here(config, wanted, partial(_check_files, options))
+    if probe is not None:
         _show(probe, _cluster(options.cluster, probe.size), options)
     return DONE
 

@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,11 +20,18 @@ from meshtrain.compat import joined_processes
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import ORDER
 from meshtrain.errors import say
-from meshtrain.mesh import device_names, fake_cpu_devices, kind_of, make_mesh, platform
+from meshtrain.mesh import (
+    device_names,
+    fake_cpu_devices,
+    join_cluster,
+    kind_of,
+    make_mesh,
+    platform,
+)
 from meshtrain.probe import describe, links, report
 from meshtrain.probe.devices import devices as measure_devices
 from meshtrain.probe.figures import PARTS, MeasuredCollective, Pairs, Probe
-from meshtrain.run.processes import gathered
+from meshtrain.run.processes import first_decides, gathered, is_first
 
 FAKED = 8  # devices where there is no accelerator and no mesh is given
 
@@ -56,45 +65,62 @@ def machines_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names)
 
 
+class Wanted(NamedTuple):
+    """The measurements that are asked for; sizes in bytes replace those of the platform."""
+
+    parts: Sequence[str] = PARTS
+    kinds: Sequence[str] = KINDS
+    pair_sizes: Sequence[int] = ()
+    algorithms: Sequence[str] = ()  # programs of messages, which are measured beside XLA's own
+    every_pair: bool = False
+
+
+ALL = Wanted()
+
+
+def measure_here(
+    config: Config | None, wanted: Wanted, check: Callable[[int], object]
+) -> Probe | None:
+    """Measures the mesh of a config on the devices of all processes; returns the figures on the first one.
+
+    `check` is called there with the number of devices before anything is measured.
+    """
+    join_cluster()
+    mesh = mesh_of(config)
+    first_decides(partial(check, mesh.size))
+    first = is_first()
+    probe = measure(mesh, wanted, _say_progress if first else lambda _: None)
+    return probe if first else None
+
+
+def _say_progress(what: str) -> None:
+    say(f"measuring {what}")
+
+
 def measure(
-    mesh: Mesh,
-    parts: Sequence[str] = PARTS,
-    kinds: Sequence[str] = KINDS,
-    sizes: Sequence[int] = (),
-    pair_sizes: Sequence[int] = (),
-    algorithms: Sequence[str] = (),
-    progress: Callable[[str], object] = lambda _: None,
-    every_pair: bool = False,
+    mesh: Mesh, wanted: Wanted = ALL, progress: Callable[[str], object] = lambda _: None
 ) -> Probe:
     """Measures all of it: some seconds on accelerators, up to a minute on fake devices; the machine should be idle.
 
     All processes must call it.
 
-    `progress` is told what comes next. `sizes` in bytes replace those of the platform. `algorithms` are programs of
-    messages by name, which are measured beside XLA's own.
+    `progress` is told what comes next.
     """
+    parts = wanted.parts
     # As the planner numbers devices: islands outermost, then pipeline, data, tensor innermost.
     in_place = [mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names]
     places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(in_place).ravel().tolist()
     numbered = [mesh.devices.flat[place] for place in places]
     axes = links.axes_of(mesh)
     barriers: dict[str, float] = {}
-    collectives: list[MeasuredCollective] = []
     pairs: Pairs | None = None
     if "barrier" in parts and axes:
         progress("barrier")
         barriers = links.barriers(mesh)
-    if "collectives" in parts:
-        for axis in links.groups_of(mesh):
-            # What runs over all of data are its sums.
-            over = [ALL_REDUCE] if axis == links.JOINED else kinds
-            progress(
-                f"{', '.join(over)} over {axis} {math.prod(mesh.shape[one] for one in axis.split('+'))}"
-            )
-            collectives += links.collectives(mesh, axis, over, sizes, algorithms)
+    collectives = _collectives(mesh, wanted, progress) if "collectives" in parts else []
     if "pairs" in parts and axes:
-        progress(f"{len(links.partners(mesh.size, every_pair))} pairs of devices")
-        pairs = links.pairs(mesh, places, pair_sizes, every_pair)
+        progress(f"{len(links.partners(mesh.size, wanted.every_pair))} pairs of devices")
+        pairs = links.pairs(mesh, places, wanted.pair_sizes, wanted.every_pair)
     if "products" in parts:
         progress("matrix products and passes over memory")
     return Probe(
@@ -111,14 +137,26 @@ def measure(
     )
 
 
+def _collectives(
+    mesh: Mesh, wanted: Wanted, progress: Callable[[str], object]
+) -> list[MeasuredCollective]:
+    """Measures the wanted kinds of collectives along each axis of the mesh."""
+    measured: list[MeasuredCollective] = []
+    for axis in links.groups_of(mesh):
+        # What runs over all of data are its sums.
+        over = [ALL_REDUCE] if axis == links.JOINED else wanted.kinds
+        ranks = math.prod(mesh.shape[one] for one in axis.split("+"))
+        progress(f"{', '.join(over)} over {axis} {ranks}")
+        measured += links.collectives(mesh, axis, over, algorithms=wanted.algorithms)
+    return measured
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """`meshtrain.plan --measure`: the cluster file of all devices, without the collectives that it says nothing of; a
     report on stderr.
     """
-    probe = measure(
-        mesh_of(None), kinds=(ALL_REDUCE, PERMUTE), progress=lambda what: say(f"measuring {what}")
-    )
+    probe = measure(mesh_of(None), Wanted(kinds=(ALL_REDUCE, PERMUTE)), _say_progress)
     print(report.to_text(probe), file=sys.stderr)
     print(describe.to_yaml(probe), end="")
     return DONE

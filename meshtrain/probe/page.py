@@ -18,7 +18,19 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.draw import page as pages
 from meshtrain.draw.page import sentence
 from meshtrain.draw.picture import Picture, block
-from meshtrain.draw.svg import FIRST, GREY, INK, ORANGE, SECOND, SKY, image, keys, mixed, svg
+from meshtrain.draw.svg import (
+    FIRST,
+    GREY,
+    INK,
+    ORANGE,
+    SECOND,
+    SKY,
+    image,
+    keys,
+    mixed,
+    small,
+    svg,
+)
 from meshtrain.probe import judge, report
 from meshtrain.probe.figures import XLA, Probe
 from meshtrain.units import duration
@@ -102,7 +114,7 @@ def _cells(probe: Probe, side: int) -> Iterator[str]:
         middle = number * side + side / 2
         yield f'<text x="{_LEFT - 8}" y="{_TOP + middle + 4:.0f}" text-anchor="end">{number}</text>'
         yield f'<text x="{_LEFT + middle:.0f}" y="{_TOP - 8}" text-anchor="middle">{number}</text>'
-    yield '<text x="0" y="12">from row to column, GB/s</text>'
+    yield small(0, 12, "from device (row) to device (column), GB/s")
     for a, b in np.argwhere(~np.isnan(probe.pairs.bandwidth)).tolist():
         yield _cell(probe, a, b, float(scores[a, b]), side)
     legend = (

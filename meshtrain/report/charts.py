@@ -20,11 +20,11 @@ from meshtrain.report.facts import RunFacts
 from meshtrain.report.rows import Columns
 
 # of a chart; margins for numbers
-HEIGHT = 172
+HEIGHT = 200
 LEFT = 52
 RIGHT = 8
-TOP = 8
-BOTTOM = 24
+TOP = 22
+BOTTOM = 38
 FAR = 6  # times what lies between the first and the last tenth of values, above these, is far
 BINS = 120  # of a curve over the width of a chart
 SMOOTH = 50  # a smoothed curve is of means of so many parts of a run
@@ -46,7 +46,10 @@ class Curve:
 
 
 class MetricChart(NamedTuple):
-    """A chart: its title, the metric, how its numbers are written, and whether its axis begins at 0."""
+    """A chart: its title, the metric, how its numbers are written, and whether its axis begins at 0.
+
+    The title names the axis too, with the unit of numbers that are written without.
+    """
 
     title: str
     metric: str
@@ -78,7 +81,7 @@ def _bytes(value: float) -> str:
 
 
 OF_STEPS = (
-    MetricChart("Loss", "loss", _plain, zero=False, dots="eval_loss", smooth=True),
+    MetricChart("Loss, nats", "loss", _plain, zero=False, dots="eval_loss", smooth=True),
     MetricChart("Learning rate", "learning_rate", _plain),
     MetricChart("Gradient norm", "grad_norm", _plain),
     MetricChart("Seconds a step", "step_seconds", _seconds, spikes=True),
@@ -158,8 +161,7 @@ def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] 
     if any(curve.name == "smoothed" for curve in lines):
         about += f"; smoothed: each point is the mean of about 1/{SMOOTH} of the run"
     base = 2 if spec.number is _bytes else 10
-    label = f"{spec.title.lower()} over steps"
-    return spec.title, about, chart(label, curves, spec.number, spec.zero, base, spec.spikes)
+    return spec.title, about, chart(spec.title, curves, spec.number, spec.zero, base, spec.spikes)
 
 
 def _sampled(samples: Iterable[Columns], metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -175,14 +177,15 @@ def _sampled(samples: Iterable[Columns], metric: str) -> tuple[np.ndarray, np.nd
 
 
 def chart(
-    label: str,
+    name: str,
     curves: Sequence[Curve],
     number: Callable[[float], str],
     zero: bool = False,
     base: int = 10,
     spikes: bool = False,
 ) -> str:
-    """Draws curves over steps on common axes; `number` writes a value, `zero` begins the axis there.
+    """Draws curves over steps on common axes; `name` is that of their values' axis, `number` writes a value, `zero`
+    begins the axis there.
 
     Nothing if there is no point.
 
@@ -208,12 +211,13 @@ def chart(
         return LEFT + across, TOP + tall * (1 - np.clip((y - low) / (high - low), 0, 1))
 
     body = [_axes(ticks, low, high, tall, number), *_steps(first, last, wide)]
+    body += [svg.small(0, 11, name), svg.small(WIDTH - RIGHT, HEIGHT - 4, "step", "end")]
     for curve in drawn:
         body += _dots(curve, place) if curve.dots else _band(curve, first, last, place)
     # Of two runs each kind has both colours, and what they stand for is said above all charts.
     if len({curve.name for curve in drawn}) == len(drawn) > 1:
         body.append(_legend(drawn))
-    return svg.chart(HEIGHT, body, label)
+    return svg.chart(HEIGHT, body, f"{name.partition(', ')[0].lower()} over steps")
 
 
 def _finite(curve: Curve) -> Curve:
@@ -254,11 +258,7 @@ def _steps(first: float, last: float, wide: float) -> Iterator[str]:
     if last > first:
         places.append((last, "end", 1.0))
     for step, anchor, share in places:
-        name = "step " if share == 0 else ""
-        yield (
-            f'<text x="{LEFT + share * wide:.0f}" y="{HEIGHT - 7}" text-anchor="{anchor}" font-size="11" '
-            f'fill="{FAINT}">{name}{step:,.0f}</text>'
-        )
+        yield svg.small(LEFT + share * wide, HEIGHT - BOTTOM + 17, f"{step:,.0f}", anchor)
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:

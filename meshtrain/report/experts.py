@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshtrain.draw import svg
-from meshtrain.draw.svg import FAINT, FIRST, GROUND, ORANGE, TRACK, WIDTH
+from meshtrain.draw.svg import FIRST, GROUND, ORANGE, TRACK, WIDTH
 from meshtrain.run.rows import RowReader
 
 # What is drawn of a load over the mean: up to where, in which hue, how strong, and what the legend says.
@@ -100,14 +99,17 @@ def picture(loads: ExpertLoads) -> str:
     body = _cells(over, wide, tall)
     bottom = LOWEST + layers * tall
     body += [
-        _name(LEFT - 6, LOWEST + (i + 0.5) * tall + 4, i, "end")
+        svg.small(LEFT - 6, LOWEST + (i + 0.5) * tall + 4, i, "end")
         for i in _numbered(layers, tall, 14)
     ]
     body += [
-        _name(LEFT + (e + 0.5) * wide, bottom + 13, e, "middle")
+        svg.small(LEFT + (e + 0.5) * wide, bottom + 13, e, "middle")
         for e in _numbered(experts, wide, 30)
     ]
-    body += [_name(LEFT - 6, 12, "layer", "end"), _name(WIDTH, bottom + 29, "expert", "end")]
+    body += [
+        svg.small(LEFT - 6, 12, "layer", "end"),
+        svg.small(WIDTH, bottom + 29, "expert", "end"),
+    ]
     top = bottom + 40
     body += _legend(top)
     label = (
@@ -142,7 +144,7 @@ def _legend(top: float) -> Iterator[str]:
     for i, (_, hue, strength, words) in enumerate(CLASSES):
         place = f'x="{i * box + 1:.1f}" y="{top:.1f}" width="{box - 2:.1f}" height="12" rx="2"'
         yield f'<rect {place} fill="{hue}" fill-opacity="{strength}" stroke="{GROUND}"/>'
-        yield _name((i + 0.5) * box, top + 26, words, "middle")
+        yield svg.small((i + 0.5) * box, top + 26, words, "middle")
 
 
 def _numbered(count: int, size: float, room: float) -> range:
@@ -153,10 +155,3 @@ def _numbered(count: int, size: float, room: float) -> range:
         if step * size >= room or step >= count
     )
     return range(0, count, every)
-
-
-def _name(x: float, y: float, words: object, anchor: str) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" '
-        f'fill="{FAINT}">{escape(str(words))}</text>'
-    )

@@ -100,7 +100,7 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
     config = config_of(directory, notes)
     steps, torn = rows.read(directory / METRICS)
     if torn:
-        lines = "line is no row and was" if torn == 1 else "lines are no rows and were"
+        lines = "line is not a row and was" if torn == 1 else "lines are not rows and were"
         notes.append(f"{torn} {lines} left out of {METRICS}: cut off, or not what a run writes.")
     samples, ranks, hosts = _samples(directory)
     diagnosis = _diagnosis(directory, notes)
@@ -142,7 +142,7 @@ def refuse_no_run(directory: Path) -> None:
         raise ConfigError(f"there is no run directory {short(directory)}.")
     if not begun:
         raise ConfigError(
-            f"{short(directory)} is no run directory: it holds neither {CONFIG} nor {METRICS}."
+            f"{short(directory)} is not a run directory: it holds neither {CONFIG} nor {METRICS}."
         )
 
 

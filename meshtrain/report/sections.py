@@ -190,8 +190,10 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
         else f"{1 / times:.2f} times as fast as planned"
     )
     cluster = plan.cluster.name
-    roof = units.duration(bounds.roof)
-    against = f"{compared} on {cluster}; the roofline there, bound by {bounds.bound}, is {roof}."
+    against = (
+        f"{compared} on {cluster}; the roofline there, bound by {bounds.bound}, is "
+        f"{units.duration(bounds.roof)}."
+    )
     steps = ladder(speed, bounds)
     most = max(seconds for _, seconds in steps)
     colours = (GREEN, *[mixed(GREEN, "#ffffff", 0.5)] * (len(steps) - 3), PALE, FIRST)

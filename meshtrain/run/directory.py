@@ -80,7 +80,7 @@ def _unwritable(path: Path) -> str | None:
     try:
         # Opening a pipe would wait for ever.
         if not stat.S_ISREG(path.stat().st_mode):
-            return "is no file"
+            return "is not a file"
         path.open("ab").close()
     except FileNotFoundError:
         return f"is a link to {os.readlink(path)}, which is not there"

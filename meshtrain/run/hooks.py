@@ -3,9 +3,9 @@
     before_batch ─► the batch ─► before_step ─► the step is dispatched ─► after_step
                                                        its metrics have come ─► after_metrics      due ─► before_save
 
-`meshtrain.train` calls each hook at each moment, in their order: supervision, tracing, the offload check, rows, what
-watches the run, the check of the numbers; then those of whoever calls `mt.train(config, callbacks=[...])`. Steps are
-counted from 1. The metrics of a step come while the next one is under way already.
+`meshtrain.train` calls each hook at each moment, in their order: rows, what watches the run, the check of the numbers,
+tracing, the offload check, supervision; then those of `mt.train(config, callbacks=[...])`. Steps are counted from 1.
+The metrics of a step come while the next one is under way already.
 """
 
 from collections.abc import Callable, Iterable

@@ -88,7 +88,7 @@ class RunLock:
             raise self._unusable(refusal(error)) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise self._unusable("is no file")
+            raise self._unusable("is not a file")
         # Unbuffered, or what a full disk refuses would be tried again at the end.
         return io.FileIO(descriptor, "r+")
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshtrain.errors import ConfigError, Unreadable, refusal, say
+from meshtrain.errors import ConfigError, PortTaken, Unreadable, refusal, say
 from meshtrain.files import PASSING
 from meshtrain.run.lock import RunInUse
 
@@ -81,10 +81,6 @@ LOST = re.compile(
     r"gloo|nccl|rccl|connection (reset|closed|refused|timed out)|socket closed|heartbeat|coordination",
     re.I,
 )
-
-
-class PortTaken(ConfigError):
-    """Something else listens where the first process is to."""
 
 
 class RunFailure(RuntimeError):

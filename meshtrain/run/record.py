@@ -41,9 +41,9 @@ class RunRecord(RunHook):
             self._say_gone(missing, refused or self._metrics.refused)
         self._said_missing = missing
 
-    def is_written(self) -> bool:
-        """Returns whether every row is in the file."""
-        return self._metrics is None or self._metrics.refused is None
+    def finish(self) -> bool:
+        """Writes the rows that wait, and returns whether every row is in the file."""
+        return self._metrics is None or self._metrics.finish()
 
     def close(self) -> None:
         """Says if rows are lost."""

@@ -6,6 +6,7 @@ killed process, a full disk) are left out and counted; a last line without an en
 until it has one.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -139,9 +140,23 @@ class MetricsFile:
         """Returns whether rows are appended to the file that a reader would find."""
         return still_names(self.path, self._file)
 
+    def finish(self) -> bool:
+        """Writes the rows that wait, with the others into a new file where this one takes none; returns whether all
+        are in it.
+        """
+        self._write_waiting()
+        # If it cannot be replaced either, the rows wait on, and `close` says why.
+        with contextlib.suppress(OSError):
+            if self.refused is not None and self.path.is_file() and self.is_there():
+                write_atomically(self.path, self.path.read_bytes() + self._waiting)
+                self._waiting = b""
+                self.refused = None
+                self._open_again()
+        return self.refused is None
+
     def close(self) -> None:
         """Says if rows are lost."""
-        self._write_waiting()
+        self.finish()
         self._file.close()
         if self.refused is not None:
             rows = self._waiting.count(b"\n")
@@ -194,8 +209,7 @@ class MetricsFile:
         if self.path.exists():
             set_aside(self.path.parent, [self.path.name])
         write_atomically(self.path, rows)
-        self._file.close()
-        self._file = self.path.open("a+b", buffering=0)
+        self._open_again()
         self._size = self._bytes()
 
 

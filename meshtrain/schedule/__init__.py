@@ -24,6 +24,7 @@ Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That th
 measured by `experiments/bench_pipeline.py`.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
@@ -56,11 +57,8 @@ else:
 
     def __getattr__(name: str) -> Any:
         # No run draws, and few simulate.
-        if name in ("gantt_svg", "gantt_text"):
-            from meshtrain.schedule import draw as module
-        elif name in ("Durations", "Timeline", "simulate"):
-            from meshtrain.schedule import simulation as module
-        else:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(module, name)
+        home = "draw" if name.startswith("gantt_") else "simulation"
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
         return value

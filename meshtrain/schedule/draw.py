@@ -20,6 +20,7 @@ from meshtrain.draw.svg import (
     image,
     keys,
     mixed,
+    small,
     stage_hue,
     svg,
     ticks,
@@ -96,6 +97,7 @@ def _verdict(table: Table) -> str:
 
 def _entries(table: Table, widths: list[float]) -> Iterator[str]:
     x = np.concatenate([[0.0], np.cumsum(widths)]) + _NAME
+    yield small(0, 11, "clock")
     for clock in range(table.clocks):
         yield f'<text x="{(x[clock] + x[clock + 1]) / 2:.0f}" y="11" text-anchor="middle" font-size="9">{clock}</text>'
     for stage in range(table.stages):
@@ -346,7 +348,7 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
         yield f"<title>stage {stage}, at most {timeline.peak_in_flight[stage]}</title></path>"
         if stages <= 8 or stage in (0, stages - 1):
-            y = top + 12 + 14 * stage if stages <= 8 else top + (12 if stage == 0 else 26)
+            y = top + 12 + 14 * (stage if stages <= 8 else stage > 0)
             yield (
                 f'<path d="M{end + 8:.2f} {y - 4}h14" stroke="{hue}" stroke-width="3"/><text x="{end + 28:.2f}" '
                 f'y="{y}">stage {stage}</text>'

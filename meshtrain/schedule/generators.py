@@ -238,36 +238,37 @@ def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     Microbatches go in groups: a stage does a group's first chunk, then its second, ..., then the next group. A group of
     n >= p keeps every stage busy, because its first microbatch is around the ring when the last one has entered. So
     where p does not divide m, the groups are made larger than p, as evenly as can be, and no clock is lost. The price
-    is
-    memory: (v-1) n + 2p - 1 entries in flight, with n the size of the largest group. With m < p there is one group of
-    m and each chunk waits for the ring. With one chunk the groups make no difference.
+    is memory: (v-1) n + 2p - 1 entries in flight, with n the size of the largest group. With m < p there is one group
+    of m and each chunk waits for the ring. With one chunk the groups make no difference.
 
     The backward is the same in mirror image. It starts so that the last virtual stage turns a microbatch around at
     once; if pairs leave no time for its loss between F and B, it `waits` 1 clock.
     """
     c, s, j = _places(p, m, v)
-    sizes = np.array([len(group) for group in np.array_split(np.arange(m), max(1, m // p))])
+    groups = np.array_split(np.arange(m), max(1, m // p))
+    sizes = np.array([len(group) for group in groups])
     size = np.repeat(sizes, sizes)[None, :]  # of the group of microbatch j
     base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]  # first microbatch of its group
     round_ = np.maximum(size, p)
     start = v * base + (j - base)
-    turn = (
-        (v - 1) * round_.max() + p - 1 + waits
-    )  # first clock in which the last virtual stage may go backward for all groups
-    return start + c * round_ + s, turn + start + (v - 1 - c) * round_ + (p - 1 - s)
+    # the first clock in which the last virtual stage may go backward, for all groups
+    turn = (v - 1) * round_.max() + p - 1 + waits
+    f = start + c * round_ + s
+    b = turn + start + (v - 1 - c) * round_ + (p - 1 - s)
+    return f, b
 
 
 def _zero_bubble(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     """1F1B with B split: all stages do the W of a microbatch in the clock in which stage 0 does its I.
 
     In lockstep a clock costs what any stage does in it: so W costs m v clocks and not m v + p - 1. Running on their
-    own,
-    the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
+    own, the stages find work to do at the end: stage s has put off s of its W until then, which fills the time in which
     it would be idle (ZB-H1 of Qi et al. 2023, section 2.2). No stage holds more than stage 0 holds anyway.
     """
     f, b = _one_forward_one_backward(p, m, v, waits)
     chunks = b.reshape(v, p, m)
-    return f, b, np.broadcast_to(chunks[:, :1] + waits, chunks.shape).reshape(b.shape)
+    w = np.broadcast_to(chunks[:, :1] + waits, chunks.shape)
+    return f, b, w.reshape(b.shape)
 
 
 def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Clocks:
@@ -279,7 +280,9 @@ def _one_forward_one_backward_in_v(p: int, m: int, v: int) -> Clocks:
     """
     k = np.arange(v * p)[:, None]
     j = np.arange(m)[None, :]
-    return 2 * j + k, 2 * j + 2 * (2 * p - 1) - k
+    f = 2 * j + k
+    b = 2 * j + 2 * (2 * p - 1) - k
+    return f, b
 
 
 SCHEDULES = Registry(

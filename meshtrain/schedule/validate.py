@@ -32,16 +32,16 @@ def describe_place(table: Table, clock: int, stage: int) -> str:
 
 
 def _check_cells(table: Table) -> None:
-    if not table.split and (table.cells[:, :, W] >= 0).any():
-        clock, stage = np.argwhere((table.cells[:, :, W] >= 0).any(axis=-1))[0].tolist()
+    stray = (table.cells[:, :, W] >= 0).any(axis=-1)
+    if not table.split and stray.any():
+        clock, stage = np.argwhere(stray)[0].tolist()
         raise IllegalTable(
             f"schedule {table.name}: clock {clock}, stage {stage}: a W, which only a split table can have"
         )
     limits = np.array([table.microbatches, table.chunks])
     idle = (table.cells == -1).all(axis=-1)
-    for clock, stage, slot in np.argwhere(
-        ~idle & ((table.cells < 0) | (table.cells >= limits)).any(axis=-1)
-    ).tolist():
+    outside = ((table.cells < 0) | (table.cells >= limits)).any(axis=-1)
+    for clock, stage, slot in np.argwhere(~idle & outside).tolist():
         microbatch, chunk = table.cells[clock, stage, slot].tolist()
         raise IllegalTable(
             f"schedule {table.name}: clock {clock}, stage {stage}, {table.letters[slot]} slot: microbatch "
@@ -63,7 +63,8 @@ def _check_once(table: Table) -> None:
                 "op must stand once"
             )
         seen[key] = op.clock
-    for slot, virtual, microbatch in np.argwhere(table.when()[: len(table.letters)] < 0).tolist():
+    never = table.when()[: len(table.letters)] < 0
+    for slot, virtual, microbatch in np.argwhere(never).tolist():
         raise IllegalTable(
             f"schedule {table.name}: stage {table.stage_of(virtual)} never does "
             f"{_word(table, slot, virtual, microbatch)}, and each op must stand once"
@@ -94,7 +95,8 @@ def _check_order(table: Table) -> None:
     if late:
         clock, op, need, why, j = min(late)
         done = int(when[need][j])
-        reason = why.format(_word(table, *need, j), table.stage_of(need[1]), done, done + 1)
+        needed = _word(table, *need, j)
+        reason = why.format(needed, table.stage_of(need[1]), done, done + 1)
         place = describe_place(table, clock, int(table.stage_of(op[1])))
         raise IllegalTable(f"{place}: {_word(table, *op, j)} is too early: {reason}")
 
@@ -111,9 +113,10 @@ def _check_sends(table: Table) -> None:
         clock = int(table.sends[kind, chunk])
         mine = np.flatnonzero(chunks == chunk)
         slot, pick = (F, np.argmin) if kind == G else (last_slot, np.argmax)
-        row, microbatch = np.unravel_index(pick(when[slot, mine]), when[slot, mine].shape)
+        clocks = when[slot, mine]
+        row, microbatch = np.unravel_index(pick(clocks), clocks.shape)
         virtual = int(mine[row])
-        other = int(when[slot, mine[row], microbatch])
+        other = int(clocks[row, microbatch])
         word = f"{SENT[kind]}{chunk}"
         place = describe_place(table, clock, int(table.stage_of(virtual)))
         op = _word(table, slot, virtual, int(microbatch))

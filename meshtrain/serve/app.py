@@ -151,7 +151,7 @@ def _has_key(headers: Headers, key: str) -> bool:
 
 
 class Routes:
-    """Refused, and whatever else goes wrong in one of them, the gate answers."""
+    """The routes. The gate turns refusals and other errors in them into responses."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -29,6 +29,7 @@ import numpy as np
 import uvicorn
 from starlette.types import ASGIApp
 
+from meshtrain.adopt.extra_files import run_of
 from meshtrain.cli import DONE, FAILED, STOPPED
 from meshtrain.errors import ConfigError, refusal, say, short
 from meshtrain.generate.engine import Engine
@@ -58,8 +59,8 @@ def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
         )
         door = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        why = refusal(error) if isinstance(error, OSError) else "that is no name"
-        raise ConfigError(f"--host {host} is no address of this machine: {why}.") from None
+        why = refusal(error) if isinstance(error, OSError) else "that is not a name"
+        raise ConfigError(f"--host {host} is not an address of this machine: {why}.") from None
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing
@@ -231,8 +232,6 @@ def separate(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def several_models(options: Sequence[argparse.Namespace], resident: int, queue: int) -> Models:
     """Returns the models of a command line, as many of them loaded as may be; ConfigError for two of one name."""
-    from meshtrain.adopt.extra_files import run_of
-
     names = [
         one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options
     ]

@@ -59,13 +59,13 @@ def parsed(body: bytes) -> "Fields":
     except (ValueError, RecursionError) as error:
         why = "it nests too deep" if isinstance(error, RecursionError) else short(error)
         raise Refused(
-            400, f"the body is no JSON that can be read: {why}.", code="invalid_json"
+            400, f"the body is not JSON that can be read: {why}.", code="invalid_json"
         ) from None
     return Fields(content, "the body")
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number there")
+    raise ValueError(f"{word} is not a number there")
 
 
 def shown(value: object) -> str:
@@ -174,7 +174,7 @@ def encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise Refused(
-            400, f"{where} is no text: it holds half a surrogate pair.", where, "invalid_value"
+            400, f"{where} is not text: it holds half a surrogate pair.", where, "invalid_value"
         ) from None
     return text
 

@@ -161,7 +161,9 @@ def _inject(options: argparse.Namespace) -> int:
     run = runs[0]
     directory = runs[0] / SURVIVE / "inject"
     if not directory.is_dir():
-        raise ConfigError(f"{run} is no run that a supervisor looks after; give its run.directory.")
+        raise ConfigError(
+            f"{run} is not a run that a supervisor looks after; give its run.directory."
+        )
     refuse_unsafe(run)
     refuse_unsafe(directory, follow=False)
     _check(asked, max((len(plan.members) for plan in history.read(run).plans), default=0), str(run))

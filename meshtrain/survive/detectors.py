@@ -32,7 +32,7 @@ Members = Sequence[
 # killed process makes its peers fail.
 HANGS = ("frozen", "uninterruptible", "gil", "stuck", "collective")
 ORDER = {"lost": 0, "signal": 1} | dict.fromkeys(HANGS, 2) | {"sick": 3, "numbers": 4, "config": 4}
-ORDER |= {"memory": 5, "error": 5, "port": 5, "lock": 5, "preempted": 6, "peer": 7}
+ORDER |= {"memory": 5, "error": 5, "port": 5, "lock": 5, "preempted": 6, "grow": 6, "peer": 7}
 # Kinds of new generations that are no fault. `lock`: the fault that left the run's lock to a process was reported
 # already.
 FREE = ("start", "grow", "preempted", "lock")
@@ -110,8 +110,15 @@ def _end_fault(rank: int, node: Node, end: ProcessEnd, plan: RestartPlan) -> Fau
     """Returns the fault of a training process that ended; None if it ended as it should."""
     # The others wait for a process that was asked to go before it had joined them; later all stop after the same step.
     joined = node.rank is None or node.rank.start is not None
-    if (end.exit == 75 and not joined) or (end.exit == -SIGTERM and node.leaving):
-        sentence = f"{plan.members[rank]} was asked to go before its first step"
+    is_stopping = plan.state == "stopping"
+    # One that is asked before it listens ends by the signal, and one that is asked again is ended.
+    is_unheard = end.exit == -SIGTERM or end.kind == "ended_by_us"
+    if (end.exit == 75 and not joined) or (is_unheard and (is_stopping or node.leaving)):
+        if is_stopping:
+            return Fault(plan.kind, plan.reason, (), end.step)
+        sentence = (
+            f"{plan.members[rank]} was asked to go, and its process ended before it could save"
+        )
         return Fault("preempted", sentence, (), end.step)
     if end.exit in (0, 75):
         return None

@@ -170,7 +170,7 @@ def _folder(run: Path) -> Path:
         is_run = run.is_dir()
     if is_run:
         raise ConfigError(
-            f"{short(run)} is no run of `meshtrain survive`: it holds no directory {SURVIVE}/."
+            f"{short(run)} is not a run of `meshtrain survive`: it holds no directory {SURVIVE}/."
         )
     raise ConfigError(f"there is no run directory {short(run)}.")
 

@@ -21,6 +21,7 @@ from meshtrain.draw.svg import (
     VERMILION,
     YELLOW,
     keys,
+    small,
 )
 from meshtrain.draw.svg import svg as drawing
 from meshtrain.survive.history import History, date, read, text
@@ -83,6 +84,7 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
         f'<text x="12" y="20" font-size="15" font-weight="600">{escape(title)}</text>',
         f'<text x="12" y="38">{escape(about)}</text>',
         f'<g transform="translate(12 47)">{"".join(legend)}</g>',
+        small(LEFT - 8, top - 6, "node", "end"),
         *_rows(nodes, axis, top, row),
         *(_mark(x, label, what, top, bottom) for x, label, what in marks),
         *_steps(axis, bottom + 34),
@@ -206,7 +208,7 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
     plot = axis.pixels
     highest = max((g.step or 0 for g in times.generations), default=0) or 1
     base = top + CURVE
-    yield f'<text x="{LEFT - 8}" y="{top - 10}" text-anchor="end">steps</text>'
+    yield small(LEFT - 8, top - 10, "steps", "end")
     for step in (0, highest):
         y = base - CURVE * step / highest
         yield f'<path d="M{LEFT} {y:.1f}h{plot:.1f}" stroke="{RULE}" stroke-opacity="0.4"/>'
@@ -218,7 +220,7 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
         anchor = "start" if i == 0 else "end" if i == most else "middle"
         label = duration(times.wall * i / most)
         yield f'<text x="{LEFT + plot * i / most:.1f}" y="{base + 18:.1f}" text-anchor="{anchor}">{label}</text>'
-    yield f'<text x="{LEFT}" y="{base + 36:.1f}">time since the start</text>'
+    yield small(LEFT, base + 36, "time since the start")
 
 
 def _curve(generation: GenerationTime, axis: _Axis, base: float, highest: int) -> Iterator[str]:

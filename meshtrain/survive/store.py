@@ -189,7 +189,7 @@ def refuse_unsafe(path: Path, follow: bool = True) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {refusal(error)}.") from None
     if not stat.S_ISDIR(info.st_mode):
-        raise ConfigError(f"{path} is no directory; give another with --set run.directory=PATH.")
+        raise ConfigError(f"{path} is not a directory; give another with --set run.directory=PATH.")
     danger = "who could decide what runs here"
     if info.st_uid != os.geteuid():
         raise ConfigError(

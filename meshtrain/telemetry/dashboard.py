@@ -154,7 +154,7 @@ def _now() -> Iterator[Panel]:
         "short",
     )
     for title, (query, of) in numbers.items():
-        yield _panel("stat", title, query, "{{run}}", of, width=4, height=4)
+        yield _panel("stat", title, query, "{{run}}", of) | {"gridPos": {"w": 4, "h": 4}}
 
 
 def _process_panel(metric: Metric) -> Panel:
@@ -213,15 +213,13 @@ def _panel(
     legend: str,
     unit: str,
     meaning: str = "",
-    width: int = 8,
-    height: int = 7,
 ) -> Panel:
     return {
         "type": kind,
         "title": title,
         "description": meaning,
         "datasource": SOURCE,
-        "gridPos": {"w": width, "h": height},
+        "gridPos": {"w": 8, "h": 7},
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
         "targets": [{"refId": "A", "datasource": SOURCE, "expr": query, "legendFormat": legend}],
     }

@@ -176,13 +176,11 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
     telemetry = config.telemetry
     rank = jax.process_index()
     hub = Hub(config, directory)
-    if telemetry.every:
-        from meshtrain.telemetry.samples import sample_processes
-
-        sample_processes(config, directory, heartbeat, mesh, hub.repeat)
-    if telemetry.endpoint:
+    if telemetry.every or telemetry.endpoint:
         from meshtrain.telemetry import endpoint, samples
-
+    if telemetry.every:
+        samples.sample_processes(config, directory, heartbeat, mesh, hub.repeat)
+    if telemetry.endpoint:
         host = socket.gethostname()
         # Once, before the first step; what is sampled later goes over files.
         of_machine = gathered(host)[:rank].count(host)

@@ -123,14 +123,13 @@ def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> M
     on_cpu = platform(program.mesh) == "cpu"
     peak = None
     sent = {}
-    if not on_cpu:
-        from meshtrain.plan.shapes import tokens_at_peak
+    compresses = config.parallel.reduce.compression != "none"
+    if compresses or not on_cpu:
+        from meshtrain.plan import gradient_traffic, pipeline, shapes
 
-        peak = tokens_at_peak(config, devices.flat[0].device_kind, devices.size)
-    if config.parallel.reduce.compression != "none":
-        from meshtrain.plan import gradient_traffic, pipeline
-
-        sent = gradient_traffic.row(
-            config, pipeline.iterations(config, skips=program.local.forward.skips)
-        )
+        if not on_cpu:
+            peak = shapes.tokens_at_peak(config, devices.flat[0].device_kind, devices.size)
+        if compresses:
+            iterations = pipeline.iterations(config, skips=program.local.forward.skips)
+            sent = gradient_traffic.row(config, iterations)
     return Measured(phases, program.mesh.local_devices, peak, sent)

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import yaml
 
 from meshtrain.config import Config, to_yaml
+from meshtrain.errors import install_command
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import TRACKERS
 from meshtrain.run.hooks import Listener, Row, RowSource
@@ -150,7 +151,7 @@ def _imported(name: str) -> Any:
         # Not at the top: few runs need it, and it takes a second.
         return importlib.import_module(name)
     except ImportError:
-        raise RuntimeError(f"{name} is not installed; pip install 'meshtrain[{name}]'.") from None
+        raise RuntimeError(f"{name} is not installed: {install_command(name)}.") from None
 
 
 def remembered(directory: Path, tracker: str, make: Callable[[], str]) -> str:

@@ -71,17 +71,19 @@ BROKEN = {
         _replaced("config.json", '"num_hidden_layers": 3', '"num_hidden_layers": 2'),
         "has no place",
     ),
-    "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is no JSON"),
+    "tokenizer": (_text("tokenizer.json", "{"), "tokenizer.json is not JSON"),
     "tokenizer list": (_text("tokenizer.json", "[]"), "must hold a JSON object"),
+    "tokenizer deep": (_text("tokenizer.json", "[" * 100_000), "tokenizer.json"),
+    "tokenizer empty": (_text("tokenizer.json", ""), "tokenizer.json is not JSON"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
-    "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is no JSON"),
+    "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is not JSON"),
     "generation_config": (
         _text("generation_config.json", "[1"),
-        "generation_config.json is no JSON",
+        "generation_config.json is not JSON",
     ),
     "generation_config alone": (
         lambda model: (model / "generation_config.json").write_text("[1"),
-        "generation_config.json is no JSON",
+        "generation_config.json is not JSON",
     ),
 }
 
@@ -143,7 +145,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["config", "x.yaml", "--devices", "0"], "'0' ... at least 1"),
         (
             ["export", str(GOLDEN / "gpt2"), "/no/out", "--tokenizer", "/no"],
-            "no directory with a tokenizer.json",
+            "not a directory with a tokenizer.json",
         ),
     ],
 )

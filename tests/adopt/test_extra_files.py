@@ -81,7 +81,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, content):
 )
 def test_a_damaged_tokenizer_is_one_sentence(tmp_path, content):
     at = directory(tmp_path / "t", tokenizer=content)
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json: it has no vocabulary\.$"):
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json: it has no vocabulary\.$"):
         check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
 
 

@@ -186,7 +186,7 @@ def odd(run, tmp_path):
 
 
 RENAMED = {"40": "it is step 1, renamed", "050": "it is step 2, renamed"}
-NAMED = {"3": "COMMIT is no file", **RENAMED, "60": "it is no directory"}
+NAMED = {"3": "COMMIT is not a file", **RENAMED, "60": "it is not a directory"}
 
 
 def test_ls_and_verify_name_each_that_is_not_the_step_of_its_name(odd, capsys):

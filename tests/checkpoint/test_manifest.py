@@ -128,7 +128,7 @@ def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(con
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
     steps.commit(step)
-    with pytest.raises(steps.Damaged, match=r"^digests\.json (is no JSON|.* every block)"):
+    with pytest.raises(steps.Damaged, match=r"^digests\.json (is not JSON|.* every block)"):
         StepManifest.read(step)
 
 

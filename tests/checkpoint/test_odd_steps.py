@@ -172,6 +172,8 @@ GARBAGE = {
     "a directory": a_directory,
     "a pipe": a_pipe,
     "a link to itself": a_link_to_itself,
+    "zeros": partial(replaced, content=bytes(99)),
+    "twice as long": lambda path: path.write_bytes(path.read_bytes() * 2),
 }
 
 
@@ -206,7 +208,7 @@ def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, ru
 @pytest.mark.parametrize(
     "make, sentence",
     [
-        (lambda path: path.write_text("a file"), "it is no directory"),
+        (lambda path: path.write_text("a file"), "it is not a directory"),
         (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
         (lambda path: path.symlink_to("9"), "it is a link to nothing"),
         (

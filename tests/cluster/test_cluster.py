@@ -39,6 +39,8 @@ BAD = {
     "links:\n  node: {devices: 32, bandwidth: 450, oversubscription: 0.5}": "links.node.oversubscription is 0.5; it "
     "must be at least 1",
     "nodes: 0": "nodes is 0; it must be at least 1",
+    f"nodes: {'9' * 5000}": "nodes is ",
+    "shared: perhaps": "shared is 'perhaps'",
     "node: 3": "did you mean nodes?",
     "accelerator: {name: h100, memory: -3}": "must be at least 0",
     f"accelerator: {{name: {'h' * 900}}}": "hhh…hhh",
@@ -84,6 +86,8 @@ def test_a_good_description_is_read_with_the_data_sheet_filled_in(tmp_path):
         )
         assert (cluster.name, cluster.devices) == ("mine", 32)
         assert cluster.accelerator == ACCELERATORS["h100"]
+    for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H200"):
+        load_cluster(write(tmp_path / "mine.yaml", GOOD.replace("name: h100", f"name: {name}")))
 
 
 SHEET = ACCELERATORS["h100"]

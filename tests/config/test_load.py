@@ -1,6 +1,8 @@
 """YAML is read by the declared types, strictly, and comes back out as it went in."""
 
 import dataclasses
+import datetime
+import fractions
 import functools
 import re
 import typing
@@ -142,13 +144,48 @@ def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
 
 @pytest.mark.parametrize(
     "overrides",
-    ["mesh.tensor=2", {"mesh": {"tensor": 2}}, [{"mesh": {"tensor": 2}}], None, [b"mesh.tensor=2"]],
+    [
+        "mesh.tensor=2",
+        {"mesh": {"tensor": 2}},
+        [{"mesh": {"tensor": 2}}],
+        None,
+        [b"mesh.tensor=2"],
+        b"mesh.tensor=2",
+        [None],
+        2,
+        [["mesh.tensor=2"]],
+    ],
     ids=repr,
 )
 def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
     shown = pattern_of(f"the overrides are {overrides!r}; ... list of texts, ... ['mesh.data=2'].")
     with pytest.raises(ConfigError, match=f"^{shown}$"):
         load({}, overrides)
+
+
+def itself() -> list:
+    """A list that holds itself."""
+    found: list = []
+    found.append(found)
+    return found
+
+
+NO_VALUES = [itself(), len, 1 + 2j, "a\0b", [b"a"], iter(()), object(), {"a": {"b": 1}}, b"run"]
+NO_NUMBERS = [float("nan"), datetime.date(2024, 1, 1), fractions.Fraction(1, 3)]
+
+
+@pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])
+def test_no_key_takes_what_no_yaml_file_can_hold(section):
+    for key, rules in keys(type(getattr(Config(), section))).items():
+        counts = isinstance(rules.default, int | float)
+        for value in NO_VALUES + NO_NUMBERS * counts:
+            with pytest.raises(ConfigError) as error:
+                load({section: functools.reduce(_within, reversed(key.split(".")), value)})
+            assert "\n" not in str(error.value) and str(error.value).isprintable()
+
+
+def _within(value, name):
+    return {name: value}
 
 
 @pytest.mark.parametrize("source", [3, b"config.yaml", [{"run": {}}]], ids=repr)
@@ -265,8 +302,14 @@ def test_given_values_are_named_without_a_line():
             {"train": {"steps": 10**5000}},
             r"train\.steps is '0x.*; .*at least 1",
         ),
+        ({None: 1}, "no section null"),
+        ({("run", "seed"): 1}, "a key is a list"),
+        ({"run": b"seed: 1"}, "hold b'seed: 1'"),
+        ({"run": [None]}, "run"),
+        ({"\u202emesh": {"data": 2}}, "no section"),
+        ({"optimizer": {"name": "adamw\u202e"}}, "optimizer.name"),
     ],
-    ids=["set", "bytes", "key", "20 deep", "3000 deep", "5000 digits"],
+    ids=range(12),
 )
 def test_what_no_config_holds_is_one_sentence(values, said):
     with pytest.raises(ConfigError, match=f"^the given values.*{said}") as error:

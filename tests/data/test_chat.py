@@ -115,9 +115,9 @@ def test_the_shapes_on_the_page_are_read():
     page = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
     records = [json.loads(line) for line in page.splitlines() if line.startswith("{")]
     pairs = [record for record in records if "chosen" in record]
-    assert len(pairs) == 6 and all(len(pair(record)) == 2 for record in pairs)
+    assert len(pairs) == 7 and all(len(pair(record)) == 2 for record in pairs)
     chats = [conversation(record) for record in records if record not in pairs]
-    assert len(chats) == 8 and all(talk.learned for talk in chats)
+    assert len(chats) == 10 and all(talk.learned for talk in chats)
 
 
 # --- what is called
@@ -385,43 +385,43 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
 @pytest.mark.parametrize(
     ("record", "kind", "detail"),
     [
-        ([1], "no conversation", "no JSON object"),
+        ([1], "no conversation", "not a JSON object"),
         ({}, "no conversation", "but nothing"),
         ({"text": "x"}, "no conversation", "but text"),
         ({"mesages": ASKED}, "no conversation", "did you mean messages?"),
         ({"prompt": "x"}, "no conversation", "but prompt"),
-        ({"messages": []}, "no conversation", "no list of messages"),
-        ({"messages": "[]"}, "no conversation", "no list of messages"),
-        ({"messages": ["hi"]}, "no conversation", "no JSON object"),
-        ({"messages": [ASKED]}, "no conversation", "no JSON object"),
+        ({"messages": []}, "no conversation", "not a list of messages"),
+        ({"messages": "[]"}, "no conversation", "not a list of messages"),
+        ({"messages": ["hi"]}, "no conversation", "not a JSON object"),
+        ({"messages": [ASKED]}, "no conversation", "not a JSON object"),
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is no text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is not text"),
         (
             {"messages": [{"role": "user", "content": True}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": {"a": 1}}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
-        ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is no text"),
+        ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is not text"),
         (
             {"messages": [{"role": "user", "content": ["x"]}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": None}]},
             "no conversation",
-            "of user is no text",
+            "of user is not text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "no conversation",
-            "no text",
+            "not text",
         ),
         (
             {
@@ -438,7 +438,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         (
             {"messages": [*ASKED, {"role": "tool", "content": 3}]},
             "no conversation",
-            "of tool is no text",
+            "of tool is not text",
         ),
         (
             {"messages": [{"role": "user", "from": "gpt", "content": "x"}]},
@@ -492,15 +492,15 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "function_call",
         ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
-        ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is no list"),
-        ({"messages": ASKED, "tools": [1]}, "no conversation", "no list of objects"),
+        ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is not a list"),
+        ({"messages": ASKED, "tools": [1]}, "no conversation", "not a list of objects"),
         (
             {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
             "ambiguous",
             "functions",
         ),
         ({"instruction": "x", "output": "y", "history": [["q"]]}, "no conversation", "history"),
-        ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is no text"),
+        ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is not text"),
         ({"messages": [ASKED[0]]}, "without an answer", ""),
         ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "without an answer", ""),
         (
@@ -526,7 +526,7 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "ambiguous",
             "two system prompts",
         ),
-        ({"system": 3, "messages": ASKED}, "no conversation", "system is no text"),
+        ({"system": 3, "messages": ASKED}, "no conversation", "system is not text"),
         ({"messages": ASKED, "conversations": SHAREGPT}, "ambiguous", "conversations"),
         ({"messages": ASKED, "prompt": "3+3?"}, "ambiguous", "prompt"),
         (
@@ -606,7 +606,7 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ({"messages": ASKED, **TEXTS}, "ambiguous", "ends on an answer"),
         ({"prompt": "1+1?", "conversations": [QUESTION], **TEXTS}, "ambiguous", "prompt"),
         ({"prompt": "x", "chosen": " ", "rejected": "y"}, "with an empty answer", ""),
-        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "no JSON object"),
+        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "not a JSON object"),
         (
             {"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]},
             "without an answer",

@@ -345,7 +345,7 @@ def test_a_source_without_an_answer_is_refused(lines, said, folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ConfigError) as caught:
         open_data(config(folder, "", data={"source": str(tmp_path / "bad.jsonl")}))
-    assert str(caught.value).startswith("the input holds no document") and tells(
+    assert str(caught.value).startswith("the input has no documents") and tells(
         str(caught.value), said
     )
 
@@ -358,7 +358,7 @@ def test_a_bad_record_among_good_ones_is_skipped_or_refused(folder, tmp_path):
     assert len(examples(open_data(config(folder, "", data=data))[0])) == COUNT
     with pytest.raises(
         ConfigError,
-        match=r"some\.jsonl#\d+ .* conversation \(.*messages .*no list",
+        match=r"some\.jsonl#\d+ .* conversation \(.*messages .*not a list",
     ):
         open_data(config(folder, "", data={**data, "bad_documents": "refuse"}))
 

@@ -126,6 +126,15 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
             "'2' is not a number from 0 to 0.5",
         ),
         (
+            ["prepare", "--input", "x", "--output", "y", "--validation", "nan"],
+            "'nan' is not a number from 0 to 0.5",
+        ),
+        (
+            ["train-tokenizer", "--input", "x", "--output", "y", "--vocab-size", "٣"],
+            "'٣' is not a whole number",
+        ),
+        (["verify", __file__], "test_data_command.py"),
+        (
             ["prepare", "--input", "/no/such", "--output", "y"],
             "no file or directory /no/such",
         ),
@@ -269,7 +278,7 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
         "--vocab-size",
     ]
     assert main([*command, "300"]) == 2
-    assert tells(capsys.readouterr().err, "no document: 1 skipped: 1 without text.")
+    assert tells(capsys.readouterr().err, "no documents: 1 skipped: 1 without text.")
     (tmp_path / "b.txt").write_text("words")
     assert main([*command, "999999999"]) == 2
     assert tells(capsys.readouterr().err, "--vocab-size ... from 257, ... to 16777216")

@@ -57,6 +57,8 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path, zi
         ("a.jsonl", b'{"content": "x"}', "without text"),
         ("a.jsonl", b'{"text": 3}', "without text"),
         ("a.jsonl", b'["text"]', "without text"),
+        ("a.jsonl", b'{"text": null}', "without text"),
+        ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "not UTF-8"),
         ("a.jsonl", b'{"text": ""}', "empty"),
         ("a.jsonl", b'{"text": "\\ud800"}', "not Unicode"),
         ("a.jsonl", b"[" * 100_000, "not JSON"),
@@ -87,6 +89,8 @@ def test_a_bad_document_is_reported_by_name_and_kind(tmp_path, name, data, kind)
         ('{"text": "good", "children": [{"a": 1, "a": 2}]}', "good"),
         ('{"text": "a\\u0000b"}', "a\0b"),
         ('\ufeff{"text": "good"}', "good"),
+        ('{"text": "good"}\r', "good"),
+        ('{"text": "a\u2028b"}', "a\u2028b"),
     ],
     ids=[
         "a number of 5,000 digits",
@@ -95,6 +99,8 @@ def test_a_bad_document_is_reported_by_name_and_kind(tmp_path, name, data, kind)
         "a key twice elsewhere",
         "NUL",
         "byte order mark",
+        "a line end of Windows",
+        "a line end within a text",
     ],
 )
 def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path, line, text):
@@ -147,6 +153,9 @@ def test_compressed_files_in_several_pieces_are_read_whole(tmp_path, ending):
         "one",
         "two",
     ]
+    if ending == ".gz":
+        (tmp_path / "b.jsonl.gz").write_bytes(compress(ending, b"".join(pieces)) + bytes(100))
+        assert len(read_file(tmp_path / "b.jsonl.gz")) == 2, "zeros behind it"
     (tmp_path / f"a.txt{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
     assert read_file(tmp_path / f"a.txt{ending}")[0].text == b"".join(pieces).decode()
 

@@ -123,7 +123,7 @@ def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
     asked = load({"data": data, "train": {"sequence_length": 64}, "eval": {"every": 5}})
     with pytest.raises(ConfigError) as refused:
         open_data(asked)
-    held_out = rf"{tmp_path}/one\.txt holds no document for"
+    held_out = rf"{tmp_path}/one\.txt has no documents for"
     own = r"data\.validation_source, .*eval\.every to 0\."
     assert re.fullmatch(rf"eval\.every is 5, .*{held_out}.* {own}", str(refused.value))
     open_data(load(asked, ["eval.every=0"]))

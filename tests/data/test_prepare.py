@@ -177,7 +177,9 @@ def test_what_was_altered_cut_or_removed_is_made_again_and_what_is_not_ours_is_l
         data = (tmp_path / "out" / name).read_bytes()
         (tmp_path / "out" / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     (tmp_path / "out" / "train-00003.tokens").unlink()
+    (tmp_path / "out" / "manifest.json").unlink()
     os.truncate(tmp_path / "out" / "train-00004.tokens", 2)
+    os.truncate(tmp_path / "out" / "units/00001.json", 9)
     for directory in (tmp_path / "out", tmp_path / "out" / "units"):
         temporary_beside(directory / "train-00000.tokens").write_bytes(b"half")
     (tmp_path / "out" / ".gitignore").write_text("*.tokens")
@@ -279,14 +281,14 @@ def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypat
         (
             "a.txt",
             b"",
-            "no document: 1 skipped: 1 empty; ... a.txt, ... empty.",
+            "no documents: 1 skipped: 1 empty; ... a.txt, ... empty.",
         ),
         (
             "a.zip",
             b"PK\3\4\0words",
             "1 skipped: 1 not text; ... a.zip, ... (a NUL at byte 4).",
         ),
-        ("a.jsonl", b"\n\n", "the input holds no document."),
+        ("a.jsonl", b"\n\n", "the input has no documents."),
     ],
 )
 def test_an_input_of_bad_documents_alone_is_refused(tmp_path, name, data, said):

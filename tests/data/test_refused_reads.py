@@ -58,6 +58,15 @@ def test_a_document_that_this_user_may_not_read_is_still_left_out_by_name(text):
     assert kinds == ["", "unreadable", ""]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_what_is_said_of_a_disk_is_no_finding_about_a_document_or_an_image(number, text, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with refusing("open", "b.txt", number), pytest.raises(Unreadable, match="cannot be read now"):
+        list(documents(text, "text"))
+    with refusing("open", "a.png", number), pytest.raises(Unreadable, match="cannot be read now"):
+        _check(InputFile(str(tmp_path / "a.png"), "a.png", 1, 0))
+
+
 def test_an_image_that_cannot_be_read_now_is_not_noted_as_bad(tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
     file = InputFile(str(tmp_path / "a.png"), "a.png", 1, 0)

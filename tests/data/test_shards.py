@@ -169,6 +169,7 @@ def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says
         lambda: path.chmod(0o600),
         lambda: path.write_bytes(path.read_bytes()),
         path.unlink,
+        lambda: path.write_bytes(b"another file of this name"),
     ):
         time.sleep(0.02)
         alter()
@@ -247,6 +248,8 @@ def test_a_directory_without_a_manifest_of_ours_is_refused(tmp_path, content, sa
         ("dtype", "bananas", "dtype is 'bananas'"),
         ("name", "../train-00000", "a shard's name is a path"),
         ("shards", {"train": []}, "validation"),
+        ("shards", None, ""),
+        ("name", "a\0b", "name"),
     ],
 )
 def test_a_manifest_whose_values_make_no_sense_is_refused(prepared, key, value, said):
@@ -257,3 +260,16 @@ def test_a_manifest_whose_values_make_no_sense_is_refused(prepared, key, value, 
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=rf"not the manifest of prepared shards \(.*{said}"):
         read_manifest(prepared[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "count"),
+    [("tokens", "many"), ("tokens", -5), ("tokens", 10**6), ("documents", "many")],
+)
+def test_a_count_that_is_not_the_files_own_is_refused(prepared, key, count):
+    path = prepared[0] / "manifest.json"
+    values = json.loads(path.read_bytes())
+    values["shards"]["train"][0][key] = count
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError):
+        open_corpus(prepared[0], read_manifest(prepared[0]), "train", verify=True)

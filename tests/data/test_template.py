@@ -101,7 +101,7 @@ def test_a_special_token_may_stand_in_special_tokens_map_alone(name, given, tmp_
 def test_a_special_tokens_map_that_is_damaged_is_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x")
     (tmp_path / "special_tokens_map.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"special_tokens_map\.json .*damaged: .*no JSON"):
+    with pytest.raises(ConfigError, match=r"special_tokens_map\.json .*damaged: .*not a JSON"):
         find_template(None, str(tmp_path / "tokenizer.json"))
 
 

@@ -1,4 +1,4 @@
-"""Perplexity: what the documents cost by hand, whatever the batch; words and bytes of the text; what is no text is a
+"""Perplexity: what the documents cost by hand, whatever the batch; words and bytes of the text; what is not text is a
 sentence.
 """
 

@@ -199,8 +199,8 @@ def test_what_a_model_cannot_is_one_sentence_and_exit_code_2(words, says, here, 
 
 def test_what_is_no_text_is_refused(here, capsys):
     here(b"\xff\xfe")
-    assert refused(main, capsys, "tiny") == "meshtrain: standard input is no text in UTF-8.\n"
-    assert "is no text in UTF-8." in refused(main, capsys, "tiny", "--prompt", "a\udcff")
+    assert refused(main, capsys, "tiny") == "meshtrain: standard input is not text in UTF-8.\n"
+    assert "is not text in UTF-8." in refused(main, capsys, "tiny", "--prompt", "a\udcff")
 
 
 @pytest.mark.thorough

@@ -187,7 +187,7 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "did you mean int8?" in refused(theirs, weights="int4")
     assert "float8, int8" in refused(theirs, weights="gptq")
     assert tells(refused("./no/such/thing"), "no directory ./no/such/thing; give")
-    assert "is no directory; give a run" in refused(theirs / "config.json")
+    assert "is not a directory; give a run" in refused(theirs / "config.json")
     assert "there is no checkpoint in" in refused(tmp_path.parent / theirs.parent.name)
     assert "there is no step 7" in refused(run, step=7)
     assert "adapter is given" in refused(run, adapter=theirs)

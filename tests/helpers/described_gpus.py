@@ -1,7 +1,7 @@
 """What XLA's CUDA compiler makes of a script for described GPUs, in a process of its own, because tests have started
 JAX on CPU.
 
-It needs the compiler (pip install 'meshtrain[compile]'), though no GPU.
+It needs the compiler (pip install -e '.[compile]'), though no GPU.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import pytest
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="XLA's CUDA compiler is not installed (pip install 'meshtrain[compile]')",
+    reason="XLA's CUDA compiler is not installed (pip install -e '.[compile]')",
 )
 STEP = """
 import json

@@ -1,6 +1,7 @@
 """What a reader sees of colours, and what every page and picture must have."""
 
 import re
+from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations
 from xml.etree import ElementTree
@@ -64,6 +65,12 @@ def apart(one: str, other: str, eyes: str) -> float:
 def least_apart(colours) -> tuple[float, str, str, str]:
     pairs = combinations(dict.fromkeys(colours), 2)
     return min((apart(a, b, eyes), a, b, eyes) for a, b in pairs for eyes in SEEN_BY)
+
+
+def axes(drawing: str) -> list[str]:
+    """The small words of a drawing, or of all on a page, that are no numbers: the names of its axes."""
+    small = re.findall(r'<text x="[^>]* font-size="11" fill="[^"]*">([^<]+)<', drawing)
+    return [unescape(words) for words in small if not re.match(r"-?[\d.]|to \d|over \d", words)]
 
 
 def check_drawing(drawing: str) -> None:

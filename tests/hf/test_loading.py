@@ -85,7 +85,7 @@ def refused(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "file", "says"),
     [
-        ("model.norm.weight", "../model.safetensors", "is no file of its directory"),
+        ("model.norm.weight", "../model.safetensors", "is not a file of its directory"),
         ("model.norm.weight", "other.safetensors", "other.safetensors, which is not there"),
         ("model.norm.weight", "x" * 5000, "x" * 60 + ", which is not there"),
         (
@@ -103,7 +103,7 @@ def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name,
 def test_a_truncated_file_is_refused(copy):
     file = sorted(copy.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-10])
-    assert f"{file.name} is no whole safetensors file" in refused(copy)
+    assert f"{file.name} is not a complete safetensors file" in refused(copy)
 
 
 def test_a_pickle_is_not_opened(copy, tmp_path):
@@ -132,7 +132,7 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
     [
         # whoever changed it as a hint tells would have another model
         *(
-            ({"model_type": kind}, f"'{kind}' is no family of ours; {KINDS}.")
+            ({"model_type": kind}, f"'{kind}' is not a known family; {KINDS}.")
             for kind in ("lama", "smollm3", "gptoss", "qwen2_moe")
         ),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
@@ -150,6 +150,11 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
         ({"hidden_size": "big"}, "hidden_size is 'big' ... whole number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 ... at most 65536"),
         ({"num_key_value_heads": [1]}, "num_key_value_heads is [1] ... whole number"),
+        ({"num_key_value_heads": 3}, "model.kv_heads 3"),
+        ({"head_dim": -4}, "head_dim is -4"),
+        ({"head_dim": "4"}, "head_dim is '4'"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x' ... number"),
         ({"rms_norm_eps": 0}, "norm_eps is 0.0 ... above 0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
@@ -198,6 +203,20 @@ KINDS = "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, gpt_
 def test_what_cannot_be_computed_is_refused_by_name(copy, change, says):
     changed(copy / CONFIG, lambda config: config.update(change))
     assert tells(refused(copy), says)
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+
+@pytest.mark.parametrize("key", [*SIZES, "vocab_size", "model_type"])
+def test_a_size_that_is_left_out_or_is_none_is_refused_by_name(copy, key):
+    right = (copy / CONFIG).read_text()
+    changed(copy / CONFIG, lambda config: config.pop(key))
+    assert key in refused(copy)
+    for odd in (0, -1, "16", 16.5, True, [16]):
+        (copy / CONFIG).write_text(right)
+        changed(copy / CONFIG, lambda config, odd=odd: config.update({key: odd}))
+        assert key in refused(copy) or "model." in refused(copy)
 
 
 def four_bits(code: int) -> float:

@@ -249,7 +249,7 @@ def test_a_tensor_missing_too_many_or_no_number_is_refused(copy):
 
 def test_a_pickle_or_a_part_of_a_file_is_not_opened(copy):
     (copy / FILE).write_bytes((copy / FILE).read_bytes()[:-5])
-    assert "is no whole safetensors file" in refused(copy)
+    assert "is not a complete safetensors file" in refused(copy)
     (copy / FILE).rename(copy / "adapter_model.bin")
     assert "adapter_model.bin is a pickle" in refused(copy)
 

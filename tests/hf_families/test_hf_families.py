@@ -89,7 +89,9 @@ def test_gemmas_function_has_the_name_that_other_readers_take():
 def test_a_family_from_outside_is_none_of_theirs():
     FAMILIES.register(replace(LLAMA, name="mine"))
     try:
-        with pytest.raises(ConfigError, match=r"model\.family mine is no family of transformers"):
+        with pytest.raises(
+            ConfigError, match=r"model\.family mine is not a family of transformers"
+        ):
             config_json(vars(model(family="mine")), 64, "float32")
     finally:
         FAMILIES.forget("mine")

@@ -33,7 +33,7 @@ def test_the_text_is_on_stdout_alone_and_the_same_each_time(way, config, capsys)
 MISTAKES = [
     ("--nodes 3", "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8."),
     ("--nodes 0", "argument --nodes: '0' is not a whole number"),
-    ("--name ../x", "argument --name: '../x' is no name"),
+    ("--name ../x", "argument --name: '../x' is not a name"),
     ("--gpus-per-node=-1", "argument --gpus-per-node: '-1' is not a whole number"),
     ("--set mesh.dat=2", "there is no key mesh.dat; did you mean data?"),
     ("--hosts a", "--hosts is an option of ssh, and not of"),
@@ -64,15 +64,15 @@ def test_a_mistake_is_one_sentence(way, more, sentence, config, capsys):
         ),
         (
             ["slurm", "--config", "x", "--partition", "a b"],
-            "argument --partition: 'a b' is no name",
+            "argument --partition: 'a b' is not a name",
         ),
         (
             ["slurm", "--config", "x", "--time", "10"],
-            "argument --time: '10' is no time; write H:MM:SS",
+            "argument --time: '10' is not a time; write H:MM:SS",
         ),
         (
             ["ray", "--config", "x", "--directory", "runs"],
-            "--directory: 'runs' is no absolute path",
+            "--directory: 'runs' is not an absolute path",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def test_printed_are_the_commands_with_host_keys_checked(config, capsys):
 
 
 ODD = [
-    *((host, f"{host!r} is no host") for host in ("-oProxyCommand=x", "a;b", "../x", "a b")),
+    *((host, f"{host!r} is not a host") for host in ("-oProxyCommand=x", "a;b", "../x", "a b")),
     ("a,b@a", "a stands there twice"),
     (",", "--hosts names no host"),
 ]

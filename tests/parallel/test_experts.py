@@ -417,10 +417,11 @@ RAGGED = (5, 9, 3, 16, 1, 12, 8, 15)
 
 
 def ragged(config: Config) -> dict[str, np.ndarray]:
-    """A batch whose rows end at RAGGED, with a place inside that does not weigh."""
+    """A batch whose rows end at RAGGED, with places inside that do not weigh, two of them a chunk's last."""
     tokens, labels = token_batches(config, 1)[0]
     weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(np.float32)
-    weights[1, 2] = 0
+    for row, place in ((1, 2), (1, 5), (3, 11)):
+        weights[row, place] = 0
     return {"tokens": tokens, "labels": labels, "weights": weights}
 
 

@@ -277,6 +277,7 @@ def test_a_table_shows_every_op_once_in_its_clock_and_stage(name, chunks):
     assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w)) == Counter(
         word for row in cells for cell in row for word in cell.split()
     )
+    assert "clock" in words and {f"stage {stage}" for stage in range(2)} <= set(words)
     _, clocks, *rows, verdict = picture.text.splitlines()
     assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith(
         "legal"

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from drawn import check_page
+from drawn import axes, check_page
 
 from meshtrain.plan import named, plan, scaling
 from meshtrain.plan import page as html
@@ -23,6 +23,18 @@ def page(llama_8b):
 def test_the_page_is_well_formed_and_fetches_nothing(page):
     assert "a &lt; b" in page
     check_page(page)
+
+
+def test_every_axis_has_a_name_and_its_ends_their_unit(page):
+    assert {
+        "memory of a device",
+        "bytes of an item",
+        "time in the step",
+        "throughput a device, % of the first",
+        "devices",
+    } <= set(axes(page))
+    for name, end in (("memory of a device", r"[\d.]+ GiB"), ("time in the step", r"[\d.]+ s")):
+        assert re.search(rf">{name}</text><text [^>]*>{end}</text>", page)
 
 
 def test_the_legend_of_the_schedule_stands_above_what_scrolls(page):

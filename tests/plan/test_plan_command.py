@@ -166,6 +166,7 @@ BAD = {
     ("--cluster", "nowhere.yaml"): "there is no cluster description",
     ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
     ("--compile", "h100x4"): "the mesh has 8 devices",
+    ("--compile", "h100x0"): "h100x0",
     ("--set", "mesh.pipeline=1", "--gantt", "x.svg"): "mesh.pipeline is 1",
     (
         "--gantt",
@@ -202,7 +203,7 @@ BAD = {
         "--write",
         "/nowhere/at/all.yaml",
     ): "/nowhere/at/all.yaml cannot be written: there is no directory",
-    ("--html", "a\0b.html"): "a\\x00b.html is no path that a file can have",
+    ("--html", "a\0b.html"): "a\\x00b.html is not a path that a file can have",
     ("--search", "--devices", "7"): "no layout of 7 devices is legal",
 }
 

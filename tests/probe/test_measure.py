@@ -88,7 +88,9 @@ def bad_link(mesh):
     patch.setattr(judge, "STEADY", 1e9)
     told = []
     yield (
-        measure.measure(mesh, ("barrier", "pairs"), pair_sizes=PAIR_SIZES, progress=told.append),
+        measure.measure(
+            mesh, measure.Wanted(("barrier", "pairs"), pair_sizes=PAIR_SIZES), told.append
+        ),
         told,
     )
     patch.undo()
@@ -174,7 +176,7 @@ def test_without_a_mesh_a_machines_devices_are_tensor_ranks(machines, data, monk
 def test_each_device_is_measured_by_itself_and_with_all_others(mesh, monkeypatch):
     monkeypatch.setitem(devices.SIDES, "cpu", 128)
     monkeypatch.setitem(devices.ELEMENTS, "cpu", 2**16)
-    found = measure.measure(mesh, ("products",)).devices
+    found = measure.measure(mesh, measure.Wanted(("products",))).devices
     assert found.flops.shape == found.memory_bandwidth.shape == (4,)
     assert found.flops.min() > 1e7 and min(found.matmul.values()) > 1e7
     assert 1e7 < found.memory_rate < 1e13

@@ -3,7 +3,7 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from drawn import check_page
+from drawn import axes, check_page
 from probed import SIZES, collective, devices, pairs, probe
 
 import meshtrain as mt
@@ -25,7 +25,9 @@ def measured(slow=1.0):
 
 
 def test_it_is_one_page_that_fetches_nothing_and_closes_what_it_opens():
-    check_page(page(measured(), named("h100", 8)))
+    written = page(measured(), named("h100", 8))
+    check_page(written)
+    assert axes(written) == ["from device (row) to device (column), GB/s"]
 
 
 def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():

@@ -4,14 +4,17 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from drawn import axes
 from refusals import tells
 
 from meshtrain import units
-from meshtrain.draw.svg import ticks
+from meshtrain.draw.svg import WIDTH, ticks
 from meshtrain.report.charts import (
     HEIGHT,
     OF_PROCESSES,
     OF_STEPS,
+    RIGHT,
+    TOP,
     Curve,
     _curves,
     _figure,
@@ -51,9 +54,8 @@ def test_a_path_comes_out_where_it_should():
     start, moves = re.search(r'd="M([\d. ]+)l([-\d. ]+)" fill="none"', picture).groups()
     x, y = map(float, start.split())
     steps = np.array(moves.split(), float).reshape(-1, 2)
-    assert x + steps[:, 0].sum() == pytest.approx(392, abs=0.2) and y + steps[
-        :, 1
-    ].sum() == pytest.approx(8, abs=0.2)
+    assert x + steps[:, 0].sum() == pytest.approx(WIDTH - RIGHT, abs=0.2)
+    assert y + steps[:, 1].sum() == pytest.approx(TOP, abs=0.2)
 
 
 @pytest.mark.parametrize("y", [[], [np.nan], [np.inf, np.nan]])
@@ -87,6 +89,16 @@ def test_ticks_of_bytes_are_round_in_their_unit():
     for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
         for tick in ticks(0, high, 2):
             assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", units.size(tick)), units.size(tick)
+
+
+@pytest.mark.parametrize("spec", [*OF_STEPS, *OF_PROCESSES], ids=lambda spec: spec.metric)
+def test_the_axes_of_every_chart_have_a_name_and_their_numbers_a_unit(spec):
+    steps = np.arange(1.0, 9.0)
+    *_, picture = _figure(spec, [Curve("training", steps, steps, "#123456")])
+    assert axes(picture) == [spec.title, "step"]
+    # A unit stands at each number, or in the name.
+    unit = BY_NAME[spec.metric].unit or {"loss": "nats"}.get(spec.metric, "")
+    assert not unit or ", " in spec.title or re.search(r"\d ?[a-zA-Z%]+$", spec.number(2.0))
 
 
 def test_names_are_escaped():

@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import check_drawing
+from drawn import axes, check_drawing
 from refusals import tells
 
 import meshtrain as mt
@@ -126,7 +126,7 @@ def test_a_report_has_a_map_of_the_newest_loads(tmp_path):
     assert re.search(r"layer 1 +4\.00 ", text)
     (drawing,) = re.findall(r'<svg[^>]*"load of 4 [^"]* 2 layers.*?</svg>', html)
     check_drawing(drawing)
-    assert ">layer<" in drawing and ">expert<" in drawing and ">over 4<" in drawing
+    assert axes(drawing) == ["layer", "expert"] and ">over 4<" in drawing
     assert "fullest expert over the mean" in html
 
 

@@ -99,7 +99,7 @@ def test_a_run_from_before_telemetry_is_told_of(run):
 
 def test_a_row_that_was_cut_off_is_a_note_and_one_that_is_being_written_is_none(run):
     write(run, OLD, end='{"step": 8, "lo\n')
-    assert tells(told(run)[1], "1 line is no row", "metrics.jsonl")
+    assert tells(told(run)[1], "1 line is not a row", "metrics.jsonl")
     write(run, OLD, end='{"step": 8, "lo')
     summary, text = told(run)
     assert summary.step == 7 and "no row" not in text

@@ -32,8 +32,8 @@ def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
 @pytest.mark.parametrize(
     "name, make, says",
     [
-        ("metrics.jsonl", Path.mkdir, "is no file"),
-        ("metrics.jsonl", os.mkfifo, "is no file"),
+        ("metrics.jsonl", Path.mkdir, "is not a file"),
+        ("metrics.jsonl", os.mkfifo, "is not a file"),
         (
             "metrics.jsonl",
             lambda path: path.symlink_to("gone/rows"),

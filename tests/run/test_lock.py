@@ -71,7 +71,7 @@ STANDS = {
     "a directory": (lambda path: path.mkdir(), "is a directory"),
     "a link": (lambda path: path.symlink_to(path.parent / "precious"), "is a link"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "is a link"),
-    "a pipe": (os.mkfifo, "is no file"),
+    "a pipe": (os.mkfifo, "is not a file"),
 }
 
 

@@ -5,9 +5,9 @@ import re
 import jax
 import pytest
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, PortTaken
 from meshtrain.run.lock import RunInUse
-from meshtrain.run.processes import PortTaken, RunFailure, SickDevice, explained, kind_of, room
+from meshtrain.run.processes import RunFailure, SickDevice, explained, kind_of, room
 from meshtrain.survive.heartbeat import CODES
 
 

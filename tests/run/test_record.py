@@ -86,7 +86,7 @@ def test_a_directory_that_cannot_be_made_again_is_reported_and_its_rows_wait(
     directory.write_text("a file in its place")
     record.after_metrics({"step": 2}, due=True)
     assert "made again yet: file exists" in capsys.readouterr().err
-    assert not record.is_written()
+    assert not record.finish()
     directory.unlink()
     record.after_metrics({"step": 3}, due=True)
-    assert record.is_written() and steps(directory) == [1, 2, 3]
+    assert record.finish() and steps(directory) == [1, 2, 3]

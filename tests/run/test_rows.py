@@ -82,6 +82,35 @@ def test_a_handle_that_the_disk_has_failed_loses_no_row(number, path, capsys):
     assert said.count("\n") == 1 and os.strerror(number).lower() in said and "they are kept" in said
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_file_that_takes_no_rows_to_the_end_is_replaced_with_all_of_them(
+    number, path, capsys, monkeypatch
+):
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    file._file = Failed(file._file, number)
+    monkeypatch.setattr(file, "_open_again", lambda: None)
+    file.write({"step": 2})
+    file.write({"step": 3})
+    assert steps(path) == [1]
+    assert file.finish() and file.refused is None
+    file.close()
+    assert steps(path) == [1, 2, 3] and list(path.parent.iterdir()) == [path]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_replaced_either_keeps_its_rows(path, capsys, monkeypatch):
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    file._file = Failed(file._file, errno.EROFS)
+    monkeypatch.setattr(file, "_open_again", lambda: None)
+    monkeypatch.setattr("meshtrain.run.rows.write_atomically", full)
+    file.write({"step": 2})
+    assert not file.finish()
+    file.close()
+    assert steps(path) == [1] and "the last 1 rows" in capsys.readouterr().err
+
+
 def test_what_a_disk_refuses_again_and_again_is_said_once(path, capsys, monkeypatch):
     file = MetricsFile(path)
     file._file = Failed(file._file, errno.EIO)

@@ -318,6 +318,8 @@ def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
         (lambda path: None, r"no schedule's table .*mine\.csv"),
         (lambda path: path.mkdir(), "mine.csv is a directory; .*CSV file"),
         (os.mkfifo, "mine.csv is a pipe"),
+        (lambda path: path.symlink_to(path), "mine.csv"),
+        (lambda path: path.symlink_to("gone"), "mine.csv"),
         (lambda path: path.touch(), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),

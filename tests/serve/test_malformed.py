@@ -26,16 +26,21 @@ def message(**fields):
 
 # (path and body, HTTP status, the field at fault, of what the sentence tells)
 MALFORMED = {
-    "no JSON": ((COMPLETION, b"{"), 400, None, "the body is no JSON"),
-    "nothing": ((COMPLETION, b""), 400, None, "the body is no JSON"),
-    "no text": ((COMPLETION, b'{"prompt": "\xff\xfe"}'), 400, None, "the body is no JSON"),
-    "too deep": ((COMPLETION, b"[" * 60_000), 400, None, "the body is no JSON"),
-    "a number that is none": ((COMPLETION, b'{"temperature": NaN}'), 400, None, "NaN is no number"),
+    "no JSON": ((COMPLETION, b"{"), 400, None, "the body is not JSON"),
+    "nothing": ((COMPLETION, b""), 400, None, "the body is not JSON"),
+    "no text": ((COMPLETION, b'{"prompt": "\xff\xfe"}'), 400, None, "the body is not JSON"),
+    "too deep": ((COMPLETION, b"[" * 60_000), 400, None, "the body is not JSON"),
+    "a number that is none": (
+        (COMPLETION, b'{"temperature": NaN}'),
+        400,
+        None,
+        "NaN is not a number",
+    ),
     "a number of 5,000 digits": (
         (COMPLETION, b'{"seed": ' + b"1" * 5000 + b"}"),
         400,
         None,
-        "the body is no JSON",
+        "the body is not JSON",
     ),
     "an infinite number": (
         (COMPLETION, b'{"model": "fake", "prompt": "a", "temperature": 1e999}'),
@@ -45,6 +50,8 @@ MALFORMED = {
     ),
     "no object": ((COMPLETION, b"[1]"), 400, None, "must be an object"),
     "null": ((COMPLETION, b"null"), 400, None, "must be an object"),
+    "zeros": ((COMPLETION, bytes(64)), 400, None, "the body is not JSON"),
+    "gzip": ((COMPLETION, b"\x1f\x8b\x08\x00" + bytes(40)), 400, None, "the body is not JSON"),
     "a body that is too large": ((COMPLETION, b" " * 70_000), 413, None, "larger than 65536 bytes"),
     "no model": ((COMPLETION, {"prompt": "a"}), 400, "model", "model is missing"),
     "a model that is none": (completion(model=7), 400, "model", "must be a string"),
@@ -276,3 +283,21 @@ def test_what_a_client_spells_out_without_wanting_it_is_taken(server):
         "top_logprobs": None,
     }
     assert server.chat(**harmless).status_code == 200
+
+
+ODD = ("x" * 3000, [[1]], {"a": 1}, -1, 1.5, 2**70)
+FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "stream", "ignore_eos")
+FIELDS += ("frequency_penalty", "logit_bias", "stream_options", "no_such_field", "\u202efield")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_no_field_takes_an_odd_value_and_none_is_shown_as_it_is(server, ask):
+    for field in FIELDS:
+        for value in ODD:
+            if (field, value) == ("temperature", 1.5):
+                continue
+            path, body = ask(**{field: value})
+            answer = server.client.post(path, json=body)
+            said = answer.json()["error"]["message"]
+            assert answer.status_code == 400 and said.isprintable() and len(said) < 700

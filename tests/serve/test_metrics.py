@@ -78,3 +78,13 @@ def test_names_end_on_their_unit_and_are_no_runs():
         metric.exposed for metric in catalogue.METRICS
     }
     assert all(list(metric.bounds) == sorted(set(metric.bounds)) for metric in METRICS)
+
+
+@pytest.mark.parametrize("accept", ["*/*", ""])
+def test_whoever_asks_for_no_format_gets_the_text_that_every_scraper_parses(accept):
+    with fake() as server:
+        answer = server.client.get("/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = list(plain.text_string_to_metric_families(answer.text))
+    assert not {"unknown", "untyped"} & {family.type for family in families}
+    assert any(family.samples for family in families if family.type == "counter")

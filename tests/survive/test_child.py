@@ -71,6 +71,19 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: _swept(local), "the directory to be removed")
 
 
+def test_a_supervisor_that_starts_a_process_removes_what_killed_ones_have_left(
+    child, tmp_path, monkeypatch
+):
+    # A memory of its own: no other test's supervisor removes it.
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "meshtrain-left"
+    left.mkdir()
+    (left / "lease").write_text("1")
+    assert child("time.sleep(60)").local.parent == tmp_path
+    assert not left.exists()
+
+
 def _swept(local):
     _sweep(local.parent)
     return not local.exists()

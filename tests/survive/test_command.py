@@ -147,7 +147,7 @@ def test_a_fault_that_is_none(run, capsys, fault, answer):
 
 def test_a_run_that_is_none_to_inject_into(run, tmp_path, capsys):
     for other in ("nowhere", str(tmp_path), "/dev/null"):
-        assert f"{other} is no run" in refused(capsys, "inject", "kill@3:0", other)
+        assert f"{other} is not a run" in refused(capsys, "inject", "kill@3:0", other)
     run.with_name("other").mkdir()
     Store(run.with_name("other"), "n0")
     assert "there are 2 supervised runs" in refused(capsys, "inject", "kill@3:0")

@@ -400,6 +400,44 @@ def test_a_node_that_returns_is_taken_in_once_it_is_steady_and_of_use():
     assert (grown.verdict, grown.kind) == ("form", "grow")
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"exit": -15, "kind": "signal"},  # before it listened
+        {"exit": -15, "kind": "signal", "start": None, "step": 0},
+        {
+            "exit": 75,
+            "kind": "stopped",
+            "start": None,
+            "step": 0,
+        },  # before it had joined the others
+        {"exit": -9, "kind": "ended_by_us"},
+        {"exit": -9, "kind": "ended_by_us", "leaving": True},
+    ],
+)
+def test_an_end_that_the_plan_asked_for_is_no_finding(end):
+    stopping = plan("stopping", kind="grow", reason="n4 can take part")
+    past = [fault("signal", "n1")] * OPTIONS.restarts
+    for others in (
+        [node(k, phase="join", start=None, step=0) for k in (0, 2, 3)],
+        [ended(k, 75, "stopped") for k in (0, 2, 3)],
+        [ended(k, 73, "peer") for k in (0, 2, 3)],
+        [ended(k, **end) for k in (0, 2, 3)],
+    ):
+        found = decided(ended(1, **end), *others, of=stopping, history=past)
+        assert (found.verdict, found.kind, found.reason) == ("form", "grow", "n4 can take part")
+        assert (found.blamed, found.delay, found.quarantined) == ((), 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("exit", "kind"), [(-9, "signal"), (-11, "signal"), (1, "error"), (71, "sick"), (70, "numbers")]
+)
+def test_a_fault_while_the_plan_stops_all_is_one(exit, kind):
+    stopping = plan("stopping", kind="grow", reason="n4 can take part")
+    asked = [ended(k, -15, "signal") for k in (0, 2, 3)]
+    assert decided(ended(1, exit, kind), *asked, of=stopping).kind == kind
+
+
 def test_whoever_leads_and_whatever_its_clock_says_a_quarantine_is_as_long():
     for skew in (-3600.0, 0.0, 3600.0):
         ill = dataclasses.replace(forming(age=50.0), wall=NOW - 50 + skew)
@@ -441,12 +479,20 @@ def test_a_run_whose_nodes_are_all_asked_to_go_while_it_forms_is_over():
     assert decided(*gone[:3], node(3, leaving=True), of=forming(age=0.0)).verdict == "wait"
 
 
-@pytest.mark.parametrize(("exit", "leaving"), [(75, True), (75, False), (-15, True)])
+@pytest.mark.parametrize(
+    ("exit", "kind", "leaving"),
+    [
+        (75, "stopped", True),
+        (75, "stopped", False),
+        (-15, "signal", True),
+        (-9, "ended_by_us", True),
+    ],
+)
 def test_a_node_that_is_asked_to_go_before_it_has_joined_the_others_does_not_keep_them_waiting(
-    exit, leaving
+    exit, kind, leaving
 ):
     others = [node(k, phase="join", start=None, step=0) for k in range(3)]
-    went = ended(3, exit, "stopped", start=None, leaving=leaving, step=0)
+    went = ended(3, exit, kind, start=None, leaving=leaving, step=0)
     for past in ([], [fault("signal", "n3")] * OPTIONS.restarts):
         found = decided(*others, went, history=past)
         assert (found.verdict, found.kind, found.blamed, found.delay) == (

@@ -6,7 +6,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from drawn import check_drawing
+from drawn import axes, check_drawing
 from synthetic_history import Synthetic, spoilt, told
 
 from meshtrain.plan.failures import daly, goodput
@@ -131,6 +131,7 @@ def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, fau
     drawing = picture.svg(at, width)
     root = ElementTree.fromstring(drawing)
     check_drawing(drawing)
+    assert axes(drawing) == ["node", "steps", "time since the start"]
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert float(root.get("width")) == width
     assert all(

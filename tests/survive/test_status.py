@@ -147,7 +147,7 @@ def test_a_finished_run_is_not_waited_for(tmp_path, capsys):
 
 
 def test_a_directory_that_is_no_run_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=rf"{tmp_path} is no run .* no directory survive/\.$"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is not a run .* no directory survive/\.$"):
         stats.show_status(tmp_path)
     with pytest.raises(ConfigError, match=r"^there is no run directory .*nowhere\.$"):
         stats.show_status(tmp_path / "nowhere")

@@ -161,7 +161,7 @@ def test_a_directory_that_others_could_put_decisions_into_is_refused(tmp_path, w
     if where:
         elsewhere = (run / where).rename(tmp_path / "elsewhere")
         (run / where).symlink_to(elsewhere)
-        with pytest.raises(ConfigError, match="is no directory"):
+        with pytest.raises(ConfigError, match="is not a directory"):
             Store(run, "n0")
 
 

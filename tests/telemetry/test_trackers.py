@@ -6,8 +6,10 @@ import sys
 import time
 
 import pytest
+from refusals import tells
 
 from meshtrain.config import Config
+from meshtrain.errors import install_command
 from meshtrain.run.rows import MetricsFile
 from meshtrain.telemetry import trackers
 from meshtrain.telemetry.hub import Hub
@@ -135,7 +137,7 @@ def test_a_tracker_that_is_not_installed_says_how_it_is_had_once(
     monkeypatch.setitem(sys.modules, name, None)
     tracked(tmp_path, name)
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith(f"{name} is not installed; pip install 'meshtrain[{name}]'.")
+    assert tells(said, f"{name} is not installed", install_command(name))
 
 
 def test_what_a_tracker_is_given_is_numbers_only(tmp_path, monkeypatch):

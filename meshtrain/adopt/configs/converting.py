@@ -173,7 +173,7 @@ def _add_deepspeed_file(files: Files, near: Path) -> list[str]:
     if named is not None and all(kind != DEEPSPEED for kind, _ in files):
         path = path_near(str(named.value), near)
         if path is None or not path.is_file():
-            return [f"{named.text} ({named.where}) is no file here: give it after this one."]
+            return [f"{named.text} ({named.where}) is not a file here: give it after this one."]
         files.append(_read(path))
     return []
 

@@ -51,7 +51,7 @@ def follow(facts: KeyFacts, devices: int | None, steps: int | None, near: Path) 
         facts.put("data.tokenizer", f"{name.rstrip('/')}/tokenizer.json")
         if not Path(name).expanduser().is_dir():
             facts.notes.append(
-                f"model.weights {short(name)} is no directory here: download it, and say where it is."
+                f"model.weights {short(name)} is not a directory here: download it, and say where it is."
             )
     if trackers := [name for name in ("tensorboard", "wandb") if facts.take(f"tracker {name}")]:
         facts.put(
@@ -93,7 +93,7 @@ def _mesh(facts: KeyFacts, devices: int | None) -> None:
             ending = (
                 f", but {parts} is {product}"
                 if len(sources) == 2
-                else f" is no multiple of {parts}, {product}"
+                else f" is not a multiple of {parts}, {product}"
             )
             raise ConfigError(f"{facts.source('rows a step')}{ending}; let them agree.")
         if rows is None:

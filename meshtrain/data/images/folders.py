@@ -36,7 +36,7 @@ from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.prepare import refusal_at
 from meshtrain.data.unit import encoded, held_out
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import locked, refuse_passing, retried, write_atomically
+from meshtrain.files import UNREAD, locked, refuse_passing, retried, write_atomically
 
 TRAIN = "train"
 VALIDATIONS = ("validation", "val")
@@ -261,7 +261,7 @@ def _check(file: InputFile) -> tuple[str, str]:
     try:
         data = retried(Path(file.path).read_bytes)
     except OSError as error:
-        refuse_passing(file.path, error)
+        refuse_passing(file.path, error, UNREAD)
         return "", f"unreadable ({refusal(error)})"
     return hashlib.blake2b(data, digest_size=16).hexdigest(), problem_of(data)
 

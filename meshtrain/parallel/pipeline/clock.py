@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import LabelLosses, Totals, added
+from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
 from meshtrain.parallel.pipeline.stage import Slot, Stage, empty, read, write
 from meshtrain.schedule.buffers import Executed
 from meshtrain.schedule.phases import Ops, Phase
@@ -33,20 +34,20 @@ Tree = Any
 Row = dict[
     str, Any
 ]  # this stage's entry of every array of Buffers, for one clock; `arrivals`: (active, place) of each
-Messages = dict[int, jax.Array]  # by the number of the arrival
+Messages = dict[int, Array]  # by the number of the arrival
 
 
 class Carry(NamedTuple):
     """The state carried from clock to clock: every buffer's first axis counts its places."""
 
-    forward_received: jax.Array
-    backward_received: jax.Array
-    embedded: jax.Array  # the embedding that the next F on virtual stage 0 takes
-    gx: jax.Array  # the cotangent that the last B made, not yet sent
+    forward_received: Array
+    backward_received: Array
+    embedded: Array  # the embedding that the next F on virtual stage 0 takes
+    gx: Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     w_residuals: Tree  # [places, layers, ..]: what I leaves for W
-    loss: jax.Array | LabelLosses  # summed; of a forward alone those of all labels, [M, b, T] each
-    measured: dict[str, jax.Array]  # beside the loss, summed
+    loss: Array | LabelLosses  # summed; of a forward alone those of all labels, [M, b, T] each
+    measured: dict[str, Array]  # beside the loss, summed
     blocks: Tree  # sums of gradients; None in a forward alone
     edge: Tree  # those of embedding and head
 
@@ -69,7 +70,7 @@ def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
     """Returns this stage's instructions of the given clocks."""
     stage = lax.axis_index(PIPELINE)
 
-    def take_stage(array: np.ndarray) -> jax.Array:
+    def take_stage(array: np.ndarray) -> Array:
         chosen = jnp.asarray(array[clocks])
         return (
             lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False)
@@ -87,7 +88,7 @@ def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
 class Execution:
     """One execution of the table."""
 
-    def __init__(self, table: Table, buffers: Executed, stage: Stage, seed: jax.Array) -> None:
+    def __init__(self, table: Table, buffers: Executed, stage: Stage, seed: Array) -> None:
         self.table = table
         self.buffers = buffers
         self.stage = stage
@@ -114,7 +115,7 @@ class Execution:
             loss, measured = jax.tree.map(lambda like: zeros((), like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients(
-                {**stage.edge, "blocks": stage.blocks.differentiated}
+                {**stage.edge.differentiated, "blocks": stage.blocks.differentiated}
             )
             blocks = edge.pop("blocks")
         return Carry(
@@ -205,9 +206,7 @@ class Execution:
         carry = clock.receive(F, carry, activations)
         return clock.receive(B, carry, cotangents)
 
-    def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, jax.Array, jax.Array]:
-        from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
-
+    def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, Array, Array]:
         x = self.input_of(carry, row) if ops.forward else carry.gx
         pair = Pair(
             x,
@@ -227,7 +226,7 @@ class Execution:
             pair.cotangent,
         )
 
-    def input_of(self, carry: Carry, row: Row) -> jax.Array:
+    def input_of(self, carry: Carry, row: Row) -> Array:
         """Returns the input of F: the embedding on virtual stage 0 (which is the only one where nothing is ever
         received), else the received array."""
         if not len(carry.forward_received):
@@ -235,7 +234,7 @@ class Execution:
         return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
 
     @jax.named_scope(xla.FORWARD)
-    def do_forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+    def do_forward(self, carry: Carry, row: Row) -> tuple[Carry, Array]:
         x = self.input_of(carry, row)
         slot = slot_of(row, "f")
         forward = self.stage.forward if carry.blocks is not None else self.stage.forward_only
@@ -244,7 +243,7 @@ class Execution:
         return carry._replace(stash=self.settled(stash)), y
 
     @jax.named_scope(xla.HEAD)
-    def do_head(self, carry: Carry, row: Row, y: jax.Array) -> Carry:
+    def do_head(self, carry: Carry, row: Row, y: Array) -> Carry:
         exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
         if carry.edge is None:
 
@@ -255,7 +254,7 @@ class Execution:
 
             return carry._replace(loss=self.when(exits, keep, lambda same: same)(carry.loss))
 
-        def run(totals: Totals, edge: Tree, received: jax.Array) -> tuple[Totals, Tree, jax.Array]:
+        def run(totals: Totals, edge: Tree, received: Array) -> tuple[Totals, Tree, Array]:
             more, gradient, gy = self.stage.loss(y, row["exit"], row["last"], self.seed)
             received = write(received, gy, row["head_out"], active=row["last"])
             return jax.tree.map(jnp.add, totals, more), added(edge, gradient), received
@@ -265,7 +264,7 @@ class Execution:
         return carry._replace(loss=loss, measured=measured, edge=edge, backward_received=received)
 
     @jax.named_scope(xla.BACKWARD)
-    def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+    def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, Array]:
         cotangent = read(carry.backward_received, row["b_in"])
         slot = slot_of(row, "b")
 
@@ -296,13 +295,13 @@ class Execution:
     # --- the vocabulary's other end
 
     @jax.named_scope(xla.EMBEDDING)
-    def embed(self, before: jax.Array, microbatch: jax.Array) -> jax.Array:
+    def embed(self, before: Array, microbatch: Array) -> Array:
         """The embedding of a microbatch, where there is one to come; of use on stage 0."""
-        embed = lambda _: self.stage.embed(self.stage.edge, microbatch)
+        embed = lambda _: self.stage.embed(microbatch)
         return self.when(self.is_embedded(microbatch >= 0), embed, lambda x: x)(before)
 
     @jax.named_scope(xla.EMBEDDING)
-    def add_embedding_gradient(self, carry: Carry, microbatch: jax.Array) -> Carry:
+    def add_embedding_gradient(self, carry: Carry, microbatch: Array) -> Carry:
         """Adds the embedding's gradient, from the cotangent that the last B of virtual stage 0 made."""
         if not jax.tree.leaves(carry.edge["embedding"]):
             return carry
@@ -316,13 +315,13 @@ class Execution:
             edge=self.if_active(self.is_embedded(leaves), add, lambda edge: edge)(carry.edge)
         )
 
-    def is_embedded(self, here: jax.Array) -> jax.Array:
+    def is_embedded(self, here: Array) -> Array:
         """Returns `here` on stage 0, or on all stages where they share the vocabulary; else False."""
         return here if self.shared_vocabulary else here & (lax.axis_index(PIPELINE) == 0)
 
     # --- messages
 
-    def send(self, slot: int, message: jax.Array) -> Messages:
+    def send(self, slot: int, message: Array) -> Messages:
         """Sends what F or B made every way that the table uses; returns what comes in."""
         stages = self.table.stages
         around = self.table.chunks > 1 and self.table.placement == "loop"
@@ -338,7 +337,7 @@ class Execution:
                 arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
         return arriving
 
-    def receive(self, buffer: jax.Array, arriving: Messages, row: Row) -> jax.Array:
+    def receive(self, buffer: Array, arriving: Messages, row: Row) -> Array:
         """The receive buffer with the messages at their places."""
         for i, message in arriving.items():
             active, place = row["arrivals"][i]
@@ -347,13 +346,13 @@ class Execution:
 
     # --- idle slots
 
-    def if_active(self, active: jax.Array, run: Callable, idle: Callable) -> Callable:
+    def if_active(self, active: Array, run: Callable, idle: Callable) -> Callable:
         """`run`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see
         `schedule.buffers`).
         """
         return partial(lax.cond, active, run, idle) if self.skips else run
 
-    def when(self, active: jax.Array, run: Callable, idle: Callable) -> Callable:
+    def when(self, active: Array, run: Callable, idle: Callable) -> Callable:
         """`run` where active, else `idle`: skipped on CPU, selected elsewhere."""
         if self.skips:
             return partial(lax.cond, active, run, idle)
@@ -380,16 +379,16 @@ class Clock:
         self.ops = ops
         self.row = row
 
-    def forward(self, carry: Carry) -> tuple[Carry, jax.Array | None]:
+    def forward(self, carry: Carry) -> tuple[Carry, Array | None]:
         return self.execution.do_forward(carry, self.row) if self.ops.forward else (carry, None)
 
-    def backward(self, carry: Carry) -> tuple[Carry, jax.Array | None]:
+    def backward(self, carry: Carry) -> tuple[Carry, Array | None]:
         return self.execution.do_backward(carry, self.row) if self.ops.backward else (carry, None)
 
     def weight(self, carry: Carry) -> Carry:
         return self.execution.do_weight(carry, self.row) if self.ops.weight else carry
 
-    def head(self, carry: Carry, y: jax.Array | None) -> Carry:
+    def head(self, carry: Carry, y: Array | None) -> Carry:
         return (
             self.execution.do_head(carry, self.row, y) if self.ops.head and y is not None else carry
         )
@@ -406,7 +405,7 @@ class Clock:
             else carry
         )
 
-    def pair(self, carry: Carry) -> tuple[Carry, jax.Array | None, jax.Array | None, bool]:
+    def pair(self, carry: Carry) -> tuple[Carry, Array | None, Array | None, bool]:
         """Runs F with B, or I with W, in one loop; returns also whether W is done.
 
         On CPU, where no message is hidden, the ops follow one another: a loop of both would branch in each layer.
@@ -421,13 +420,13 @@ class Clock:
         carry, cotangent = self.backward(carry)
         return carry, activation, cotangent, False
 
-    def keep_cotangent(self, carry: Carry, gx: jax.Array | None, always: bool) -> Carry:
+    def keep_cotangent(self, carry: Carry, gx: Array | None, always: bool) -> Carry:
         """Keeps the input gradient to send; unless `always`, an idle stage sends again the one that it sent last."""
         if gx is None:
             return carry
         return carry._replace(gx=gx if always else jnp.where(self.row["b_active"], gx, carry.gx))
 
-    def send(self, slot: int, message: jax.Array | None) -> Messages | None:
+    def send(self, slot: int, message: Array | None) -> Messages | None:
         return None if message is None else self.execution.send(slot, message)
 
     def receive(self, slot: int, carry: Carry, messages: Messages | None) -> Carry:

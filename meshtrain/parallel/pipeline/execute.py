@@ -1,16 +1,18 @@
-"""Runs any legal schedule table inside the fully manual shard_map: one scan over clocks, three slots a clock and the
-loss head.
+"""Runs any legal schedule table inside the fully manual shard_map: loops over clocks, with up to four ops in each.
 
     clock t  F: stage input → output, residuals to the stash      (this stage's row of the table says which microbatch)
-             H: loss head on what left the last virtual stage      (all stages, where they share the vocabulary)
-             B: cotangent + stash → input gradient, weight gradient (only the former where the table splits them)
+             H: loss head on the last virtual stage's output       (all stages, where they share the vocabulary)
+             B: cotangent + stash → input and weight gradient      (the input gradient alone, if the table has W)
              W: weight gradient
 
 Messages travel while the device computes: see `pipeline.clock`. So does the vocabulary: see `schedule.buffers`.
 
-Every device runs the same program. On CPU idle slots are skipped (lax.cond). Elsewhere a predicate would be waited for,
-so a slot that any stage uses is computed by all, and an idle one's results go where nobody reads; `phases` groups the
-clocks so that little is.
+Every device runs the same program, so a slot may be idle on some stages:
+
+    forward.skips (on CPU)    one loop over all clocks; an idle slot is skipped (lax.cond)
+    else                      a GPU's host would have to wait for the predicate. So all stages compute a slot that any
+                              of them uses, and idle ones leave their results where nobody reads. `phases` groups
+                              clocks so that few slots are idle.
 """
 
 from functools import partial
@@ -36,26 +38,29 @@ class Executor:
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward = forward
-        self.table = table
-        self.skips = forward.skips
         self.sends = forward.overlaps and table.has_sends
-        if not self.sends:
-            table = self.table = table.drop_sends()
-        if self.skips:
-            # Idle slots are skipped anyway.
-            self.phases = [
-                Phase(0, 1, ((table.clocks, Ops(True, True, True, table.split, True, True)),))
-            ]
+        self.table = table if self.sends else table.drop_sends()
+        if forward.skips:
+            ops = Ops(
+                forward=True,
+                head=True,
+                backward=True,
+                weight=table.split,
+                enter=True,
+                leave=True,
+            )
+            self.phases = [Phase(first=0, repeats=1, body=((table.clocks, ops),))]
+            self.buffers = executed(self.table)
         else:
-            self.phases = phases(table)
-        self.buffers = executed(table, None if self.skips else ops_per_clock(self.phases))
+            self.phases = phases(self.table)
+            self.buffers = executed(self.table, ops_per_clock(self.phases))
 
     # --- the two programs
 
     def train(
         self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
     ) -> LossAndGradients:
-        """Loss summed over the microbatches [M, b, T] (on each data rank), and `seed` times its gradient, in
+        """Returns each data rank's loss summed over the microbatches [M, b, T], and `seed` times its gradient, in
         `precision.gradient_sums`.
         """
         stage = Stage(self.forward, self.table.chunks, weights, batches, key)
@@ -65,23 +70,34 @@ class Executor:
 
             carry = Sending(execution, self.phases).run()
         else:
-            carry = execution.end(execution.run(self.phases, execution.start()))
+            carry = execution.start()
+            carry = execution.run(self.phases, carry)
+            carry = execution.end(carry)
         totals = sum_at_once(_sum_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
 
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
-        """The labels one by one, [M, b, T] each, on every stage: the table's forward slots alone."""
+        """Returns the loss of each label, [M, b, T], on every stage: runs the table's forwards and heads alone."""
         stage = Stage(self.forward, self.table.chunks, weights, batches, None)
         execution = Execution(self.table, self.buffers, stage, jnp.zeros(()))
         carry = execution.start(forward_only=True)
-        if self.skips:
-            rows = row_of(self.buffers, np.flatnonzero(self.buffers.f_active.any(axis=1)))
-            forward_only = Ops(True, True, False, False, True, False)
-            carry = lax.scan(partial(execution.run_clock, forward_only), carry, rows)[0]
+        if self.forward.skips:
+            clocks = np.flatnonzero(self.buffers.f_active.any(axis=1))
+            ops = Ops(
+                forward=True,
+                head=True,
+                backward=False,
+                weight=False,
+                enter=True,
+                leave=False,
+            )
+            run_clock = partial(execution.run_clock, ops)
+            carry, _ = lax.scan(run_clock, carry, row_of(self.buffers, clocks))
         else:
             carry = execution.run(forward_only_phases(self.phases), carry)
         return jax.tree.map(_sum_over_stages, carry.loss)
 
 
 def _sum_over_stages(loss: jax.Array) -> jax.Array:
+    """Returns the sum where only the last stage has the loss, others zeros; if all have it, returns it."""
     return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.parallel.pipeline.order import ordered
@@ -31,8 +31,8 @@ Tree = Any
 class Pair(NamedTuple):
     """The state that the loop carries from layer to layer."""
 
-    x: jax.Array  # F's stream; where there is no F, what it was
-    cotangent: jax.Array  # B's
+    x: Array  # F's stream; where there is no F, what it was
+    cotangent: Array  # B's
     stash: list[Tree]
     w_residuals: list[Tree]
     gradients: Tree
@@ -44,8 +44,8 @@ class PairSlots(NamedTuple):
     f: Slot | None
     b: Slot
     w: Slot | None
-    b_cot: jax.Array  # where I leaves what W needs
-    w_cot: jax.Array
+    b_cot: Array  # where I leaves what W needs
+    w_cot: Array
 
 
 def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
@@ -74,14 +74,14 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
     segment = stage.segments[back]
     if f:
         ahead_layer = stage.layer(f, forward_segment)
-        f_first = stage.first(f.chunk, forward_segment)
+        f_first = stage.offset(f.chunk, forward_segment)
     back_layer = stage.layer(b, segment)
-    b_first = stage.first(b.chunk, segment)
+    b_first = stage.offset(b.chunk, segment)
     if w:
         weight_layer = stage.layer(w, segment)
-        w_first = stage.first(w.chunk, segment)
+        w_first = stage.offset(w.chunk, segment)
 
-    def turn(pair: Pair, i: jax.Array) -> tuple[Pair, None]:
+    def turn(pair: Pair, i: Array) -> tuple[Pair, None]:
         stash = pair.stash
         w_residuals = pair.w_residuals
         ahead_i = i - forward_segment.first
@@ -125,7 +125,7 @@ def _put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
     return [*parts[:n], part, *parts[n + 1 :]]
 
 
-def _read_first(parts: list[Tree], n: int, *at: jax.Array) -> tuple[list[Tree], Tree]:
+def _read_first(parts: list[Tree], n: int, *at: Array) -> tuple[list[Tree], Tree]:
     """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would
     copy them. Each array has a barrier of its own, since the results of a barrier vary over all axes over which any
     operand does.

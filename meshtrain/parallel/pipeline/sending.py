@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.compat import varying
@@ -91,7 +91,7 @@ class Sending:
         return turn(state, jax.tree.map(lambda a: a[0], (rows, *chunks)))[0]
 
     def turn(
-        self, section: ClockSection, state: SendState, at: tuple[Any, jax.Array, jax.Array]
+        self, section: ClockSection, state: SendState, at: tuple[Any, Array, Array]
     ) -> tuple[SendState, None]:
         """A section's clocks once, with the chunks that travel beside them."""
         (carry, blocks, reduced) = state

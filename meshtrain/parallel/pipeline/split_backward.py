@@ -126,24 +126,24 @@ class _Parts:
         self.stash = [v for v in stashable if v in others]
 
     def first(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Values]:
-        env: dict[Var, Any] = dict(
-            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True)
-        )
+        env = self._bind([*consts, *args])
         for eqn in self.in_first:
             _run(eqn, env)
         outs = [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if w]
         return outs, [env[v] for v in self.stash]
 
     def second(self, consts: Sequence[Any], args: Sequence[Any], stash: Values) -> Values:
-        env: dict[Var, Any] = dict(
-            zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*consts, *args], strict=True)
-        )
+        env = self._bind([*consts, *args])
         env.update(zip(self.stash, stash, strict=True))
         for eqn in self.in_second:
             _run(eqn, env)
         return [
             _read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w
         ]
+
+    def _bind(self, values: Values) -> dict[Var, Any]:
+        """Returns the values of the program's constants and arguments, by variable."""
+        return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], values, strict=True))
 
 
 def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:

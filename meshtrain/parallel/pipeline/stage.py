@@ -1,16 +1,23 @@
 """One stage's computation for one microbatch: its layers forward, backward whole or in two halves, embedding and loss.
 
-The layers are looped over by hand, each with a vjp of its own, so that what one keeps for its backward goes straight to
-its place:
+The layers are looped over by hand, each with a vjp of its own, so that a layer's residuals go straight to their place
+in the stash:
 
-    forward     x ─► layer 0 ─► layer 1 ─► y              stash[place, layer] ◄─ the layer's input, its vjp's residuals
-    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += its weights', where the stage is not idle
+    forward     x ─► layer 0 ─► layer 1 ─► y              stash[place, layer] ◄─ the layer's input and residuals
+    backward    gx ◄─ layer 0 ◄─ layer 1 ◄─ cotangent     gradients[layer] += its weight gradient, in an active slot
 
-Buffers are trees of arrays whose first axes count places, and of the stash layers too. The layers' loop writes and
-reads place and layer where they lie: a whole place is never in a second piece of memory.
+Buffers are trees of arrays:
 
-    stash              [places, layers, ...]    a place is what F leaves of one microbatch and chunk for B
-    receive buffers    [places, ...]
+    stash              [places, layers, ...]    a place has what F of one microbatch and chunk keeps for B
+    receive buffers    [places, ...]            a place has one message
+
+The loop reads and writes single layers of a place, so that no place is copied whole.
+
+A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages of 2 chunks of 3 layers:
+
+    i        in its segment               1
+    at       in the stacked weights       chunk 1 * 3 + 1 = 4
+    index    in the model                 virtual stage 3 * 3 + 1 = 10
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.inputs import inputs
@@ -38,40 +45,40 @@ Tree = Any
 class Slot(NamedTuple):
     """The task of one slot of a clock: traced numbers, so that one program serves all."""
 
-    active: jax.Array
-    microbatch: jax.Array
-    chunk: jax.Array
-    place: jax.Array  # of the stash
+    active: Array
+    microbatch: Array
+    chunk: Array
+    place: Array  # in the stash
 
 
 class BufferSlot(NamedTuple):
-    """One place of a buffer that has a tree [places, layers, ...] for each segment."""
+    """One place of a buffer, which is a tree of arrays [places, layers, ...] for each segment."""
 
     buffers: Sequence[Tree]
-    place: jax.Array
+    place: Array
 
 
 class LayerTrace(NamedTuple):
-    """A layer's forward pass, and its vjp to the gradients of its weights and of x."""
+    """A layer's forward pass, and its vjp: cotangent of the output -> (weight gradient, input gradient).
 
-    output: jax.Array
+    Residuals are stashed if they depend on the microbatch. The others, such as frozen weights, are the same in the
+    backward.
+    """
+
+    output: Array
     vjp: Callable
-    # Which of the vjp's residuals depend on the microbatch: no weights that are only read, which are there in the
-    # backward as they were.
-    stashed: list[bool]
+    is_stashed: list[bool]  # for each residual of the vjp
 
-    def residuals(self) -> list[jax.Array]:
-        """The residuals that the stash keeps for the backward."""
-        return [
-            r for r, is_stashed in zip(residuals(self.vjp), self.stashed, strict=True) if is_stashed
-        ]
+    def stashed_residuals(self) -> list[Array]:
+        pairs = zip(residuals(self.vjp), self.is_stashed, strict=True)
+        return [r for r, is_stashed in pairs if is_stashed]
 
-    def vjp_over(self, stash: list[jax.Array]) -> Callable:
-        """The vjp over residuals from the stash; the forward pass traced here is dead code."""
-        place = iter(stash)
-        pairs = zip(residuals(self.vjp), self.stashed, strict=True)
+    def vjp_over(self, stashed: list[Array]) -> Callable:
+        """Returns the vjp with residuals from the stash; the forward pass that was traced for it is dead code."""
+        saved = iter(stashed)
+        pairs = zip(residuals(self.vjp), self.is_stashed, strict=True)
         return with_residuals(
-            self.vjp, [next(place) if is_stashed else r for r, is_stashed in pairs]
+            self.vjp, [next(saved) if is_stashed else r for r, is_stashed in pairs]
         )
 
 
@@ -79,83 +86,82 @@ class Stage:
     """The weights and batches of one step on this device."""
 
     def __init__(
-        self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: jax.Array | None
+        self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: Array | None
     ) -> None:
         self.model = forward
         self.batches = batches
         self.key = key
-        self.edge = {part: weights.differentiated[part] for part in ("embedding", "head")}
-        self.constant = weights.constant
+        # embedding and head
+        self.edge = weights._replace(
+            differentiated={part: weights.differentiated[part] for part in ("embedding", "head")}
+        )
+        # stacked layers, chunk after chunk
         self.blocks = weights.part("blocks")
-        # Of a chunk; its layers lie one after the other in the weights' first axis.
+        # in a chunk
         self.layers = forward.layout.layer_at.shape[-1]
         self.segments = forward.layout.segments
-        assert len(jax.tree.leaves(self.blocks)[0]) == chunks * self.layers
-        layer_at = jnp.asarray(forward.layout.layer_at)
-        self.layer_at = lax.dynamic_index_in_dim(
-            layer_at, lax.axis_index(PIPELINE), 0, keepdims=False
+        stacked = jax.tree.leaves(self.blocks)[0]
+        assert len(stacked) == chunks * self.layers
+        # index in the model of each stacked layer
+        self.layer_at = _pick(
+            jnp.asarray(forward.layout.layer_at), lax.axis_index(PIPELINE)
         ).reshape(-1)
 
-    def zeros(self) -> jax.Array:
-        """A residual stream of one microbatch, all zeros."""
+    def zeros(self) -> Array:
+        """Returns a residual stream of one microbatch, all zeros."""
         config = self.model.config
         rows = inputs(self.batches).shape[1]
         shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
-        shape = (rows, self.model.length(self.batches) // shards, config.model.d_model)
-        return vary(jnp.zeros(shape, self.model.zero.compute), self.model.stream_axes)
+        tokens = self.model.length(self.batches) // shards
+        x = jnp.zeros((rows, tokens, config.model.d_model), self.model.zero.compute)
+        return vary(x, self.model.stream_axes)
 
-    def embed(self, edge: Tree, microbatch: jax.Array) -> jax.Array:
-        return self.model.embed(Weights(edge, self.constant), self._batch(microbatch), self.key)
+    def embed(self, microbatch: Array) -> Array:
+        return self.model.embed(self.edge, self._batch(microbatch), self.key)
 
-    def add_embedding_gradient(self, edge: Tree, microbatch: jax.Array, gx: jax.Array) -> Tree:
-        """The gradients of the edge's weights with the embedding's added, from the cotangent of what `embed` gave."""
-        weights = Weights(self.edge, self.constant)
-        batch = self._batch(microbatch)
-        return edge | {
-            "embedding": self.model.add_embedding_gradient(
-                edge["embedding"], weights, batch, self.key, gx
-            )
-        }
+    def add_embedding_gradient(self, sums: Tree, microbatch: Array, gx: Array) -> Tree:
+        """Adds the embedding's gradient to the sums of embedding and head, from the cotangent of `embed`'s output."""
+        embedding = self.model.add_embedding_gradient(
+            sums["embedding"], self.edge, self._batch(microbatch), self.key, gx
+        )
+        return {**sums, "embedding": embedding}
 
     def loss(
-        self, y: jax.Array, microbatch: jax.Array, here: jax.Array, seed: jax.Array
-    ) -> tuple[Totals, Tree, jax.Array]:
-        """Loss of what left the last stage, zero but where `here`, and the gradients of `seed` times it: of the edge's
-        weights, and of y.
+        self, y: Array, microbatch: Array, here: Array, seed: Array
+    ) -> tuple[Totals, Tree, Array]:
+        """Returns the loss from the last stage's output y, zeros unless `here`, and two gradients of `seed` times it:
+        that of the embedding's and the head's weights, and that of y.
         """
-        of = lambda w, y: self.model.loss(
-            Weights(w, self.constant), y, self._batch(microbatch), here, seed
+        seeded_loss = lambda w, y: self.model.loss(
+            self.edge._replace(differentiated=w), y, self._batch(microbatch), here, seed
         )
-        seeded, vjp, totals = jax.vjp(of, self.edge, y, has_aux=True)
-        return totals, *vjp(vary(jnp.ones(()), varying(seeded)))
+        seeded, vjp, totals = jax.vjp(seeded_loss, self.edge.differentiated, y, has_aux=True)
+        edge, gy = vjp(vary(jnp.ones(()), varying(seeded)))
+        return totals, edge, gy
 
-    def label_losses(self, y: jax.Array, microbatch: jax.Array, here: jax.Array) -> LabelLosses:
-        """Returns the same label by label, [b, T] each."""
-        return self.model.label_losses(
-            Weights(self.edge, self.constant), y, self._batch(microbatch), here
-        )
+    def label_losses(self, y: Array, microbatch: Array, here: Array) -> LabelLosses:
+        """Returns the loss of each label, [b, T], from the last stage's output y."""
+        return self.model.label_losses(self.edge, y, self._batch(microbatch), here)
 
-    # --- a chunk: one loop over its layers, five ops
+    # --- a chunk's ops, each a loop over its layers
 
-    def run(self, x: jax.Array, slot: Slot) -> jax.Array:
+    def run(self, x: Array, slot: Slot) -> Array:
         """Returns the chunk's output; no residuals are saved."""
         return self._loop_over_layers(self._run_layer, x, slot)[0]
 
-    def forward_only(
-        self, x: jax.Array, stash: list[Tree], slot: Slot
-    ) -> tuple[jax.Array, list[Tree]]:
-        """Returns the chunk's output, and the stash as it was."""
+    def forward_only(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
+        """Returns the chunk's output, and the stash as it was: for an F with no B to come."""
         return self.run(x, slot), stash
 
-    def forward(self, x: jax.Array, stash: list[Tree], slot: Slot) -> tuple[jax.Array, list[Tree]]:
+    def forward(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
         return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place)
         )
 
     def backward(
-        self, stash: list[Tree], cotangent: jax.Array, gradients: Tree, slot: Slot
-    ) -> tuple[jax.Array, Tree]:
+        self, stash: list[Tree], cotangent: Array, gradients: Tree, slot: Slot
+    ) -> tuple[Array, Tree]:
         """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is
         active.
         """
@@ -168,11 +174,11 @@ class Stage:
     def input_gradient(
         self,
         stash: list[Tree],
-        cotangent: jax.Array,
+        cotangent: Array,
         w_residuals: list[Tree],
-        place: jax.Array,
+        place: Array,
         slot: Slot,
-    ) -> tuple[jax.Array, list[Tree]]:
+    ) -> tuple[Array, list[Tree]]:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
         sources = [BufferSlot(stash, slot.place)]
         target = BufferSlot(w_residuals, place)
@@ -185,7 +191,7 @@ class Stage:
         stash: list[Tree],
         w_residuals: list[Tree],
         gradients: Tree,
-        place: jax.Array,
+        place: Array,
         slot: Slot,
     ) -> Tree:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
@@ -205,81 +211,83 @@ class Stage:
     ) -> tuple[Tree, list[Tree]]:
         """Runs `step(layer, at, carry, *values read) -> (carry, values to write)` over the layers of the slot's chunk.
 
-        Segments (layers whose products are of one kind) follow one another. Each reads and writes its part of the
-        buffers in place, layer by layer. `at` is the layer's index in the stacked weights.
+        Segments (neighbouring layers whose products are of one kind) run one after another, each in a loop of its own.
+        `at` is the layer's place in the stacked weights. Returns the last carry, and the buffers of `write_to`.
         """
-        written = list(write_to.buffers) if write_to else [None] * len(self.segments)
-        order = range(len(self.segments))
-        for n in reversed(order) if reverse else order:
-            segment = self.segments[n]
+        written: list[Tree] = [None] * len(self.segments)
+        if write_to:
+            written = list(write_to.buffers)
+        numbered = list(enumerate(self.segments))
+        for n, segment in reversed(numbered) if reverse else numbered:
             layer = self.layer(slot, segment)
-            first = self.first(slot.chunk, segment)
+            offset = self.offset(slot.chunk, segment)
+            indices = jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
 
             def body(
                 state: tuple[Tree, Tree],
-                i: jax.Array,
+                i: Array,
                 n: int = n,
                 layer: Callable = layer,
-                first: jax.Array = first,
+                offset: Array = offset,
             ) -> tuple[tuple[Tree, Tree], None]:
                 carry, buffer = state
                 inputs = [read(source.buffers[n], source.place, i) for source in read_from]
-                carry, output = step(layer, first + i, carry, *inputs)
+                carry, output = step(layer, offset + i, carry, *inputs)
                 if write_to:
                     buffer = write(buffer, output, write_to.place, i)
                 return (carry, buffer), None
 
-            (carry, written[n]), _ = lax.scan(
-                body, (carry, written[n]), self._indices(segment), reverse=reverse
-            )
+            (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
         return carry, written
 
     # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
 
-    def _run_layer(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+    def _run_layer(self, layer: Callable, at: Array, x: Array) -> tuple[Array, None]:
         weights, index = self._weights(at)
         return layer(weights.differentiated, x, weights.constant, index), None
 
-    def forward_layer(self, layer: Callable, at: jax.Array, x: jax.Array) -> tuple[jax.Array, Tree]:
+    def forward_layer(self, layer: Callable, at: Array, x: Array) -> tuple[Array, Tree]:
         """Returns a layer's output, and its input and residuals for the stash."""
         trace = self._trace(layer, at, x)
-        return trace.output, (x, trace.residuals())
+        return trace.output, (x, trace.stashed_residuals())
 
     def backward_layer(
         self,
-        active: jax.Array,
+        active: Array,
         layer: Callable,
-        at: jax.Array,
-        carry: tuple[jax.Array, Tree],
+        at: Array,
+        carry: tuple[Array, Tree],
         stashed: Tree,
-    ) -> tuple[tuple[jax.Array, Tree], None]:
+    ) -> tuple[tuple[Array, Tree], None]:
         """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
         cotangent, gradients = carry
-        x, saved = stashed
-        gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
+        gx, gradient = self._gradients(layer, at, stashed, cotangent)
         return (gx, add(gradients, gradient, at, active=active)), None
 
     def input_layer(
-        self, layer: Callable, at: jax.Array, cotangent: jax.Array, stashed: Tree
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, layer: Callable, at: Array, cotangent: Array, stashed: Tree
+    ) -> tuple[Array, list[Array]]:
         """Returns a layer's input gradient, and the residuals of its weight gradient."""
         x, saved = stashed
-        (gx,), residuals = self._halves(layer, at, x, saved).first(x, saved, cotangent)
-        return gx, residuals
+        halves = self._halves(layer, at, x, saved)
+        (gx,), for_w = halves.first(x, saved, cotangent)
+        return gx, for_w
 
     def weight_layer(
         self,
-        active: jax.Array,
+        active: Array,
         layer: Callable,
-        at: jax.Array,
+        at: Array,
         gradients: Tree,
         stashed: Tree,
-        residuals: Tree,
+        for_w: Tree,
     ) -> tuple[Tree, None]:
         """Returns the gradient sums with a layer's weight gradient added if `active`."""
         x, saved = stashed
-        leaves = self._halves(layer, at, x, saved).second(residuals, x, saved, None)
-        gradient = jax.tree.unflatten(jax.tree.structure(self.blocks.differentiated), leaves)
+        halves = self._halves(layer, at, x, saved)
+        leaves = halves.second(for_w, x, saved, None)
+        tree = jax.tree.structure(self.blocks.differentiated)
+        gradient = jax.tree.unflatten(tree, leaves)
         return add(gradients, gradient, at, active=active), None
 
     # --- a backward that sends its weight gradients while it goes on
@@ -287,102 +295,101 @@ class Stage:
     def backward_sending(
         self,
         stash: list[Tree],
-        cotangent: jax.Array,
+        cotangent: Array,
         gradients: Tree,
         slot: Slot,
         send: Callable[[Tree], Tree],
-    ) -> tuple[jax.Array, Tree]:
-        """The input gradient, and of all layers, stacked, what `send` makes of their weights' gradients added to those
-        in `gradients` (None: to nothing). A bucket of layers is sent while the one before it is gone through.
+    ) -> tuple[Array, Tree]:
+        """Returns the input gradient, and the stacked results of `send`, which takes the weight gradients of a bucket
+        of layers. The stage has one chunk.
+
+            device    backward of bucket 2 ─► backward of bucket 1 ─► backward of bucket 0
+            links                             send 2                  send 1                  send 0
+
+        Before it is sent, a bucket is added to its layers' sums in `gradients`, if that is not None.
         """
 
         def backward_of(
             segment: Segment, stash: Tree
-        ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, Tree]]:
+        ) -> Callable[[Array, Array], tuple[Array, Tree]]:
             layer = self.layer(slot, segment)
 
-            def backward_layer(cotangent: jax.Array, at: jax.Array) -> tuple[jax.Array, Tree]:
-                x, saved = read(stash, slot.place, at - segment.first if segment.first else at)
-                gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-                return gx, gradient
+            def backward_layer(cotangent: Array, at: Array) -> tuple[Array, Tree]:
+                i = at - segment.first if segment.first else at
+                stashed = read(stash, slot.place, i)
+                return self._gradients(layer, at, stashed, cotangent)
 
             return backward_layer
 
         # One function for all buckets of a segment, whose loops the program then shares.
-        last_first = [
-            (s, backward_of(s, part)) for s, part in zip(self.segments, stash, strict=True)
-        ][::-1]
+        pairs = zip(self.segments, stash, strict=True)
+        last_first = [(segment, backward_of(segment, part)) for segment, part in pairs][::-1]
 
-        def backward_bucket(gx: jax.Array, first: int, behind: int) -> tuple[jax.Array, Tree]:
+        def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
             for segment, backward_layer in last_first:
-                indices = jnp.arange(
-                    max(first, segment.first), min(behind, segment.behind), dtype=jnp.int32
-                )
-                if len(indices):
+                start = max(first, segment.first)
+                stop = min(behind, segment.behind)
+                if start < stop:
+                    indices = jnp.arange(start, stop, dtype=jnp.int32)
                     gx, gradient = lax.scan(backward_layer, gx, indices, reverse=True)
                     parts.append(gradient)
             bucket = joined(parts[::-1])
             if gradients is None:
-                return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
-            return gx, added(jax.tree.map(lambda total: total[first:behind], gradients), bucket)
+                bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
+            else:
+                sums = jax.tree.map(lambda total: total[first:behind], gradients)
+                bucket = added(sums, bucket)
+            return gx, bucket
 
-        (first, behind), *others = buckets(self.layers)[::-1]
-        cotangent, complete = backward_bucket(cotangent, first, behind)
+        last, *earlier = buckets(self.layers)[::-1]
+        gx, complete = backward_bucket(cotangent, *last)
         sent = []
-        for first, behind in others:
-            sent.append(send(after(complete, cotangent)))
-            cotangent, complete = backward_bucket(cotangent, first, behind)
+        for bucket in earlier:
+            # It travels while the bucket before it is computed.
+            sent.append(send(after(complete, gx)))
+            gx, complete = backward_bucket(gx, *bucket)
             complete = after(complete, sent[-1])
-        return cotangent, joined([*sent, send(complete)][::-1])
+        sent.append(send(complete))
+        return gx, joined(sent[::-1])
 
     # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Shapes of what a layer of each segment has in the stash, and of what I leaves of it for W where the backward
-        is `split`.
+        """Returns two lists of shapes, for a layer of each segment: those that F stashes, and those that I leaves for
+        W if the backward is `split`.
         """
-        zero, x = jnp.zeros((), jnp.int32), self.zeros()
+        zero = jnp.zeros((), jnp.int32)
 
-        def a_layer(segment: Segment, x: jax.Array) -> tuple[Tree, Tree]:
+        def run_layer(segment: Segment, x: Array) -> tuple[Tree, Tree]:
             layer = self.layer(Slot(jnp.array(True), zero, zero, zero), segment)
-            saved = self._trace(layer, zero, x).residuals()
-            return (x, saved), self._halves(layer, zero, x, saved).first(x, saved, x)[
-                1
-            ] if split else []
+            saved = self._trace(layer, zero, x).stashed_residuals()
+            if not split:
+                return (x, saved), []
+            _, for_w = self._halves(layer, zero, x, saved).first(x, saved, x)
+            return (x, saved), for_w
 
-        kept, left = zip(
-            *(jax.eval_shape(partial(a_layer, segment), x) for segment in self.segments),
-            strict=True,
-        )
-        return list(kept), list(left)
+        x = self.zeros()
+        shapes = [jax.eval_shape(partial(run_layer, segment), x) for segment in self.segments]
+        return [stashed for stashed, _ in shapes], [for_w for _, for_w in shapes]
 
-    def buffers(
-        self, places: int, of_layers: list[Tree], zero: jax.Array | float = 0
-    ) -> list[Tree]:
-        """`empty` places for what the layers of each segment have."""
-        sizes = [segment.behind - segment.first for segment in self.segments]
+    def buffers(self, places: int, of_layers: list[Tree], zero: Array | float = 0) -> list[Tree]:
+        """Returns a buffer of `empty` places for what a layer of each segment has; no trees if there is nothing."""
         return [
-            empty((places, n), like, zero)
-            for n, like in zip(sizes, of_layers, strict=bool(of_layers))
+            empty((places, segment.behind - segment.first), like, zero)
+            for segment, like in zip(self.segments, of_layers, strict=bool(of_layers))
         ]
 
     # --- one layer
 
-    def first(self, chunk: jax.Array, segment: Segment) -> jax.Array:
-        """A segment's first layer in the stacked weights."""
-        first = chunk * self.layers
-        return first + segment.first if segment.first else first
+    def offset(self, chunk: Array, segment: Segment) -> Array:
+        """Returns the place in the stacked weights of a segment's first layer."""
+        offset = chunk * self.layers
+        return offset + segment.first if segment.first else offset
 
-    def _indices(self, segment: Segment) -> jax.Array:
-        """Its layers' numbers from 0."""
-        return jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
-
-    def _batch(self, microbatch: jax.Array) -> Batch:
-        index = jnp.maximum(microbatch, 0)
-        return jax.tree.map(
-            lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.batches
-        )
+    def _batch(self, microbatch: Array) -> Batch:
+        """Returns a microbatch; the first one where the slot is idle (-1)."""
+        return _pick(self.batches, jnp.maximum(microbatch, 0))
 
     def layer(self, slot: Slot, segment: Segment) -> Callable:
         """Returns the function of one layer of a segment, for the microbatch of a slot."""
@@ -390,106 +397,119 @@ class Stage:
             self._batch(slot.microbatch), self.key, slot.active, segment.products
         )
 
-    def _weights(self, at: jax.Array) -> tuple[Weights, jax.Array]:
-        """The weights of a layer, and its index in the model."""
-        weights = jax.tree.map(
-            lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), self.blocks
-        )
-        return weights, self.layer_at[at]
+    def _weights(self, at: Array) -> tuple[Weights, Array]:
+        """Returns the weights of a layer, and its index in the model."""
+        return _pick(self.blocks, at), self.layer_at[at]
 
-    def _trace(self, layer: Callable, at: jax.Array, x: jax.Array) -> LayerTrace:
+    def _trace(self, layer: Callable, at: Array, x: Array) -> LayerTrace:
         weights, index = self._weights(at)
-        y, vjp = jax.vjp(
-            partial(layer, constant=weights.constant, index=index), weights.differentiated, x
-        )
+        run = partial(layer, constant=weights.constant, index=index)
+        y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
-        return LayerTrace(
-            y, vjp, [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
-        )
+        # Whatever depends on the microbatch varies over data.
+        is_stashed = [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
+        return LayerTrace(y, vjp, is_stashed)
 
-    def _halves(
-        self, layer: Callable, at: jax.Array, x: jax.Array, saved: list[jax.Array]
-    ) -> "Halves":
-        """The layer's vjp as I (x, saved, cotangent) -> input gradient and W (what I left, x, saved) -> leaves of the
-        weight gradient.
+    def _gradients(
+        self, layer: Callable, at: Array, stashed: Tree, cotangent: Array
+    ) -> tuple[Array, Tree]:
+        """Returns a layer's input gradient, and its weight gradient."""
+        x, saved = stashed
+        vjp = self._trace(layer, at, x).vjp_over(saved)
+        gradient, gx = vjp(cotangent)
+        return gx, gradient
+
+    def _halves(self, layer: Callable, at: Array, x: Array, saved: list[Array]) -> "Halves":
+        """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
+
+        Arguments and results:
+
+            I  (x, saved, cotangent) -> (input gradient,), residuals for W
+            W  (residuals for W, x, saved, None) -> leaves of the weight gradient
         """
-
-        def both(x: jax.Array, saved: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
-            gradient, gx = self._trace(layer, at, x).vjp_over(saved)(cotangent)
-            return gx, gradient
-
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
-        return split_backward(both, (False, False, True), x, saved, x)
+        gradients = lambda x, saved, cotangent: self._gradients(layer, at, (x, saved), cotangent)
+        return split_backward(gradients, (False, False, True), x, saved, x)
+
+
+def _pick(stacked: Tree, at: Array) -> Tree:
+    """Returns the entry `at` of each array's first axis."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), stacked)
 
 
 def joined(parts: list[Tree]) -> Tree:
-    """Stacked layers that follow one another, in one."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x) if len(x) > 1 else x[0], *parts)
+    """Concatenates stacked layers."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 # --- buffers
 
 
-def empty(shape: tuple[int, ...], like: Tree, zero: jax.Array | float = 0) -> Tree:
-    """Zeros: `shape` places for values like `like`, which may differ between stages; made of `zero`, so not before it
-    is there.
+def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
+    """Returns `shape` places for values like `like`, which may differ between stages; all are filled with `zero`.
+
+    An array as `zero` has the buffers made only when it is there.
     """
 
-    def zeros(a: jax.Array) -> jax.Array:
-        return vary(jnp.full((*shape, *a.shape), zero, a.dtype), (*varying(a), PIPELINE))
+    def zeros(a: Array) -> Array:
+        filled = jnp.full((*shape, *a.shape), zero, a.dtype)
+        return vary(filled, (*varying(a), PIPELINE))
 
     return jax.tree.map(zeros, like)
 
 
-def read(buffers: Tree, *at: jax.Array) -> Tree:
-    """The values at the place whose first indices are `at`."""
+def read(buffers: Tree, *at: Array) -> Tree:
+    """Returns the values at the place whose first indices are `at`."""
     return jax.tree.map(lambda buffer: _slice(buffer, at).reshape(buffer.shape[len(at) :]), buffers)
 
 
-def write(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array | None = None) -> Tree:
-    """`values` at the place whose first indices are `at`, where `active` (None: always)."""
+def write(buffers: Tree, values: Tree, *at: Array, active: Array | None = None) -> Tree:
+    """Returns the buffers with `values` at the place whose first indices are `at`, if `active` (None: always)."""
 
-    def updated(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
+    def replace(old: Array, value: Array) -> Array:
         return value if active is None else jnp.where(active, value, old)
 
-    return _updated(buffers, values, at, updated)
+    return _update(buffers, values, at, replace)
 
 
-def add(buffers: Tree, values: Tree, *at: jax.Array, active: jax.Array) -> Tree:
-    """`values` added, where `active`, to those at the place whose first indices are `at`, in the buffers' dtype."""
+def add(buffers: Tree, values: Tree, *at: Array, active: Array) -> Tree:
+    """Adds `values`, if `active`, at the place whose first indices are `at`, in the buffers' dtype."""
 
-    def updated(buffer: jax.Array, old: jax.Array, value: jax.Array) -> jax.Array:
-        return old + jnp.where(active, value, 0).astype(buffer.dtype)
+    def sum_up(old: Array, value: Array) -> Array:
+        return old + jnp.where(active, value, 0).astype(old.dtype)
 
-    return _updated(buffers, values, at, updated)
+    return _update(buffers, values, at, sum_up)
 
 
-def _updated(
-    buffers: Tree, values: Tree, at: tuple[jax.Array, ...], update: Callable[..., jax.Array]
+def _update(
+    buffers: Tree,
+    values: Tree,
+    at: tuple[Array, ...],
+    combine: Callable[[Array, Array], Array],
 ) -> Tree:
-    """`update(buffer, what is at the place, value)` at the place.
+    """Returns the buffers with `combine(old, value)` at a place.
 
-    Both keep the axes of `at`: with a reshape between, XLA's GPU compiler no longer sees that it reads where it writes,
-    and copies the place first.
+    Old and value keep the axes of `at`, of size 1. With a reshape between them XLA's GPU compiler no longer sees that
+    it reads where it writes, and copies the place first.
     """
 
-    def updated(buffer: jax.Array, value: jax.Array) -> jax.Array:
+    def update(buffer: Array, value: Array) -> Array:
         value = value.reshape((*(1 for _ in at), *value.shape))
-        return lax.dynamic_update_slice(
-            buffer, update(buffer, _slice(buffer, at), value), _start(buffer, at)
-        )
+        combined = combine(_slice(buffer, at), value)
+        return lax.dynamic_update_slice(buffer, combined, _start(buffer, at))
 
-    return jax.tree.map(updated, buffers, values)
-
-
-def _slice(buffer: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
-    return lax.dynamic_slice(
-        buffer, _start(buffer, at), (*(1 for _ in at), *buffer.shape[len(at) :])
-    )
+    return jax.tree.map(update, buffers, values)
 
 
-def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _slice(buffer: Array, at: tuple[Array, ...]) -> Array:
+    sizes = (*(1 for _ in at), *buffer.shape[len(at) :])
+    return lax.dynamic_slice(buffer, _start(buffer, at), sizes)
+
+
+def _start(buffer: Array, at: tuple[Array, ...]) -> tuple[Array, ...]:
     return (*at, *(jnp.zeros((), jnp.int32) for _ in buffer.shape[len(at) :]))
 
 
@@ -497,17 +517,22 @@ def _start(buffer: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
 
 
 def after(values: Tree, *others: Tree) -> Tree:
-    """`values`, not before the others are there.
+    """Returns `values`, which are now there no sooner than the others.
 
-    They vary over all mesh axes over which the others do: a barrier makes it so.
-
-        values ──► start ─────────── done ──► what arrived         on the links
+        values ──► start ─────────── done ──► arrived              on the links
         carry  ─────────►   work   ──────────► its result          on the device
 
-    XLA's scheduler lets a collective travel under whatever stands between its start and its done, even a whole loop
-    with collectives of its own. On GPUs `mesh.compiler_options` limits how many travel at a time. Left alone it starts
-    one as soon as it can and waits for it at once. So what is sent waits for what the work begins with, and what is
-    sent next for what arrives. It goes through the program from its end, and of a loop and a done takes the loop first,
-    unless something stands behind the loop that needs its result.
+    XLA's scheduler lets a collective travel under all that stands between its start and its done, even a whole loop
+    with collectives of its own. On GPUs `mesh.compiler_options` limits how many travel at a time.
+
+    Left alone, XLA starts a collective as soon as it can and waits for it at once. Two calls prevent that:
+
+        sent = send(after(values, carry))      it starts no sooner than the work begins
+        next = after(next, sent)               what is sent next starts no sooner than it has arrived
+
+    XLA schedules from the program's end. Between a loop and a done it takes the loop first, unless something behind
+    the loop needs its result.
+
+    The values come to vary over all mesh axes of the others, as operands of one barrier do.
     """
     return lax.optimization_barrier((values, others))[0]

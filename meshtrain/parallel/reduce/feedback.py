@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.config.reduce import scatters_at_use
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.placement import Placed
+from meshtrain.parallel.reduce import powersgd
 from meshtrain.parallel.reduce.reduction import (
     ReducedGradient,
     Reduction,
@@ -147,8 +148,6 @@ class Feedback:
     def _low_rank(
         self, weight: Placed, compensated: jax.Array, q: jax.Array, across: bool
     ) -> ReducedGradient:
-        from meshtrain.parallel.reduce import powersgd
-
         seen = as_matrix(self.config, weight)
         assert seen is not None
         sent = powersgd.summed(

@@ -13,7 +13,7 @@ section 3.2.2).
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,11 @@ class Reduction:
         self.algorithm = config.parallel.reduce.algorithm
         self.islands = across and config.mesh.islands > 1
         self.exchange = exchange or Uncompressed()
+        self.programs: Any = None  # XLA's own
+        if self.algorithm != "psum":
+            from meshtrain.parallel.reduce import algorithms
+
+            self.programs = algorithms
 
     def reduce_scatter(self, weight: Placed, g: jax.Array) -> Reduced:
         """A gradient's shard, summed over the data ranks of an island. Takes stacked leaves and single layers of them.
@@ -96,13 +101,11 @@ class Reduction:
             return reduced
         dim = zero_dimension(weight, g)
         full = padded(weight, g).astype(self.dtype)
-        if self.algorithm == "psum":
-            return Reduced(
-                lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True), g
-            )
-        from meshtrain.parallel.reduce.algorithms import reduce_scatter
-
-        return Reduced(reduce_scatter(self.algorithm, full, weight.zero_axes, dim), g)
+        if self.programs is None:
+            shard = lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True)
+        else:
+            shard = self.programs.reduce_scatter(self.algorithm, full, weight.zero_axes, dim)
+        return Reduced(shard, g)
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced:
         """A shard that is summed in its island, summed over all islands."""
@@ -115,11 +118,9 @@ class Reduction:
         return Reduced(self._all_reduce(shard.astype(self.dtype), (ISLAND,)), shard)
 
     def _all_reduce(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        if self.algorithm == "psum":
+        if self.programs is None:
             return lax.psum(x, axes)
-        from meshtrain.parallel.reduce.algorithms import all_reduce
-
-        return all_reduce(self.algorithm, x, axes)
+        return self.programs.all_reduce(self.algorithm, x, axes)
 
 
 # --- a gradient and its shard along the ZeRO dimension

@@ -37,7 +37,7 @@ class Islands(NamedTuple):
 
 
 def stacked(tree: Tree, islands: int) -> Tree:
-    """ShapeDtypeStructs with the axis of islands in front of those given."""
+    """Returns the given structs with a leading island axis."""
 
     def stack(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         assert isinstance(x.sharding, NamedSharding)

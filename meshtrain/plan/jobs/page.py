@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 
 from meshtrain.draw import page as pages
-from meshtrain.draw.svg import EMPTY, FAINT, INK, WIDTH, chart
+from meshtrain.draw.svg import EMPTY, INK, WIDTH, chart, small
 from meshtrain.plan.jobs import report
 from meshtrain.plan.jobs.report import JobRow, Result
 from meshtrain.units import count
@@ -64,7 +64,7 @@ def picture(result: Result) -> str:
     """Nodes as rows, neighbours that are the same in one; the devices of one job that lie side by side as one box."""
     rows = list(report.node_rows(result.packing))
     width = (WIDTH - LABEL) / result.packing.cluster.devices_per_node
-    body = [f'<text x="{LABEL - 8}" y="12" text-anchor="end" fill="{FAINT}">node</text>']
+    body = [small(LABEL - 8, 12, "node", "end"), small(LABEL, 12, "devices")]
     for place, (nodes, devices) in enumerate(rows):
         y = place * ROW + 18
         x = float(LABEL)

@@ -18,11 +18,13 @@ from pathlib import Path
 import jax
 
 from meshtrain.config import Config, load, replaced, to_yaml
+from meshtrain.data import open_data
 from meshtrain.errors import ConfigError, say
 from meshtrain.registry import NotImported, Unimported
 from meshtrain.report.trace import attribute, read_trace
 from meshtrain.report.trace.attribution import NO_BUFFERS, Attribution
 from meshtrain.run.directory import CONFIG, METRICS, TRACES
+from meshtrain.step import Program
 from meshtrain.telemetry.trace import FACTS, Tracer
 
 # steps before the trace, and in it
@@ -97,10 +99,6 @@ def main(directory: Path) -> None:
     """The child: takes the steps of the config in a directory, one of them after the other, and leaves rows and a trace
     there.
     """
-    # Only the child needs them.
-    from meshtrain.data import open_data
-    from meshtrain.step import Program
-
     config = load(directory / CONFIG)
     program = Program(config)
     data, _ = open_data(config)

@@ -69,7 +69,8 @@ def attribute(trace: Trace) -> Attribution:
         else _gpu_spans(trace, table) or [[]]
     )
     totals: dict[Spending, float] = defaultdict(float)
-    scale = 1e-9 / len(trace.steps) / len(walls)
+    steps = len(trace.steps)
+    scale = 1e-9 / steps / len(walls)
     for spans in walls:
         for window in trace.steps:
             spent, outside, gaps = share(spans, window)
@@ -80,23 +81,19 @@ def attribute(trace: Trace) -> Attribution:
     unjoined = sum(
         event.op not in table for event in trace.events if event.op or trace.facts.platform == "cpu"
     )
-    states = {
-        state: {
-            kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))
-        }
+    moving, waiting = (
+        {kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))}
         for state in ("move", "wait")
-    }
+    )
     return Attribution(
         platform=trace.facts.platform,
         devices=devices,
-        steps=len(trace.steps),
-        wall_seconds=trace.wall / 1e9 / len(trace.steps),
+        steps=steps,
+        wall_seconds=trace.wall / 1e9 / steps,
         seconds=_sum_kinds(totals, trace.facts.masked),
-        moving=states["move"],
-        waiting=states["wait"],
-        collectives=Counter(
-            {key: n / len(trace.steps) / devices for key, n in counts.items() if key}
-        ),
+        moving=moving,
+        waiting=waiting,
+        collectives=Counter({key: n / steps / devices for key, n in counts.items() if key}),
         events=len(trace.events),
         unjoined=unjoined,
         untraced_seconds=trace.untraced_seconds,

@@ -31,6 +31,7 @@ from meshtrain.telemetry.trace import EVENTS, FACTS, MODULE, STEP, Facts
 
 Span = tuple[float, float]  # begin and end, in nanoseconds of the trace's clock
 HANDED = 2000.0  # nanoseconds by which an `end` is later if an event did not do its work itself
+AROUND = 20  # steps before and after the traced ones, for their median
 WAITING = "Rendezvous"  # inside a collective's event on a CPU: the others are not there yet
 
 
@@ -79,7 +80,9 @@ def read_trace(directory: Path) -> Trace:
         # Held until all is read: a plane does not keep what it is a part of.
         profile = ProfileData.from_serialized_xspace(content)
     except RuntimeError as error:
-        raise ConfigError(f"{directory / EVENTS} is no trace of JAX's profiler: {error}.") from None
+        raise ConfigError(
+            f"{directory / EVENTS} is not a trace of JAX's profiler: {error}."
+        ) from None
     planes = list(profile.planes)
     with warnings.catch_warnings():
         # Of its own types when they are first needed, where Python 3.13 misses something; as an error it would end the
@@ -180,7 +183,7 @@ def _gpu_events(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
     return events
 
 
-def _untraced(metrics: Path, traced: list[int], around: int = 20) -> float | None:
+def _untraced(metrics: Path, traced: list[int]) -> float | None:
     """Median seconds of the steps before and after those that were traced, where the run's rows tell."""
     try:
         columns, _ = rows.read(metrics)
@@ -190,6 +193,6 @@ def _untraced(metrics: Path, traced: list[int], around: int = 20) -> float | Non
     seconds = columns["step_seconds"]
     first = min(traced)
     last = max(traced)
-    near = (steps >= first - around) & (steps <= last + around) & ((steps < first) | (steps > last))
+    near = (steps >= first - AROUND) & (steps <= last + AROUND) & ((steps < first) | (steps > last))
     seconds = np.sort(seconds[near & np.isfinite(seconds)])
     return float(seconds[len(seconds) // 2]) if len(seconds) else None

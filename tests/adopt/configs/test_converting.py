@@ -36,6 +36,7 @@ from meshtrain.errors import ConfigError
         ("x.yaml", "stage: [sft\n", "is not valid YAML"),
         ("x.json", '{"seed": 1,\n}', "x.json, line 2 is not valid JSON"),
         ("x.yaml", "train: {steps: 3}\n", "has no key of LLaMA-Factory or of DeepSpeed"),
+        ("x.yaml", "stage: " + "[" * 3000, "x.yaml"),
         ("x.yaml", "- stage\n", "holds no keys with values"),
         ("x.yaml", "", "holds no keys with values"),
         ("x.yaml", "stage: !!python/object:os.system x\n", "there is a tag"),
@@ -154,12 +155,12 @@ LORA = {"stage": "sft", "output_dir": "x"}
         (
             None,
             {"train_batch_size": 100},
-            ["train_batch_size 100 (", "is no multiple of 8 data ranks, 8"],
+            ["train_batch_size 100 (", "is not a multiple of 8 data ranks, 8"],
         ),
         (
             None,
             {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 5},
-            ["is no multiple of", "x 8 data ranks, 40"],
+            ["is not a multiple of", "x 8 data ranks, 40"],
         ),
     ],
 )

@@ -316,6 +316,8 @@ def test_what_changes_what_is_learned_is_said_at_once(converted):
         ({"bf16": "perhaps"}, "it must be true or false"),
         ({"per_device_train_batch_size": 0}, "it must be at least 1"),
         ({"cutoff_len": 10.5}, "it must be a whole number"),
+        ({"cutoff_len": -1}, "sequence_length is -1"),
+        ({"gradient_accumulation_steps": [2]}, "gradient_accumulation_steps"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused_with_key_and_line(converted, keys, says):

@@ -15,7 +15,7 @@ from refusals import tells
 from meshtrain.data import open_data
 from meshtrain.data.images.folders import decoded, problem_of
 from meshtrain.data.images.image_batches import ImageBatches
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, install_command
 
 
 def opened(folder: Path, **more: Any) -> tuple[ImageBatches, ImageBatches | None]:
@@ -194,7 +194,7 @@ def test_without_pillow_a_sentence_names_the_extra(tmp_path, monkeypatch):
         return real(name, *more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert tells(refusal(tmp_path), "Pillow ... pip install 'meshtrain[vision]'")
+    assert tells(refusal(tmp_path), "Pillow", install_command("vision"))
 
 
 def test_a_jpeg_of_fewer_than_eight_pixels_a_side_is_an_image():

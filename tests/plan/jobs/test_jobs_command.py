@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import yaml
-from drawn import check_page
+from drawn import axes, check_page
 from refusals import tells
 
 from meshtrain.plan.__main__ import main
@@ -133,6 +133,7 @@ def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path, cap
     assert main(["--jobs", written(), "--html", str(page)]) == 0
     text = page.read_text()
     check_page(text)
+    assert axes(text) == ["node", "devices"]
     assert capsys.readouterr().out == ""
     assert not re.search('<script|src=|href="(?!data:,)', text) and 'name="viewport"' in text
     picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])

@@ -124,7 +124,7 @@ def test_a_directory_that_may_not_be_written_is_diagnosed_all_the_same(
 
 
 def test_a_directory_that_is_no_run_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         diagnose.run(tmp_path)
 
 

@@ -1,0 +1,22 @@
+"""Attention on GPUs by cuDNN's flash attention, for what it takes (see `model.kernels`)."""
+
+import jax
+
+from meshtrain.compat_kernels import CudnnScores, cudnn_attention, cudnn_attention_backward
+from meshtrain.model.attention import Heads, MaskArrays, Outputs, Scoring
+
+
+def forward(scoring: Scoring, heads: Heads, masks: MaskArrays) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+    return cudnn_attention(heads, _scores(scoring))
+
+
+def backward(
+    scoring: Scoring, heads: Heads, masks: MaskArrays, outputs: Outputs, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the cotangents of `forward`'s queries, keys and values."""
+    return cudnn_attention_backward(heads, *outputs, d_out, _scores(scoring))
+
+
+def _scores(scoring: Scoring) -> CudnnScores:
+    return CudnnScores(scoring.window, scoring.scale, scoring.causal)
