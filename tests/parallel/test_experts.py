@@ -420,8 +420,8 @@ def ragged(config: Config) -> dict[str, np.ndarray]:
     """A batch whose rows end at RAGGED, with places inside that do not weigh, two of them a chunk's last."""
     tokens, labels = token_batches(config, 1)[0]
     weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(np.float32)
-    for row, place in ((1, 2), (1, 5), (3, 11)):
-        weights[row, place] = 0
+    for row, token in ((1, 2), (1, 5), (3, 11)):
+        weights[row, token] = 0
     return {"tokens": tokens, "labels": labels, "weights": weights}
 
 
