@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from meshtrain.compat import vary, varying
@@ -29,8 +30,8 @@ def add_rounds(
 ) -> jax.Array:
     """Returns y, of the first round, and the sum of `one(round, *operands)` over the rounds from the second on.
 
-    The weights that `one` closes over have gradients too; `apart`, by a loop of their own, since a zero-bubble schedule
-    has these in another half. All sums are float32.
+    The weights that `one` closes over have gradients too, but for frozen ones; `apart`, by a loop of their own, since a
+    zero-bubble schedule has these in another half. All sums are float32.
     """
     rounds = vary(rounds, varying(y))
     traced = jax.make_jaxpr(lambda *of: one(*_tied(*of)))(rounds, *operands)
@@ -70,13 +71,27 @@ def _add(
     return y + _total(after_y, lambda r: one(r, *operands)[0], y)[1]
 
 
+def _forward(jaxpr: Any, apart: bool, *given: Any) -> tuple[jax.Array, Any]:
+    """Keeps what `one` closes over in two parts: weights that are trained, and all else."""
+    y, rounds, operands, closed = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+    trained = [x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in given[-1]]
+    weights, fixed = (
+        tuple(x if t is wanted else None for x, t in zip(closed, trained, strict=True))
+        for wanted in (True, False)
+    )
+    return _add(jaxpr, apart, y, rounds, operands, closed), (rounds, operands, weights, fixed)
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
 def _backward(jaxpr: Any, apart: bool, kept: Any, g: jax.Array) -> tuple[jax.Array, None, Any, Any]:
-    rounds, operands, closed = kept
-    weights = tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in closed)
+    rounds, operands, weights, fixed = kept
 
     def one(r: jax.Array, operands: Any, weights: Any) -> jax.Array:
-        consts = [x if w is None else w for x, w in zip(closed, weights, strict=True)]
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(r, *operands)[0]
+        closed = [f if w is None else w for w, f in zip(weights, fixed, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed))(r, *operands)[0]
 
     def total(rounds: jax.Array, like: Any, of: Callable[..., Any]) -> tuple[jax.Array, Any]:
         def differentiate_round(number: jax.Array) -> Any:
@@ -93,4 +108,4 @@ def _backward(jaxpr: Any, apart: bool, kept: Any, g: jax.Array) -> tuple[jax.Arr
     return jnp.where(end > 0, g, 0), None, to_operands, to_weights
 
 
-_add.defvjp(lambda jaxpr, apart, *kept: (_add(jaxpr, apart, *kept), kept[1:]), _backward)
+_add.defvjp(_forward, _backward, symbolic_zeros=True)
