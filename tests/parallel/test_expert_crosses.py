@@ -211,11 +211,9 @@ def test_a_step_is_skipped_where_only_a_later_round_overflows(dispatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", [4, 1])
-def test_a_checkpoint_goes_on_with_other_rounds_on_another_mesh(tmp_path, first):
-    """All tokens of a fresh run with as many experts as it chooses would take one round; here the fullest rank has
-    more.
-    """
+@pytest.mark.parametrize("ranks", [(4, 2), (1, 4)])
+def test_a_checkpoint_of_a_run_with_rounds_goes_on_with_others_on_another_mesh(tmp_path, ranks):
+    """Of so few tokens four ranks need several rounds, one needs none."""
 
     def losses(name: str, *runs: tuple[int, dict[str, Any]]) -> list[float]:
         for steps, mesh in runs:
@@ -231,11 +229,12 @@ def test_a_checkpoint_goes_on_with_other_rounds_on_another_mesh(tmp_path, first)
             mt.train(load(sections))
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        assert runs[0][1] == {} or max(row["expert_rounds"] for row in rows) > 1
+        several = [row["expert_rounds"] > 1 for row in rows]
+        assert any(several) == (name == "moved"), rows
         return [row["loss"] for row in rows]
 
     alone = losses("alone", (4, {}))
-    meshes = [{"data": n, "expert": n} for n in (first, 2)]
+    meshes = [{"data": n, "expert": n} for n in ranks]
     moved = losses("moved", *zip((2, 4), meshes, strict=True))
     assert len(moved) == 4 and np.allclose(moved, alone, rtol=2e-5)
 
