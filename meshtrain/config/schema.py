@@ -73,18 +73,14 @@ def sends_parts(config: "Config") -> bool:
 
 
 def sends_less(config: "Config") -> str:
-    """Returns what parallel.experts.dispatch: auto stands for.
-
-    With room for all rows that may come all-gather sends no more than all-to-all.
-    """
+    """Returns what parallel.experts.dispatch: auto stands for."""
     expert = config.mesh.expert
     tensor = config.mesh.tensor
-    capacity = config.parallel.experts.capacity
-    moe = config.model.moe
     if expert == 1:
         return AUTO
     ranks = expert * (tensor if sends_parts(config) else 1)
-    return "all_gather" if capacity is None or ranks - 1 <= capacity * moe.top_k else "all_to_all"
+    sent = config.parallel.experts.room * config.model.moe.top_k
+    return "all_gather" if ranks - 1 <= sent else "all_to_all"
 
 
 def _schedule(config: "Config") -> str:
@@ -149,13 +145,18 @@ class ExpertsConfig:
     dispatch: Literal["auto", "all_gather", "all_to_all"] = key(
         "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a "
                 "reduce-scatter; all_to_all: each to where "
-        "it is computed; auto: which sends less, all_gather where capacity is null",
+        "it is computed; auto: which sends less",
         follows=sends_less, counts=lambda c: c.mesh.expert > 1
     )
     capacity: float | None = key(
         None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room "
-              "for all", above=0.0
+              "for 1.25 times, and what is beyond takes further rounds", above=0.0
     )
+
+    @property
+    def room(self) -> float:
+        """Rows that a rank has room for, over those of an even load: in a round where nothing is dropped."""
+        return 1.25 if self.capacity is None else self.capacity
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Collectives:
         self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output of the chosen experts for rows [N, D], computed by `model.experts.Experts.compute`, and
-        the pairs that were dropped.
+        what is noted of it: the pairs that a capacity dropped, without one the rounds of each token.
         """
         return compute(rows, chosen, weights, chosen.size)
 
