@@ -65,7 +65,7 @@ from meshtrain.precision import (
     taken_if,
     unscaled,
 )
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 if TYPE_CHECKING:
     from meshtrain.hlo import CompiledCollectives

@@ -25,8 +25,8 @@ from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages, table
 from meshtrain.parallel.reduce.reduction import gather
+from meshtrain.registry import Shown
 from meshtrain.schedule.table import Table
-from meshtrain.shown import Shown
 
 Tree = Any
 
