@@ -279,12 +279,8 @@ class Program(Shown):
         """
         if self.config.mesh.context == 1:
             return None
-        from meshtrain.parallel.context import column_order
-
         check_length(self.config, length)
-        return column_order(
-            length, self.config.mesh.context, self.local.forward.collectives.by_heads
-        )
+        return self.local.forward.collectives.column_order(length)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -497,10 +493,14 @@ class Program(Shown):
 
         Compiles it.
         """
-        from meshtrain.hlo import collectives
-
         with lines_as_they_are():
             compiled = self.lower(batch).compile()
+        return self.read_collectives(compiled)
+
+    def read_collectives(self, compiled: jax.stages.Compiled) -> "CompiledCollectives":
+        """Returns the collectives of a compiled step."""
+        from meshtrain.hlo import collectives
+
         return collectives(compiled, self.mesh, self.busy)
 
     @property

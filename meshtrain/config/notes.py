@@ -106,7 +106,7 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     is_made_for_it = entry and entry.formulas
     if is_made_for_it and microbatches >= stages:
         return
-    from meshtrain.schedule import simulate
+    from meshtrain.schedule.simulation import simulate
 
     def idle(microbatches: int) -> str:
         table = make_table(schedule, stages, microbatches, chunks)

@@ -34,6 +34,10 @@ Tree = Any
 class Storage:
     """How a state holds weights: as arrays, in the dtype that trains or computes."""
 
+    def notes(self) -> list[str]:
+        """Returns sentences on what the storage costs, or does not do though it is asked for."""
+        return []
+
     def rounds(self, weight: Placed) -> bool:
         """Returns whether a state has a weight in float8."""
         return False
