@@ -47,7 +47,6 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import refuse_passing, retried
 
-PADDING = -1  # the first label of a stretch of zeros
 SHARE = 0.003  # of the time, for looks at the stamps of shards
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
