@@ -9,8 +9,7 @@ as the rows that the output projection keeps too, and the log of each query's su
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +78,25 @@ class MaskArrays(NamedTuple):
     def of_keys(self) -> jax.Array | None:
         """The segments of the keys."""
         return self.segments if self.key_segments is None else self.key_segments
+
+
+class AttentionKernel(Protocol):
+    """A module of an accelerator's kernel: its two passes, called one by one."""
+
+    def forward(
+        self, scoring: Scoring, heads: Heads, masks: MaskArrays
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+
+    def backward(
+        self,
+        scoring: Scoring,
+        heads: Heads,
+        masks: MaskArrays,
+        outputs: Outputs,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `forward`'s queries, keys and values."""
 
 
 def attention_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -258,7 +276,7 @@ def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -
         out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
         sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
         return Outputs(out.reshape(q.shape), sums)
-    return Outputs(*_module(kernel).forward(scoring, heads, masks))
+    return Outputs(*_imported(kernel).forward(scoring, heads, masks))
 
 
 def backward(
@@ -281,12 +299,13 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    return _module(kernel).backward(scoring, heads, masks, outputs, cotangent)
+    return _imported(kernel).backward(scoring, heads, masks, outputs, cotangent)
 
 
-def _module(kernel: str) -> ModuleType:
+def _imported(kernel: str) -> AttentionKernel:
     """Imports a kernel where it is used: Pallas for GPUs takes a fifth of JAX's own time to import."""
-    return import_module(f"meshtrain.model.{kernel}")
+    module: Any = import_module(f"meshtrain.model.{kernel}")
+    return module
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
