@@ -409,16 +409,6 @@ class Program(Shown):
         return jax.jit(self._evaluate)
 
     @cached_property
-    def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-        """(params, batch of images) -> (mean loss, accuracy by the weights of the images)."""
-        names = "eval_loss", "eval_accuracy"
-        return jax.jit(
-            lambda *given: tuple(
-                self._map_batch(self.local.evaluated, *given)[name] for name in names
-            )
-        )
-
-    @cached_property
     def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
         """(params, batch) -> the means that a row has of an evaluation, by their names."""
         return jax.jit(partial(self._map_batch, self.local.evaluated))

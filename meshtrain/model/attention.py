@@ -163,13 +163,12 @@ def attend(
     )
     if sinks is not None:
         sinks = vary(sinks, varying(q_BTHK))
-    if collectives.context > 1:
-        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
-    if kernel == "blocks":
+    if kernel == "blocks" and collectives.context == 1:
         return blockwise(scoring, given, masks, sinks)
-    shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return run_kernel(kernel, scoring, given, shared._replace(local=masks.local), sinks)
+    shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
+    if collectives.context > 1:
+        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
+    return run_kernel(kernel, scoring, given, shared, sinks)
 
 
 def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
