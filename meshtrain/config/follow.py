@@ -11,8 +11,9 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from meshtrain.config.auto import unpaired_schedule
 from meshtrain.config.key import Followed, keys
-from meshtrain.config.schema import Config, ExpertsConfig, unpaired_schedule
+from meshtrain.config.schema import Config, ExpertsConfig
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.registry import NotImported

@@ -9,8 +9,7 @@ as the rows that the output projection keeps too, and the log of each query's su
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +80,25 @@ class MaskArrays(NamedTuple):
         return self.segments if self.key_segments is None else self.key_segments
 
 
+class AttentionKernel(Protocol):
+    """A module of an accelerator's kernel: its two passes, called one by one."""
+
+    def forward(
+        self, scoring: Scoring, heads: Heads, masks: MaskArrays
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+
+    def backward(
+        self,
+        scoring: Scoring,
+        heads: Heads,
+        masks: MaskArrays,
+        outputs: Outputs,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the cotangents of `forward`'s queries, keys and values."""
+
+
 def attention_arguments(config: ModelConfig) -> dict[str, Any]:
     """Returns the arguments of `attend` that follow from a resolved config's model."""
     causal = FAMILIES[config.family].causal
@@ -145,13 +163,12 @@ def attend(
     )
     if sinks is not None:
         sinks = vary(sinks, varying(q_BTHK))
-    if collectives.context > 1:
-        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
-    if kernel == "blocks":
+    if kernel == "blocks" and collectives.context == 1:
         return blockwise(scoring, given, masks, sinks)
-    shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return run_kernel(kernel, scoring, given, shared._replace(local=masks.local), sinks)
+    shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
+    if collectives.context > 1:
+        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
+    return run_kernel(kernel, scoring, given, shared, sinks)
 
 
 def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
@@ -258,7 +275,7 @@ def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -
         out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
         sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
         return Outputs(out.reshape(q.shape), sums)
-    return Outputs(*_module(kernel).forward(scoring, heads, masks))
+    return Outputs(*_imported(kernel).forward(scoring, heads, masks))
 
 
 def backward(
@@ -281,12 +298,13 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    return _module(kernel).backward(scoring, heads, masks, outputs, cotangent)
+    return _imported(kernel).backward(scoring, heads, masks, outputs, cotangent)
 
 
-def _module(kernel: str) -> ModuleType:
+def _imported(kernel: str) -> AttentionKernel:
     """Imports a kernel where it is used: Pallas for GPUs takes a fifth of JAX's own time to import."""
-    return import_module(f"meshtrain.model.{kernel}")
+    module: Any = import_module(f"meshtrain.model.{kernel}")
+    return module
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

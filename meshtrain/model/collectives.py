@@ -11,6 +11,7 @@ The model calls these methods and knows nothing of a mesh; `parallel.tensor` ove
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class Collectives:
@@ -66,6 +67,10 @@ class Collectives:
     def first_token_id(self, rows: int) -> jax.Array | int:
         """Global id of the first of `rows` local rows of the vocabulary."""
         return 0
+
+    def column_order(self, length: int) -> np.ndarray | None:
+        """Returns the positions of a row's `length` tokens in the order of the ranks; None where one has them all."""
+        return None
 
     def first_position(self, length: int) -> jax.Array | int:
         """Position in the sequence of the first of `length` local entries of the residual stream.

@@ -25,14 +25,18 @@ from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages, table
 from meshtrain.parallel.reduce.reduction import gather
+from meshtrain.registry import Shown
 from meshtrain.schedule.table import Table
-from meshtrain.shown import Shown
 
 Tree = Any
 
 
 class Storage:
     """How a state holds weights: as arrays, in the dtype that trains or computes."""
+
+    def notes(self) -> list[str]:
+        """Returns sentences on what the storage costs, or does not do though it is asked for."""
+        return []
 
     def rounds(self, weight: Placed) -> bool:
         """Returns whether a state has a weight in float8."""

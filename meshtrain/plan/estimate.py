@@ -22,9 +22,9 @@ from meshtrain.plan.seconds import (
     hidden_seconds,
     microbatch_costs,
 )
+from meshtrain.registry import Shown
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulation import Timeline
-from meshtrain.shown import Shown
 
 PART_NAMES = {
     "matmul": "matrix products",

@@ -43,7 +43,7 @@ import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.files import read_text
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 F = 0
 B = 1
