@@ -45,7 +45,8 @@ def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
     ranks = lambda axes: math.prod(mesh.ways(axis) for axis in axes)
     name = lambda axes: "+".join(axis for axis in mesh.shape if axis in axes)
     nbytes = FLOAT32 * stack.on_rank * math.prod(form.padded)
-    holders, copies = form.holders, form.copies
+    holders = form.holders
+    copies = form.copies
     for what in ("matrices laid out", "matrices laid back") if holders else ():
         yield Transfer(name(holders), ALL_TO_ALL, what, nbytes, 1, ranks(holders))
     if copies:
