@@ -5,7 +5,7 @@ outside.
 
 From then on `model.family: mine` is legal; schedules, optimizers and sources of data are registered likewise.
 
-Anything that stands above whoever asks for it is found by name, too: `late` functions, and the pictures of what is `Shown`.
+A function that stands above whoever asks for it is found by name, too (`late`), as is the picture of a `Shown`.
 """
 
 import pkgutil

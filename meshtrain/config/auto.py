@@ -6,11 +6,9 @@ parallel.context_strategy    the strategy with the shortest planned time per lay
 parallel.experts.dispatch    whichever sends less
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from meshtrain.config.key import Followed
-from meshtrain.config.mesh import MeshConfig
-from meshtrain.config.model import ModelConfig
 from meshtrain.registry import late
 from meshtrain.schedule.generators import PAIRED, chosen_chunks, has_table, legal_chunks
 
@@ -24,20 +22,7 @@ planned_strategy = late("meshtrain.plan.choices:context_strategy")
 planned_schedule = late("meshtrain.plan.choices:schedule")
 
 
-class Sections(Protocol):
-    """The sections of a config that the rules read; `schema.Config`, whose keys follow from them, has these."""
-
-    @property
-    def run(self) -> Any: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def mesh(self) -> MeshConfig: ...
-    @property
-    def parallel(self) -> Any: ...
-
-
-def default_chunks(config: Sections) -> int:
+def default_chunks(config: Any) -> int:
     """Returns the chunks of a stage by default: as many as parallel.layer_split is for, else the best number."""
     parallel = config.parallel
     stages = config.mesh.pipeline
@@ -46,22 +31,21 @@ def default_chunks(config: Sections) -> int:
     return chosen_chunks(config.model.layers, stages, parallel.microbatches)
 
 
-def virtual_stages(config: Sections) -> int:
+def virtual_stages(config: Any) -> int:
     """A schedule that somebody named has its own number of chunks; any other takes the default.
 
     A resolved config names its schedule too. It counts as nobody's if it is what follows from the default.
     """
     parallel = config.parallel
     chunks = default_chunks(config)
-    unnamed = parallel.schedule == AUTO or isinstance(parallel.schedule, Followed)
-    if unnamed:
+    if parallel.schedule == AUTO or isinstance(parallel.schedule, Followed):
         return chunks
     if parallel.virtual_stages == chunks > 1 and parallel.schedule == schedule(config):
         return chunks
     return legal_chunks(parallel.schedule) or 1
 
 
-def schedule(config: Sections) -> str:
+def schedule(config: Any) -> str:
     """The planner chooses where pairs may hide messages; elsewhere the number of chunks decides.
 
     One chunk where the default is more comes from a schedule that somebody named: then nothing follows.
@@ -73,27 +57,30 @@ def schedule(config: Sections) -> str:
     return Followed(unpaired_schedule(config))
 
 
-def unpaired_schedule(config: Sections) -> str:
+def unpaired_schedule(config: Any) -> str:
     """Several chunks a stage run interleaved, one runs 1f1b; one stage runs no schedule, so that auto stays."""
     if config.mesh.pipeline == 1:
         return AUTO
     return CHUNKED if config.parallel.virtual_stages > 1 else PLAIN
 
 
-def pairs_may_hide(config: Sections) -> bool:
+def pairs_may_hide(config: Any) -> bool:
     """Pairs may hide messages where there are any, except on fake devices, which hide none."""
     mesh = config.mesh
     on_fakes = config.run.fake_devices > 0 and mesh.cluster is None
-    has_pairs = has_table(PAIRED, mesh.pipeline, config.parallel.microbatches)
-    return mesh.splits_layers and has_pairs and not on_fakes
+    return (
+        mesh.splits_layers
+        and has_table(PAIRED, mesh.pipeline, config.parallel.microbatches)
+        and not on_fakes
+    )
 
 
-def context_strategy(config: Sections) -> str:
+def context_strategy(config: Any) -> str:
     """The planner chooses where tokens are split over context; elsewhere auto stays."""
     return planned_strategy(config)[0] if config.mesh.context > 1 else AUTO
 
 
-def dispatch(config: Sections) -> str:
+def dispatch(config: Any) -> str:
     """Rows go to their experts by whichever collective sends less; where experts are not split, auto stays."""
     mesh = config.mesh
     if mesh.expert == 1:
@@ -103,7 +90,7 @@ def dispatch(config: Sections) -> str:
     return "all_gather" if ranks - 1 <= sent else "all_to_all"
 
 
-def sends_parts(config: Sections) -> bool:
+def sends_parts(config: Any) -> bool:
     """All-to-all sends each tensor rank's own part of a sequence where that is split, to experts over tensor too."""
     mesh = config.mesh
     splits_sequence = config.parallel.sequence_parallel and mesh.tensor > 1

@@ -61,11 +61,12 @@ def open_documents(config: Config, tokenizer: Tokenizer) -> tuple[TextBatches, T
     key = "data.mixture" if data.mixture else "data.source"
     sources = [_open_source(key, name, data, tokenizer) for name in names]
     train = _open_batches(config, tokenizer, sources, weights, "train")
+    split = "validation"
     if data.validation_source is not None:
+        split = "all"
         sources = [_open_source("data.validation_source", data.validation_source, data, tokenizer)]
         weights = (1.0,)
     try:
-        split = "all" if data.validation_source is not None else "validation"
         return train, _open_batches(config, tokenizer, sources, weights, split)
     except ConfigError as error:
         if config.eval.every:

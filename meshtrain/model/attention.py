@@ -83,20 +83,10 @@ class MaskArrays(NamedTuple):
 class AttentionKernel(Protocol):
     """A module of an accelerator's kernel: its two passes, called one by one."""
 
-    def forward(
-        self, scoring: Scoring, heads: Heads, masks: MaskArrays
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
-
-    def backward(
-        self,
-        scoring: Scoring,
-        heads: Heads,
-        masks: MaskArrays,
-        outputs: Outputs,
-        d_out: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the cotangents of `forward`'s queries, keys and values."""
+    # (scoring, heads, masks) -> the output [B, T, H, K] and float32 log of sums [B, H, T]
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    # (scoring, heads, masks, outputs, cotangent) -> the cotangents of q, k and v
+    backward: Callable[..., tuple[jax.Array, ...]]
 
 
 def attention_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -465,10 +455,9 @@ def _scores(
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
         visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
     elif scoring.window:
-        (query, key), (queries, keys) = (
-            _first(masks),
-            (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop)),
-        )
+        query, key = _first(masks)
+        queries = jnp.arange(start, stop)
+        keys = jnp.arange(seen.start, seen.stop)
         visible = (query + queries)[:, None] - (key + keys) < scoring.window
     if masks.segments is not None:
         assert masks.of_keys is not None

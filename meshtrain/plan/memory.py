@@ -43,21 +43,6 @@ KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def zero_state(
-    elements: float,
-    stage: int,
-    data: int,
-    weight: float = 2,
-    gradient: float = 2,
-    state: float = 12,
-) -> float:
-    """Bytes of model state per device in mixed-precision training (ZeRO, figure 1): `state` counts masters and two
-    moments.
-    """
-    degrees = [data if stage >= level else 1 for level in (3, 2, 1)]
-    return elements * (weight / degrees[0] + gradient / degrees[1] + state / degrees[2])
-
-
 def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
     """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
