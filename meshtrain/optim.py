@@ -61,18 +61,17 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     def make(weights: Tree, *more: Any) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights, *more)
 
-    if kind.by_matrix:
-        from meshtrain.parallel.per_matrix import per_matrix
-
-        optimizer = per_matrix(make, layout)
-    elif kind.orthogonalizes:
-        from meshtrain.parallel.orthogonal import orthogonalizer
-        from meshtrain.parallel.per_matrix import divide, join
-
-        spread = partial(orthogonalizer, layout)
-        optimizer = join(*(make(weights, spread) for weights in divide(layout.updated)))
-    else:
+    if not (kind.by_matrix or kind.orthogonalizes):
         optimizer = make(layout.updated)
+    else:
+        from meshtrain.parallel import orthogonal, per_matrix
+
+        if kind.by_matrix:
+            optimizer = per_matrix.per_matrix(make, layout)
+        else:
+            spread = partial(orthogonal.orthogonalizer, layout)
+            parts = (make(weights, spread) for weights in per_matrix.divide(layout.updated))
+            optimizer = per_matrix.join(*parts)
     if not kind.decays:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))

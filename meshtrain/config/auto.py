@@ -1,9 +1,11 @@
 """Resolves `auto`: the value that a key takes which nobody has set, one function a key.
 
-parallel.virtual_stages      the most chunks of equal size, for a schedule that nobody named
-parallel.schedule            interleaved, 1f1b, or a paired schedule where messages can be hidden
-parallel.context_strategy    the strategy with the shortest planned time per layer
-parallel.experts.dispatch    whichever sends less
+    parallel.virtual_stages      the most chunks of equal size, for a schedule that nobody named
+    parallel.schedule            interleaved, 1f1b, or a paired schedule where messages can be hidden
+    parallel.context_strategy    the strategy with the shortest planned time per layer
+    parallel.experts.dispatch    whichever sends less
+
+Each function begins with its rule.
 """
 
 from typing import Any
