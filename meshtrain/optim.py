@@ -125,7 +125,8 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
 
     def mirrored(path: tuple, value: jax.ShapeDtypeStruct) -> Placed | None:
         keys = tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
-        weight = next((weights[keys[i:]] for i in range(len(keys)) if keys[i:] in weights), None)
+        endings = (keys[i:] for i in range(len(keys)))
+        weight = next((weights[ending] for ending in endings if ending in weights), None)
         if weight is None:
             return None
         if value.shape == weight.padded:

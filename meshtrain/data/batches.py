@@ -114,7 +114,8 @@ class BatchesOfRows:
         parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
         if len(portions[0].at) == count:
             return parts[0]
-        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in parts[0].items()}
+        first = parts[0].items()
+        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in first}
         for portion, part in zip(portions, parts, strict=True):
             for name, x in part.items():
                 batch[name][portion.at] = x

@@ -148,7 +148,8 @@ class Layout(Shown):
             np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"),
             "compute",
         )
-        starts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1), len(kinds)]
+        changes = np.flatnonzero(kinds[1:] != kinds[:-1])
+        starts = [0, *(changes + 1), len(kinds)]
         return [Segment(int(a), int(b), str(kinds[a])) for a, b in itertools.pairwise(starts)]
 
     @cached_property
