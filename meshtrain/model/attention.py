@@ -197,7 +197,10 @@ def within(cap: float, x: jax.Array) -> jax.Array:
 # With what it gives kept for the backward, and nothing else. Pallas lowers none for Triton, so kernels take `within`
 # itself.
 capped = jax.custom_vjp(within, nondiff_argnums=(0,))
-capped.defvjp(lambda cap, x: (within(cap, x),) * 2, lambda cap, y, g: (g * cap_slope(cap, y),))
+capped.defvjp(
+    lambda cap, x: (within(cap, x),) * 2,
+    lambda cap, y, g: (g * cap_slope(cap, y),),
+)
 
 
 def cap_slope(cap: float, y: jax.Array) -> jax.Array:

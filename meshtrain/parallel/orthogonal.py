@@ -26,7 +26,7 @@ Arrays = dict[str, jax.Array]
 def orthogonalizer(
     layout: Layout, weights: Sequence[Placed], eps: float
 ) -> Callable[[Arrays], Arrays]:
-    """Returns the function that orthogonalizes matrices of arrays by their names, which lie as the weights do."""
+    """Returns the function that orthogonalizes arrays, which lie as the weights whose names they have."""
     if not weights:
         return dict
     stacks = make_stacks(layout.config.mesh, weights)

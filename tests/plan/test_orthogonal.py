@@ -31,11 +31,26 @@ def test_traffic_of_a_step_with_muon_is_that_of_the_compiled_one(mesh):
             assert nbytes == pytest.approx(sent[axis], rel=0.02), axis
 
 
+IN_UPDATE = {
+    "one device, narrow": ({"data": 1}, {"layers": 2, "d_ff": 256}, {}),
+    "one device": ({"data": 1}, {"layers": 2, "d_ff": 1024}, {}),
+    "one device, wide": ({"data": 1}, {"layers": 2, "d_ff": 4096}, {}),
+    "stage 3": ({"data": 8}, {"d_ff": 4096}, {"zero_stage": 3}),
+    "stage 1, tensor": ({"data": 4, "tensor": 2}, {"d_ff": 4096}, {"zero_stage": 1}),
+    "stage 1, tensor, pipeline": (
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        {"d_ff": 4096},
+        {"zero_stage": 1, "microbatches": 2},
+    ),
+}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("d_ff", [256, 1024, 4096])
-def test_memory_of_a_step_that_is_fullest_in_muons_update_is_that_of_the_compiled_one(d_ff):
-    config = config_of({"data": 1}, model={"layers": 2, "d_ff": d_ff})
-    planned = plan(config, named("cpu", 1))
+@pytest.mark.parametrize("name", IN_UPDATE)
+def test_memory_of_a_step_that_is_fullest_in_muons_update_is_that_of_the_compiled_one(name):
+    mesh, model, parallel = IN_UPDATE[name]
+    config = config_of(mesh, model=model, parallel=parallel)
+    planned = plan(config, named("cpu", config.mesh.devices))
     assert "matrices as they are iterated" in {item.name for item in planned.memory}
     assert planned.bytes == pytest.approx(compile_step(config, "cpu").total_bytes, rel=0.05)
 
