@@ -60,4 +60,6 @@ else:
         # No run draws, and few simulate.
         from meshtrain.schedule import draw, simulation
 
-        return getattr(draw if name.startswith("gantt_") else simulation, name)
+        # Kept, since the reference shows what stands in the module.
+        value = globals()[name] = getattr(draw if name.startswith("gantt_") else simulation, name)
+        return value
