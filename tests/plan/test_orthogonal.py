@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtrain.config import load
+from meshtrain.config import load, replaced
 from meshtrain.plan import named, plan, traffic
 from meshtrain.plan.compiled import compile_step
 
@@ -55,24 +55,14 @@ def test_memory_of_a_step_that_is_fullest_in_muons_update_is_that_of_the_compile
     assert planned.bytes == pytest.approx(compile_step(config, "cpu").total_bytes, rel=0.05)
 
 
-LLAMA_8B = {
-    "layers": 32,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
-
-
 @pytest.mark.parametrize("mesh", [{"data": 64}, {"data": 8, "tensor": 8}], ids=str)
-def test_seconds_of_a_step_count_muons_products_and_messages(mesh):
+def test_seconds_of_a_step_count_muons_products_and_messages(mesh, llama_8b):
     """5 iterations of 2 (m, m, n) and a (m, m, m) each, of the matrices of the fullest rank."""
 
     def planned(optimizer):
         train = {"global_batch_size": 64, "sequence_length": 4096}
-        sections = {"precision": {"compute": "bfloat16"}, "train": train}
-        return plan(config_of(mesh, optimizer, LLAMA_8B, **sections), named("h100", 64)).time
+        config = replaced(llama_8b(mesh, train, microbatches=1), optimizer={"name": optimizer})
+        return plan(config, named("h100", 64)).time
 
     muon, adamw = planned("muon"), planned("adamw")
     flops = named("h100", 64).accelerator.flops("float32")
