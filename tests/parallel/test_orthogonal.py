@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from covering import thorough_but
-from short_runs import canonical_numbers, place
+from short_runs import canonical_numbers, place, start_optimizer
 
 from meshtrain.config import load
 from meshtrain.hlo import collectives
@@ -70,13 +70,7 @@ def updated(given):
     layout = program.layout
     numbers = lambda seed: layout.only_trained(place(layout, canonical_numbers(layout, seed)))
     params = numbers(0)
-    state = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)(params)
-
-    @jax.jit
-    def step(params, state, gradients):
-        updates, state = program.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
+    state, step = start_optimizer(program, params)
     for seed in (1, 2):
         params, state = step(params, state, numbers(seed))
     of = lambda weight, x: None if x is None else layout.canonical_leaf(weight, x)
